@@ -21,7 +21,7 @@ from clap_ds.config.places import version as version
 
 PACKAGES = (
     "torch", "torchaudio", "deepspeed", "transformers", "huggingface_hub", "tokenizers", "safetensors", "pydantic",
-    "numpy", "psutil", "rich", "tensorboard",
+    "numpy", "psutil", "rich", "tensorboard", "tqdm",
 )  # fmt: skip
 """What every run imports."""
 PACKAGES_FOR_SHARDS = ("webdataset", "braceexpand", "fsspec", "soundfile")

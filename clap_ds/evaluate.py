@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import os
 import sys
 from dataclasses import astuple
 from pathlib import Path
@@ -23,11 +23,12 @@ if __package__ in (None, ""):
     # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from clap_ds.config import batch_sizes
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import write_atomically
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MICRO_BATCH = 32
 TEXT_TOKENS = 77
-NUM_ADVANCES = 20
 NUM_BROKEN_SHOWN = 5
 TITLES = {"retrieval": "retrieval", "zero_shot": "zero-shot classification"}
 MEASURES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "map10": "mAP@10", "map": "mean average precision"}
@@ -59,16 +59,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="clap_ds/evaluate.py", description=description, allow_abbrev=False)
     add, number = parser.add_argument, whole_number()
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights")
-    add(
-        "--best",
-        action="store_true",
-        help="of a folder of checkpoints, the best by its run's best_by (default: newest)",
-    )
+    best = "of a folder of checkpoints, the best by its run's best_by (default: newest)"
+    add("--best", action="store_true", help=best)
     add("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
     add("--class_field", metavar="FIELD", help="member of the json that names the class (default: kind)")
     add("--template", action="append", metavar="TEXT", help="caption with {} for the class; repeatable")
-    add("--classes", help="JSON: a list of classes, or class → names in captions", type=Path, metavar="FILE")
     add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
     add("--preset", choices=preset_names(), help="the model's sizes, for a file that doesn't say them")
     told = f"caption length (default: that of training; {TEXT_TOKENS} at most where nothing says)"
@@ -77,9 +73,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num_workers", type=whole_number(0), metavar="N", help="decoding processes per rank (default: 0)")
     add("--precision", choices=tuple(DTYPES), help="default: the configuration's, else fp32")
     add("--json", help="write the results there, too", type=Path, metavar="FILE")
-    add(
-        "--deepspeed_config", help="run with clap.evaluation: JSON, or a packaged one's name", type=Path, metavar="FILE"
-    )
+    more = "run with clap.evaluation: JSON, or a packaged one's name"
+    add("--deepspeed_config", help=more, type=Path, metavar="FILE")
     add_rank_options(parser)
     return parser.parse_args(argv)
 
@@ -90,62 +85,37 @@ def main(ranks: Ranks) -> None:
     settings = evaluation_settings(arguments, run)
     if not Path(arguments.checkpoint).exists():
         raise UserError(f"{arguments.checkpoint}: no such file or folder (working folder: {Path.cwd()})")
-    if arguments.json is not None and ranks.is_first:
-        try:
-            arguments.json.open("a").close()
-        except OSError as error:
-            raise UserError(f"--json {arguments.json}: can't be written: {error.strerror}") from None
+    if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
+        raise UserError(f"--json {arguments.json}: expected a file in a folder that can be written")
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
     choose_accelerator()
-    try:
-        evaluate_checkpoint(settings, arguments, run, ranks)
-    except UserError as error:
-        raise UserError(str(error) if run else in_options(str(error))) from None
-
-
-def in_options(message: str) -> str:
-    """A message about fields of `clap.evaluation`, in the command line's words."""
-    message = re.sub(r"clap\.evaluation\.(\w+)\.shards", r"--\1", message)
-    message = re.sub(r"clap\.evaluation\.(?:zero_shot\.)?(\w+)", r"--\1", message)
-    return message.replace("--templates", "--template")
+    evaluate_checkpoint(settings, arguments, run, ranks)
 
 
 def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) -> EvaluationSettings:
     """`clap.evaluation` of the configuration, if there is one, with the command line's changes; a UserError for nothing to
-    evaluate, options without the task they are for, and values that can't be."""
+    evaluate, and values that can't be."""
     content: dict[str, Any] = run.clap.evaluation.model_dump() if run else {}
-    classes = _read_classes(arguments.classes) if arguments.classes else None
-    zero_shot = {"class_field": arguments.class_field, "templates": arguments.template, "classes": classes}
-    for name, options in (("retrieval", {}), ("zero_shot", zero_shot)):
-        changes = {"shards": getattr(arguments, name), **options}
-        task = (content.get(name) or {}) | {field: value for field, value in changes.items() if value is not None}
-        if task and "shards" not in task:
-            raise UserError("--class_field, --template and --classes are for zero-shot: give --zero_shot SHARDS too")
-        content[name] = task or None
-    if not (content["retrieval"] or content["zero_shot"]):
+    content |= _given(arguments, tokenizer="tokenizer", micro_batch="micro_batch", num_workers="num_workers")
+    content["tokenizer"] = content.get("tokenizer") or getattr(run and run.clap.data, "tokenizer", None)
+    if arguments.retrieval:
+        content["retrieval"] = {"shards": arguments.retrieval}
+    changes = _given(arguments, shards="zero_shot", class_field="class_field", templates="template")
+    content["zero_shot"] = zero_shot = {**(content.get("zero_shot") or {}), **changes} or None
+    if not (content.get("retrieval") or zero_shot):
         where = f"{run.path} has no clap.evaluation" if run else "there is no --deepspeed_config"
         raise UserError(f"nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both ({where})")
-    given = {name: getattr(arguments, name) for name in ("tokenizer", "micro_batch", "num_workers")}
-    content |= {name: value for name, value in given.items() if value is not None}
-    content["tokenizer"] = content.get("tokenizer") or getattr(run and run.clap.data, "tokenizer", None)
     try:
         return EvaluationSettings.model_validate(content)
     except ValidationError as error:
-        problems = (f"--{'.'.join(map(str, each['loc'])) or 'options'}: {each['msg']}" for each in error.errors())
+        problems = (f"clap.evaluation.{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise UserError("\n".join(problems)) from None
 
 
-def _read_classes(path: Path) -> dict[str, list[str]]:
-    try:
-        content = TypeAdapter(list[str] | dict[str, str | list[str]]).validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"--classes {path}: {error.strerror}") from None
-    except ValidationError:
-        expected = "expected JSON: a list of class names, or an object of class → name or list of names in captions"
-        raise UserError(f"--classes {path}: {expected}") from None
-    classes = {name: name for name in content} if isinstance(content, list) else content
-    return {name: [names] if isinstance(names, str) else names for name, names in classes.items()}
+def _given(arguments: argparse.Namespace, **options: str) -> dict[str, Any]:
+    """Fields by the options that say them, where these are given."""
+    return {field: value for field, name in options.items() if (value := getattr(arguments, name)) is not None}
 
 
 def evaluate_checkpoint(
@@ -160,54 +130,36 @@ def evaluate_checkpoint(
     from clap_ds.native.convert import convert
     from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
-    from clap_ds.record.terminal import Progress
-    from clap_ds.weights.load import load_weights, locate, loss_kind_of, taken, text_tokens_of, tokenizer_of
+    from clap_ds.weights.load import load_weights
 
     device = initialize(ranks, compile_cpu_collective=False)
     preset = arguments.preset or (run.clap.model.preset if run else None)
-    path = together(lambda: locate(arguments.checkpoint, best=arguments.best))
-    checkpoint = together(lambda: load_weights(path, load_preset(preset) if preset else None))
-    loss_kind = together(lambda: loss_kind_of(path, checkpoint))
-    own_tokenizer, trained = together(lambda: (tokenizer_of(path), text_tokens_of(path, checkpoint.config)))
-    text_tokens = text_tokens_for(arguments.text_tokens, run, trained, checkpoint.config)
-    if ranks.is_first and trained not in (None, text_tokens):
-        print(
-            f"note: captions have {text_tokens} tokens here, in training they had {trained}",
-            file=sys.stderr,
-            flush=True,
-        )
+    expected = load_preset(preset) if preset else None
+    checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best))
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,
-        tokenizer_name=settings.tokenizer or own_tokenizer or checkpoint.config.text.hub_name or None,
-        text_tokens=text_tokens,
+        tokenizer_name=settings.tokenizer or checkpoint.tokenizer or checkpoint.config.text.hub_name or None,
+        text_tokens=text_tokens_for(arguments.text_tokens, run, checkpoint.text_tokens, checkpoint.config),
         micro_batch=settings.micro_batch or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
-        loss_kind=loss_kind,
+        loss_kind=checkpoint.loss_kind,
         ranks=ranks,
-        device=device,
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
     model = checkpoint.build(attention=default_kernel(device)).to(device, getattr(torch, DTYPES[precision]))
     if device.type == "cpu":
         convert(model)
-    every = max(1, evaluator.num_batches // NUM_ADVANCES)
-    progress = Progress(evaluator.num_batches, enabled=ranks.is_first)
-
-    def advance(done: int) -> None:
-        if done % every == 0:
-            progress.advance(every, "micro-batches of clips embedded")
-
     try:
-        evaluation = evaluator.evaluate(model, resample=True, on_batch=advance)
+        evaluation = evaluator.evaluate(model, at_length=True)
     except ValueError as error:  # on all ranks alike
         raise UserError(str(error)) from None
     if ranks.is_first:
-        where = {"checkpoint": str(path), "model": checkpoint.config.name, "world_size": ranks.world_size}
+        where = {"checkpoint": checkpoint.path, "model": checkpoint.config.name, "world_size": ranks.world_size}
         where |= {"device_name": device_name(device), "precision": precision, "text_tokens": evaluator.text_tokens}
         title = "{checkpoint}: {model} on {world_size} × {device_name}, {precision}, {text_tokens} text tokens"
-        print_evaluation(evaluation, title.format_map({**where, "checkpoint": taken(path)}))
+        print_evaluation(evaluation, title.format_map({**where, "checkpoint": checkpoint.shown}))
         if arguments.json is not None:
-            arguments.json.write_text(json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
+            write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
 
 
 def text_tokens_for(option: int | None, run: RunSettings | None, trained: int | None, config: ClapConfig) -> int:

@@ -15,25 +15,22 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from clap_ds.config.errors import run_alone
+from clap_ds.config.errors import exit_code_of
 
 COMMANDS = {
-    "build": ("clap_ds.data.shard_making.build", "turn audio files with captions into shards"),
+    "build": ("shard_making.build", "turn audio files with captions into shards"),
     "prepare": (
-        "clap_ds.data.shard_making.prepare",
+        "shard_making.prepare",
         "turn shards into shards of waveforms or log-mel features, as a model sees them",
     ),
-    "measure": (
-        "clap_ds.data.loader_speed",
-        "how fast shards can be read and decoded, and how many workers a step needs",
-    ),
-    "size": ("clap_ds.data.shard_size", "what shards take of disks, links and file systems, before any is made"),
+    "measure": ("loader_speed", "how fast shards can be read and decoded, and how many workers a step needs"),
+    "size": ("shard_size", "what shards take of disks, links and file systems, before any is made"),
 }
 """Subcommand → module, which has `add_…_options(parser)` and `run_…(options)`, and what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
-    """Run a subcommand; its exit code, if it gives one. UserError and OSError as it raises them."""
+    """Run a subcommand; its exit code, if it gives one. UserError, ValueError and OSError as it raises them."""
     words = sys.argv[1:] if argv is None else [*argv]
     listed = "\n".join(f"  {name:9}{what}" for name, (_, what) in COMMANDS.items())
     parser = argparse.ArgumentParser(
@@ -42,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     )  # fmt: skip
     parser.add_argument("command", choices=COMMANDS)
     name = parser.parse_args(words[:1]).command
-    module, what = importlib.import_module(COMMANDS[name][0]), COMMANDS[name][1]
-    own = argparse.ArgumentParser(prog=f"clap-shards {name}", description=what, allow_abbrev=False)
+    module = importlib.import_module(f"clap_ds.data.{COMMANDS[name][0]}")
+    own = argparse.ArgumentParser(prog=f"clap-shards {name}", description=COMMANDS[name][1], allow_abbrev=False)
     getattr(module, f"add_{name}_options")(own)
     code: int | None = getattr(module, f"run_{name}")(own.parse_intermixed_args(words[1:]))
     return code
@@ -51,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
 def command() -> None:
     """Console command `clap-shards`."""
-    run_alone(main)
+    sys.exit(exit_code_of(main))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +25,24 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="0"):
         shards.main([name, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: clap-shards {name} ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "required: command"), (["sizes"], "choose from"), (["size", "--clips=5", "--clip", "5"], "--clip 5")],
+)
+def test_mistakes_in_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        shards.main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_other_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["clap-shards", "measure", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        shards.command()
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: clap.data.shards: expected tar files, found the folder")
+    assert printed.count("\n") == 1

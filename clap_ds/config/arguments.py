@@ -34,10 +34,7 @@ positive = partial(_parse, float, lambda value: 0 < value < float("inf"), "a num
 def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
     """Options of training that has checkpoints: what to do with them."""
     group = parser.add_argument_group("where there are checkpoints (default: resume from the newest good one)")
-    one_of = group.add_mutually_exclusive_group()
-    one_of.add_argument("--restart", action="store_true", help="move them into a folder beside theirs and start anew")
-    alone = "go on from the weights of this step alone, with a new optimizer state"
-    one_of.add_argument("--from_weights", type=whole_number(0), metavar="STEP", help=alone)
+    group.add_argument("--restart", action="store_true", help="move them into a folder beside theirs and start anew")
     changes = "resume though tokenizer, model, precision, optimizer or trained towers are others than the checkpoint's"
     group.add_argument("--accept_changes", action="store_true", help=changes)
     convert = "read a checkpoint of format 1, whose state is a pickle, such as you trust"

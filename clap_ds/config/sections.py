@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from clap_ds.config.model_names import preset_names, preset_of
 
@@ -16,12 +16,22 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
+NotBlank = Annotated[str, Field(pattern=r"\S")]
+Template = Annotated[str, Field(pattern=r"\{\}")]
 
 
 class Section(BaseModel):
     """Base of every `clap` section: unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    former: ClassVar[dict[str, Any]] = {}
+    """Fields that are gone, with their defaults: so much a `config.json` that an earlier version resolved may still have."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former(cls, content: Any) -> Any:
+        is_given = isinstance(content, dict)
+        return {k: v for k, v in content.items() if k not in cls.former or v != cls.former[k]} if is_given else content
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
@@ -114,15 +124,13 @@ DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source"
 class LossSettings(Section):
     """The contrastive loss over the global batch."""
 
+    former = {"features": None, "tile": None}
+
     kind: Literal["softmax", "sigmoid"] = "softmax"
     """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
     same_caption: Literal["negative", "positive"] = "negative"
     """What another clip's caption is that is equal to a clip's own: wrong (`negative`, as published), or as right (`positive`),
     for captions made of class names, say. For `sigmoid` alone: with `softmax` the gradient is the same but for text dropout."""
-    features: Literal["bf16", "fp32"] | None = None
-    """Type in which features travel and are compared; null: bf16 in bf16 runs and under autocast to it, else fp32."""
-    tile: PositiveInt | None = None
-    """Columns of the softmax loss's similarity matrix held at a time; null: 32768 on GPUs, 1024 on CPUs."""
 
 
 class BenchSettings(Section):
@@ -169,19 +177,10 @@ class DebugSettings(Section):
     """Longest a collective may take; without debugging it is half an hour."""
 
 
-class PlateauSettings(Section):
-    """When a run that no longer gets better ends."""
-
-    metric: str | None = None
-    """Evaluation metric that tells; null: what `clap.checkpoint.best_by` is or stands for."""
-    evaluations: PositiveInt
-    """Evaluations in a row without a gain after which training ends."""
-    least_gain: Annotated[float, Field(ge=0)] = 0.0
-    """What a value must be better by than the best one before to be a gain."""
-
-
 class TrainSettings(Section):
     """How long training goes on, what it starts from and what a batch is."""
+
+    former = {"batch_ramp": {}, "stop_on_plateau": None}
 
     samples: PositiveInt | None = None
     """Audio–caption pairs to train on in all; give this or `epochs`."""
@@ -195,13 +194,10 @@ class TrainSettings(Section):
     accumulation: Literal["independent", "cached"] = "independent"
     """What the micro-batches of a step are: `independent` contrastive batches whose gradients are averaged (DeepSpeed's), or
     parts of one large batch whose exact gradient is found with `cached` features (GradCache, arXiv 2101.06983)."""
-    batch_ramp: dict[Annotated[str, Field(pattern="^[0-9]+$")], PositiveInt] = {}
-    """Gradient accumulation steps from a number of samples on, in place of one number throughout: {"0": 1, "1000000": 4}."""
     resume: str = "auto"
-    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if any; `never`; or its path."""
+    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if any; or the path of one."""
     stop_at: dict[str, float] = {}
     """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
-    stop_on_plateau: PlateauSettings | None = None
     shuffle_captions: bool = False
     """Control experiment: every clip gets another one's caption, so that there is nothing to learn."""
     log_every_steps: PositiveInt = 10
@@ -236,13 +232,15 @@ class RetrievalSettings(Section):
 class ZeroShotSettings(Section):
     """Zero-shot classification of held-out clips by captions made of class names."""
 
+    former = {"classes": None}
+
     shards: str | list[str]
     """Tar files whose items carry a `json` member with their class."""
     class_field: str = "kind"
     """Member of that json: a class name, or a list of them (multi-label)."""
-    templates: Annotated[list[str], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
+    templates: Annotated[list[Template], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
     """Captions with {} in the class name's place; a class is compared by the mean of its captions' embeddings."""
-    classes: dict[str, list[str]] | None = None
+    classes: dict[str, Annotated[list[NotBlank], Field(min_length=1)]] | None = None
     """Class name → the names it has in captions; null: the classes found in the shards, by their own names."""
 
 

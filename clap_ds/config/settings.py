@@ -29,6 +29,8 @@ from clap_ds.config.sections import NonNegativeInt, PositiveFloat, Section, Synt
 class ClapSettings(Section):
     """What DeepSpeed has no word for."""
 
+    former = {"cuda_graphs": False}
+
     model: sections.ModelSettings = sections.ModelSettings()
     text_tokens: Annotated[int, Field(ge=2)] = 77
     """Caption length, start and end token and padding included."""
@@ -164,14 +166,12 @@ def _check_together(clap: ClapSettings) -> list[str]:
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
-    is_softmax = loss.kind == "softmax"
     problems = {
         f"text_tokens: {clap.model.preset} has positions for {longest}, found {tokens}": tokens > longest,
         f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
         "train: give samples or epochs, not both": bool(train.samples and train.epochs),
-        "loss.tile: has an effect on the softmax loss alone; leave it out": loss.tile is not None and not is_softmax,
         "loss.same_caption: 'positive' has no effect on what the softmax loss teaches; expected kind 'sigmoid'": (
-            loss.same_caption == "positive" and is_softmax
+            loss.same_caption == "positive" and loss.kind == "softmax"
         ),
     }
     return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

@@ -267,27 +267,29 @@ class LossKind:
     """What there is to know of one `clap.loss.kind`.
 
     Attributes:
-        build: the loss, called as `SoftmaxLoss` is, by its settings and the type in which features travel.
+        build: the loss, called as `SoftmaxLoss` is, by the type in which features travel.
         needs_bias: the model learns a logit bias for it.
         gathers_early: it has `gather_early`, for features to travel as soon as a tower is done.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
     """
 
-    build: Callable[[LossSettings, torch.dtype], Callable[..., Tensor]]
+    build: Callable[[torch.dtype], Callable[..., Tensor]]
     needs_bias: bool
     gathers_early: bool
     evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
 
 
 LOSSES = {
-    "softmax": LossKind(lambda settings, wire: SoftmaxLoss(wire, settings.tile), False, True, softmax_rows),
-    "sigmoid": LossKind(lambda settings, wire: SigmoidLoss(wire), True, False, sigmoid_rows),
+    "softmax": LossKind(SoftmaxLoss, False, True, softmax_rows),
+    "sigmoid": LossKind(SigmoidLoss, True, False, sigmoid_rows),
 }
 """By `clap.loss.kind`."""
 
 
 def build_loss(settings: LossSettings, precision: str) -> Any:
-    """A run's contrastive loss; `precision` is `RunSettings.precision`."""
-    by_default = "bf16" if precision in ("bf16", "torch_autocast_bfloat16") else "fp32"
-    wire_dtype = torch.bfloat16 if (settings.features or by_default) == "bf16" else torch.float32
-    return LOSSES[settings.kind].build(settings, wire_dtype)
+    """A run's contrastive loss; `precision` is `RunSettings.precision`.
+
+    Features travel in bf16 in bf16 runs and under autocast to it, else in fp32.
+    """
+    in_bf16 = precision in ("bf16", "torch_autocast_bfloat16")
+    return LOSSES[settings.kind].build(torch.bfloat16 if in_bf16 else torch.float32)

@@ -113,15 +113,6 @@ def not_finite(state: Any, name: str = "") -> list[str]:
     return [bad for part, value in parts for bad in not_finite(value, f"{name}.{part}".removeprefix("."))]
 
 
-def estimated_bytes(engine: ClapEngine) -> int:
-    """Size of a checkpoint after the first step: weights in the model's types, master weights, two moments a trained weight,
-    and the fp32 weights of the safetensors file."""
-    sixteen_bit = hasattr(engine.deepspeed.optimizer, "fp16_groups")
-    total = sum(tensor.numel() * (tensor.element_size() + 4) for tensor in engine.model.state_dict().values())
-    trained = sum(parameter.numel() for parameter in engine.model.parameters() if parameter.requires_grad)
-    return total + trained * (8 + 4 * sixteen_bit)
-
-
 def describe(engine: ClapEngine) -> dict[str, Any]:
     """What a run must have in common with a checkpoint to resume from it, in words of JSON."""
     outer, scheduler = engine.deepspeed.optimizer, engine.deepspeed.lr_scheduler
@@ -132,5 +123,4 @@ def describe(engine: ClapEngine) -> dict[str, Any]:
         "scheduler": None if scheduler is None else type(scheduler).__name__,
         "loss": type(engine.loss).__name__,
         "trained_towers": [tower for tower in ("audio", "text") if any(n.startswith(tower) for n in trained)],
-        "num_trained_parameters": len(trained),
     }

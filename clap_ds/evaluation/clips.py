@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -70,17 +70,15 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
 
 def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
     """The classes a clip is of, by a field of its json; a BrokenItemError where that holds no class name or list of them."""
-    if "json" not in described:
-        raise BrokenItemError("no json")
     try:
-        content = json.loads(described["json"].decode("utf-8-sig"))
+        content = json.loads(described.get("json", b"").decode("utf-8-sig"))
     except ValueError as error:  # of JSON or of UTF-8
-        raise BrokenItemError(f"json isn't valid: {error}") from None
-    if not isinstance(content, dict) or field not in content:
-        raise BrokenItemError(f"no {field} in its json, which has {', '.join(content) if content else 'nothing'}")
-    names = [content[field]] if isinstance(content[field], str) else content[field]
+        raise BrokenItemError(f"json isn't there or isn't valid: {error}") from None
+    value = content.get(field) if isinstance(content, dict) else None
+    names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name.strip() for name in names):
-        raise BrokenItemError(f"{field} in its json: expected a class name or a list of them, found {content[field]!r}")
+        found = f"{value!r}; there are {', '.join(content)}" if isinstance(content, dict) else "no object"
+        raise BrokenItemError(f"{field} in its json: expected a class name or a list of them, found {found}")
     return list(dict.fromkeys(name.strip() for name in names))
 
 
@@ -95,67 +93,51 @@ class Plan:
 
 
 Numbered = dict[int, Clip]
-Note = Callable[[Iterable[Broken]], None]
 
 
-def plan_retrieval(clips: Numbered, note: Note) -> Plan:
-    """The clips that have a caption, a ValueError if none has; `note` is called with the others."""
-    found = _read(clips, captions_of, note, "retrieval", "a caption")
-    return Plan(list(found), list(found.values()))
+def plan_retrieval(clips: Numbered) -> tuple[Plan, list[Broken]]:
+    """The clips that have a caption, a ValueError if none has, and the others."""
+    found, broken = _read(clips, captions_of, f"{FIELD}.retrieval.shards: expected clips with captions")
+    return Plan(list(found), list(found.values())), broken
 
 
-def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings, note: Note) -> Plan:
-    """The clips that have a class; `note` is called with the others. A class has captions by every name in every template.
+def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings) -> tuple[Plan, list[Broken]]:
+    """The clips that have a class, and the others. A class has captions by every name in every template.
 
     Raises:
-        ValueError: none has, a class that isn't among those expected, fewer than two classes, a template without {}.
+        ValueError: none has, a class that isn't among those expected, fewer than two classes.
     """
-    field = settings.class_field
-    for template in settings.templates:
-        if "{}" not in template:
-            expected = "expected {} where the class name goes"
-            raise ValueError(f"{FIELD}.zero_shot.templates: {expected}, found {template!r}")
-    wanted = f"{field!r} ({FIELD}.zero_shot.class_field) in its json"
-    found = _read(clips, lambda described: classes_of(described, field), note, "zero_shot", wanted)
+    read = partial(classes_of, field=settings.class_field)
+    wanted = f"clips with {settings.class_field!r} ({FIELD}.zero_shot.class_field) in a json"
+    found, broken = _read(clips, read, f"{FIELD}.zero_shot.shards: expected {wanted}")
     examples = {name: clips[number] for number, names in reversed(found.items()) for name in names}
     classes = settings.classes or {name: [name] for name in sorted(examples)}
-    _check_classes(classes, examples, field)
-    templates = settings.templates
-    captions = [[text.replace("{}", name) for name in names for text in templates] for names in classes.values()]
+    shown = ", ".join(map(repr, list(classes)[:NUM_EXAMPLES])) + ", …" * (len(classes) > NUM_EXAMPLES)
+    if unknown := sorted(examples.keys() - classes.keys()):
+        where = f"the shards have {unknown[0]!r} ({examples[unknown[0]].name})"
+        raise ValueError(f"{FIELD}.zero_shot.classes: {where}, which is not among the {len(classes)} classes: {shown}")
+    if len(classes) < 2:
+        raise ValueError(f"{FIELD}.zero_shot.classes: expected at least 2 classes to tell apart, found {shown}")
+    captions = [
+        [text.replace("{}", name) for name in names for text in settings.templates] for names in classes.values()
+    ]
     index = {name: number for number, name in enumerate(classes)}
-    return Plan(list(found), captions, [[index[name] for name in names] for names in found.values()])
+    return Plan(list(found), captions, [[index[name] for name in names] for names in found.values()]), broken
 
 
 def _read(
-    clips: Numbered, read: Callable[[Mapping[str, bytes]], T], note: Note, task: str, wanted: str
-) -> dict[int, T]:
-    found: dict[int, T] = {}
-    broken = []
+    clips: Numbered, read: Callable[[Mapping[str, bytes]], T], expected: str
+) -> tuple[dict[int, T], list[Broken]]:
+    found, broken = dict[int, T](), []
     for number, clip in clips.items():
         try:
             found[number] = read(clip.described)
         except BrokenItemError as error:
             broken.append(Broken(clip.name, str(error)))
-    note(broken)
     if not found:
-        examples = "; ".join(map(str, broken[:NUM_EXAMPLES]))
-        raise ValueError(f"{FIELD}.{task}.shards: none of the {len(broken)} clips with audio has {wanted}: {examples}")
-    return found
-
-
-def _check_classes(classes: dict[str, list[str]], found: dict[str, Clip], class_field: str) -> None:
-    """`found`: a clip of each class that the shards have."""
-    field = f"{FIELD}.zero_shot.classes"
-    for name, names in classes.items():
-        if not names or not all(each.strip() for each in names):
-            raise ValueError(f"{field}: {name!r} has {'an empty name' if names else 'no name'} for captions")
-    shown = ", ".join(map(repr, list(classes)[:NUM_EXAMPLES])) + ", …" * (len(classes) > NUM_EXAMPLES)
-    for name in sorted(found.keys() - classes.keys()):
-        where = f"the shards have {name!r} ({found[name].name})"
-        raise ValueError(f"{field}: {where}, which is not among the {len(classes)} classes: {shown}")
-    if len(classes) < 2:
-        where = f"(by {class_field!r} in the clips' jsons)"
-        raise ValueError(f"{field}: expected at least 2 classes to tell apart, found {shown} {where}")
+        examples = "; ".join(map(str, broken[:NUM_EXAMPLES])) or "none with audio"
+        raise ValueError(f"{expected}, found none among {len(clips)}: {examples}")
+    return found, broken
 
 
 class _ClipAudio(Dataset[Tensor | str]):
@@ -167,7 +149,7 @@ class _ClipAudio(Dataset[Tensor | str]):
         return len(self._clips)
 
     def __getitem__(self, number: int) -> Tensor | str:
-        clip, row = self._clips[number], empty_rows(1, self._audio, self._kind)[0]
+        clip, row = self._clips[number], empty_row(self._audio, self._kind)
         try:
             encoded = clip.place.read(self._open_shard(clip.shard))
             read_clip(encoded, row, sample_rate=self._audio.sample_rate, rng=_Middle())
@@ -185,19 +167,16 @@ class _Middle(random.Random):
         return (low + high) // 2
 
 
-def empty_rows(number: int, audio: AudioConfig, kind: Kind) -> Tensor:
-    """Zeros for as many clips of a kind: features (number, num_frames, mel_bins) float16 of `mel`, else waveforms (number,
-    num_samples) float32."""
-    if kind == "mel":
-        return torch.zeros(number, *audio.feature_shape, dtype=torch.float16)
-    return torch.zeros(number, audio.num_samples)
+def empty_row(audio: AudioConfig, kind: Kind) -> Tensor:
+    """Zeros for a clip of a kind: features (num_frames, mel_bins) float16 of `mel`, else a waveform (num_samples,) float32."""
+    return torch.zeros(audio.feature_shape, dtype=torch.float16) if kind == "mel" else torch.zeros(audio.num_samples)
 
 
 def load_audio(
     clips: list[Clip], audio: AudioConfig, *, num_workers: int, kind: Kind = "encoded"
 ) -> Iterator[Tensor | str]:
-    """What `empty_rows` has a row for, of clips in order, or the reason why one can't be had. Read by `num_workers` processes
-    (0: by this one); a ValueError where one of these was killed."""
+    """Clips in order, shaped as `empty_row`, or the reason why one can't be had. Read by `num_workers` processes (0: by this
+    one); a ValueError where one of these was killed."""
     if not clips:
         return
     dataset, num_workers = _ClipAudio(clips, audio, kind), min(num_workers, len(clips))

@@ -1,22 +1,21 @@
 """Evaluates a model as the `clap.evaluation` section describes it, during training and after.
 
-Everything that can be wrong with the settings, the shards and their labels shows when an `Evaluator` is made, before any work
-that could be lost. The model runs as in use: evaluation mode, no gradients, its own dtype; features are fp32. Each rank embeds
-its share, in micro-batches that are always full, the last filled up with zeros or empty captions, so that a compiled model
-meets one shape.
+What is wrong with the settings, the shards and their labels shows when an `Evaluator` is made, before any work that could be
+lost. Ranks take turns with clips and with captions, and share the features.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.metrics import LOSS
@@ -25,26 +24,12 @@ from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.broken import Broken
 from clap_ds.data.shard_manifest import kind_of
-from clap_ds.evaluation.clips import (
-    FIELD,
-    NUM_EXAMPLES,
-    Plan,
-    empty_rows,
-    list_clips,
-    load_audio,
-    plan_retrieval,
-    plan_zero_shot,
-)
-from clap_ds.evaluation.metrics import (
-    Evaluation,
-    TaskResult,
-    class_features,
-    evaluate_retrieval,
-    evaluate_zero_shot,
-    retrieval_loss,
-)
-from clap_ds.model import tokenizer
+from clap_ds.evaluation import metrics
+from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
+from clap_ds.evaluation.embedding import embed_audio, embed_text
+from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import gather, gather_tensor, on_first, together
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import alive, doing
@@ -61,7 +46,7 @@ class Evaluator:
     """Retrieval and zero-shot classification on held-out clips. All ranks make theirs together, a collective.
 
     Attributes:
-        model_config: of the models to come, which are on `device`.
+        model_config: of the models to come.
         tokenizer_name: hub name or folder.
         text_tokens: caption length, padding included.
         micro_batch: clips or captions per rank and forward pass.
@@ -69,8 +54,8 @@ class Evaluator:
         ranks: of the process group, or a single one without any.
 
     Raises:
-        AgreedError: on all ranks: nothing to evaluate, missing shards or tokenizer, no usable clip, classes or templates that
-            don't fit, ranks that see different clips.
+        AgreedError: on all ranks: nothing to evaluate, missing shards or tokenizer, no usable clip, classes that don't fit,
+            ranks that see different clips.
     """
 
     settings: EvaluationSettings
@@ -81,11 +66,9 @@ class Evaluator:
     micro_batch: int
     loss_kind: str
     ranks: Ranks
-    device: torch.device
 
     def __post_init__(self) -> None:
         self._broken: dict[Broken, None] = {}
-        self._plans: dict[str, Plan] = {}
         together(lambda: on_first(self._load_tokenizer))  # one rank asks a hub that may not answer
         together(self._prepare)
         found = gather((hashlib.sha256(repr(self._clips).encode()).digest(), len(self._clips)))
@@ -97,145 +80,110 @@ class Evaluator:
         field, vocab_size = f"{FIELD}.tokenizer", self.model_config.text.vocab_size
         if self.tokenizer_name is None:
             raise ValueError(f"{field}: missing: the tokenizer that the model's captions are for")
-        self._tokenizer = tokenizer.load_tokenizer(self.tokenizer_name, vocab_size=vocab_size, field=field)
+        self._tokenizer = load_tokenizer(self.tokenizer_name, vocab_size=vocab_size, field=field)
 
     def _prepare(self) -> None:
         if self.ranks.rank:
             self._load_tokenizer()
-        chosen = {"retrieval": self.settings.retrieval, "zero_shot": self.settings.zero_shot}
-        shards: dict[str, list[str]] = {}
-        for task, settings in chosen.items():
+        shards = {}
+        for task, settings in (("retrieval", self.settings.retrieval), ("zero_shot", self.settings.zero_shot)):
             if settings is not None:
-                with _about(f"{FIELD}.{task}.shards", shard_list.FIELD):
+                with _about(f"{FIELD}.{task}.shards"):
                     shards[task] = shard_list.expand_shards(settings.shards)
         if not shards:
             raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
-        tars = list(dict.fromkeys(itertools.chain.from_iterable(shards.values())))
-        with _about(" and ".join(f"{FIELD}.{task}.shards" for task in shards), shard_list.FIELD):
+        tars = list(dict.fromkeys(chain.from_iterable(shards.values())))
+        with _about(" and ".join(f"{FIELD}.{task}.shards" for task in shards)):
             self._kind = kind_of([shard_list.Source(tars, 1.0)], self.model_config)
         self._clips, broken = list_clips(tars, self._kind)
         self._note(broken)
+        self._plans: dict[str, Plan] = {}
         for task, paths in shards.items():
-            field, own = f"{FIELD}.{task}.shards", set(paths)
+            own = set(paths)
             clips = {number: clip for number, clip in enumerate(self._clips) if clip.shard in own}
-            if not clips:
-                examples = "; ".join([paths[0], *map(str, list(self._broken)[:NUM_EXAMPLES])])
-                raise ValueError(f"{field}: no item with audio in {len(paths)} shard(s), the first: {examples}")
             settings = self.settings.zero_shot if task == "zero_shot" else None
-            self._plans[task] = (
-                plan_zero_shot(clips, settings, self._note) if settings else plan_retrieval(clips, self._note)
-            )
-            self._check_any_decodes(field, self._plans[task].clips)
-
-    def _check_any_decodes(self, field: str, numbers: list[int]) -> None:
-        """Decode until one clip is sound, usually the first."""
-        reasons = []
-        for number in numbers:
-            (found,) = load_audio([self._clips[number]], self.model_config.audio, num_workers=0, kind=self._kind)
-            if isinstance(found, Tensor):
-                return
-            reasons.append(f"{self._clips[number].name}: {found}")
-        examples = "; ".join(reasons[:NUM_EXAMPLES])
-        raise ValueError(f"{field}: none of the {len(numbers)} clips can be decoded; the first: {examples}")
-
-    @property
-    def num_batches(self) -> int:
-        """Micro-batches of clips that the rank with most has, rank 0."""
-        return -(-len(self._clips) // (self.ranks.world_size * self.micro_batch))
+            plan, broken = plan_zero_shot(clips, settings) if settings else plan_retrieval(clips)
+            self._plans[task] = plan
+            self._note(broken)
 
     @doing("evaluating")
-    def evaluate(
-        self, model: ClapModel, *, resample: bool = False, on_batch: Callable[[int], object] = lambda done: None
-    ) -> Evaluation:
+    def evaluate(self, model: ClapModel, *, at_length: bool = False) -> Evaluation:
         """Metrics of a model with chance levels, intervals and counts. A collective; every rank gets the same.
 
         Leaves the model's mode and the random state as they were.
 
         Args:
-            resample: find the interval of zero-shot's mean average precision, too, which takes a while.
-            on_batch: called after each of this rank's micro-batches of clips with how many are done.
+            at_length: show progress, and find the interval of zero-shot's mean average precision, too, which takes a while.
 
         Raises:
-            ValueError: on all ranks: no clip can be decoded any more, or embeddings aren't finite.
+            ValueError: on all ranks: no clip can be decoded, or embeddings aren't finite.
             AgreedError: a decoding process is gone.
         """
-        with _evaluating(model):
-            audio, failed = self._embed_clips(model, on_batch)
-            if not audio[[number for number in range(len(audio)) if number not in failed]].isfinite().all():
-                raise NonFiniteEmbeddingsError("the model's embeddings of clips are NaN or infinite: it has diverged")
-            self._note(Broken(self._clips[number].name, reason) for number, reason in sorted(failed.items()))
-            tasks = {}
-            for name, plan in self._plans.items():
-                used = [place for place, number in enumerate(plan.clips) if number not in failed]
-                if not used:
-                    nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
-                    raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
-                features = audio[[plan.clips[place] for place in used]]
-                if plan.classes is None:
-                    tasks[name] = self._retrieval(model, features, [plan.captions[place] for place in used])
-                else:
-                    classes = class_features(plan.captions, self._embed_captions(model, plan.captions))
-                    is_of_class = torch.zeros(len(used), len(plan.captions), dtype=torch.bool)
-                    for row, place in zip(is_of_class, used, strict=True):
-                        row[plan.classes[place]] = True
-                    is_of_class = is_of_class.to(self.device)
-                    tasks[name] = evaluate_zero_shot(features, classes, is_of_class, self.ranks, resample=resample)
+        audio, failed = self._embed_clips(model, show_progress=at_length and self.ranks.is_first)
+        if not audio[[number for number in range(len(audio)) if number not in failed]].isfinite().all():
+            raise NonFiniteEmbeddingsError("the model's embeddings of clips are NaN or infinite: it has diverged")
+        self._note(Broken(self._clips[number].name, reason) for number, reason in sorted(failed.items()))
+        tasks = {}
+        for name, plan in self._plans.items():
+            used = [place for place, number in enumerate(plan.clips) if number not in failed]
+            if not used:
+                nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
+                raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
+            features = audio[[plan.clips[place] for place in used]]
+            captions = plan.captions if plan.classes else [plan.captions[place] for place in used]
+            text = self._embed_captions(model, captions)
+            if plan.classes is None:
+                counts, measures = {"captions": len(text)}, self._retrieval(model, features, text, captions)
+            else:
+                is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
+                for row, place in zip(is_of_class, used, strict=True):
+                    row[plan.classes[place]] = True
+                of = features, metrics.class_features(captions, text), is_of_class.to(audio.device), self.ranks
+                counts, measures = {"classes": len(captions)}, metrics.evaluate_zero_shot(*of, resample=at_length)
+            tasks[name] = TaskResult({"clips": len(used), **counts}, measures)
         return Evaluation(tasks, list(self._broken))
 
-    def _retrieval(self, model: ClapModel, audio: Tensor, captions: list[list[str]]) -> TaskResult:
-        clip_of_caption = torch.arange(len(captions)).repeat_interleave(torch.tensor([len(each) for each in captions]))
-        text = self._embed_captions(model, captions)
-        found = evaluate_retrieval(audio, text, clip_of_caption.to(self.device), self.ranks)
-        first = clip_of_caption.diff(prepend=torch.tensor([-1])).bool().to(self.device)
-        scalars = model.logit_scale.float().exp(), model.logit_bias
-        pairs = audio, text[first], [each[0] for each in captions]
-        found.measures[LOSS] = retrieval_loss(self.loss_kind, *pairs, *scalars)
-        return found
+    @torch.no_grad()
+    def _retrieval(
+        self, model: ClapModel, audio: Tensor, text: Tensor, captions: list[list[str]]
+    ) -> dict[str, Measure]:
+        numbers = torch.tensor([len(each) for each in captions], device=audio.device)
+        clip_of_caption = torch.arange(len(captions), device=audio.device).repeat_interleave(numbers)
+        pairs = audio, text[numbers.cumsum(0) - numbers], [each[0] for each in captions]
+        loss = metrics.retrieval_loss(self.loss_kind, *pairs, model.logit_scale.float().exp(), model.logit_bias)
+        return metrics.evaluate_retrieval(audio, text, clip_of_caption, self.ranks) | {LOSS: loss}
 
-    def _embed_clips(self, model: ClapModel, on_batch: Callable[[int], object]) -> tuple[Tensor, dict[int, str]]:
+    def _embed_clips(self, model: ClapModel, *, show_progress: bool) -> tuple[Tensor, dict[int, str]]:
         """Features of all clips, (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
-        config, failed, batches = model.config.audio, dict[int, str](), itertools.count(1)
-        own = self._clips[self.ranks.rank :: self.ranks.world_size]
-        loaded = load_audio(own, config, num_workers=self.settings.num_workers, kind=self._kind)
+        own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
+        audio, failed = model.config.audio, dict[int, str]()
 
-        def encode(numbers: range) -> Tensor:
-            audio = empty_rows(self.micro_batch, config, self._kind)
-            for row, (number, found) in enumerate(zip(numbers, loaded, strict=False)):
+        def rows() -> Iterator[Tensor]:
+            clips = [self._clips[number] for number in own]
+            loaded = load_audio(clips, audio, num_workers=self.settings.num_workers, kind=self._kind)
+            shown = tqdm(loaded, "clips", len(clips), unit="clip", disable=None if show_progress else True)
+            for number, found in zip(own, shown, strict=True):
+                alive()
                 if isinstance(found, str):
                     failed[number] = found
-                else:
-                    audio[row] = found
-            features = model.encode_audio(audio.to(self.device).float())
-            on_batch(next(batches))
-            alive()
-            return features
+                yield empty_row(audio, self._kind) if isinstance(found, str) else found
 
-        features = self._embed(len(self._clips), encode)
+        features = self._shared(len(self._clips), lambda: embed_audio(model, rows(), self.micro_batch))
         return features, {number: reason for theirs in gather(failed) for number, reason in theirs.items()}
 
     def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
         """Features of all captions, (M, D) fp32."""
-        captions = list(itertools.chain.from_iterable(captions_of_each))
+        captions = list(chain.from_iterable(captions_of_each))
+        own = captions[self.ranks.rank :: self.ranks.world_size]
+        embed = lambda: embed_text(model, own, self._tokenizer, self.text_tokens, self.micro_batch)  # noqa: E731
+        return self._shared(len(captions), embed)
 
-        def encode(numbers: range) -> Tensor:
-            filled = [captions[number] for number in numbers] + [""] * (self.micro_batch - len(numbers))
-            ids, mask = tokenizer.tokenize(filled, self._tokenizer, self.text_tokens)
-            return model.encode_text(ids.to(self.device), mask.to(self.device))
-
-        return self._embed(len(captions), encode)
-
-    def _embed(self, total: int, encode: Callable[[range], Tensor]) -> Tensor:
-        """(total, D) fp32 features of things that ranks take turns with: `encode` gives those of a micro-batch, by their
-        numbers. An AgreedError on all ranks where that is a ValueError on any."""
-        own, size = range(self.ranks.rank, total, self.ranks.world_size), self.micro_batch
-        rows = torch.zeros(-(-total // self.ranks.world_size), self.model_config.joint_dim, device=self.device)
-
-        def embed_own() -> None:
-            for start in range(0, len(own), size):
-                numbers = own[start : start + size]
-                rows[start : start + len(numbers)] = encode(numbers)[: len(numbers)].float()
-
-        together(embed_own)
+    def _shared(self, total: int, embed_own: Callable[[], Tensor]) -> Tensor:
+        """(total, D) features of things that ranks take turns with, by those of each rank's own. An AgreedError on all ranks
+        where these raise a ValueError on any."""
+        own = together(embed_own)
+        rows = own.new_zeros(-(-total // self.ranks.world_size), own.shape[1])
+        rows[: len(own)] = own
         return gather_tensor(rows).transpose(0, 1).flatten(0, 1)[:total]
 
     def _note(self, found: Iterable[Broken]) -> None:
@@ -249,22 +197,9 @@ class Evaluator:
 
 
 @contextmanager
-def _evaluating(model: ClapModel) -> Iterator[None]:
-    """Evaluation mode without gradients; each module's own mode is restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextmanager
-def _about(field: str, theirs: str) -> Iterator[None]:
+def _about(field: str) -> Iterator[None]:
     """Errors within are about `field`, not the training data's."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(str(error).replace(theirs, field)) from None
+        raise ValueError(str(error).replace(shard_list.FIELD, field)) from None

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -31,6 +30,7 @@ from clap_ds.evaluation import ranking
 from clap_ds.ranks.distributed import Ranks
 
 CONFIDENCE = 0.95
+Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 RECALL_AT = (1, 5, 10)
 CUTOFF = 10
 TOP = (1, 5)
@@ -53,11 +53,6 @@ class Measure:
     low: float
     high: float
 
-    @classmethod
-    def of_mean(cls, value: float, chance: float, num_clips: int) -> Measure:
-        """A mean over clips of values from 0 to 1."""
-        return cls(value, chance, *wilson(value, num_clips))
-
 
 @dataclass(frozen=True)
 class TaskResult:
@@ -75,33 +70,42 @@ class Evaluation:
     broken: list[Broken]
 
     @property
+    def measures(self) -> dict[str, Measure]:
+        return {name: measure for task in self.tasks.values() for name, measure in task.measures.items()}
+
+    @property
     def metrics(self) -> dict[str, float]:
-        return {name: measure.value for task in self.tasks.values() for name, measure in task.measures.items()}
+        return {name: measure.value for name, measure in self.measures.items()}
 
     @property
     def chances(self) -> dict[str, float]:
         """What a model that says the same of everything would reach, by metric."""
-        return {name: measure.chance for task in self.tasks.values() for name, measure in task.measures.items()}
+        return {name: measure.chance for name, measure in self.measures.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """In words of JSON."""
-        tasks = {name: asdict(task) for name, task in self.tasks.items()}
-        broken_items = [asdict(broken) for broken in self.broken]
-        counted = {"num_broken_items": len(broken_items), "broken_items": broken_items}
-        return {"metrics": self.metrics, "tasks": tasks, **counted}
+        found = asdict(self)
+        broken = {"num_broken_items": len(self.broken), "broken_items": found["broken"]}
+        return {"metrics": self.metrics, "tasks": found["tasks"], **broken}
 
 
 def wilson(proportion: float, number: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a proportion. For means of other values from 0 to 1 it is too wide rather than too narrow:
     none vary more than those that are 0 or 1."""
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    spread = z * math.sqrt(proportion * (1 - proportion) / number + z**2 / (4 * number**2))
-    centre = proportion + z**2 / (2 * number)
-    scale = 1 + z**2 / number
+    spread = Z * math.sqrt(proportion * (1 - proportion) / number + Z**2 / (4 * number**2))
+    centre, scale = proportion + Z**2 / (2 * number), 1 + Z**2 / number
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-def evaluate_retrieval(audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Tensor, ranks: Ranks) -> TaskResult:
+def _means(names: Sequence[str], found: Tensor, chance: Tensor, num_clips: int) -> dict[str, Measure]:
+    """Measures of values from 0 to 1, (Q, M) each, with the intervals of a mean over so many clips."""
+    values = zip(names, found.mean(0).tolist(), chance.mean(0).tolist(), strict=False)
+    return {name: Measure(value, by_chance, *wilson(value, num_clips)) for name, value, by_chance in values}
+
+
+def evaluate_retrieval(
+    audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Tensor, ranks: Ranks
+) -> dict[str, Measure]:
     """Both directions. A collective; the same on every rank.
 
     Args:
@@ -109,31 +113,21 @@ def evaluate_retrieval(audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Ten
         text_MD: features of M captions, likewise.
         clip_of_caption_M: the clip each caption belongs to, int64; every clip has one at least.
     """
-    num_clips = len(audio_ND)
-    audio = audio_ND, torch.arange(num_clips, device=audio_ND.device)
-    text = text_MD, clip_of_caption_M
-    measures = {}
+    clip_N = torch.arange(len(audio_ND), device=audio_ND.device)
+    measures: dict[str, Measure] = {}
     for direction, (queries, clip_of_query), (candidates, clip_of_candidate) in (
-        ("audio_to_text", audio, text),
-        ("text_to_audio", text, audio),
+        ("audio_to_text", (audio_ND, clip_N), (text_MD, clip_of_caption_M)),
+        ("text_to_audio", (text_MD, clip_of_caption_M), (audio_ND, clip_N)),
     ):
-        found, chance = ranking.rank_candidates(
-            queries,
-            candidates,
-            partial(_of_one_clip, clip_of_query, clip_of_candidate),
-            at=RECALL_AT,
-            cutoff=CUTOFF,
-            ranks=ranks,
-        )
-        names = [*(f"r{k}" for k in RECALL_AT), f"map{CUTOFF}"]
-        for name, value, by_chance in zip(names, found.mean(0).tolist(), chance.mean(0).tolist(), strict=True):
-            # Captions of one clip are found or missed together: their interval is that of as many clips.
-            measures[f"retrieval_{direction}_{name}"] = Measure.of_mean(value, by_chance, num_clips)
-    return TaskResult({"clips": num_clips, "captions": len(text_MD)}, measures)
 
+        def relevant(rows: slice, query: Tensor = clip_of_query, candidate: Tensor = clip_of_candidate) -> Tensor:
+            return query[rows, None] == candidate
 
-def _of_one_clip(clip_of_query: Tensor, clip_of_candidate: Tensor, queries: slice) -> Tensor:
-    return clip_of_query[queries, None] == clip_of_candidate
+        found, chance = ranking.rank_candidates(queries, candidates, relevant, at=RECALL_AT, cutoff=CUTOFF, ranks=ranks)
+        names = [f"retrieval_{direction}_{name}" for name in (*(f"r{k}" for k in RECALL_AT), f"map{CUTOFF}")]
+        # Captions of one clip are found or missed together: their interval is that of as many clips.
+        measures |= _means(names, found, chance, len(audio_ND))
+    return measures
 
 
 def retrieval_loss(
@@ -150,11 +144,9 @@ def retrieval_loss(
         scale: factor of the similarities, shape (1,).
         bias: added to them, shape (1,), or None.
     """
-    numbers: dict[str, int] = {}
-    caption_N = torch.tensor(
-        [numbers.setdefault(caption, len(numbers)) for caption in captions], device=audio_ND.device
-    )
-    losses, chances = [], []
+    number_of = {caption: number for number, caption in enumerate(captions)}
+    caption_N = torch.tensor([number_of[caption] for caption in captions], device=audio_ND.device)
+    losses, chance_in_all = [], 0.0
     num_batches = -(-len(captions) // LOSS_BATCH)
     for first in range(num_batches):
         rows = slice(first, None, num_batches)
@@ -162,11 +154,10 @@ def retrieval_loss(
         logits_BB = scale * audio_ND[rows].double() @ text_ND[rows].double().T
         found_B, chance = LOSSES[kind].evaluate(logits_BB if bias is None else logits_BB + bias, positive_BB)
         losses.append(found_B)
-        chances.append(torch.full((len(logits_BB),), chance))
+        chance_in_all += chance * len(found_B)
     loss_N = torch.cat(losses)
-    value, deviation = float(loss_N.mean()), float(loss_N.std(correction=0))
-    spread = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation / math.sqrt(len(loss_N))
-    return Measure(value, float(torch.cat(chances).double().mean()), value - spread, value + spread)
+    value, spread = float(loss_N.mean()), Z * float(loss_N.std(correction=0)) / math.sqrt(len(loss_N))
+    return Measure(value, chance_in_all / len(loss_N), value - spread, value + spread)
 
 
 def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor:
@@ -177,7 +168,7 @@ def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor
 
 def evaluate_zero_shot(
     audio_ND: Tensor, classes_KD: Tensor, is_of_class_NK: Tensor, ranks: Ranks, *, resample: bool
-) -> TaskResult:
+) -> dict[str, Measure]:
     """Top-k accuracies and mean average precision. A collective; the same on every rank.
 
     Args:
@@ -186,20 +177,16 @@ def evaluate_zero_shot(
         is_of_class_NK: bool; every clip is of one class at least.
         resample: find the mean average precision's interval, too (else it is 0 to 1): bootstrap over the clips.
     """
-    num_clips, num_classes = is_of_class_NK.shape
-    found, chance = ranking.rank_candidates(
-        audio_ND, classes_KD, is_of_class_NK.__getitem__, at=TOP, cutoff=1, ranks=ranks
-    )
-    measures = {}
-    for k, value, by_chance in zip(TOP, found.mean(0).tolist(), chance.mean(0).tolist(), strict=False):
-        measures[f"zero_shot_top{k}"] = Measure.of_mean(value, by_chance, num_clips)
+    relevant = is_of_class_NK.__getitem__
+    found, chance = ranking.rank_candidates(audio_ND, classes_KD, relevant, at=TOP, cutoff=1, ranks=ranks)
+    measures = _means([f"zero_shot_top{k}" for k in TOP], found, chance, len(audio_ND))
     has_clips_K = is_of_class_NK.any(0)
     relevant_KN, classes_KD = is_of_class_NK.T[has_clips_K].contiguous(), classes_KD[has_clips_K]
     found, chance = ranking.rank_candidates(classes_KD, audio_ND, relevant_KN.__getitem__, ranks=ranks)
-    value, by_chance = float(found.mean()), float(chance.mean())
-    low, high = _bootstrap(classes_KD, audio_ND, relevant_KN) if resample else (-value, 1 - value)
-    measures["zero_shot_map"] = Measure(value, by_chance, max(0.0, value + low), min(1.0, value + high))
-    return TaskResult({"clips": num_clips, "classes": num_classes}, measures)
+    value = float(found.mean())
+    low, high = _bootstrap(classes_KD, audio_ND, relevant_KN) if resample else (-1.0, 1.0)
+    measures["zero_shot_map"] = Measure(value, float(chance.mean()), max(0.0, value + low), min(1.0, value + high))
+    return measures
 
 
 def _bootstrap(classes_KD: Tensor, audio_ND: Tensor, relevant_KN: Tensor) -> tuple[float, float]:

@@ -2,16 +2,15 @@
 
 DeepSpeed would profile a step in the middle of the run and, for that, time every step's phases, synchronising each. So the
 engine is built without the section, and given it for one more step after everything timed: its own profiler on its own module,
-in training, which prints and keeps its report. The section's fields mean what they mean to DeepSpeed; `profile_step` is the
-earliest step. What stands in the way are kernels that the profiler doesn't know: this project's for CPUs make way for torch's
-in that step; Triton's stay, as torch's would take memory that there may not be, and are named; compiled towers aren't profiled.
+in training, which prints and keeps its report. The section's fields mean what they mean to DeepSpeed, but for `output_file`;
+`profile_step` is the earliest step. What stands in the way are kernels that the profiler doesn't know: this project's for CPUs
+make way for torch's in that step; Triton's stay, as torch's would take memory that there may not be, and are named; compiled
+towers aren't profiled.
 """
 
 from __future__ import annotations
 
-import shutil
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ LENGTH_BATCHES = 4
 def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     """The summary's `flops` section, in GFLOPs per sample, and warnings. A collective.
 
-    Writes DeepSpeed's report to `flops_profile.txt` in the run directory (and to `output_file`, if that is set).
+    DeepSpeed's report is `flops_profile.txt` in the run directory.
     """
     run, config, lengths = session.run, session.run.clap.preset(), _executed_lengths(session)
     batch = next(session.batches)
@@ -145,9 +144,5 @@ def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[C
     engine._config.flops_profiler_config, engine._config.wall_clock_breakdown, engine.engine_timers = before
     if not session.ranks.is_first:
         return None, batches[-1]
-    if section.output_file:
-        Path(section.output_file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, section.output_file)
-    else:
-        print(path.read_text(), flush=True)
+    print(path.read_text(), flush=True)
     return engine.flops_profiler.count, batches[-1]

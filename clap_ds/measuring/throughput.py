@@ -64,10 +64,6 @@ class Measurement:
             slowest_rank_median=float(np.median(slowest)),
         )
 
-    def doubts(self) -> list[str]:
-        """A line where the rate isn't that of the median step."""
-        return uneven_steps(self.rates()["mean"], self.samples_per_step, self.step_time()["median"])
-
     def data_wait_share(self) -> float:
         """Share of the time spent waiting for data, on the rank that waited most."""
         waited = np.sum([window.data_wait_s.sum(axis=0) for window in self.windows], axis=0)
@@ -77,20 +73,19 @@ class Measurement:
 def measure(session: Session) -> Summary:
     """Run the protocol of `clap.bench` and write `metrics.jsonl`, `summary.json` and TensorBoard scalars. Returns the summary,
     on ranks other than 0 an empty one."""
-    protocol = session.run.clap.bench
+    protocol, world_size = session.run.clap.bench, session.ranks.world_size
     num_steps = protocol.warmup_steps + protocol.windows * protocol.steps_per_window + protocol.breakdown_steps
     measurement = Measurement(session.samples_per_step)
-    warming: list[Window] = []
     progress = Progress(num_steps, enabled=session.ranks.is_first)
     with _manual_garbage_collection():
         for step in range(1, protocol.warmup_steps + 1):
-            warming.append(_run_window(session, 1, None))
+            _run_window(session, 1, None)
             progress.advance(1, f"warm-up {step}/{protocol.warmup_steps}")
-        _tell_supply(session, warming)
         for number in range(1, protocol.windows + 1):
-            measurement.windows.append(_run_window(session, protocol.steps_per_window, number))
-            _tell_supply(session, measurement.windows[-1:])
-            samples_per_s = measurement.rates()["windows"][-1] * session.ranks.world_size
+            window = _run_window(session, protocol.steps_per_window, number)
+            session.tell_supply((session.samples_per_step / (window.step_s - window.data_wait_s)[:, 0]).tolist())
+            measurement.windows.append(window)
+            samples_per_s = measurement.rates()["windows"][-1] * world_size
             session.scalars.write([("bench/samples_per_s", samples_per_s, session.engine.deepspeed.global_samples)])
             shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
             progress.advance(protocol.steps_per_window, shown)
@@ -100,14 +95,15 @@ def measure(session: Session) -> Summary:
         breakdown = _measure_breakdown(session, protocol.breakdown_steps)
         progress.advance(protocol.breakdown_steps, "breakdown")
     peak_memory = hardware.largest_memory(gather(hardware.peak_memory(session.device)))
-    utilized = _measure_utilization(session, measurement.rates()["mean"])
+    rate, step_time = measurement.rates(), measurement.step_time()
+    utilized = _measure_utilization(session, rate["mean"])
     if not session.ranks.is_first:
         return {}
-    utilized["warnings"] += measurement.doubts()
+    utilized["warnings"] += uneven_steps(rate["mean"], session.samples_per_step, step_time["median"])
     measured = Summary(
-        samples_per_s_per_gpu=measurement.rates(),
-        samples_per_s=measurement.rates()["mean"] * session.ranks.world_size,
-        step_time_s=measurement.step_time(),
+        samples_per_s_per_gpu=rate,
+        samples_per_s=rate["mean"] * world_size,
+        step_time_s=step_time,
         data_wait_percent=100 * measurement.data_wait_share(),
         breakdown_s=breakdown,
         skipped_steps=session.engine.deepspeed.skipped_steps,
@@ -115,12 +111,6 @@ def measure(session: Session) -> Summary:
     summary = session.record.update_summary(measured, by_deepspeed, utilized, peak_memory)
     print_summary(summary)
     return summary
-
-
-def _tell_supply(session: Session, windows: list[Window]) -> None:
-    """By rank 0's steps."""
-    for window in windows:
-        session.tell_supply((session.samples_per_step / (window.step_s - window.data_wait_s)[:, 0]).tolist())
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def choose_accelerator() -> Literal["cuda", "cpu"]:
     return "cpu"
 
 
-def choose_device(rank: int, local_rank: int, *, cuda_graphs: bool) -> torch.device:
+def choose_device(rank: int, local_rank: int) -> torch.device:
     """This rank's device, set up; a UserError where its host has fewer GPUs than ranks, or one that torch can't use."""
     import torch
 
@@ -72,24 +72,23 @@ def choose_device(rank: int, local_rank: int, *, cuda_graphs: bool) -> torch.dev
             f"rank {rank} is number {number} on {os.uname().nodename}, which has {there} visible GPUs;"
             " the hostfile promises more slots than there are"
         )
-    set_up_cuda(cuda_graphs=cuda_graphs)
+    set_up_cuda()
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
 
-def set_up_cuda(*, cuda_graphs: bool = False) -> None:
+def set_up_cuda() -> None:
     """Set what this project wants otherwise than torch does. Call before anything is allocated on a GPU.
 
     - Attention never by cuDNN: since torch 2.11 its backward gives NaN for some masked lengths (pytorch issue 196678), and it
       takes a bias only where that needs no gradient, so cached accumulation's two passes would go by different kernels.
     - The allocator's segments grow (`expandable_segments`): less memory is lost between tensors as caption lengths change. Not
-      with CUDA graphs, with which NCCL's registration of buffers hung (pytorch issue 158029), nor where the user has set the
-      allocator by a variable of torch's.
+      where the user has set the allocator by a variable of torch's.
     """
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if not cuda_graphs and not any(map(os.environ.get, ALLOCATOR_VARIABLES)):
+    if not any(map(os.environ.get, ALLOCATOR_VARIABLES)):
         # Versions of torch that don't have the first name have the second, which others warn of.
         own = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (own or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")

@@ -149,18 +149,16 @@ def initialize(
     *,
     compile_cpu_collective: bool,
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    cuda_graphs: bool = False,
 ) -> torch.device:
     """Join the process group and choose this rank's device.
 
     Args:
         compile_cpu_collective: have DeepSpeed compile its shared-memory collective for CPU ranks (a minute at first use).
-        cuda_graphs: the run will record some.
 
     Raises:
         UserError: the host has fewer GPUs than local ranks, or one that torch can't use; or the port to meet at is taken.
     """
-    device = choose_device(ranks.rank, ranks.local_rank, cuda_graphs=cuda_graphs)
+    device = choose_device(ranks.rank, ranks.local_rank)
 
     import deepspeed
     import torch

@@ -114,13 +114,10 @@ class Summary(TypedDict, total=False):
     target_samples: int
     planned_steps: int
     epoch_samples: int | None
-    equal_captions_share: float
-    """Of captions, 0 to 1: those with an equal one in their global batch, over the first batches."""
     evaluation: dict[str, Any]
     best: dict[str, Any] | None
     checkpoints: list[dict[str, Any]]
     num_checkpoints: int
-    checkpoint_estimate: dict[str, Any]
     resumed_from: str
     history: str
     """Lines as in `metrics.jsonl`, of the run through all its restarts."""

@@ -9,7 +9,7 @@ from clap_ds.config.check import missing_monitors
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.shard_files import check_url, is_remote
-from clap_ds.training.schedule import global_batches
+from clap_ds.training.schedule import pairs_together
 
 
 def problems_for_training(run: RunSettings, world_size: int | None = None) -> list[str]:
@@ -17,7 +17,7 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
     was expected."""
     train, evaluation = run.clap.train, run.clap.evaluation
     problems = []
-    if world_size is not None and min(global_batches(run, world_size)) == 1:
+    if world_size is not None and pairs_together(run, world_size) == 1:
         problems.append(
             f'train_micro_batch_size_per_gpu: 1 on 1 rank with clap.train.accumulation "{train.accumulation}" makes contrastive'
             " batches of one pair, from which nothing can be learned: give a larger micro-batch, or clap.train.accumulation"
@@ -29,19 +29,17 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
     if train.epochs is not None and not (isinstance(data, ShardData) and data.has_epochs):
         without = "synthetic data, mixtures and clap.data.sampling 'replacement'"
         problems.append(f"clap.train.epochs: {without} have no epochs; give clap.train.samples")
-    plateau, best_by = train.stop_on_plateau, run.clap.checkpoint.best_by
-    named = [("clap.train.stop_at", name) for name in train.stop_at] + [("clap.checkpoint.best_by", best_by)]
-    if plateau is not None:
-        named.append(("clap.train.stop_on_plateau", plateau.metric or metrics.best_metric(run) or "anything"))
+    named = [("clap.train.stop_at", name) for name in train.stop_at]
+    if run.clap.checkpoint.best_by is not None:
+        named.append(("clap.checkpoint.best_by", run.clap.checkpoint.best_by))
     known = metrics.names(evaluation)
     problems += [
         f"{field}: no evaluation gives {name!r}; there are {', '.join(known) or 'none, as clap.evaluation is empty'}"
-        for field, name in dict.fromkeys(named)
-        if name is not None and name not in known
+        for field, name in named
+        if name not in known
     ]
-    for field, is_set in (("stop_at", bool(train.stop_at)), ("stop_on_plateau", plateau is not None)):
-        if is_set and evaluation.every_steps is None:
-            problems.append(f"clap.train.{field}: clap.evaluation.every_steps is missing: how often to look")
+    if train.stop_at and evaluation.every_steps is None:
+        problems.append("clap.train.stop_at: clap.evaluation.every_steps is missing: how often to look")
     problems += _problems_with_urls(run) + missing_monitors(run.deepspeed)
     return problems
 

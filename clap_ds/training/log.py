@@ -37,7 +37,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._windows: list[tuple[int, float, float]] | None = None  # None: before the first
+        self._windows: list[tuple[int, float, float]] = []
         self._step_s, self._sample_s = array("d"), array("d")
 
     def add(self, samples: int, window_s: float, waited_s: float, step_s: list[float], step_samples: list[int]) -> None:
@@ -49,20 +49,18 @@ class Pace:
             waited_s: for data, of the rank that waited longest.
             step_s: of each step on rank 0; `step_samples` are its samples on all ranks.
         """
-        if self._windows is None:
-            self._windows = []
-            return
+        if self._windows:
+            self._step_s.extend(step_s)
+            self._sample_s.extend(seconds / number for seconds, number in zip(step_s, step_samples, strict=True))
         self._windows.append((samples, window_s, waited_s))
-        self._step_s.extend(step_s)
-        self._sample_s.extend(seconds / number for seconds, number in zip(step_s, step_samples, strict=True))
 
     def summary(self, world_size: int) -> Summary:
         """Rates, step times and the wait for data; empty before the second window."""
-        if not self._windows:
+        windows = np.array(self._windows[1:], float)
+        if not len(windows):
             return {}
-        every = -(-len(self._windows) // WINDOWS)
-        starts = range(0, len(self._windows), every)
-        samples, window_s, waited_s = np.add.reduceat(np.array(self._windows, float), starts).T
+        every = -(-len(windows) // WINDOWS)
+        samples, window_s, waited_s = np.add.reduceat(windows, range(0, len(windows), every)).T
         found = rates((samples / window_s / world_size).tolist(), window_s.tolist())
         return Summary(
             samples_per_s_per_gpu=found,
@@ -153,6 +151,7 @@ class TrainingLog:
     def _write_rows(
         self, rows: tuple[StepLine, ...], by_step: list[list[float]], rate: float, wait_percent: float
     ) -> None:
+        last, num_skipped = rows[-1], self._session.engine.deepspeed.skipped_steps
         scalars: list[Scalar] = []
         for row, (loss, norm, scale, skipped) in zip(rows, by_step, strict=True):
             if skipped:
@@ -160,11 +159,9 @@ class TrainingLog:
             figures = {"loss": loss, "lr": row["lr"], "gradient_norm": norm, "logit_scale": scale}
             self._append(row, **figures)
             scalars += _scalars("train", figures, row["samples"])
-        last = rows[-1]
         scalars += _scalars("train", {"samples_per_s": rate, "data_wait_percent": wait_percent}, last["samples"])
         self._session.scalars.write(scalars)
         epoch = f"epoch {last['epoch']:.2f}  " if last["epoch"] is not None else ""
-        num_skipped = self._session.engine.deepspeed.skipped_steps
         self._shown.advance(
             len(rows),
             f"{epoch}loss {loss:.4f}  lr {last['lr']:.3g}  logit scale {scale:.2f}  gradient norm {norm:.3g}"
@@ -209,8 +206,7 @@ class TrainingLog:
         self._session.record.update_summary(self._position(), pace, self._memory, **fields)
 
     def _position(self) -> Summary:
-        now = self._progress
-        skipped = self._session.engine.deepspeed.skipped_steps
+        now, skipped = self._progress, self._session.engine.deepspeed.skipped_steps
         position = Summary(command="train", step=now.step, samples=now.samples, epoch=now.epoch, train_s=self.train_s)
         return position | Summary(skipped_steps=skipped)
 

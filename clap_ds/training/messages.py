@@ -1,30 +1,27 @@
 """What training says before its first step, after its last, and where its numbers aren't finite: what is ahead, what to do."""
 
 import shlex
-from pathlib import Path
 
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import on_first
-from clap_ds.training.batches import too_few_items
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.schedule import Schedule, TrainingProgress
+from clap_ds.training.schedule import Schedule, TrainingProgress, pairs_together
 from clap_ds.training.start import Choices
+from clap_ds.weights.checkpoint_files import read_all
 
 
 def introduce(
     session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, schedule: Schedule, choices: Choices
 ) -> None:
-    """Say what is ahead: steps, and what checkpoints will cost."""
-    run = session.run
-    size, seconds = checkpoints.estimate(session.engine)
+    """Say what is ahead, and where checkpoints go."""
     if not session.ranks.is_first:
         return
-    why, every = progress.why_over(run), run.clap.checkpoint.every_steps
+    run = session.run
     steps, samples = schedule.ahead(progress.samples)
-    last = progress.step + steps
-    if why is not None:
-        print(f"nothing left to train: {why}; another clap.train.stop_at or stop_on_plateau goes on", flush=True)
+    last, (first_skipped, last_skipped) = progress.step + steps, choices.skip_steps or (0, 0)
+    if reached := progress.reached(run.clap.train.stop_at):
+        print(f"nothing left to train: {reached}; another clap.train.stop_at goes on", flush=True)
     elif steps:
         epochs, beyond = run.clap.train.epochs, samples - schedule.samples
         passes = f" (clap.train.epochs {epochs:g}, of {schedule.epoch_samples:,} each)" if epochs else ""
@@ -32,66 +29,53 @@ def introduce(
         print(f"training to {schedule.samples:,} samples{passes}: {steps:,} steps{rest}", flush=True)
     else:
         print(f"nothing left to train: all of {schedule.samples:,} samples are through", flush=True)
-    number = last // every - progress.step // every if every else 1
-    print(
-        f"checkpoints: {size / 1e6:,.1f} MB and about {seconds:.1f} s each, about {number}, at most {checkpoints.most} at a"
-        f" time ({checkpoints.most * size / 1e6:,.1f} MB), in {checkpoints.path}",
-        flush=True,
-    )
-    warnings = [
-        schedule.mismatch(run.deepspeed.get("scheduler", {}), progress.step, progress.samples),
-        too_few_items(session),
-    ]
-    if (skipped := choices.skip_steps) is not None and not progress.step < skipped[0] <= last:
+    print(f"checkpoints: {checkpoints.path}", flush=True)
+    planned = run.deepspeed.get("scheduler", {}).get("params", {}).get("total_num_steps", last)
+    if planned != last:
+        print(
+            f"warning: scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps", flush=True
+        )
+    pairs, items = pairs_together(run, session.ranks.world_size), session.batches.statistics().get("num_samples")
+    if items is not None and items < pairs:
+        meets = "one that meets itself there counts as wrong"
+        print(f"warning: a global batch has {pairs:,} pairs, the data {items:,} items: {meets}", flush=True)
+    if first_skipped and not progress.step < first_skipped <= last:
         ahead = f"steps {progress.step + 1} to {last} are ahead" if steps else "no step is ahead"
-        warnings.append(f"--skip_steps {skipped[0]}-{skipped[1]}: there is nothing to leave out: {ahead}")
-    for warning in filter(None, warnings):
-        print(f"warning: {warning}", flush=True)
+        print(f"warning: --skip_steps {first_skipped}-{last_skipped}: nothing to leave out: {ahead}", flush=True)
     session.record.update_summary(
-        target_samples=schedule.samples,
-        planned_steps=last,
-        epoch_samples=schedule.epoch_samples,
-        checkpoint_estimate={"bytes": size, "seconds": seconds, "folder": str(checkpoints.path)},
+        target_samples=schedule.samples, planned_steps=last, epoch_samples=schedule.epoch_samples
     )
 
 
-def conclude(run: RunSettings, progress: TrainingProgress, schedule: Schedule, folder: Path) -> None:
+def conclude(run: RunSettings, progress: TrainingProgress, schedule: Schedule) -> None:
     """Say what ended the run, what was trained, and what can be done with it."""
-    clap, quoted = run.clap, shlex.quote(str(folder))
-    if why := progress.why_over(run):
-        print(why, flush=True)
+    clap, quoted = run.clap, shlex.quote(str(run.checkpoint_folder))
+    if reached := progress.reached(clap.train.stop_at):
+        print(reached, flush=True)
     elif not schedule.is_done(progress.samples):
         return
     trained = " and ".join(tower for tower in ("audio", "text") if tower not in clap.train.freeze)
-    shards = clap.evaluation.retrieval.shards if clap.evaluation.retrieval else "SHARDS"
     print(
         f"trained {trained} on {progress.samples:,} samples in {progress.step:,} steps. To evaluate and to export:\n"
-        f"  python clap_ds/evaluate.py {quoted} --retrieval {shlex.join([shards] if isinstance(shards, str) else shards)}\n"
-        f"  python -m clap_ds.weights.export {quoted} FOLDER",
+        f"  python clap_ds/evaluate.py {quoted} --retrieval SHARDS\n  python -m clap_ds.weights.export {quoted} FOLDER",
         flush=True,
     )
 
 
-def same_command(run: RunSettings, choices: Choices) -> str:
+def same_command(choices: Choices) -> str:
     """What to type to go on from the newest checkpoint."""
-    once = [f"--{name}" for name in ("restart", "from_weights") if getattr(choices, name) not in (False, None)]
-    resume = ", with clap.train.resume 'auto'," if run.clap.train.resume == "never" else ""
-    return f"the same command{' without ' + once[0] if once else ''}{resume}"
+    return "the same command without --restart" if choices.restart else "the same command"
 
 
-def how_to_go_on(run: RunSettings, checkpoints: CheckpointFolder, choices: Choices, last: int) -> str:
+def how_to_go_on(checkpoints: CheckpointFolder, choices: Choices, last: int) -> str:
     """After numbers that weren't finite in step `last` or before. A collective."""
-    found: list[tuple[int, Path]] = on_first(checkpoints.whole)
-    first, again = (found[0][0] if found else 0) + 1, same_command(run, choices)
+    saved = on_first(lambda: [manifest.step for manifest in read_all(checkpoints.path).values()])[:1]
+    goes_on = f"goes on from step {saved[0]}" if saved else "begins anew"
+    first = (saved[0] if saved else 0) + 1
     if (skipped := choices.skip_steps) is not None and first <= skipped[0] <= last:
         first, last = skipped[0], skipped[1] + last - skipped[0] + 1  # the batches left out, and those trained on since
-    saved = (
-        f"Nothing of it is saved: {again} goes on from step {found[0][0]}"
-        if found
-        else f"Nothing has been saved: {again} begins anew"
-    )
-    earlier = f"; go back further (clap.train.resume {str(found[1][1])!r})" if len(found) > 1 else ""
     return (
-        f"{saved}. If that ends alike, leave out the batches (--skip_steps {first}-{max(first, last)}), take a lower learning"
-        f" rate (optimizer.params.lr), a longer warm-up or gradient_clipping{earlier}"
+        f"Nothing of it is saved: {same_command(choices)} {goes_on}. If that ends alike, leave out the batches (--skip_steps"
+        f" {first}-{max(first, last)}), take a lower learning rate (optimizer.params.lr), a longer warm-up or"
+        " gradient_clipping, or go back further (clap.train.resume CHECKPOINT)"
     )

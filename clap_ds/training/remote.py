@@ -6,11 +6,8 @@ it. Packages for a protocol (s3fs, gcsfs, …) and credentials are the user's: t
 URL, which would end up in logs and records.
 """
 
-import json
 import posixpath
-import shlex
 import shutil
-import sys
 import threading
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,9 +22,8 @@ from clap_ds.ranks.limits import within
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
 
-ATTEMPTS = 6
-"""Beyond those that file systems' packages make by themselves."""
-FIRST_WAIT_S = 2.0  # doubled after each failure
+WAITS_S = (2, 4, 8, 16, 32, 0)
+"""After each attempt that failed, beyond those that file systems' packages make by themselves."""
 TRY_S = 30.0
 """Longest that a target may take for a first file, before training."""
 
@@ -64,7 +60,7 @@ class RemoteFolder:
         def read(name: str) -> Manifest:
             return Manifest.from_json(self._fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
 
-        return files.newest_first(self._names(), read, damaged)
+        return files.newest_first(self._names(), read, {} if damaged is None else damaged)
 
     def upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint there, unless it is there already; by another name where another run has one of that."""
@@ -73,12 +69,11 @@ class RemoteFolder:
         if manifest in there.values():
             return
         begun = _begun_by(manifest.run)
-        others_half = (name for name in self._names() if name not in there and not self._fs.exists(f"{name}/{begun}"))
-        taken = {*damaged, *others_half, *(name for name, other in there.items() if other.run != manifest.run)}
-        to = next(name for name in files.names_of(manifest.step) if name not in taken)
+        own = {name for name, other in there.items() if other.run == manifest.run}
+        free = {name for name in self._names() if name in own or self._fs.exists(f"{name}/{begun}")}
+        to = files.free_name(manifest.step, {*self._names()} - free)
         self.delete(to)
-        self._fs.makedirs(to, exist_ok=True)
-        self._fs.pipe_file(f"{to}/{begun}", b"")
+        self._write(f"{to}/{begun}", b"")
         for name, record in manifest.files.items():
             target = f"{to}/{name}"
             self._fs.makedirs(posixpath.dirname(target), exist_ok=True)
@@ -86,42 +81,39 @@ class RemoteFolder:
             size = self._fs.info(target)["size"]
             if size != record.bytes:
                 raise OSError(f"{self.url}: {name} arrived with {size} of {record.bytes} bytes")
-        self._fs.pipe_file(f"{to}/{MANIFEST}", manifest.to_json().encode())
+        self._write(f"{to}/{MANIFEST}", manifest.to_json().encode())
         self._fs.rm_file(f"{to}/{begun}")
 
     def try_writing(self) -> None:
         """Write a small file and delete it."""
         name = f".probe-{uuid.uuid4().hex}"
-        self._fs.makedirs("", exist_ok=True)
-        self._fs.pipe_file(name, b"clap")
+        self._write(name, b"clap")
         self._fs.rm_file(name)
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, if it is there, its manifest first, so that it is none from then on."""
         self._fs.invalidate_cache()
-        if self._fs.exists(f"{name}/{MANIFEST}"):
-            self._fs.rm_file(f"{name}/{MANIFEST}")
-        if self._fs.exists(name):
-            self._fs.rm(name, recursive=True)
+        for path in (f"{name}/{MANIFEST}", name):
+            if self._fs.exists(path):
+                self._fs.rm(path, recursive=True)
 
     def rotate(self, rule: CheckpointSettings, run: str) -> None:
         """Delete a run's superfluous checkpoints, and what uploads of its that broke off left behind."""
         there = self.read_all()
         own = {name: manifest for name, manifest in there.items() if manifest.run == run}
-        others = set(self._names()) - set(there)
+        others = (name for name in self._names() if name not in there)
         broken_off = [name for name in others if self._fs.exists(f"{name}/{_begun_by(run)}")]
         for name in [*files.superfluous(own, rule), *broken_off]:
             self.delete(name)
 
-    def download_newest(self, folder: Path, damaged: dict[str, str] | None = None) -> Path | None:
+    def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
         """Bring the newest good checkpoint into a local folder; None if there is none. `damaged` gets why others, by name, were
         passed over, of which one that is found warns."""
-        damaged = {} if damaged is None else damaged
         for name, manifest in self.read_all(damaged).items():
             partial = files.begin(folder, manifest.step)
             try:
                 for file in manifest.files:
-                    (partial / file).parent.mkdir(parents=True, exist_ok=True)
+                    (partial / file).parent.mkdir(exist_ok=True)
                     self._fs.get_file(f"{name}/{file}", str(partial / file))
                 found = files.publish(partial, manifest)
                 files.warn_of(damaged)
@@ -131,6 +123,10 @@ class RemoteFolder:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return None
+
+    def _write(self, path: str, content: bytes) -> None:
+        self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
+        self._fs.pipe_file(path, content)
 
     def _names(self) -> list[str]:
         """Of what can be a checkpoint, even half of one."""
@@ -165,26 +161,22 @@ class BackgroundSync:
         return checkpoint in self._copies and self._copies[checkpoint].running()
 
     def close(self, limit_s: float) -> list[Path]:
-        """Wait for what is under way, say what isn't there and how to copy it by hand, and give back those checkpoints."""
+        """Wait for what is under way, say what isn't there, and give back those checkpoints."""
         pending = [path.name for path, copy in self._copies.items() if not copy.done()]
         if pending:
             print(f"copying {', '.join(pending)} to {self._url}, for {limit_s:,.0f} s at most", flush=True)
-        late = wait(self._copies.values(), limit_s).not_done
-        left = [path for path, copy in self._copies.items() if copy in late or not copy.result()]
+        wait(self._copies.values(), limit_s)
+        left = [path for path, copy in self._copies.items() if not (copy.done() and copy.result())]
         self._closed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if left:
-            in_time = f" within {limit_s:,.0f} s" if late else ""
-            warn(
-                f"{len(left)} checkpoints have not been copied to {self._url}{in_time}: {', '.join(map(str, left))}."
-                f" To copy one by hand, its {MANIFEST} last: {copy_command(left[-1], self._url)}"
-            )
+            names = ", ".join(map(str, left))
+            warn(f"not copied to {self._url}: {names}. To copy a folder by hand, its {MANIFEST} comes last")
         return left
 
     def _copy(self, checkpoint: Path) -> bool:
         """Whether it is there, or needn't be."""
-        wait_s = FIRST_WAIT_S
-        for attempt in range(1, ATTEMPTS + 1):
+        for wait_s in WAITS_S:
             try:
                 if checkpoint.exists():
                     remote = RemoteFolder(self._url)
@@ -192,18 +184,8 @@ class BackgroundSync:
                     remote.rotate(self._rule, Manifest.read(checkpoint).run)
                 return True
             except Exception as error:  # of whatever type the file system's package has
-                again = attempt < ATTEMPTS and not self._closed.is_set()
-                next_step = f"next attempt in {wait_s:,.0f} s" if again else "given up; training goes on"
-                problem = f"{type(error).__name__}: {error}"
-                warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); {next_step}")
-                if not again:
-                    break
-            self._closed.wait(wait_s)
-            wait_s *= 2
+                next_step = f"next attempt in {wait_s:g} s" if wait_s else "given up; training goes on"
+                warn(f"copying {checkpoint.name} to {self._url} failed ({type(error).__name__}: {error}); {next_step}")
+            if self._closed.wait(wait_s):
+                break
         return False
-
-
-def copy_command(checkpoint: Path, url: str) -> str:
-    """For a shell: copies a checkpoint there as it would have been."""
-    call = f"RemoteFolder({json.dumps(url)}).upload(Path({json.dumps(str(checkpoint))}))"
-    return shlex.join([sys.executable, "-c", f"from clap_ds.training.remote import Path, RemoteFolder; {call}"])

@@ -1,58 +1,58 @@
-"""The checkpoint to go on from, and an engine in its state: all of it, or the weights alone; what to say where none is good."""
+"""An engine in the state of a checkpoint, or with its weights alone; what the run has otherwise than it, and what of that must
+be accepted."""
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.files import read_bytes
+from clap_ds.config.files import flatten, read_bytes
+from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.cached_step import restore_random_state
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
+from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import on_first, rank
-from clap_ds.training.changes import compare
-from clap_ds.training.remote import RemoteFolder
 from clap_ds.training.schedule import TrainingProgress
-from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import STATE, WEIGHTS, Manifest, warn
-from clap_ds.weights.load import load_weights
+from clap_ds.weights.load import check_same_model, differences, load_weights
 from clap_ds.weights.state_file import read_pickled_state, read_state_file
 
 PROGRESS = "progress.json"
 _PICKLED = {"engine": "deepspeed/mp_rank_00_model_states.pt", "random": "random_states.pt"}
 """Of checkpoints of format 1."""
+_OF_NO_CONSEQUENCE = (
+    *("clap.output", "clap.checkpoint", "clap.bench", "clap.hardware", "clap.debug"),
+    *("clap.train.resume", "clap.train.log_every_steps"),
+)
+_PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
 
 
 def restore(
     folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool, convert: bool = False
 ) -> TrainingProgress:
-    """Put the engine, and this rank's random number generators, in the state of a whole checkpoint. A collective; arguments and
-    errors are those of `CheckpointFolder.load`."""
-    changes = on_first(lambda: compare(folder, Manifest.read(folder), engine.model.config, describe(engine), run))
-    if changes.other_model:
+    """Put the engine, and this rank's random number generators, in the state of a whole checkpoint; where it is of another
+    training and that is accepted, the weights and progress alone. A collective; errors are `CheckpointFolder.load`'s."""
+    to_accept, others = on_first(lambda: compare(folder, engine.model.config, describe(engine), run))
+    if to_accept and not accept_changes:
         raise ValueError(
-            f"{folder} can't be resumed: {'; '.join(changes.to_accept)}: its weights don't go into this model. --restart moves"
-            " it aside and starts anew, as another clap.checkpoint.folder does"
+            f"{folder} can't be resumed: {'; '.join(to_accept)}. --accept_changes goes on with what this run has from its"
+            " weights alone, the optimizer's state begins anew; --restart starts anew"
         )
-    if changes.to_accept and not accept_changes:
-        begins = ", the optimizer's state begins anew" if changes.weights_only else ""
-        raise ValueError(
-            f"{folder} can't be resumed: {'; '.join(changes.to_accept)}. --accept_changes goes on from there with what this run"
-            f" has{begins}; --restart starts anew"
-        )
-    if rank() == 0 and (found := [*changes.to_accept, *changes.others]):
-        warn(f"settings have changed since {folder.name}: {'; '.join(found)}")
-    if changes.weights_only:
-        return restore_weights(folder, engine)
-    state = _read_state(folder, convert=convert)
-    load_engine_state(engine, state, folder, scheduler=not changes.scheduler)
+    if rank() == 0 and (found := [*to_accept, *others]):
+        alone = "; of the checkpoint only weights and step are taken" if to_accept else ""
+        warn(f"settings have changed since {folder.name}: {'; '.join(found)}{alone}")
     try:
-        progress, states = TrainingProgress.from_json(read_bytes(folder / PROGRESS)), state["random"]
-    except (OSError, LookupError) as error:
+        progress = TrainingProgress.from_json(read_bytes(folder / PROGRESS))
+    except (OSError, LookupError, TypeError) as error:
         raise ValueError(f"{folder} can't be read: {error}") from error
     engine.steps = progress.step
-    if rank() < len(states):
-        restore_random_state(states[rank()], engine.model.logit_scale.device)
+    if to_accept:
+        load_weights_alone(engine, load_weights(folder / WEIGHTS), progress.step, progress.samples)
+        return progress
+    state = _read_state(folder, convert=convert)
+    load_engine_state(engine, state, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
+    if rank() < len(state["random"]):
+        restore_random_state(state["random"][rank()], engine.model.logit_scale.device)
     return progress
 
 
@@ -61,65 +61,73 @@ def _read_state(folder: Path, *, convert: bool) -> dict[str, Any]:
     if not (folder / _PICKLED["engine"]).exists():
         found = read_state_file(folder / STATE)
     elif convert:
-        found = read_pickled_state(folder / _PICKLED["engine"]) | {
-            "random": read_pickled_state(folder / _PICKLED["random"])
-        }
+        found = read_pickled_state(folder / _PICKLED["engine"])
+        found["random"] = read_pickled_state(folder / _PICKLED["random"])
     else:
         raise ValueError(
             f"{folder} is of format 1, whose state is a pickle: --convert_checkpoint reads it, by torch's reader that runs"
             " nothing; what is saved from then on is none"
         )
-    if not isinstance(found, dict):
-        raise ValueError(f"{folder}: {STATE} holds no state")
+    if not isinstance(found, dict) or not isinstance(found.get("random"), list):
+        raise ValueError(f"{folder}: {STATE} holds no state of training")
     return found
 
 
-def restore_weights(folder: Path, engine: ClapEngine) -> TrainingProgress:
-    """The weights alone, and how far training had come, which is counted from 0 where that file is damaged. Raises ValueError:
-    they are another model's, or not finite."""
-    weights = load_weights(folder / WEIGHTS)
-    progress = on_first(lambda: _progress(folder))
-    if rank() == 0:
-        counts = f"goes on at step {progress.step}" if progress.step else f"counts from 0, as {PROGRESS} is damaged"
-        warn(f"{folder}: its weights alone: the optimizer and random numbers begin anew, training {counts}")
-    load_weights_alone(engine, weights, progress.step, progress.samples)
-    engine.steps = progress.step
-    return progress
+def compare(
+    folder: Path, model: ClapConfig, engine: dict[str, Any], run: RunSettings | None
+) -> tuple[list[str], list[str]]:
+    """What the run that resumes has otherwise than a checkpoint, in words with both values: what makes it another training
+    (tokenizer, front end or sizes of the model, precision, optimizer, loss, the towers that are trained), and every other
+    setting.
+
+    Args:
+        model: of this run.
+        engine: this run's, as `clap_ds.engine.state.describe` has it.
+        run: its settings, None to look at model and engine alone.
+    """
+    manifest = Manifest.read(folder)
+    to_accept: list[str] = []
+    others: list[str] = []
+    try:
+        check_same_model(folder, ClapConfig.model_validate(manifest.model), model)
+    except ValueError as error:
+        to_accept.append(str(error))
+    for found in differences(engine | manifest.engine, engine):
+        (others if found.startswith("scheduler is") else to_accept).append(found)
+    if run is None:
+        return to_accept, others
+    tokenizer = getattr(run.clap.data, "tokenizer", None)
+    if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, vocab_size=model.text.vocab_size):
+        to_accept.append(f"the tokenizer: {problem}")
+    if manifest.settings:
+        deepspeed = {name: value for name, value in manifest.settings.items() if name != "clap"}
+        if (there := RunSettings(run.path, run.clap, deepspeed).precision) != run.precision:
+            to_accept.append(f"the precision is {there} there, {run.precision} here")
+        others += _different_settings(manifest.settings, run.resolved())
+    return to_accept, others
 
 
-def _progress(folder: Path) -> TrainingProgress:
-    with suppress(OSError):
-        if files.hash_file(folder / PROGRESS) == Manifest.read(folder).files[PROGRESS].hash:
-            return TrainingProgress.from_json(read_bytes(folder / PROGRESS))
-    return TrainingProgress()
+def tokenizer_problem(theirs: str | None, ours: str | None, *, vocab_size: int) -> str | None:
+    """Why two tokenizers (hub names or folders) aren't the same, None where they are, or where there is only one."""
+    if theirs is None or ours is None or theirs == ours:
+        return None
+    try:
+        one, other = (load_tokenizer(name, vocab_size=vocab_size) for name in (theirs, ours))
+    except ValueError as error:
+        return f"{theirs} there and {ours} here can't be compared: {error}"
+    if one.get_vocab() != other.get_vocab() or one(_PROBES)["input_ids"] != other(_PROBES)["input_ids"]:
+        return f"{ours} gives captions other token ids than {theirs}, which the weights were trained with"
+    return None
 
 
-def find_newest(folder: Path, sync_to: str | None, damaged: dict[str, str]) -> Path | None:
-    """The newest good checkpoint in a folder, brought there from `sync_to` if there is none; `damaged` gets why others in it
-    aren't, by name. Raises ValueError: `sync_to` can't be read, or there are checkpoints and not one is good."""
-    found, remote = files.newest_good(folder, damaged), dict[str, str]()
-    if found is None and sync_to is not None:
-        try:
-            found = RemoteFolder(sync_to).download_newest(folder, remote)
-        except Exception as error:  # of whatever type the file system's package has
-            raise ValueError(
-                f"clap.checkpoint.sync_to: {sync_to} can't be read ({type(error).__name__}: {error});"
-                " clap.train.resume 'never' starts without"
-            ) from error
-    if found is None and (damaged or remote):
-        raise ValueError(_none_is_good(folder, [*damaged.values(), *remote.values()]))
-    return found
-
-
-def _none_is_good(folder: Path, reasons: list[str]) -> str:
-    """What to say where there are checkpoints, and none is whole."""
-    there = files.read_all(folder)
-    whole = (manifest.step for name, manifest in there.items() if files.weights_are_whole(folder / name))
-    steps = ", ".join(f"--from_weights {step}" for step in dict.fromkeys(whole))
-    weights = f"; {steps} goes on from weights that are whole, with a new optimizer state" if steps else ""
-    listed = "".join(f"\n  {reason}" for reason in reasons)
-    return (
-        f"{folder}: none of {len(reasons)} checkpoints is good, and nothing has been started or deleted:{listed}\n"
-        "  What can be done: the same command again, where reading failed only for the moment"
-        f"{weights}; --restart moves them aside and starts anew"
-    )
+def _different_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Fields with other values, but for those that don't matter."""
+    there, here = flatten(theirs), flatten(ours)
+    return [
+        f"{name}: {there.get(name, 'not set')!r} there, {here.get(name, 'not set')!r} here"
+        for name in dict.fromkeys((*here, *there))
+        if there.get(name) != here.get(name)
+        and not any(f"{name}.".startswith(f"{section}.") for section in _OF_NO_CONSEQUENCE)
+        # A field of `clap` that only one has is of another version, or of a section of another kind.
+        and (not name.startswith("clap.") or (name in there and name in here))
+    ]

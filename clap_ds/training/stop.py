@@ -1,11 +1,9 @@
-"""SIGTERM, SIGUSR1 and SIGINT while training: all ranks finish the step under way and save; a later signal ends at once."""
+"""SIGTERM, SIGUSR1 and SIGINT while training: all ranks finish the step under way and save."""
 
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -13,24 +11,16 @@ import torch.distributed as dist
 from clap_ds.engine.ending import STOP_SIGNALS
 from clap_ds.ranks.failure import STOPPED, leave_word
 
-REPEAT_S = 5.0
-"""One request reaches a rank several times: from the terminal and the launcher, from SLURM and the job script. Signals within
-this time of the first are taken for repetitions."""
-
 
 class StopRequest:
-    """Notes the first signal; one that comes later than its repetitions ends this rank.
+    """Notes the first signal; it reaches a rank several times, from the terminal, the launcher, SLURM and the job script.
 
     Launchers signal ranks one after the other, some only when the first has ended: so ranks share what they got after every
     step, through the hosts, for which no device has to wait. Signals are received by a thread, for the main one may be waiting
     for a rank that is gone.
-
-    Args:
-        end_at_once: called by that thread with the later signal's number, to end the process.
     """
 
-    def __init__(self, end_at_once: Callable[[int], Any]) -> None:
-        self._end_at_once = end_at_once
+    def __init__(self) -> None:
         self._number = 0
         self._group = dist.new_group(backend="gloo")
 
@@ -41,15 +31,12 @@ class StopRequest:
         return int(number)
 
     def _receive(self) -> None:
-        first_s = 0.0
         while number := self._receiver.recv(1)[0]:
-            if number not in STOP_SIGNALS:
-                continue  # another handler's, such as the end of a child
-            if not self._number:
-                self._number, first_s = number, time.monotonic()
+            if (
+                number in STOP_SIGNALS and not self._number
+            ):  # others have their own handlers, such as the end of a child
+                self._number = number
                 leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
-            elif time.monotonic() - first_s > REPEAT_S:
-                self._end_at_once(number)
 
     def __enter__(self) -> Self:
         self._receiver, self._sender = socket.socketpair()

@@ -4,7 +4,7 @@ What a step is, is the engine's; where a run begins, `start`'s; what it tells, `
 """
 
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -14,9 +14,8 @@ from clap_ds.engine.ending import Interrupted, NonFiniteError
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import agreed, gather
-from clap_ds.ranks.distributed import leave
 from clap_ds.ranks.watch import ending
-from clap_ds.training.batches import shuffled_captions, with_captions_compared
+from clap_ds.training.batches import shuffled_captions
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.messages import conclude, how_to_go_on, introduce, same_command
@@ -43,24 +42,25 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
     with agreed():
         evaluator = _evaluator(session)
     log = TrainingLog(session, schedule, progress, checkpoints.path)
-    with StopRequest(lambda number: _end_at_once(session, checkpoints, number)) as stop:
+    with StopRequest() as stop:
         introduce(session, checkpoints, progress, schedule, choices)
         try:
             stopped_by, saved = _run(session, checkpoints, progress, schedule, evaluator, stop, log, choices)
         except NonFiniteError as error:
             checkpoints.close()
-            last = session.engine.steps
-            raise NonFiniteError(f"{error}. {how_to_go_on(run, checkpoints, choices, last)}") from None
+            raise NonFiniteError(f"{error}. {how_to_go_on(checkpoints, choices, session.engine.steps)}") from None
         ending()
         checkpoints.close()
         wanted = run.clap.train.stop_at
-        log.close(stop_at=wanted, time_to_target_s=progress.time_to(wanted), ended_early=progress.why_over(run))
+        log.close(stop_at=wanted, time_to_target_s=progress.time_to(wanted), ended_early=progress.reached(wanted))
         if session.ranks.is_first and progress.step > begun_at:
-            conclude(run, progress, schedule, checkpoints.path)
+            conclude(run, progress, schedule)
         dist.barrier()
     if stopped_by:
         assert saved is not None
-        _interrupt(session, Interrupted(stopped_by), saved, same_command(run, choices))
+        _say_stopped(session, Interrupted(stopped_by), saved, same_command(choices))
+        dist.barrier()  # the state is recorded before any rank leaves
+        raise Interrupted(stopped_by)
     if saved is not None and not saved.saved:
         raise AgreedError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
 
@@ -78,21 +78,19 @@ def _run(
     """Step to the end: the number of the signal that came before, or 0, and what came of the last checkpoint."""
     clap, engine = session.run.clap, session.engine
     batches = shuffled_captions(session) if clap.train.shuffle_captions else session.batches
-    batches = with_captions_compared(batches, session, schedule, progress.samples)
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
+    wanted = clap.train.stop_at
     engine.norm_wanted = True
     stopped_by, saved, to_save = 0, None, False
-    while not (schedule.is_done(progress.samples) or progress.why_over(session.run) or stopped_by):
-        number = schedule.accumulation_at(progress.samples)
+    while not (schedule.is_done(progress.samples) or progress.reached(wanted) or stopped_by):
         if progress.step + 1 == first_skipped:
-            for _ in range((last_skipped - first_skipped + 1) * number):
+            for _ in range((last_skipped - first_skipped + 1) * session.run.gradient_accumulation_steps):
                 next(session.batches)
             if session.ranks.is_first:
                 print(f"left out the batches of steps {first_skipped} to {last_skipped}", flush=True)
-        engine.set_accumulation_steps(number)
         loss = engine.step(batches, log.begin_step())
         progress.step += 1
-        progress.samples += number * schedule.samples_per_micro_step
+        progress.samples += schedule.samples_per_step
         progress.epoch = schedule.epoch(progress.samples)
         log.end_step(loss)
 
@@ -106,9 +104,9 @@ def _run(
         if evaluator is not None and to_evaluate and not stopped_by:
             begun = time.monotonic()
             metrics, chances = _evaluate(evaluator, engine)
-            progress.note(metrics, session.run, log.train_s)
+            progress.note(metrics, wanted, log.train_s)
             log.evaluated(metrics, chances, time.monotonic() - begun)
-        is_over = is_last or progress.why_over(session.run) is not None
+        is_over = is_last or progress.reached(wanted) is not None
         if to_save or stopped_by or is_over:
             if engine.is_lost(loss):  # what is saved now, would be resumed for ever
                 engine.check_loss(at_once=is_over)
@@ -153,24 +151,15 @@ def _evaluator(session: Session) -> "Evaluator | None":
         micro_batch=settings.micro_batch or run.micro_batch,
         loss_kind=run.clap.loss.kind,
         ranks=session.ranks,
-        device=session.device,
     )
 
 
-def _interrupt(session: Session, stop: Interrupted, saved: SavedCheckpoint, command: str) -> NoReturn:
-    """Say how to resume, record the state before any rank leaves, and raise `Interrupted`."""
-    if session.ranks.is_first:
-        session.record.update_summary(data=session.batches.statistics())
-        lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
-        session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
-        place = "there" if saved.saved else "the last checkpoint that could be"
-        print(f"stopped by {stop} after step {saved.step}{lost}; {command} resumes from {place}", flush=True)
-    dist.barrier()
-    raise stop
-
-
-def _end_at_once(session: Session, checkpoints: CheckpointFolder, number: int) -> None:
-    stop, lost = Interrupted(number), "what came after the last checkpoint is lost"
-    session.record.finish(stop.state, f"stopped by a second signal, {stop}: {lost}")
-    checkpoints.release()
-    leave(128 + number)
+def _say_stopped(session: Session, stop: Interrupted, saved: SavedCheckpoint, command: str) -> None:
+    """Record the state and say how to resume."""
+    if not session.ranks.is_first:
+        return
+    session.record.update_summary(data=session.batches.statistics())
+    lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
+    session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
+    place = "there" if saved.saved else "the last checkpoint that could be"
+    print(f"stopped by {stop} after step {saved.step}{lost}; {command} resumes from {place}", flush=True)

@@ -9,18 +9,19 @@ import errno
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from clap_ds.config.files import open_regular, parse_json, read_bytes
 from clap_ds.config.metrics import score
@@ -101,14 +102,17 @@ class Manifest:
             raise DamagedError(f"{where}: its {MANIFEST} has been damaged")
         known = {each.name: content[each.name] for each in fields(cls) if each.name in content}
         try:
-            records = {name: FileRecord(**record) for name, record in content["files"].items()}
-            found = cls(**known | {"files": records})
-        except (LookupError, AttributeError, TypeError) as error:
-            raise DamagedError(f"{where}: its {MANIFEST} has not the fields of one: {error}") from error
-        names = [name for name in records if FILE_NAME.fullmatch(name)]
-        if outside := sorted({*records} - {*{name.casefold(): name for name in names}.values()}):
+            found = TypeAdapter(cls).validate_python(known)
+        except ValueError as error:
+            raise DamagedError(f"{where}: its {MANIFEST} has other fields than one: {error}") from error
+        names = [name for name in found.files if FILE_NAME.fullmatch(name)]
+        if outside := sorted({*found.files} - {*{name.casefold(): name for name in names}.values()}):
             raise DamagedError(f"{where}: its {MANIFEST} names {outside[0]!r}, which is no file of a checkpoint")
         return found
+
+    def tokenizer_in(self, folder: Path) -> str | None:
+        """As `clap_ds.model.tokenizer.load_tokenizer` takes it: the copy in the checkpoint, or the hub name."""
+        return str(folder / TOKENIZER) if self.tokenizer == TOKENIZER else self.tokenizer
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -121,7 +125,9 @@ class Manifest:
 
 
 def write_file(path: Path, content: bytes | memoryview) -> FileRecord:
-    """A new file that is on the disk when this returns; raises OSError where it can't be."""
+    """A new file, in a folder that is made where it isn't there, on the disk when this returns; raises OSError where it can't
+    be."""
+    path.parent.mkdir(exist_ok=True)
     with ThreadPoolExecutor(1) as hashing, path.open("wb") as file:
         hashed = hashing.submit(_hash, content)
         file.write(content)
@@ -143,24 +149,25 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def names_of(step: int) -> Iterator[str]:
-    """Names that a checkpoint of this step may have, the first choice first."""
-    return itertools.chain([f"step-{step:08d}"], (f"step-{step:08d}-{number}" for number in itertools.count(2)))
+def free_name(step: int, taken: Collection[str]) -> str:
+    """The name of a checkpoint of this step, where others have some names already."""
+    numbered = (f"step-{step:08d}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([f"step-{step:08d}"], numbered) if name not in taken)
 
 
 def begin(folder: Path, step: int) -> Path:
     """A new hidden folder to put a checkpoint of this step together in; `publish` gives it its name, one that is free now."""
-    free = next(name for name in names_of(step) if not (folder / name).exists())
-    partial = folder / f".{free}.partial"
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{free_name(step, os.listdir(folder))}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
     return partial
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:
     """Write the manifest, read all back and give the checkpoint its name; raises OSError, or DamagedError: it isn't whole."""
     write_file(partial / MANIFEST, manifest.to_json().encode())
-    for folder in sorted({partial, *(partial / file for file in map(os.path.dirname, manifest.files))}):
+    for folder in sorted({partial, *((partial / file).parent for file in manifest.files)}):
         _sync_folder(folder)
     verify(partial)
     final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
@@ -212,88 +219,6 @@ def clear_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def newest_first(
-    names: Iterable[str], read: Callable[[str], Manifest], damaged: dict[str, str] | None = None
-) -> dict[str, Manifest]:
-    """Manifests of those names that are a checkpoint's, the newest first, by name. `read` raises FileNotFoundError where there
-    is none, and DamagedError, of which `damaged` gets the text, by name."""
-    manifests = {}
-    for name in filter(NAME.fullmatch, names):
-        try:
-            with suppress(FileNotFoundError):
-                manifests[name] = read(name)
-        except DamagedError as error:
-            if damaged is not None:
-                damaged[name] = str(error)
-    return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
-
-
-def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
-    """Manifests of a folder's checkpoints, the newest first, by name; `damaged` gets why others can't be read."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return newest_first(sorted(names), lambda name: Manifest.read(folder / name), damaged)
-
-
-def warn_of(damaged: dict[str, str]) -> None:
-    """Say which checkpoints were passed over for the one that was found."""
-    for reason in damaged.values():
-        warn(f"passed over: {reason}")
-
-
-def newest_good(folder: Path, damaged: dict[str, str] | None = None) -> Path | None:
-    """The newest checkpoint of a folder that is all there, with a warning of those passed over; `damaged` gets why, by name."""
-    damaged = {} if damaged is None else damaged
-    return first_good(folder, read_all(folder, damaged), damaged)
-
-
-def first_good(folder: Path, names: Iterable[str], damaged: dict[str, str]) -> Path | None:
-    """The first of a folder's checkpoints that is all there, as `newest_good` has it."""
-    for name in names:
-        try:
-            verify(folder / name)
-        except DamagedError as error:
-            damaged[name] = str(error)
-        else:
-            warn_of(damaged)
-            return folder / name
-    return None
-
-
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself if it is a checkpoint, or the newest good one in it; raises DamagedError: neither, or damaged."""
-    if (path / MANIFEST).exists():
-        verify(path)
-        return path
-    damaged: dict[str, str] = {}
-    if (found := newest_good(path, damaged)) is None:
-        reasons = "; ".join(damaged.values()) or f"no {MANIFEST}, no folder step-… with one"
-        raise DamagedError(f"{path}: no good checkpoint here: {reasons}")
-    return found
-
-
-def weights_are_whole(folder: Path) -> bool:
-    """Whether a checkpoint's weights are as they were written, whatever its other files are."""
-    with suppress(OSError, DamagedError, KeyError):
-        return hash_file(folder / WEIGHTS) == Manifest.read(folder).files[WEIGHTS].hash
-    return False
-
-
-def seems_whole(folder: Path) -> bool:
-    """Whether all files are there in their full size; their content isn't looked at."""
-    with suppress(OSError, DamagedError):
-        return all((folder / name).stat().st_size == of.bytes for name, of in Manifest.read(folder).files.items())
-    return False
-
-
-def find_weights(folder: Path, step: int) -> Path:
-    """The newest checkpoint of a step whose weights are whole; raises DamagedError where there is none."""
-    whole = {name: each.step for name, each in read_all(folder).items() if weights_are_whole(folder / name)}
-    if found := [name for name, its_step in whole.items() if its_step == step]:
-        return folder / found[0]
-    others = f"; of steps {', '.join(map(str, sorted({*whole.values()})))} they are" if whole else ""
-    raise DamagedError(f"{folder}: no checkpoint of step {step} whose {WEIGHTS} is whole{others}")
-
-
 def move_aside(folder: Path, *, but: str) -> Path | None:
     """Move all that is in a folder, the file `but` excepted, into a new one beside it; None where there was nothing."""
     paths = [path for path in folder.iterdir() if path.name != but]
@@ -304,13 +229,69 @@ def move_aside(folder: Path, *, but: str) -> Path | None:
     return aside if paths else None
 
 
+def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged: dict[str, str]) -> dict[str, Manifest]:
+    """Manifests of those names that are a checkpoint's, the newest first, by name. `read` raises FileNotFoundError where there
+    is none, and DamagedError, of which `damaged` gets the text, by name."""
+    manifests = {}
+    for name in filter(NAME.fullmatch, names):
+        try:
+            with suppress(FileNotFoundError):
+                manifests[name] = read(name)
+        except DamagedError as error:
+            damaged[name] = str(error)
+    return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
+
+
+def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
+    """Manifests of a folder's checkpoints, the newest first, by name; `damaged` gets why others can't be read."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    return newest_first(names, lambda name: Manifest.read(folder / name), {} if damaged is None else damaged)
+
+
+def newest_good(folder: Path, damaged: dict[str, str] | None = None, *, best: bool = False) -> Path | None:
+    """The newest checkpoint of a folder that is all there, or the best by the newest one's `best_by`, with a warning of those
+    passed over; None where there is none. `damaged` gets why, by name."""
+    damaged = {} if damaged is None else damaged
+    manifests = read_all(folder, damaged)
+    metric = next((manifest.best_by for manifest in manifests.values()), None)
+    for name in best_first(manifests, metric) if best else manifests:
+        try:
+            verify(folder / name)
+        except DamagedError as error:
+            damaged[name] = str(error)
+        else:
+            warn_of(damaged)
+            return folder / name
+    return None
+
+
+def warn_of(damaged: dict[str, str]) -> None:
+    """Say which checkpoints were passed over for the one that was found."""
+    for reason in damaged.values():
+        warn(f"passed over: {reason}")
+
+
+def find_checkpoint(path: Path, *, best: bool = False) -> Path:
+    """`path` itself if it is a checkpoint, else what `newest_good` finds in it; raises DamagedError: neither, or damaged."""
+    if (path / MANIFEST).exists() and not best:
+        verify(path)
+        return path
+    damaged: dict[str, str] = {}
+    if (found := newest_good(path, damaged, best=best)) is None:
+        what = "no good checkpoint here that was evaluated by its run's best_by" if best else "no good checkpoint here"
+        reasons = "; ".join(damaged.values()) or f"expected {MANIFEST}, or folders step-… with one"
+        raise DamagedError(f"{path}: {what}: {reasons}")
+    return found
+
+
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
     """Names to delete, the oldest first, of manifests with the newest first: all but the last and the best that are kept."""
-    kept = [*manifests][: rule.keep_last] + best(manifests, rule.best_by)[: rule.keep_best]
+    kept = [*manifests][: rule.keep_last] + best_first(manifests, rule.best_by)[: rule.keep_best]
     return [name for name in reversed(manifests) if name not in kept]
 
 
-def best(manifests: dict[str, Manifest], metric: str | None) -> list[str]:
+def best_first(manifests: dict[str, Manifest], metric: str | None) -> list[str]:
     """Names of checkpoints that were evaluated, the best by this metric first; of equals, the one that comes first."""
-    values = {name: score(metric or "", each.metrics.get(metric or "", math.nan)) for name, each in manifests.items()}
-    return sorted((name for name in values if not math.isnan(values[name])), key=lambda name: -values[name])
+    metric = metric or ""
+    scores = {name: score(metric, each.metrics[metric]) for name, each in manifests.items() if metric in each.metrics}
+    return sorted(scores, key=lambda name: -scores[name])

@@ -1,6 +1,6 @@
 """Command: a checkpoint as a folder that `transformers.ClapModel` and `transformers.ClapProcessor` load.
 
-    python -m clap_ds.weights.export CHECKPOINT FOLDER [--best] [--tokenizer NAME_OR_FOLDER] [--preset NAME]
+    python -m clap_ds.weights.export CHECKPOINT FOLDER [--best] [--tokenizer NAME_OR_FOLDER]
 
 Weights, sizes and front end are `formats.save_transformers`'; the tokenizer, the other half of the processor, comes from the
 checkpoint or the command line.
@@ -14,48 +14,42 @@ from pathlib import Path
 import safetensors
 
 from clap_ds.config.errors import exit_code_of
-from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.model_names import preset_names
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.weights.expressible import changes
-from clap_ds.weights.formats import LOGIT_BIAS, save_transformers
+from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, save_transformers
 from clap_ds.weights.hf_config import feature_extractor
-from clap_ds.weights.load import load_weights, locate, taken, text_tokens_of, tokenizer_of
+from clap_ds.weights.load import load_weights
 
 import transformers  # isort: skip  (after torchaudio_compat)
 
 
-def export(checkpoint: Path, folder: Path, tokenizer: str | None = None, config: ClapConfig | None = None) -> list[str]:
+def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> list[str]:
     """Write the folder, all of it or nothing.
 
     Args:
-        checkpoint: anything `load_weights` takes.
+        found: the weights, with what is known of them.
         folder: to be made, or empty.
-        tokenizer: hub name or folder; None: the checkpoint's.
-        config: the sizes to expect.
+        tokenizer: hub name or folder; None: that of training.
 
     Returns:
-        The model's name, and what whoever uses the folder should know, in words.
+        What whoever uses the folder should know, in words.
 
     Raises:
-        ValueError: the checkpoint can't be read or expressed, there is no tokenizer or none that fits, or the folder is in use.
+        ValueError: the model can't be expressed, there is no tokenizer or none that fits, or the folder is in use.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder}: expected a new or empty folder")
-    found = load_weights(checkpoint, config)
-    tokenizer = tokenizer or tokenizer_of(checkpoint)
+    tokenizer, text = tokenizer or found.tokenizer, found.config.text
     if tokenizer is None:
-        raise ValueError(f"{checkpoint} names no tokenizer: give it with --tokenizer")
-    text = found.config.text
+        raise ValueError(f"{found.shown} names no tokenizer: give it with --tokenizer")
     loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size)
-    trained = text_tokens_of(checkpoint, found.config)
-    loaded.model_max_length = trained or min(loaded.model_max_length, text.max_tokens)  # what `truncation=True` keeps
-    processor = transformers.ClapProcessor(feature_extractor(found.config.audio), loaded)
+    length = found.text_tokens or min(loaded.model_max_length, text.max_tokens)
+    loaded.model_max_length = length  # what `truncation=True` keeps
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         save_transformers(found.build(), partial)
-        processor.save_pretrained(partial)
+        transformers.ClapProcessor(feature_extractor(found.config.audio), loaded).save_pretrained(partial)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
@@ -63,16 +57,11 @@ def export(checkpoint: Path, folder: Path, tokenizer: str | None = None, config:
         raise ValueError(f"{folder} can't be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    long = f"captions beyond {loaded.model_max_length} tokens, the length "
-    long += "of training" if trained else "that the model has positions for (that of training isn't known)"
-    remarks = [
-        f"the model is {found.config.name}",
-        *changes(found.config),
-        f"{long}, are only cut where the processor is told: text_kwargs={{'padding': True, 'truncation': True}}",
-    ]
-    if (bias := found.state.get(LOGIT_BIAS)) is not None:
-        what = f"the sigmoid loss's logit bias, {float(bias):.3f}"
-        remarks.append(f"{what}, has no place in ClapModel; embeddings do without it")
+    which = "length of training" if found.text_tokens else "model's most, as that of training isn't known"
+    cut = "are only cut where the processor is told: text_kwargs={'padding': True, 'truncation': True}"
+    remarks = [*changes(found.config), f"captions beyond {length} tokens, the {which}, {cut}"]
+    if LOGIT_BIAS in found.state:
+        remarks.append("the sigmoid loss's logit bias has no place in ClapModel; embeddings do without it")
     return remarks
 
 
@@ -84,13 +73,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="to be made")
     parser.add_argument("--best", action="store_true", help="of a folder, the best by its run's best_by instead")
     parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="of the captions (default: the checkpoint's)")
-    parser.add_argument("--preset", choices=preset_names(), help="the model's sizes, for a file that doesn't say them")
     arguments = parser.parse_args(argv)
-    checkpoint = locate(arguments.checkpoint, best=arguments.best)
-    config = load_preset(arguments.preset) if arguments.preset else None
-    for remark in export(checkpoint, arguments.folder, arguments.tokenizer, config):
+    found = load_weights(arguments.checkpoint, best=arguments.best)
+    for remark in export(found, arguments.folder, arguments.tokenizer):
         print(f"note: {remark}")
-    print(f"exported: {taken(checkpoint)}")
+    print(f"exported: {found.shown}, model {found.config.name}")
     print(f"{arguments.folder}: for transformers.ClapModel.from_pretrained and ClapProcessor.from_pretrained")
 
 

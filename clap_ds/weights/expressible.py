@@ -25,7 +25,7 @@ def expressible(config: ClapConfig, state: State) -> tuple[ClapConfig, State]:
     """Sizes and state (fp32, in `ClapModel`'s names) of a model that pools by the first token and has projections of one width,
     with biases. Embeddings are longer by zeros where a projection was wider than they were."""
     state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-    width = max(config.joint_dim, config.audio.projection.hidden_dim, config.text.projection.hidden_dim)
+    width = _width(config)
     audio = config.audio.model_copy(update={"projection": _widen("audio", config.audio.projection, width, state)})
     text = config.text.model_copy(update={"projection": _widen("text", config.text.projection, width, state)})
     if text.pooling == "mean":
@@ -37,13 +37,16 @@ def expressible(config: ClapConfig, state: State) -> tuple[ClapConfig, State]:
 def changes(config: ClapConfig) -> list[str]:
     """What `expressible` changes of a model that its user would notice, in words."""
     told = []
-    width = max(config.joint_dim, config.audio.projection.hidden_dim, config.text.projection.hidden_dim)
-    if width > config.joint_dim:
+    if (width := _width(config)) > config.joint_dim:
         told.append(f"embeddings have {width} numbers, those beyond {config.joint_dim} are 0")
     if config.text.pooling == "mean":
         what = "the mean over a caption's tokens is a further layer of the text tower"
         told.append(f"{what}: for embeddings in float32 and bfloat16 (float16 gives NaN), not for further training")
     return told
+
+
+def _width(config: ClapConfig) -> int:
+    return max(config.joint_dim, config.audio.projection.hidden_dim, config.text.projection.hidden_dim)
 
 
 def _widen(tower: str, config: ProjectionConfig, width: int, state: State) -> ProjectionConfig:
@@ -77,9 +80,8 @@ def _add_mean(config: TextConfig, state: State) -> None:
         "text.roberta.pooler.dense.weight": same * _POOLED,
         "text.roberta.pooler.dense.bias": ones * 0,
     }
-    pooled = (
-        (unit / root) ** 2 * _SMALL * _POOLED
-    )  # of 1 in the mean of what the last layer norm made, without gain and shift
+    # Of 1 in the mean of what the last layer norm made, without gain and shift:
+    pooled = (unit / root) ** 2 * _SMALL * _POOLED
     weight, bias = (state[f"text_projection.linear1.{name}"].double() for name in ("weight", "bias"))
     state["text_projection.linear1.weight"] = (weight * gain / pooled).float()
     state["text_projection.linear1.bias"] = (bias + weight @ shift).float()

@@ -6,7 +6,7 @@ Optimiser state and resuming a run belong to `clap_ds.training`.
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,28 @@ _NUM_SHOWN = 5
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's sizes and its state, in `ClapModel`'s names."""
+    """A model's sizes and its state, in `ClapModel`'s names, and what else is told of it.
+
+    Attributes:
+        tokenizer: that it was trained with, as `clap_ds.model.tokenizer.load_tokenizer` takes it, where that is known.
+        text_tokens: the caption length that it was trained with, where that is known.
+        loss_kind: the `clap.loss.kind` that it was trained with.
+        path: where it is from.
+        reached: its step there, and the value of the metric that tells its run's best, in words.
+    """
 
     config: ClapConfig
     state: State
+    tokenizer: str | None = None
+    text_tokens: int | None = None
+    loss_kind: str = "softmax"
+    path: str = ""
+    reached: str = ""
+
+    @property
+    def shown(self) -> str:
+        """Where it is from and what it is, for people."""
+        return f"{self.path}, {self.reached}" if self.reached else self.path
 
     def build(self, **options: Any) -> ClapModel:
         """A `ClapModel` with these weights; `options` are its keyword arguments."""
@@ -59,26 +77,26 @@ class Checkpoint:
         model.load_state_dict(state, strict=False)
 
 
-def load_transformers(source: str | Path | Mapping[str, Tensor], config: ClapConfig | None = None) -> Checkpoint:
-    """Weights of a `transformers.ClapModel` without feature fusion.
-
-    Args:
-        source: a folder with `config.json` and safetensors (one file or sharded), or a state dict.
-        config: sizes to expect; by default the folder's own.
-
-    Raises:
-        ValueError: no such files, a pickle only, feature fusion, or names and shapes that don't fit.
-    """
-    if isinstance(source, Mapping):
-        assert config is not None, "a state dict doesn't say its sizes"
-        return renamed_checkpoint(config, source, transformers_names, "the state dict")
-    folder, tensors = Path(source), {}
-    config = config or _read_transformers_config(folder)
+def load_transformers(folder: str | Path) -> Checkpoint:
+    """A folder that `transformers.ClapModel` saved, without feature fusion: `config.json`, safetensors (whole or in parts) and,
+    where they are there, the front end's and the tokenizer's configuration. Raises ValueError where it holds something else."""
+    folder, tensors = Path(folder), {}
+    fields = _read_json(folder / "config.json")
+    if fields.get("model_type") != "clap":
+        raise ValueError(f"{folder}: config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
+    front_end, tokenizer = folder / "preprocessor_config.json", folder / "tokenizer_config.json"
+    given = _read_json(front_end) if front_end.exists() else {}
+    config = config_from_transformers(transformers.ClapConfig.from_dict(fields), given, name=folder.name)
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(_read_safetensors(file)[0])
     if not tensors:
         raise ValueError(f"{folder}: no model.safetensors, whole or in parts (pickled weights are not read)")
-    return renamed_checkpoint(config, tensors, transformers_names, str(source))
+    found = renamed_checkpoint(config, tensors, transformers_names, str(folder))
+    if not tokenizer.exists():
+        return found
+    cut = _read_json(tokenizer).get("model_max_length")  # said where it is short of the model's positions
+    tokens = cut if isinstance(cut, int) and 2 <= cut < config.text.max_tokens else None
+    return replace(found, tokenizer=str(folder), text_tokens=tokens)
 
 
 def save_transformers(model: ClapModel, folder: str | Path) -> None:
@@ -128,11 +146,10 @@ def load_safetensors(path: str | Path) -> Checkpoint:
     state, metadata = _read_safetensors(Path(path))
     if METADATA_KEY not in metadata:
         raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")
-    config = ClapConfig.model_validate_json(metadata[METADATA_KEY])
-    _check(
-        state, _expected(config, learns_bias=LOGIT_BIAS in state), f"{path} doesn't fit its own sizes ({config.name})"
-    )
-    return Checkpoint(config, state)
+    config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(TEXT_TOKENS_KEY, "")
+    expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
+    _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
+    return Checkpoint(config, state, text_tokens=int(tokens) if tokens.isdecimal() else None)
 
 
 def renamed_checkpoint(
@@ -142,43 +159,21 @@ def renamed_checkpoint(
     if any("fusion_model" in name or "mel_conv" in name for name in tensors):
         instead = "take one without, such as 630k-audioset-best.pt or laion/clap-htsat-unfused"
         raise ValueError(f"{label}: a CLAP with feature fusion, which isn't supported: {instead}")
-    expected = _expected(config)
+    expected = _expected(config.model_dump_json())
     _check(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
     return Checkpoint(config, from_names(expected, names, tensors))
 
 
-def num_misfits(tensors: Mapping[str, Tensor], config: ClapConfig, names: Callable[[str], list[str]]) -> int:
-    """How many tensors under other names are missing, unexpected or of another shape for a model of these sizes."""
-    return sum(map(len, _problems(tensors, to_names(_expected(config), names)).values()))
-
-
-def have_same_shapes(one: ClapConfig, other: ClapConfig) -> bool:
-    """Whether the weights of one model go into the other, whatever else is different."""
-    shapes = [{name: tensor.shape for name, tensor in _expected(each).items()} for each in (one, other)]
-    return shapes[0] == shapes[1]
-
-
-def _expected(config: ClapConfig, *, learns_bias: bool = False) -> State:
-    """The model's state on the meta device: names, shapes and dtypes without the numbers."""
-    return _expected_of(config.model_dump_json(), learns_bias)
-
-
 @cache
-def _expected_of(sizes: str, learns_bias: bool) -> State:
+def _expected(sizes: str, *, learns_bias: bool = False) -> State:
+    """The state of a model of these sizes (JSON) on the meta device: names, shapes and dtypes without the numbers."""
     with torch.device("meta"):
         return ClapModel(ClapConfig.model_validate_json(sizes), learns_bias=learns_bias).state_dict()
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complaint: str) -> None:
-    """Refuses tensors that aren't the expected ones."""
-    told = [f"{kind}: {some(names)}" for kind, names in _problems(found, expected).items() if names]
-    if told:
-        raise ValueError(". ".join([complaint, *told]))
-
-
-def _problems(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """What isn't as expected, by kind; what may be left out aside."""
-    return {
+    """Refuses tensors that aren't the expected ones, those aside that may be left out."""
+    problems = {
         "missing": [name for name in expected if name not in found and not any(part in name for part in _OPTIONAL)],
         "unexpected": [name for name in found if name not in expected and not name.endswith(_CONSTANTS)],
         "of another shape": [
@@ -187,6 +182,9 @@ def _problems(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> di
             if name in expected and tensor.shape != expected[name].shape
         ],
     }
+    told = [f"{kind}: {some(names)}" for kind, names in problems.items() if names]
+    if told:
+        raise ValueError(". ".join([complaint, *told]))
 
 
 def some(items: list[str]) -> str:
@@ -195,36 +193,16 @@ def some(items: list[str]) -> str:
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
-def _read_transformers_config(folder: Path) -> ClapConfig:
-    fields = read_json(folder / "config.json")
-    if fields.get("model_type") != "clap":
-        raise ValueError(f"{folder}: config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
-    path = folder / "preprocessor_config.json"
-    front_end = read_json(path) if path.exists() else None
-    return config_from_transformers(transformers.ClapConfig.from_dict(fields), front_end, name=folder.name)
-
-
-def trained_text_tokens(path: Path) -> int | None:
-    """What `to_safetensors` was told of the caption length; raises ValueError where the file can't be read."""
-    tokens = (_opened(path).metadata() or {}).get(TEXT_TOKENS_KEY, "")
-    return int(tokens) if tokens.isdecimal() else None
-
-
 def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
     """Tensors and metadata of a file."""
-    file = _opened(path)
-    return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-
-
-def _opened(path: Path) -> Any:
     try:
-        with files.pinned(path) as opened:
-            return safetensors.safe_open(opened, framework="pt")
+        with files.pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as safetensors: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; raises ValueError where it can't be read."""
     try:
         return dict(files.read_json(path))

@@ -49,12 +49,11 @@ _FRONT_END = {
 
 
 def config_from_transformers(
-    config: transformers.ClapConfig, front_end: dict[str, Any] | None = None, *, name: str = "transformers"
+    config: transformers.ClapConfig, front_end: dict[str, Any], *, name: str = "transformers"
 ) -> ClapConfig:
     """The sizes of an HF CLAP.
 
     Args:
-        config: `transformers.ClapConfig` of a model without feature fusion.
         front_end: fields of its `preprocessor_config.json`; LAION-CLAP's front end (48 kHz, 10 s, 50-14000 Hz) where absent.
         name: what to call the model in messages.
 
@@ -63,7 +62,6 @@ def config_from_transformers(
     """
     audio: Any = config.audio_config
     text: Any = config.text_config
-    published = load_preset("htsat_tiny_roberta_base")
     activation: Any = config.projection_hidden_act
     patch, ratio = _side(audio.patch_size), audio.mlp_ratio
     checks: list[tuple[str, Any, list[Any]]] = [
@@ -77,36 +75,38 @@ def config_from_transformers(
         if found not in expected:
             only = " or ".join(map(repr, expected))
             raise ValueError(f"{name}: {field} is {found!r}, only {only} is supported")
+    published = load_preset("htsat_tiny_roberta_base")
     projection = ProjectionConfig(hidden_dim=config.projection_dim, activation=activation, bias=True)
     audio_sizes: dict[str, Any] = {ours: getattr(audio, theirs) for ours, theirs in _AUDIO.items()}
-    audio_sizes |= {each: list(audio_sizes[each]) for each in ("depths", "num_heads")}
-    audio_sizes |= {"patch_size": patch, "mlp_ratio": round(ratio)}
-    text_sizes = {ours: getattr(text, theirs) for ours, theirs in _TEXT.items()}
+    audio_sizes |= {ours: front_end.get(theirs, getattr(published.audio, ours)) for ours, theirs in _FRONT_END.items()}
+    audio_sizes |= {ours: list(audio_sizes[ours]) for ours in ("depths", "num_heads")}
+    seconds = front_end.get("max_length_s", published.audio.num_samples // published.audio.sample_rate)
+    audio_sizes |= {"patch_size": patch, "mlp_ratio": round(ratio), "num_samples": seconds * audio_sizes["sample_rate"]}
+    text_sizes: dict[str, Any] = {ours: getattr(text, theirs) for ours, theirs in _TEXT.items()}
     is_roberta_base = all(getattr(published.text, ours) == value for ours, value in text_sizes.items())
-    given = front_end or {}
-    mel = {ours: given.get(theirs, getattr(published.audio, ours)) for ours, theirs in _FRONT_END.items()}
-    seconds = given.get("max_length_s", published.audio.num_samples // published.audio.sample_rate)
-    mel["num_samples"] = seconds * mel["sample_rate"]
+    text_sizes |= {
+        "hub_name": published.text.hub_name if is_roberta_base else "",
+        "layer_norm_eps": text.layer_norm_eps,
+    }
     return ClapConfig(
         name=name,
-        audio=AudioConfig(**audio_sizes, **mel, projection=projection),
-        text=TextConfig(
-            **text_sizes,
-            hub_name=published.text.hub_name if is_roberta_base else "",
-            layer_norm_eps=text.layer_norm_eps,
-            pooling="cls_pooler",
-            projection=projection,
-        ),
+        audio=AudioConfig(**audio_sizes, projection=projection),
+        text=TextConfig(**text_sizes, pooling="cls_pooler", projection=projection),
         joint_dim=config.projection_dim,
     )
 
 
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
-    """The `transformers.ClapConfig` of sizes that `clap_ds.weights.expressible` gives; raises ValueError with every reason why
-    `ClapModel` can't express them."""
-    if reasons := not_expressible(config):
-        raise ValueError(f"{config.name} can't be a transformers.ClapModel: {'; '.join(reasons)}")
+    """The `transformers.ClapConfig` of sizes that `clap_ds.weights.expressible` gives; raises ValueError where `ClapModel` has
+    no such sizes, which is so for no preset."""
     audio, text = config.audio, config.text
+    for is_wrong, reason in (
+        (audio.projection.activation != text.projection.activation, "its projections have different activations"),
+        (min(audio.stage_grids) < audio.attention_window, "its last token grid is smaller than the window"),
+        (audio.num_samples % audio.sample_rate, "its clips are not whole seconds"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{config.name} can't be a transformers.ClapModel: {reason}")
     return transformers.ClapConfig(
         audio_config={
             **_FIXED_AUDIO,
@@ -136,19 +136,6 @@ def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
         padding="repeatpad",
         **{theirs: getattr(config, ours) for ours, theirs in _FRONT_END.items()},
     )
-
-
-def not_expressible(config: ClapConfig) -> list[str]:
-    """Every reason why a model of these sizes can't be exported to transformers, in words; none for any preset."""
-    audio, reasons = config.audio, []
-    if audio.projection.activation != config.text.projection.activation:
-        reasons.append("the towers' projections have different activations, HF has one for both")
-    if (grid := min(audio.stage_grids)) < audio.attention_window:
-        reasons.append(f"its last token grid ({grid}) is smaller than the window ({audio.attention_window})")
-    if audio.num_samples % audio.sample_rate:
-        clip = f"a clip of {audio.num_samples} samples at {audio.sample_rate} Hz"
-        reasons.append(f"{clip} is not whole seconds, which HF needs")
-    return reasons
 
 
 def _side(size: Any) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from clap_ds.config.files import pinned
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
-from clap_ds.weights.formats import Checkpoint, num_misfits, renamed_checkpoint
+from clap_ds.weights.formats import Checkpoint, renamed_checkpoint
 from clap_ds.weights.names import laion_names
 
 _IGNORED = ("audio_transform.", "text_transform.", "audio_branch.spectrogram_", "audio_branch.logmel_")
@@ -58,7 +58,7 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
 
     Args:
         path: the file: a state dict, bare or under "state_dict", with or without a `module.` prefix.
-        config: its sizes; by default those, of this project's presets and what LAION published, that its tensors have.
+        config: its sizes; by default those, of what LAION published and this project's presets, that its tensors have.
 
     Raises:
         ValueError: not such a file, or names and shapes that don't fit.
@@ -68,24 +68,24 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
         for name, value in _read(Path(path)).items()
         if isinstance(value, Tensor) and not name.removeprefix("module.").startswith(_IGNORED)
     }
-    if config is None or num_misfits(tensors, config, laion_names):
-        misfits = [(num_misfits(tensors, each, laion_names), each) for each in _layouts()]
-        fitting = " or ".join(each.name for number, each in misfits if number == 0)
-        if config is not None and fitting:
-            raise ValueError(f"{path} isn't of model {config.name} but of {fitting}")
-        if " or " in fitting:
-            raise ValueError(f"{path} may be of model {fitting}: say which by --preset")
-        config = config or min(misfits, key=lambda misfit: misfit[0])[1]
-    return renamed_checkpoint(config, tensors, laion_names, str(path))
+    layouts, problems = [config] if config else _layouts(), []
+    for layout in layouts:
+        try:
+            return renamed_checkpoint(layout, tensors, laion_names, str(path))
+        except ValueError as error:
+            problems.append(str(error))
+    others = f". Nor is it {', '.join(each.name for each in layouts[1:])}" if layouts[1:] else ""
+    raise ValueError(problems[0] + others)
 
 
 def _layouts() -> list[ClapConfig]:
-    """What a file may hold: this project's presets, and the HTSAT-base that LAION published for music and speech, with heads as
-    the tiny one has."""
+    """What a file may hold, what LAION published first: HTSAT-tiny, HTSAT-base and, for music and speech, HTSAT-base with the
+    tiny one's heads."""
     tiny, base = load_preset("htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
-    published = tiny.model_copy(update={"name": "laion_htsat_base_roberta_base", "audio": audio})
-    return [*map(load_preset, preset_names()), published]
+    music = tiny.model_copy(update={"name": "laion_htsat_base_roberta_base", "audio": audio})
+    known = (tiny.name, base.name)
+    return [tiny, base, music, *(load_preset(name) for name in preset_names() if name not in known)]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -39,9 +39,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"text_tokens": 600}, r"clap\.text_tokens: micro has positions for 64, found 600"),
     ({"bf16": {}}, r"clap\.bf16: no such field; did you mean bf16 outside of clap\?"),
     ({"train": {"samples": 8, "epochs": 1.0}}, r"clap\.train: give samples or epochs, not both"),
-    ({"train": {"batch_ramp": {"0": 1, "many": 2}}}, r"clap\.train\.batch_ramp\.many.*: string should match pattern"),
-    ({"train": {"stop_on_plateau": {"evaluation": 5}}}, r"clap\.train\.stop_on_plateau\.evaluation: .* 'evaluations'"),
-    ({"loss": {"kind": "sigmoid", "tile": 64}}, r"clap\.loss\.tile: has an effect on the softmax loss alone"),
+    ({"train": {"stop_on_plateau": {"evaluations": 5}}}, r"clap\.train\.stop_on_plateau: no such field"),
     ({"loss": {"same_caption": "positive"}}, r"clap\.loss\.same_caption: 'positive' has no effect .* kind 'sigmoid'"),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
@@ -133,3 +131,12 @@ def test_the_reference_of_all_fields_is_current_and_says_what_each_means() -> No
 def test_a_models_published_name_is_its_preset(write_run: WriteRun, name: str) -> None:
     clap = load_run(write_run(clap={"model": {"preset": name}})).clap
     assert clap.model.preset == clap.preset().name == load_preset(name).name == "htsat_tiny_roberta_base"
+
+
+def test_what_an_earlier_version_resolved_opens_where_fields_that_are_gone_had_their_defaults(
+    write_run: WriteRun,
+) -> None:
+    gone = {"loss": {"tile": None, "features": None}, "train": {"batch_ramp": {}, "stop_on_plateau": None}}
+    assert load_run(write_run(clap={**gone, "cuda_graphs": False})).clap == load_run(write_run()).clap
+    with pytest.raises(UserError, match=r"clap\.loss\.tile: no such field"):
+        load_run(write_run(clap={"loss": {"tile": 64}}))

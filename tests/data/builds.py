@@ -16,17 +16,12 @@ def tone(number: int, seconds: float = 0.05) -> np.ndarray:
     return 0.5 * np.sin(2 * np.pi * (200 + 10 * number) * np.arange(round(seconds * RATE)) / RATE)
 
 
-def write_clips(folder: Path, number: int) -> list[str]:
-    folder.mkdir()
-    names = [f"clip {n:02d}.wav" for n in range(number)]
-    for n, name in enumerate(names):
-        (folder / name).write_bytes(wav(tone(n), RATE, "PCM_16"))
-    return names
-
-
 def write_list(folder: Path, number: int, more: str = "") -> Path:
     """A CSV of so many clips and other rows."""
-    names = write_clips(folder / "audio", number)
+    (folder / "audio").mkdir()
+    names = [f"clip {n:02d}.wav" for n in range(number)]
+    for n, name in enumerate(names):
+        (folder / "audio" / name).write_bytes(wav(tone(n), RATE, "PCM_16"))
     path = folder / "list.csv"
     path.write_text("path,caption\n" + "".join(f"audio/{name},a tone {name}\n" for name in names) + more)
     return path
@@ -37,8 +32,8 @@ def run(*arguments: object) -> int:
     return exit_code_of(lambda: shards.main(words))
 
 
-def broken_in(folder: Path) -> dict[str, str]:
-    """Reasons by the name of the file, or of the list with a line."""
+def reasons_in(folder: Path) -> dict[str, str]:
+    """Why items are left out, by the names of their files."""
     listed = map(json.loads, (folder / "broken.jsonl").read_text().splitlines())
     return {Path(item["file"]).name: item["reason"] for item in listed}
 

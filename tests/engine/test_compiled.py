@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 from clap_ds.config.model import load_preset
 from clap_ds.engine import compiled
@@ -56,7 +56,7 @@ def forget() -> None:
     """Nothing was compiled in this process."""
     torch.compiler.reset()
     counters.clear()
-    torch._dynamo.utils.clear_compilation_metrics()
+    clear_compilation_metrics()
 
 
 def statistics() -> tuple[int, int]:

@@ -47,26 +47,23 @@ def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors(
     assert (is_out_of_memory(error), is_connection_lost(error)) == (is_memory, is_lost)
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "state", "recorded", "kind", "said"),
-    [
-        (None, None, "completed", None, None, ""),
-        (AgreedError("no such field"), None, "failed", "no such field", None, ""),
-        (Interrupted(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", failure.STOPPED, "stopped by SIGTERM"),
-        (Interrupted(signal.SIGUSR1), 138, "timeout", "stopped by SIGUSR1", failure.STOPPED, "stopped by SIGUSR1"),
-        (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", failure.ERROR, "error: rank 0: NaN at step 2"),
-        (ValueError("no shard"), 1, "failed", "rank 0: no shard", failure.ERROR, "error: rank 0: no shard"),
-        (
-            *(torch.OutOfMemoryError("20 MiB\nmore"), 1, "out_of_memory", "rank 0: out of memory at 616 on H100"),
-            *(failure.OUT_OF_MEMORY, "error: rank 0: out of memory at 616 on H100: 20 MiB\n"),
-        ),
-        (
-            *(RuntimeError(LOST), 1, "failed", f"rank 0: {LOST}"),
-            *(failure.LOST_PEER, f"rank 0: another rank is gone: its connection to this one was lost ({LOST})"),
-        ),
-        (KeyError("x"), 1, "failed", "rank 0: 'x'", failure.ERROR, "Traceback"),
-    ],
-)
+STOPPED, AT = "stopped by SIGUSR1", "rank 0: out of memory at 616 on H100"
+GONE = f"rank 0: another rank is gone: its connection to this one was lost ({LOST})"
+ENDS: list[tuple[Any, ...]] = [
+    (None, None, "completed", None, None, ""),
+    (AgreedError("no such field"), None, "failed", "no such field", None, ""),
+    (Interrupted(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", failure.STOPPED, "stopped by SIGTERM"),
+    (Interrupted(signal.SIGUSR1), 138, "timeout", STOPPED, failure.STOPPED, STOPPED),
+    (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", failure.ERROR, "error: rank 0: NaN at step 2"),
+    (ValueError("no shard"), 1, "failed", "rank 0: no shard", failure.ERROR, "error: rank 0: no shard"),
+    (torch.OutOfMemoryError("20 MiB\nmore"), 1, "out_of_memory", AT, failure.OUT_OF_MEMORY, f"error: {AT}: 20 MiB\n"),
+    (RuntimeError(LOST), 1, "failed", f"rank 0: {LOST}", failure.LOST_PEER, GONE),
+    (KeyError("x"), 1, "failed", "rank 0: 'x'", failure.ERROR, "Traceback"),
+]
+"""What is raised, exit code, state, error in the summary, kind of the last word, and what is said."""
+
+
+@pytest.mark.parametrize(("error", "code", "state", "recorded", "kind", "said"), ENDS)
 def test_every_end_is_recorded_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -9,9 +9,7 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-import torch
 
-from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import train_tokenizer
 from clap_ds.ranks.distributed import Ranks
 from tests.data.tars import wav, write_tar
@@ -19,8 +17,6 @@ from tests.rank_pool import RankPool, in_group_of
 
 KINDS = ("hum", "click", "hiss")
 ALONE = Ranks(0, 1, 0, 1)
-ITEM_BYTES = 20992
-"""Of a clip's two members with their headers and padding."""
 WriteClips = Callable[..., list[str]]
 
 
@@ -45,14 +41,6 @@ def description(number: int) -> dict[str, Any]:
     """Two captions for even clips, one for odd ones; no two alike: equal captions' features needn't be."""
     kind = KINDS[number % len(KINDS)]
     return {"kind": kind, "caption": [f"a {kind} number {number}", f"{kind} again, {number}"][: 2 - number % 2]}
-
-
-def tell_captions_apart(model: ClapModel) -> ClapModel:
-    """The model with larger text weights: to a fresh tower captions are alike but for rounding, unlike in each batch."""
-    with torch.no_grad():
-        for parameter in model.text.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model
 
 
 @pytest.fixture

@@ -2,20 +2,20 @@
 
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 import torch
 
 from clap_ds.config.model import load_preset
-from clap_ds.data import shard_files
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.captions import captions_of
 from clap_ds.evaluation.clips import Clip, classes_of, list_clips, load_audio
 from tests.data.tars import write_tar
-from tests.evaluation.conftest import ITEM_BYTES, WriteClips, clip_members, npy, tone
+from tests.evaluation.conftest import WriteClips, clip_members, npy, tone
 
 AUDIO = load_preset("micro").audio.model_copy(update={"num_samples": 4800})
+ITEM_BYTES = 20992
+"""Of a clip's two members with their headers and padding."""
 
 
 def load(clips: list[Clip], num_workers: int = 0) -> list[torch.Tensor | str]:
@@ -33,22 +33,11 @@ def test_clips_are_listed_in_order_with_what_describes_them(write_clips: WriteCl
     assert unusable.reason.startswith("no audio (flac, wav, ogg, mp3) among its files")
 
 
-def test_audio_is_that_of_the_file_wherever_it_lies(
-    write_clips: WriteClips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shard_files, "cache_folder", lambda: tmp_path)
-    paths, remote = write_clips(18, 3), "memory://evaluation/remote.tar"
-    with fsspec.open(remote, "wb") as file:
-        file.write(Path(paths[1]).read_bytes())
-    for shards, numbers, num_workers in (
-        (paths, range(21), 0),
-        (paths, range(21), 2),
-        ([remote], [18, 19, 20], 0),
-    ):
-        clips, broken = list_clips(shards)
-        assert not broken
-        for number, waveform in zip(numbers, load(clips, num_workers), strict=True):
-            np.testing.assert_allclose(waveform, tone(number), atol=1e-6)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_audio_is_that_of_the_file(write_clips: WriteClips, num_workers: int) -> None:
+    clips, _ = list_clips(write_clips(18, 3))
+    for number, waveform in zip(range(21), load(clips, num_workers), strict=True):
+        np.testing.assert_allclose(waveform, tone(number), atol=1e-6)
 
 
 def test_long_audio_and_features_are_cropped_in_their_middle(tmp_path: Path) -> None:
@@ -66,29 +55,28 @@ def test_long_audio_and_features_are_cropped_in_their_middle(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("description", "reason"),
+    ("description", "found"),
     [
-        (b'{"label": "hum"}', "no kind in its json, which has label"),
-        (b'{"kind": []}', r"expected a class name or a list of them, found \[\]"),
-        (b'{"kind": 3}', "expected a class name or a list of them, found 3"),
-        (b"\xff", "json isn't valid"),
-        (b'["hum"]', "no kind in its json"),
-        (None, "no json"),
+        (b'{"label": "hum"}', "None; there are label"),
+        (b'{"kind": []}', r"\[\]; there are kind"),
+        (b'{"kind": ["hum", 3]}', r"\['hum', 3\]"),
+        (b'["hum"]', "no object"),
+        (b"\xff", "json isn't there or isn't valid"),
+        (None, "json isn't there"),
     ],
 )
-def test_a_clip_without_a_class_says_why(description: bytes | None, reason: str) -> None:
+def test_a_clip_without_a_class_says_why(description: bytes | None, found: str) -> None:
     assert classes_of({"json": b'{"kind": ["hum", " click", "hum"]}'}, "kind") == ["hum", "click"]
-    with pytest.raises(BrokenItemError, match=reason):
+    with pytest.raises(BrokenItemError, match=found):
         classes_of({} if description is None else {"json": description}, "kind")
 
 
 @pytest.mark.parametrize("cut", [0, 9000])
 def test_of_damaged_tars_comes_what_can_be_read(write_clips: WriteClips, tmp_path: Path, cut: int) -> None:
-    (path,), others = write_clips(4), [str(tmp_path / "no.tar"), str(tmp_path / "missing.tar")]
+    (path,), missing = write_clips(4), str(tmp_path / "missing.tar")
     clips_before, _ = list_clips([path])
     Path(path).write_bytes(Path(path).read_bytes()[: 2 * ITEM_BYTES + cut])
-    Path(others[0]).write_bytes(b"no tar at all" * 100)
-    clips, broken = list_clips([path, *others])
+    clips, broken = list_clips([path, missing])
     assert clips == clips_before[:2]
-    assert [each.name for each in broken] == [path, *others]
+    assert [each.name for each in broken] == [path, missing]
     assert [isinstance(each, str) for each in load(clips_before)] == [False, False, True, True]

@@ -12,11 +12,9 @@ from clap_ds.evaluation import ranking
 from clap_ds.evaluation.ranking import chance, measures
 from tests.evaluation.conftest import ALONE
 
-Case = tuple[list[int], list[bool]]
-
 
 @st.composite
-def tied_cases(draw: st.DrawFn) -> Case:
+def tied_cases(draw: st.DrawFn) -> tuple[list[int], list[bool]]:
     """Scores of up to six candidates, many of them equal, and which are relevant (one at least)."""
     scores = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     relevant = draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores)))
@@ -24,32 +22,31 @@ def tied_cases(draw: st.DrawFn) -> Case:
     return scores, relevant
 
 
-def orders(scores: list[int]) -> list[tuple[int, ...]]:
-    """Every order of the candidates in which no score rises."""
-    every = itertools.permutations(range(len(scores)))
-    return [order for order in every if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order))]
-
-
-def precisions(relevant_in_order: list[bool]) -> float:
-    hits = np.cumsum(relevant_in_order)
-    return float(sum(hits[i] / (i + 1) for i, is_relevant in enumerate(relevant_in_order) if is_relevant))
+def by_definition(scores: list[int], relevant: list[bool], at: tuple[int, ...], cutoff: int) -> list[float]:
+    """`measures` as means over every order of the candidates in which no score rises."""
+    found = []
+    for order in itertools.permutations(range(len(scores))):
+        if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order)):
+            hits = np.array([relevant[i] for i in order])
+            precision = (hits * hits.cumsum() / np.arange(1, len(hits) + 1))[:cutoff].sum() / min(cutoff, sum(relevant))
+            found.append([*(hits[:k].any() for k in at), precision])
+    return list(np.mean(found, axis=0))
 
 
 @settings(max_examples=120, deadline=None)
 @given(tied_cases(), st.integers(1, 7))
-def test_measures_are_means_over_all_orders_of_tied_candidates(case: Case, k: int) -> None:
-    scores, relevant = torch.tensor([case[0]], dtype=torch.float32), torch.tensor([case[1]])
-    for each, found in (
-        (case, measures(scores, relevant, at=(k, 1), cutoff=k)),
-        (([0] * len(case[0]), case[1]), chance(relevant.sum(1), len(case[0]), at=(k, 1), cutoff=k)),
-    ):
-        in_order = [[case[1][i] for i in order] for order in orders(each[0])]
-        expected = [np.mean([any(order[:most]) for order in in_order]) for most in (k, 1)]
-        expected.append(np.mean([precisions(order[:k]) for order in in_order]) / min(k, sum(case[1])))
-        assert found[0].tolist() == pytest.approx(expected, abs=1e-12)
-    in_order = [[case[1][i] for i in order] for order in orders(case[0])]
-    whole = np.mean([precisions(order) for order in in_order]) / sum(case[1])
-    assert measures(scores, relevant).tolist() == [[pytest.approx(whole, abs=1e-12)]]
+def test_measures_are_means_over_all_orders_of_tied_candidates(case: tuple[list[int], list[bool]], k: int) -> None:
+    (scores, wanted), at = case, (k, 1)
+    relevant = torch.tensor([wanted])
+    by_score = torch.tensor([scores], dtype=torch.float32)
+    (found,), (whole,) = measures(by_score, relevant, at=at, cutoff=k).tolist(), measures(by_score, relevant).tolist()
+    assert found == pytest.approx(by_definition(scores, wanted, at, k), abs=1e-12)
+    assert whole == pytest.approx(by_definition(scores, wanted, (), len(scores)), abs=1e-12)
+    for cutoff in (k, None):
+        (by_chance,) = chance(relevant.sum(1), len(scores), at=at, cutoff=cutoff).tolist()
+        assert by_chance == pytest.approx(
+            by_definition([0] * len(scores), wanted, at, cutoff or len(scores)), abs=1e-12
+        )
 
 
 def test_what_is_no_number_ranks_last() -> None:

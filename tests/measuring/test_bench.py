@@ -18,7 +18,7 @@ from clap_ds.flop_count.analytic import published_flops
 from clap_ds.ranks.verdict import judge
 from tests.processes import ROOT, TIMEOUT_S, Command, run
 from tests.rank_pool import free_port
-from tests.training.training_commands import RunningRanks, deepspeed_launcher, environment, wait_until
+from tests.training.training_commands import deepspeed_launcher, environment, wait_until
 
 BENCH = "clap_ds/bench.py"
 WriteRun = Callable[..., Path]
@@ -26,15 +26,10 @@ pytestmark = pytest.mark.end_to_end
 
 
 def _bench(config: Path, launcher: str = "one rank", *options: str) -> subprocess.CompletedProcess[str]:
-    """On one rank or two, forked here or, where the launcher is what is tested, by it."""
+    """On one rank, forked here or, where the launcher is what is tested, by it."""
     arguments = [BENCH, "--deepspeed_config", str(config), *options]
     if launcher == "one rank":
         return run(arguments, env=environment())
-    if launcher == "two ranks":
-        ranks = RunningRanks(config, 2, file=BENCH)
-        codes = ranks.wait()
-        outputs = ["".join(getattr(process, name) for process in ranks.processes) for name in ("stdout", "stderr")]
-        return subprocess.CompletedProcess(arguments, max(codes), *outputs)
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
     start = deepspeed_launcher() if launcher == "deepspeed" else [sys.executable, *torchrun * (launcher == "torchrun")]
     seen = environment()
@@ -70,24 +65,17 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
     said = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
     assert launcher == "deepspeed" or said[0].startswith("run directory: "), said[:3]
     assert not any("WARNING" in line for line in said if launcher != "deepspeed"), said
-
-    summary = _summary(config)
+    summary, directory = _summary(config), _run_directory(config)
     assert summary["state"] == "completed"
     assert (summary["world_size"], summary["num_nodes"], summary["global_batch"]) == (world_size, 1, 4 * world_size)
     windows, window_s = (summary["samples_per_s_per_gpu"][name] for name in ("windows", "window_s"))
-    assert len(windows) == 2
     assert summary["samples_per_s"] == pytest.approx(2 * 8 * world_size / sum(window_s))
-
-    directory = _run_directory(config)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert [line["phase"] for line in lines] == ["warmup"] + ["window"] * 4
-    assert all(line["slowest_rank_time_s"] >= line["time_s"] > 0 for line in lines)
+    assert [(line["step"], line["phase"]) for line in lines] == [(1, "warmup")] + [(n, "window") for n in range(2, 6)]
     for text in (result.stdout, (directory / "rank0.log").read_text()):
         assert len(re.findall(r"global_step=\d+, RunningAvgSamplesPerSec=", text)) == 3  # of 5 its timer leaves 2 out
         assert ("zero_optimization_stage" in text) == (text != result.stdout)  # DeepSpeed's configuration
-    environment = json.loads((directory / "environment.json").read_text())
-    assert environment["gpus_per_node"] == [world_size]
+    assert json.loads((directory / "environment.json").read_text())["gpus_per_node"] == [world_size]
     events = _scalars(directory / "tensorboard")
     assert events.keys() == {"bench/loss", "bench/samples_per_s"}
     assert events["bench/loss"] == [(4 * world_size * line["step"], pytest.approx(line["loss"])) for line in lines]
@@ -109,7 +97,6 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     result = _bench(config, "deepspeed")
     assert result.returncode == 0, result.stdout + result.stderr
     directory, summary = _run_directory(config), _summary(config)
-    assert summary["global_batch"] == 16
     log, report = ((directory / name).read_text() for name in ("rank0.log", "flops_profile.txt"))
     assert f"DeepSpeed Basic Optimizer = {optimizer}" in log
     for text in (result.stdout, log):
@@ -118,20 +105,16 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
         assert len(re.findall(r"all_reduce\s+", text)) == 1
     assert "Profile Summary at step 6" in report
     assert re.search(r"fwd latency +- {'ClapModel': '[\d.]+ m?s'}", report)
-    assert float(re.search(r"fwd MACs per GPU: +([\d.]+) MMACs", report)[1]) > 0  # type: ignore[index]
-
-    flops = summary["flops"]
+    flops, rate = summary["flops"], summary["samples_per_s_per_gpu"]["mean"]
     assert flops["deepspeed_gflops"] == pytest.approx(flops["model_gflops"], rel=1e-9)
     assert not any("in doubt" in text or "doesn't know" in text for text in summary["warnings"])
-    done_tflops = flops["training_gflops"] * summary["samples_per_s_per_gpu"]["mean"] / 1e3
+    done_tflops = flops["training_gflops"] * rate / 1e3
     assert summary["achieved_tflops"] == pytest.approx(done_tflops)
     assert summary["mfu_model_percent"] == pytest.approx(100 * done_tflops / 3.0)
-    published_tflops = 3 * published_flops(load_preset("micro")) * summary["samples_per_s_per_gpu"]["mean"] / 1e12
+    published_tflops = 3 * published_flops(load_preset("micro")) * rate / 1e12
     assert summary["mfu_published_percent"] == pytest.approx(100 * published_tflops / 3.0)
     assert summary["achievable_percent"] == pytest.approx(100 * done_tflops / summary["matmul_tflops"])
     assert "MFU, work really done" in result.stdout
-    assert "no MFU" not in result.stdout
-
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     events = _scalars(directory / "tensorboard")
     assert events["bench/loss"] == [(16 * line["step"], pytest.approx(line["loss"])) for line in lines]
@@ -139,39 +122,13 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     assert "Train/Samples/elapsed_time_ms_forward" in events
 
 
-@pytest.mark.parametrize(
-    ("launcher", "changes", "message"),
-    [
-        ("deepspeed", {"clap": {"bench": {"windws": 3}}}, "clap.bench.windws: no such field; did you mean 'windows'?"),
-        ("two ranks", {"train_batch_size": 4}, "train_batch_size: expected"),
-        (
-            "two ranks",
-            {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
-            "DeepSpeed refuses the configuration",
-        ),
-    ],
-)
-def test_bad_settings_give_one_message_and_exit_code_2(
-    write_run: WriteRun, launcher: str, changes: dict[str, Any], message: str
-) -> None:
-    config = write_run(**changes)
-    result = _bench(config, launcher)
+def test_bad_settings_give_one_message_and_exit_code_2(write_run: WriteRun) -> None:
+    result = _bench(write_run(clap={"bench": {"windws": 3}}), "deepspeed")
     output = result.stdout + result.stderr
     assert result.returncode == 2, output
-    assert output.count(message) == 1, output
+    assert output.count("clap.bench.windws: no such field; did you mean 'windows'?") == 1, output
     assert output.count("error: ") == 1, output
     assert "Traceback" not in output
-
-
-def test_infinite_loss_stops_all_ranks_with_the_step(write_run: WriteRun) -> None:
-    config = write_run(optimizer={"type": "AdamW", "params": {"lr": 1e30, "torch_adam": True}}, bf16={"enabled": False})
-    result = _bench(config, "two ranks")
-    assert result.returncode == 1
-    assert "the loss is NaN or infinite at step 2" in result.stderr
-    assert "Traceback" not in result.stderr
-    summary = _summary(config)
-    assert summary["state"] == "failed"
-    assert "step 2" in summary["error"]
 
 
 @pytest.mark.parametrize(
@@ -190,8 +147,7 @@ def test_exhausted_memory_is_recorded_with_the_micro_batch(
 
 
 def test_a_job_finds_the_run_and_what_a_rank_said_before_there_was_one(write_run: WriteRun, tmp_path: Path) -> None:
-    attempt = tmp_path / "attempts" / "0"
-    attempt.mkdir(parents=True)
+    (attempt := tmp_path / "attempts" / "0").mkdir(parents=True)
     config = write_run()
     assert _bench(config, "one rank", "--job_folder", str(attempt)).returncode == 0
     assert (attempt / "run_directory").read_text() == f"{_run_directory(config).resolve()}\n"
@@ -211,6 +167,3 @@ def test_signal_ends_the_run_with_its_state(write_run: WriteRun) -> None:
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=180) == 128 + signal.SIGUSR1
     assert _summary(config)["state"] == "timeout"
-    verdict = judge(_run_directory(config), None, ["node7"])
-    assert verdict is not None
-    assert (verdict.kind, verdict.hosts) == ("stopped", [])

@@ -30,38 +30,24 @@ def long(step: int) -> float:
     return 4.0 if step % 10 == 0 else 1.0
 
 
-def window_of(step_s: list[float]) -> Window:
-    """On one rank, which never waits."""
-    steps = np.array(step_s)[:, None]
-    return Window(steps.sum(axis=0), steps, np.zeros_like(steps))
-
-
-@pytest.mark.parametrize(("windows", "steps"), [(2, 50), (4, 5), (10, 10), (10, 20), (100, 1), (150, 2)])
+@pytest.mark.parametrize(("windows", "steps"), [(2, 50), (10, 10), (100, 1), (150, 2)])
 def test_the_rate_is_all_samples_over_all_seconds_however_they_are_cut(windows: int, steps: int) -> None:
     measurement = Measurement(samples_per_step=8)
     for number in range(windows):
-        step_s = [long(1 + number * steps + step) for step in range(steps)]
-        measurement.windows.append(window_of(step_s))
+        step_s = np.array(
+            [[long(1 + number * steps + step)] for step in range(steps)]
+        )  # of one rank, which never waits
+        measurement.windows.append(Window(step_s.sum(axis=0), step_s, np.zeros_like(step_s)))
     assert measurement.rates()["mean"] == pytest.approx(8 / 1.3)
-    assert [line.partition(":")[0] for line in measurement.doubts()] == [
-        "the median step amounts to 8 samples/s, +30.0 %"
-    ]
-    for longest_s, doubted in ((1.05, False), (1.07, True)):  # 1.7 and 2.3 % more than the median step
-        assert bool(Measurement(8, [window_of([1.0, 1.0, longest_s])]).doubts()) == doubted
 
 
 def _measured(folder: str) -> dict[str, Any]:
     """Rank 1 takes half as long again as rank 0, and waits twice as long for data."""
     rank, now = dist.get_rank(), [100.0]
     deepspeed: Any = SimpleNamespace(skipped_steps=3, global_samples=0)
-    settled = SimpleNamespace(synchronized=True)
-    deepspeed.tput_timer = SimpleNamespace(
-        global_step_count=9,
-        start_step=2,
-        total_elapsed_time=1.0,
-        config=settled,
-        avg_samples_per_sec=lambda: 7.0 + engine.steps,
-    )
+    deepspeed.tput_timer = SimpleNamespace(global_step_count=9, start_step=2, total_elapsed_time=1.0)
+    deepspeed.tput_timer.config = SimpleNamespace(synchronized=True)
+    deepspeed.tput_timer.avg_samples_per_sec = lambda: 7.0 + engine.steps
     engine: Any = SimpleNamespace(steps=0, deepspeed=deepspeed, check_loss=lambda: None)
 
     def step(batches: Iterator[Any], timer: PhaseTimer) -> torch.Tensor:

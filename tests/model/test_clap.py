@@ -10,7 +10,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 from clap_ds.model.window_attention import Kernel
-from clap_ds.weights.formats import load_transformers
+from clap_ds.weights.formats import renamed_checkpoint
 from clap_ds.weights.names import transformers_names
 from tests.model.reference_clap import BASE_AUDIO, FEWER, REFERENCES, captions, clips, no_initialisation, randomise
 
@@ -42,7 +42,8 @@ def test_embeddings_and_gradients_agree_with_transformers(preset: str, attention
         ours, reference = ClapModel(config, attention=attention).eval(), REFERENCES[preset]()
     weights = reference.named()
     randomise(weights, seed)
-    load_transformers({k: v.detach() for k, v in weights.items()}, ours.config).load_into(ours)
+    named = {name: tensor.detach() for name, tensor in weights.items()}
+    renamed_checkpoint(ours.config, named, transformers_names, "the reference").load_into(ours)
     waveforms = clips(2, ours.config.audio.num_samples, seed)
     input_ids, mask = captions(2, 24, ours.config.text.vocab_size, seed)
 

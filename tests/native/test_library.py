@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,19 +32,12 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture
-def use_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[], int]]:
-    """Has a shell script stand for the compiler; returns what counts how often it has compiled."""
-
-    def use(script: str) -> Callable[[], int]:
-        path = tmp_path / "compiler"
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("CXX", str(path))
-        calls = Path(f"{path}.calls")
-        return lambda: sum(" -o " in line for line in calls.read_text().splitlines())
-
-    return use
+def use_compiler(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a shell script stand for the compiler; a working one notes its calls in a file beside it."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
 
 
 def problem() -> str:
@@ -59,17 +51,24 @@ def kept() -> Path:
     return path
 
 
-def test_compiled_once_while_others_wait_and_again_for_other_sources(
-    source: Path, use_compiler: Callable[..., Callable[[], int]]
+def test_compiled_once_while_others_wait_and_again_for_other_sources_or_where_it_is_damaged(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = use_compiler("sleep 0.1; " + WORKING_COMPILER)
+    use_compiler("sleep 0.1; " + WORKING_COMPILER, tmp_path, monkeypatch)
+    calls = tmp_path / "compiler.calls"
     with ThreadPoolExecutor(4) as pool:
         assert [each.result() for each in [pool.submit(problem) for _ in range(4)]] == [""] * 4
     assert not problem()
-    assert compiled() == 1
+    assert calls.read_text().count(" -o ") == 1
+    path = kept()
+    whole = path.read_bytes()
+    path.unlink()  # what is open stays as it is
+    path.write_bytes(whole[:-100] + bytes(100))
+    assert not problem()
+    assert path.read_bytes() == whole
     source.write_text(SOURCE + "// changed\n")
     assert not problem()
-    assert compiled() == 2
+    assert calls.read_text().count(" -o ") == 3
 
 
 def test_a_lock_that_another_holds_is_not_waited_for_for_ever(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,25 +81,15 @@ def test_a_lock_that_another_holds_is_not_waited_for_for_ever(source: Path, monk
         assert str(lock) in problem()
 
 
-def test_damaged_library_is_compiled_again(source: Path) -> None:
-    library._build(library.FLAGS).close()
-    path = kept()
-    whole = path.read_bytes()
-    path.unlink()  # what is open stays as it is
-    path.write_bytes(whole[:-100] + bytes(100))
-    assert not problem()
-    assert kept().read_bytes() == whole
-
-
 def test_a_library_that_others_could_have_put_there_is_never_opened(
-    source: Path, use_compiler: Callable[..., Callable[[], int]], monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = use_compiler(WORKING_COMPILER)
+    use_compiler(WORKING_COMPILER, tmp_path, monkeypatch)
     assert not problem()
     kept().chmod(0o664)
     kept().parent.chmod(0o777)
     assert not problem()
-    assert compiled() == 2
+    assert sum(" -o " in line for line in (tmp_path / "compiler.calls").read_text().splitlines()) == 2
     assert kept().parent.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert "belongs to another user" in problem()
@@ -147,12 +136,12 @@ def test_the_quickest_implementation_that_a_processor_has(monkeypatch: pytest.Mo
     ],
 )
 def test_why_there_is_no_library(
-    source: Path, use_compiler: Callable[..., object], monkeypatch: pytest.MonkeyPatch,
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     script: str, environment: dict[str, str], expected: str,
 ) -> None:  # fmt: skip
     source.write_text("#ifndef SOURCE\n#define SOURCE 0\n#endif\nint number = SOURCE;\n")
     monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.5 if expected == "timed out" else 60)
-    use_compiler(script)
+    use_compiler(script, tmp_path, monkeypatch)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert re.search(expected, problem())

@@ -1,7 +1,6 @@
 """The native linear layers against torch's."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -107,17 +106,15 @@ def test_frozen_inputs_in_any_combination(kind: str) -> None:
             assert leaf.grad is None or (leaf.grad.float() - 2 * exact).norm() < 0.02 * exact.norm()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows(value: float) -> None:
-    """In the same rows of the output as with torch, in no others, and in both weights' gradients; NaN in all gradients."""
+def test_what_is_not_a_number_shows() -> None:
+    """In the same rows of output and input's gradient as with torch, in no others, and in all gradients."""
     inputs = five(35, scale=1.0)
-    inputs[0][33, 5] = value
+    inputs[0][33, 5] = float("nan")
     mine, theirs = (results(function, inputs, numbers(35, 64, seed=5)) for function in (native_mlp, mlp_by_torch))
-    assert torch.equal(mine[0].isfinite().all(1), theirs[0].isfinite().all(1))
-    assert not any(mine[index].isfinite().all() for index in (2, 4))
-    if math.isnan(value):
-        assert [bool(x.isfinite().all()) for x in mine] == [bool(x.isfinite().all()) for x in theirs]
-        assert torch.equal(mine[1].isfinite().all(1), theirs[1].isfinite().all(1))
+    for ours, reference in zip(mine, theirs, strict=True):
+        assert bool(ours.isfinite().all()) == bool(reference.isfinite().all())
+    for index in (0, 1):
+        assert torch.equal(mine[index].isfinite().all(1), theirs[index].isfinite().all(1))
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(1, (33, 96, 64)), (3, (200, 96, 96)), (8, (1, 32, 32))])

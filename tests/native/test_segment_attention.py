@@ -67,7 +67,6 @@ def packed(lengths: list[int], first_only: bool = False) -> Segments:
 SOME = torch.tensor([77, 1, 40, 0, 16, 33]).int()
 GAPS = Segments(*torch.tensor([[3, 20, 40], [5, 0, 7], [2, 30, 70], [20, 33, 18]]).int())
 CASES = {
-    "padded": (4 * 77, 4 * 77, padded(4)),
     "padded, of many lengths": (6 * 77, 6 * 77, padded(6, SOME)),
     "padded, first only": (6, 6 * 77, padded(6, SOME, True)),
     "packed": (sum(LENGTHS), sum(LENGTHS), packed(LENGTHS)),

@@ -68,19 +68,18 @@ def test_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("variable", "cuda_graphs", "expected"),
-    [("", False, ["expandable_segments:True"]), ("", True, [])]
-    + [(name, False, []) for name in accelerator.ALLOCATOR_VARIABLES],
+    ("variable", "expected"),
+    [("", ["expandable_segments:True"]), *((name, []) for name in accelerator.ALLOCATOR_VARIABLES)],
 )
 def test_cuda_is_set_up_unless_the_user_has(
-    monkeypatch: pytest.MonkeyPatch, variable: str, cuda_graphs: bool, expected: list[str]
+    monkeypatch: pytest.MonkeyPatch, variable: str, expected: list[str]
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", given.append)
     for name in accelerator.ALLOCATOR_VARIABLES:
         monkeypatch.setenv(name, "garbage_collection_threshold:0.8" if name == variable else "")
-    accelerator.set_up_cuda(cuda_graphs=cuda_graphs)
+    accelerator.set_up_cuda()
     assert given == [False, *expected]
 
 
@@ -99,15 +98,15 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(accelerator, "choose_accelerator", lambda: "cuda")
     chosen: list[Any] = []
-    monkeypatch.setattr(accelerator, "set_up_cuda", lambda *, cuda_graphs: chosen.append(cuda_graphs))
+    monkeypatch.setattr(accelerator, "set_up_cuda", lambda: chosen.append("set up"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     if expected.startswith("cuda"):
-        assert choose_device(7, local_rank, cuda_graphs=True) == torch.device(expected)
-        assert chosen == [True, int(expected[-1])]
+        assert choose_device(7, local_rank) == torch.device(expected)
+        assert chosen == ["set up", int(expected[-1])]
     else:
         with pytest.raises(UserError, match=f"rank 7 is number {local_rank} on .*{expected}"):
-            choose_device(7, local_rank, cuda_graphs=True)
+            choose_device(7, local_rank)
 
 
 @pytest.mark.parametrize(("device", "world_size", "bound"), [("cuda:1", 2, True), ("cuda:0", 1, False)])
@@ -115,7 +114,7 @@ def test_nccl_is_bound_to_the_rank_s_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, world_size: int, bound: bool
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(distributed, "choose_device", lambda *_, cuda_graphs: torch.device(device))
+    monkeypatch.setattr(distributed, "choose_device", lambda *_: torch.device(device))
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: None)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda *_: None)
     met: list[Any] = []

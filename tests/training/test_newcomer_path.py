@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import soundfile
 import torch
 
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.weights.load import load_weights, locate, text_tokens_of
+from clap_ds.weights.load import load_weights
 from tests import processes
 from tests.conftest import micro_run
 from tests.training import training_commands as commands
@@ -37,14 +36,10 @@ def write_sounds(folder: Path) -> None:
     (folder / "clips.csv").write_text("\n".join(rows))
 
 
-def in_docs() -> str:
-    return (commands.ROOT / "docs" / "training.md").read_text(encoding="utf-8").split(HEADING)[1]
-
-
-def commands_in_docs() -> list[list[str]]:
-    block = re.search(r"```console\n(.*?)```", in_docs(), re.DOTALL)
-    assert block is not None
-    return [shlex.split(line.removeprefix("$ ")) for line in block[1].splitlines() if line.startswith("$ ")]
+def in_docs(language: str) -> str:
+    """The first block of that language under the heading."""
+    text = (commands.ROOT / "docs" / "training.md").read_text(encoding="utf-8").split(HEADING)[1]
+    return text.split(f"```{language}\n")[1].split("```")[0]
 
 
 def run(folder: Path, command: list[str], *more: str) -> str:
@@ -61,7 +56,8 @@ def run(folder: Path, command: list[str], *more: str) -> str:
 def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
     (tmp_path / "clap_ds").symlink_to(commands.ROOT / "clap_ds")
     write_sounds(tmp_path)
-    build, train, evaluate, export = commands_in_docs()
+    lines = in_docs("console").splitlines()
+    build, train, evaluate, export = (shlex.split(line.removeprefix("$ ")) for line in lines if line.startswith("$ "))
     output = run(tmp_path, build, "--train_tokenizer", "300", "--held_out", "0.25", "--shards", "2")
     data = json.loads(re.search(r'^"data": (\{.*?^\})', output, re.MULTILINE | re.DOTALL)[1])  # type: ignore[index]
     data |= {"num_workers": 0, "shuffle_buffer": 8}
@@ -81,17 +77,14 @@ def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
     assert found["metrics"] == pytest.approx({name: in_training[name] for name in found["metrics"]}, abs=1e-9)
     assert len(found["metrics"]) == 12
     run(tmp_path, export)
-    checkpoint = locate(*(tmp_path / "runs").glob("my_run-*-checkpoints"))
-    trained = load_weights(checkpoint).build()
-    shutil.copy(checkpoint / "weights.safetensors", tmp_path)
-    assert text_tokens_of(tmp_path / "weights.safetensors", trained.config) == 16
+    found = load_weights(*(tmp_path / "runs").glob("my_run-*-checkpoints"))
+    assert found.text_tokens == 16
+    trained = found.build()
     exported = transformers.ClapModel.from_pretrained(tmp_path / "my_clap")
     assert torch.equal(exported.audio_projection.linear1.weight, trained.audio_projection.linear1.weight)
     processor = transformers.ClapProcessor.from_pretrained(tmp_path / "my_clap")
     assert processor.tokenizer.model_max_length == 16
     tokens = processor(text=["a hum"])["input_ids"]
     assert tokens == load_tokenizer(str(tmp_path / "shards" / "tokenizer"), vocab_size=512)(["a hum"])["input_ids"]
-    program = re.search(r"```python\n(.*?)```", in_docs(), re.DOTALL)
-    assert program is not None
-    shown = run(tmp_path, ["python", "-c", program[1]])
+    shown = run(tmp_path, ["python", "-c", in_docs("python")])
     assert re.search(r"tensor\(\[\[0\.\d+, 0\.\d+\]\]\)", shown)

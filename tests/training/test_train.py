@@ -37,29 +37,17 @@ def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
     output = commands.train(config)
     said = ("checkpoints: ", "logit scale", "s left", "total_num_steps is 24, but the run ends after 10 steps")
     assert all(part in output for part in said)
-
-    (summary,) = commands.summaries(config)
-    assert summary["state"] == "completed"
-    assert (summary["step"], summary["samples"], summary["global_batch"]) == (10, 160, 16)
-    assert summary["equal_captions_share"] == 0
+    (summary,), (directory,) = commands.summaries(config), commands.run_directories(config)
+    assert (summary["state"], summary["step"], summary["samples"]) == ("completed", 10, 160)
+    assert summary["global_batch"] == 16
     assert [(each["step"], each["saved"]) for each in summary["checkpoints"]] == [(4, True), (8, True), (10, True)]
-
     rows = commands.lines(config)
-    assert [row["step"] for row in rows] == list(range(1, 11))
-    assert [row["samples"] for row in rows] == list(range(16, 161, 16))
+    assert [(row["step"], row["samples"]) for row in rows] == [(step, 16 * step) for step in range(1, 11)]
     assert {row["epoch"] for row in (*rows, summary)} == {None}
     assert all(row["gradient_norm"] > 0 and row["time_s"] > 0 for row in rows)
     # DeepSpeed's schedule: nothing before its first step, then from 0 in a straight line over 4 steps.
     assert [row["lr"] for row in rows[:5]] == pytest.approx([0, 0, 2.5e-4, 5e-4, 7.5e-4])
     assert all(begin < end for begin, end in (line["checkpoint"] for line in commands.lines(config, "checkpoint")))
-
-    (directory,) = commands.run_directories(config)
-    events = EventAccumulator(str(load_run(config).checkpoint_folder / "tensorboard"))
-    events.Reload()
-    figures = ("loss", "lr", "logit_scale", "gradient_norm")
-    assert {f"train/{name}" for name in (*figures, "samples_per_s", "data_wait_percent")} == set(
-        events.Tags()["scalars"]
-    )
     assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
     assert (read_record(directory).rate or 0) > 0
     assert not any((directory / "stacks").iterdir()), "no rank stood still"
@@ -113,21 +101,19 @@ def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_
     ranks.signal(1, signal.SIGKILL)
     codes = ranks.wait()
     assert codes[1] == -signal.SIGKILL
+    assert codes[0] not in (0, 2)
     verdict = judge(commands.run_directories(config)[0], None, ["node1", "node2"])
     assert verdict is not None
     assert (verdict.kind, verdict.ranks, verdict.hosts) == ("killed", [1], ["node2"])
-    assert codes[0] not in (0, 2)
     assert "error: rank 0: another rank is gone: its connection to this one was lost" in ranks.outputs[0]
     assert "Traceback" not in ranks.outputs[0]
-    assert commands.summaries(config)[-1]["state"] == "failed"
     saved = [line["step"] for line in commands.lines(config, "checkpoint") if line["saved"]]
     commands.run_directories(config)[0].rename(tmp_path / "killed")  # its last steps will be trained again
     assert "on 1 rank(s) after 2" in commands.train(config, world_size=1)
     summary, samples = commands.summaries(config)[-1], STEPS * BATCH * 2
     assert all(row["epoch"] == pytest.approx(row["samples"] / 60, abs=1e-6) for row in commands.lines(config))
-    assert (summary["epoch"], summary["epoch_samples"]) == (3.2, 60)
+    assert (summary["epoch"], summary["epoch_samples"], summary["samples"]) == (3.2, 60, samples)
     assert summary["resumed_at_step"] >= saved[-1]
-    assert summary["samples"] == samples
     assert summary["step"] == summary["resumed_at_step"] + samples // BATCH - summary["resumed_at_step"] * 2
 
 
@@ -137,7 +123,7 @@ def test_nan_loss_stops_with_the_step_and_saves_nothing(tmp_path: Path) -> None:
     config = write_training(tmp_path, optimizer=adam, scheduler={}, clap=clap)
     ranks = RunningRanks(config, 2)
     assert ranks.wait() == [1, 1]
-    assert "the loss or its gradient is NaN or infinite at step 2. Nothing has been saved" in ranks.outputs[0]
+    assert "the loss or its gradient is NaN or infinite at step 2. Nothing of it is saved: the same" in ranks.outputs[0]
     assert "leave out the batches (--skip_steps 1-2), take a lower learning rate" in ranks.outputs[0]
     assert "Traceback" not in "".join(ranks.outputs)
     (summary,) = commands.summaries(config)
@@ -146,73 +132,49 @@ def test_nan_loss_stops_with_the_step_and_saves_nothing(tmp_path: Path) -> None:
     assert not commands.lines(config, "checkpoint")
 
 
-def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path, sounds: Path) -> None:
-    clap = {**_on_shards(sounds, samples=6 * BATCH), "checkpoint": {"every_steps": 2}}
-    config = write_training(tmp_path, clap=clap)
+def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path) -> None:
+    config = write_training(tmp_path, clap={"train": {"samples": 6 * BATCH}, "checkpoint": {"every_steps": 3}})
     commands.train(config, world_size=1)
     folder = load_run(config).checkpoint_folder
     for states in folder.glob("*/state.safetensors"):
         states.unlink()
-    before = sorted(folder.rglob("*"))
     ranks = RunningRanks(config, 1)
     assert ranks.wait() == [2]
-    assert "none of 3 checkpoints is good" in ranks.outputs[0]
-    assert "--from_weights 6, --from_weights 4, --from_weights 2 goes on" in ranks.outputs[0]
-    assert sorted(folder.rglob("*")) == before
-
-    output = commands.train(config, 1, "--from_weights", "4", "--skip_steps", "5-6")
-    assert "step-00000004: its weights alone" in output
-    assert "left out the batches of steps 5 to 6" in output
-    assert {row["step"] for row in commands.lines(config)} == set(range(1, 7))
-    # The damaged ones are another run's by now, and stay beside the new one, which is found.
-    names = [f"step-0000000{step}" for step in (2, 4, 6)]
-    assert sorted(path.name for path in folder.glob("step-*")) == [*names, "step-00000006-2"]
-    assert "nothing left to train" in commands.train(config, world_size=1)
-
-    output = commands.train(write_training(tmp_path, clap={**clap, "seed": 1}), 1)
-    assert f"note: this run begins; {folder.name} beside" in output
-    output = commands.train(write_training(tmp_path, clap=clap), 1, "--restart")
+    assert "none of 2 checkpoints is good" in ranks.outputs[0]
+    output = commands.train(config, 1, "--restart", "--skip_steps", "5-6")
     (aside,) = folder.parent.glob("*-aside-*")
     assert f"starting anew; what was in {folder} is in {aside}" in output
-    assert {path.relative_to(folder) for path in before if "step-" in str(path)} <= {
-        path.relative_to(aside) for path in aside.rglob("*")
-    }
-    assert sorted(path.name for path in folder.glob("step-*")) == names
+    assert [path.name for path in aside.glob("step-*")] == [path.name for path in folder.glob("step-*")]
+    assert "left out the batches of steps 5 to 6" in output
+    assert [row["step"] for row in commands.lines(config)] == [*range(1, 7)] * 2
+    assert "nothing left to train" in commands.train(config, world_size=1)
 
 
-@pytest.mark.parametrize(("wanted", "steps"), [(0.0, 3), (1.0, 6)])
-def test_ends_at_the_evaluation_that_reaches_the_target(
-    tmp_path: Path, sounds: Path, wanted: float, steps: int
-) -> None:
+def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: Path) -> None:
     micro_batch = 61  # one more than there are clips
-    clap = _on_shards(sounds, samples=6 * micro_batch, stop_at={"zero_shot_top1": wanted})
     evaluation = {"every_steps": 3, "zero_shot": {"shards": str(sounds / "*.tar")}}
-    changes: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "clap": {**clap, "evaluation": evaluation},
-    }
-    config = write_training(tmp_path, **changes)
-    earlier_s = 1000.0 if wanted == 0 else 0.0
-    if earlier_s:  # an earlier start, which was killed after that time and before its second checkpoint
-        changes["clap"] = {**clap, "train": {"epochs": 1.0}}
-        output = commands.train(write_training(tmp_path, "first", **changes), world_size=1)
-        assert "training to 60 samples (clap.train.epochs 1, of 60 each): 1 steps; the last step takes 1 more" in output
-        first, folder = (load_run(path).checkpoint_folder for path in (tmp_path / "first.json", config))
-        first.rename(folder)
-        with (folder / "history.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 2, "train_s": earlier_s}) + "\n")
-    output = commands.train(config, world_size=1)
+
+    def run(name: str, **train: Any) -> tuple[Path, str]:
+        clap = {**_on_shards(sounds), "train": train, "evaluation": evaluation}
+        clap["checkpoint"] = {"folder": str(tmp_path / "checkpoints")}
+        config = write_training(tmp_path, name, train_micro_batch_size_per_gpu=micro_batch, clap=clap)
+        return config, commands.train(config, world_size=1)
+
+    # A first start, which is killed after 1000 s and before its second checkpoint.
+    _, output = run("first", epochs=1.0)
+    assert "training to 60 samples (clap.train.epochs 1, of 60 each): 1 steps; the last step takes 1 more" in output
+    with (tmp_path / "checkpoints" / "history.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "train_s": 1000.0}) + "\n")
+    config, output = run("second", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
     assert "a global batch has 61 pairs, the data 60 items" in output
-    # Found when as many batches are through as were planned.
-    assert ("of the captions have an equal one in their global batch" in output) == (steps == 6)
-    (summary,) = commands.summaries(config)
-    chances = [line["chance"] for line in commands.lines(config, "evaluation")]
-    assert 0 < chances[0]["zero_shot_top1"] < chances[0]["zero_shot_top5"] <= 1
-    assert (summary["state"], summary["step"]) == ("completed", steps)
-    assert (summary["time_to_target_s"] is None) == (wanted > 0)
-    assert wanted or earlier_s < summary["time_to_target_s"] <= summary["train_s"] < earlier_s + commands.TIMEOUT_S
-    (directory,) = commands.run_directories(config)
+    (summary,), (directory,) = commands.summaries(config), commands.run_directories(config)
+    (chance,) = [line["chance"] for line in commands.lines(config, "evaluation")]
+    assert 0 < chance["zero_shot_top1"] < chance["zero_shot_top5"] <= 1
+    assert (summary["state"], summary["step"]) == ("completed", 3)
+    assert 1000 < summary["time_to_target_s"] <= summary["train_s"] < 1000 + commands.TIMEOUT_S
     assert read_record(directory).time_to_target_s == summary["time_to_target_s"]
-    if wanted == 0.0:  # a second start has nothing to do
-        assert summary["ended_early"] in commands.train(config, world_size=1)
-        assert commands.summaries(config)[-1]["step"] == steps
+    _, output = run("third", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
+    assert summary["ended_early"] in output
+    config, output = run("unreached", samples=5 * micro_batch, stop_at={"zero_shot_top1": 1.0})
+    (summary,) = commands.summaries(config)
+    assert (summary["step"], summary["time_to_target_s"]) == (5, None)

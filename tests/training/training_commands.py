@@ -5,9 +5,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tests import processes
@@ -15,8 +14,6 @@ from tests.conftest import micro_run
 from tests.processes import ROOT as ROOT
 from tests.processes import TIMEOUT_S, run
 from tests.rank_pool import free_port
-
-TRAIN = "clap_ds/train.py"
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -60,20 +57,13 @@ def shard_data(sounds: Path) -> dict[str, Any]:
 
 
 class RunningRanks:
-    """Ranks of one run, each a process of ours, so that one can be signalled alone."""
+    """Ranks of one run, each a process of ours, so that one can be signalled alone; `constants` as for `processes.Command`."""
 
-    def __init__(
-        self,
-        config: Path,
-        world_size: int,
-        *options: str,
-        file: str = TRAIN,
-        constants: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, config: Path, world_size: int, *options: str, constants: dict[str, Any] | None = None) -> None:
         self.config = config
         # No launcher ends the others when one has ended.
-        brief = {"clap_ds.ranks.distributed.RANK_0_SPEAKS_S": 1.0, **constants}
-        arguments = [file, "--deepspeed_config", config, *options]
+        brief = {"clap_ds.ranks.distributed.RANK_0_SPEAKS_S": 1.0, **(constants or {})}
+        arguments = ["clap_ds/train.py", "--deepspeed_config", config, *options]
         self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
         self.outputs: list[str] = []
 

@@ -23,24 +23,23 @@ def make_checkpoint(
     """As `CheckpointFolder.save` makes one, without an engine; without `contents`, every step's are its own. `told` are further
     fields of the manifest."""
     draft = checkpoint_files.begin(folder, step)
-    files = {}
-    for name, content in (contents or {name: content + b"%d" % step for name, content in CONTENTS.items()}).items():
-        (draft / name).parent.mkdir(exist_ok=True)
-        files[name] = checkpoint_files.write_file(draft / name, content)
+    contents = contents or {name: content + b"%d" % step for name, content in CONTENTS.items()}
+    files = {name: checkpoint_files.write_file(draft / name, content) for name, content in contents.items()}
     serial = 1 + max((manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0)
-    return checkpoint_files.publish(draft, Manifest(serial, step, {}, {}, tokenizer, metrics or {}, files, **told))
+    fields = {"model": {}, "engine": {}, "tokenizer": tokenizer, "metrics": metrics or {}, **told}
+    return checkpoint_files.publish(draft, Manifest(serial, step, files=files, **fields))
 
 
 def checkpoint_of(
     model: ClapModel, folder: Path, step: int = 1, tokenizer: str | Path | None = None, **told: Any
 ) -> Path:
-    """A checkpoint with a model's weights, and with the tokenizer of that name or in that folder; `told` are further fields of
-    the manifest."""
+    """A checkpoint with a model's weights, and with the tokenizer of that name or in that folder."""
     contents = {"weights.safetensors": to_safetensors(model.state_dict(), model.config)}
     if isinstance(tokenizer, Path):
         contents |= {f"tokenizer/{file.name}": file.read_bytes() for file in tokenizer.iterdir()}
         tokenizer = "tokenizer"
-    return make_checkpoint(folder, step, contents=contents, tokenizer=tokenizer, **told)
+    sizes = model.config.model_dump(mode="json")
+    return make_checkpoint(folder, step, contents=contents, tokenizer=tokenizer, model=sizes, **told)
 
 
 def flip_bit(path: Path, position: int) -> None:

@@ -1,6 +1,5 @@
 """The exported folder is what `transformers` loads, and gives the embeddings that training had."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -51,10 +50,10 @@ def sounds() -> list[np.ndarray]:
 def mean_pooled(audio_width: int, text_width: int, bias: bool, activation: Activation) -> ClapConfig:
     """Micro with what ClapModel has no shape for: the mean over tokens, projections through other widths than the joint 32."""
     audio = ProjectionConfig(hidden_dim=audio_width, bias=True, activation=activation)
-    text = {"pooling": "mean", "projection": ProjectionConfig(hidden_dim=text_width, bias=bias, activation=activation)}
+    text = ProjectionConfig(hidden_dim=text_width, bias=bias, activation=activation)
     towers = {
         "audio": MICRO.audio.model_copy(update={"projection": audio}),
-        "text": MICRO.text.model_copy(update=text),
+        "text": MICRO.text.model_copy(update={"pooling": "mean", "projection": text}),
     }
     return MICRO.model_copy(update=towers)
 
@@ -67,13 +66,8 @@ def mean_pooled(audio_width: int, text_width: int, bias: bool, activation: Activ
 def test_transformers_gives_the_same_embeddings(
     config: ClapConfig, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = random_model(config)
+    model, is_mean = random_model(config), config.text.pooling == "mean"
     model.logit_scale_text.fill_(3.0)  # which nothing trains
-    if config.text.pooling == "mean":  # with a tokenizer as the hub's
-        bpe = json.loads((tokenizer / "tokenizer.json").read_text())["model"]
-        merges = [tuple(pair) for pair in bpe["merges"]]
-        tokenizer = tmp_path / "roberta"
-        transformers.RobertaTokenizer(vocab=bpe["vocab"], merges=merges).save_pretrained(tokenizer)
     checkpoint_of(model, tmp_path / "run", tokenizer=tokenizer)
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     theirs, report = transformers.ClapModel.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -83,13 +77,14 @@ def test_transformers_gives_the_same_embeddings(
     ids, mask = tokenize(CAPTIONS, load_tokenizer(str(tokenizer), vocab_size=512), 64)
     assert torch.equal(processor(text=CAPTIONS, return_tensors="pt", padding="max_length")["input_ids"], ids)
     near, again = torch.testing.assert_close, load_weights(tmp_path / "out").build().eval()
+    half = transformers.ClapModel.from_pretrained(tmp_path / "out", dtype=torch.float16)
     with torch.no_grad():
         output = theirs(**inputs)
         our_audio, our_text = model.encode_audio(torch.from_numpy(np.stack(sounds()))), model.encode_text(ids, mask)
         read_back = again.encode_text(ids, mask)
+        in_half = half.get_text_features(input_ids=ids, attention_mask=mask).pooler_output
     scores = model.logit_scale.exp().detach() * our_audio @ our_text.T
-    beyond = output.text_embeds.shape[1] - config.joint_dim
-    assert beyond == max(0, config.audio.projection.hidden_dim - config.joint_dim)
+    beyond = max(0, config.audio.projection.hidden_dim - config.joint_dim)
     for ours, found, atol in (
         (our_audio, output.audio_embeds, 1e-4),  # as near as the front ends are
         (our_text, output.text_embeds, 2e-6),
@@ -99,56 +94,30 @@ def test_transformers_gives_the_same_embeddings(
         assert float((ours[0] - ours[1]).abs().max()) > 0.01  # or the comparison would say little
     near(output.logits_per_audio, scores, atol=1e-2, rtol=0)
     near(output.logits_per_text, scores.T, atol=1e-2, rtol=0)
-    said, is_mean = capsys.readouterr().out, config.text.pooling == "mean"
-    half = transformers.ClapModel.from_pretrained(tmp_path / "out", dtype=torch.float16)
-    with torch.no_grad():
-        lost = half.get_text_features(input_ids=ids, attention_mask=mask).pooler_output.isnan().all()
-    assert (bool(lost), "float16 gives NaN" in said) == (is_mean, is_mean)  # rather than other embeddings
-    (tmp_path / "folder").mkdir()
+    said = "float16 gives NaN" in capsys.readouterr().out
+    assert (bool(in_half.isnan().all()), said) == (is_mean, is_mean)  # rather than other embeddings
     (tmp_path / "file").touch()
-    modes = {path.stat().st_mode for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]}
-    assert modes == {(tmp_path / name).stat().st_mode for name in ("folder", "file")}  # as readable as others
+    assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {(tmp_path / "file").stat().st_mode}
 
 
 def test_captions_are_cut_at_the_trained_length(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = {"settings": {"clap": {"text_tokens": 12}}, "best_by": "zero_shot_top1", "metrics": {"zero_shot_top1": 0.5}}
-    path = checkpoint_of(random_model(), tmp_path / "run", 3, tokenizer=tokenizer, **told)
+    path = checkpoint_of(random_model(learns_bias=True), tmp_path / "run", 3, tokenizer=tokenizer, **told)
     checkpoint_of(random_model(), tmp_path / "run", 4, tokenizer=tokenizer, **told | {"metrics": {}})
     export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--best"])
     said = capsys.readouterr().out
-    assert f"exported: {path}, step 3, zero_shot_top1 0.5\n" in said
+    assert f"exported: {path}, step 3, zero_shot_top1 0.5, model micro\n" in said
     assert "captions beyond 12 tokens" in said
+    assert "note: the sigmoid loss's logit bias" in said
     processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
-    asked = {"padding": True, "truncation": True}
     # As the note says; a plain truncation=True would reach the front end too, where it means something else.
-    inputs = processor(
-        text=["rain " * 400], audio=sounds()[0], sampling_rate=48000, text_kwargs=asked, return_tensors="pt"
-    )
-    assert inputs["input_ids"].shape == (1, 12)
-    assert torch.equal(
-        inputs["input_ids"], tokenize(["rain " * 400], load_tokenizer(str(tokenizer), vocab_size=512), 12)[0]
-    )
+    asked = {"text_kwargs": {"padding": True, "truncation": True}, "sampling_rate": 48000, "return_tensors": "pt"}
+    inputs = processor(text=["rain " * 400], audio=sounds()[0], **asked)
+    expected = tokenize(["rain " * 400], load_tokenizer(str(tokenizer), vocab_size=512), 12)[0]
+    assert torch.equal(inputs["input_ids"], expected)
     assert inputs["input_features"].shape == (1, 1, 101, 16)
-
-
-def test_what_a_file_does_not_say_is_named_and_a_logit_bias_is_left_out_with_a_note(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bare, laion, out = (str(tmp_path / name) for name in ("model.safetensors", "clap.pt", "out"))
-    save_safetensors(random_model(learns_bias=True), bare)
-    torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, laion)
-    with pytest.raises(ValueError, match="names no tokenizer: give it with --tokenizer"):
-        export.main([bare, out])
-    with pytest.raises(ValueError, match="isn't of model demo but of micro"):
-        export.main([laion, out, "--tokenizer", str(tokenizer), "--preset", "demo"])
-    assert not Path(out).exists()
-    for file, more in ((bare, []), (laion, ["--preset", "micro"])):
-        export.main([file, f"{file}.out", "--tokenizer", str(tokenizer), *more])
-        _, report = transformers.ClapModel.from_pretrained(f"{file}.out", output_loading_info=True)
-        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
-        assert ("note: the sigmoid loss's logit bias, -" in capsys.readouterr().out) == (file == bare)
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, tmp_path: Path) -> None:
@@ -156,12 +125,19 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
     (tmp_path / "file").write_text("")
-    for arguments, reason in (
-        (["out"], "out: expected a new or empty folder"),
-        (["file/out"], "file/out can't be written"),
-        (["new", "--tokenizer", str(tmp_path / "out")], "holds no tokenizer"),
+    save_safetensors(random_model(), bare := tmp_path / "model.safetensors")
+    for source, folder, options, reason in (
+        (path, "out", [], "out: expected a new or empty folder"),
+        (path, "file/out", [], "file/out can't be written"),
+        (path, "new", ["--tokenizer", str(tmp_path / "out")], "holds no tokenizer"),
+        (bare, "new", [], "names no tokenizer: give it with --tokenizer"),
     ):
         with pytest.raises(ValueError, match=reason):
-            export.main([str(path), str(tmp_path / arguments[0]), *arguments[1:]])
+            export.main([str(source), str(tmp_path / folder), *options])
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob(".*.partial"))
+    laion = tmp_path / "clap.pt"
+    torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, laion)
+    export.main([str(laion), str(tmp_path / "new"), "--tokenizer", str(tokenizer)])
+    _, report = transformers.ClapModel.from_pretrained(tmp_path / "new", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))

@@ -1,8 +1,7 @@
-"""Weights are told apart by what lies at the path, and of another model refused."""
+"""Weights are told apart by what lies at the path, with what is known of them, and of another model refused."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from safetensors.torch import save_file
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import Checkpoint, save_safetensors, save_transformers, to_safetensors, to_transformers
-from clap_ds.weights.load import load_weights, locate, loss_kind_of, taken, text_tokens_of, tokenizer_of
+from clap_ds.weights.load import load_weights
 from clap_ds.weights.names import laion_names, to_names
-from tests.weights.fake_checkpoints import checkpoint_of, flip_bit, make_checkpoint
+from tests.weights.fake_checkpoints import checkpoint_of, flip_bit
 
 MICRO = load_preset("micro")
 
@@ -42,35 +41,30 @@ def test_every_kind_loads_and_is_refused_for_another_model(model: ClapModel, tmp
         with pytest.raises(ValueError, match=r"has heads: audio.num_heads is \[2, 4\] there, \[1, 4\] here") as refusal:
             load_weights(source, heads)
         assert str(source) in str(refusal.value)
-    with pytest.raises(
-        ValueError, match=r"this run has htsat_tiny_roberta_base: .*is 16 there, 64 here.* and \d+ more"
-    ):
+    with pytest.raises(ValueError, match=r"this run has htsat_tiny_roberta_base: .*is 16 there, 64 .* and \d+ more"):
         load_weights(path, load_preset("htsat_tiny_roberta_base"))
     torch.save(to_names(model.state_dict(), laion_names), tmp_path / "laion.pt")
-    for config in (MICRO, None):
-        assert_weights(load_weights(tmp_path / "laion.pt", config), model)
+    assert_weights(load_weights(tmp_path / "laion.pt"), model)
 
 
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    diverged = ClapModel(MICRO)
-    torch.nn.init.constant_(diverged.text_projection.linear1.bias, float("nan"))
-    diverged.audio.batch_norm.running_var[3] = float("inf")
-    save_safetensors(diverged, tmp_path / "one.safetensors")
-    wrong = r"audio\.batch_norm\.running_var, text_projection\.linear1\.bias"
-    with pytest.raises(ValueError, match=rf"NaN or infinity in 2 of \d+ tensors \({wrong}\): .*earlier checkpoint"):
-        load_weights(tmp_path / "one.safetensors", MICRO)
-
-
-def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
+def test_what_is_damaged_or_no_weights_is_refused(model: ClapModel, tmp_path: Path) -> None:
     for name in ("weights.txt", "damaged.safetensors"):
         (tmp_path / name).write_text("none")
     save_file({"a": torch.zeros(1)}, tmp_path / "foreign.safetensors")
+    flip_bit(checkpoint_of(model, tmp_path / "run") / "weights.safetensors", 9999)
+    diverged = ClapModel(MICRO)
+    torch.nn.init.constant_(diverged.text_projection.linear1.bias, float("nan"))
+    diverged.audio.batch_norm.running_var[3] = float("inf")
+    save_safetensors(diverged, tmp_path / "nan.safetensors")
+    wrong = r"audio\.batch_norm\.running_var, text_projection\.linear1\.bias"
     for name, reason in (
         ("nowhere", "no such file or folder"),
-        (".", r"no good checkpoint here.*no config\.json"),
-        ("weights.txt", r"weights\.txt: expected a \.safetensors file"),
+        (".", "no good checkpoint here"),
+        ("run", r"weights\.safetensors has changed"),
+        ("weights.txt", r"weights\.txt: expected a folder, a \.safetensors file"),
         ("damaged.safetensors", "can't be read as safetensors"),
         ("foreign.safetensors", "metadata; only files of save_safetensors do"),
+        ("nan.safetensors", rf"NaN or infinity in 2 of \d+ tensors \({wrong}\): .*earlier checkpoint"),
     ):
         with pytest.raises(ValueError, match=reason):
             load_weights(tmp_path / name)
@@ -86,55 +80,31 @@ def test_a_learned_bias_goes_with_the_sigmoid_loss_and_is_no_obstacle_without(tm
     assert torch.equal(without.audio_projection.linear1.weight, with_bias.audio_projection.linear1.weight)
     assert "logit_bias" not in to_transformers(with_bias.state_dict())
     save_safetensors(without, tmp_path / "softmax.safetensors")
-    load_weights(tmp_path / "softmax.safetensors").load_into(with_bias)
+    other = load_weights(tmp_path / "softmax.safetensors")
+    other.load_into(with_bias)
     assert with_bias.state_dict()["logit_bias"].item() == -3.5
-    kinds = [loss_kind_of(path, load_weights(path)) for path in sorted(tmp_path.glob("*.safetensors"))]
-    assert kinds == ["sigmoid", "softmax"]  # by the bias, as of checkpoints from before they said
-    saved = checkpoint_of(without, tmp_path, settings={"clap": {"loss": {"kind": "another"}}})
-    assert loss_kind_of(saved, load_weights(saved)) == "another"
+    assert (found.loss_kind, other.loss_kind) == ("sigmoid", "softmax")  # by the bias, as of checkpoints that don't say
 
 
-def test_of_a_folder_the_best_good_one_is_taken_where_it_can_be_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(folder: Path, why: str) -> None:
-        with pytest.raises(ValueError, match=f"which checkpoint is best can't be told: {why}; give"):
-            locate(folder, best=True)
-
-    top1: dict[str, Any] = {"best_by": "zero_shot_top1"}
-    make_checkpoint(tmp_path, 1, **top1)
-    refused(tmp_path, "none that is whole was evaluated by zero_shot_top1")
-    good, best = (make_checkpoint(tmp_path, step, metrics={"zero_shot_top1": step / 10}, **top1) for step in (2, 3))
-    newest = make_checkpoint(tmp_path, 4, metrics={"zero_shot_top1": 0.1, "retrieval_loss": 1}, **top1)
-    assert (locate(tmp_path, best=True), locate(tmp_path)) == (best, newest)
-    assert taken(best) == f"{best}, step 3, zero_shot_top1 0.3"
-    flip_bit(best / "weights.safetensors", 99)
-    assert locate(tmp_path, best=True) == good
-    assert "passed over" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"weights\.safetensors has changed"):
-        load_weights(best)
-    make_checkpoint(tmp_path, 5, metrics={"retrieval_loss": 2}, best_by="retrieval_loss")
-    refused(tmp_path, "they name retrieval_loss and zero_shot_top1 to tell it by")
-    refused(newest, "this isn't a folder of checkpoints")
-    make_checkpoint(tmp_path / "old", 1, metrics={"zero_shot_top1": 1})
-    refused(tmp_path / "old", "they name no metric to tell it by")
-    for step in (1, 2):
-        make_checkpoint(tmp_path / "loss", step, metrics={"retrieval_loss": float(step)}, best_by="retrieval_loss")
-    assert locate(tmp_path / "loss", best=True).name == "step-00000001"  # the smaller loss
-
-
-def test_tokenizer_and_trained_caption_length_are_known_wherever_weights_come_from(
-    model: ClapModel, tmp_path: Path
-) -> None:
-    told = checkpoint_of(model, tmp_path, 1, "roberta-base", settings={"clap": {"text_tokens": 12}})
-    old = checkpoint_of(model, tmp_path, 2, tokenizer="tokenizer")
-    assert [text_tokens_of(path, MICRO) for path in (told, told / "weights.safetensors", old)] == [12, 12, None]
-    assert [tokenizer_of(path) for path in (told, tmp_path)] == ["roberta-base", None]
-    assert tokenizer_of(old / "weights.safetensors") == str(old / "tokenizer")
+def test_what_is_known_of_weights_comes_with_them(model: ClapModel, tmp_path: Path) -> None:
+    settings = {"clap": {"text_tokens": 12, "loss": {"kind": "another"}}}
+    best = {"metrics": {"zero_shot_top1": 0.25}, "best_by": "zero_shot_top1"}
+    told = checkpoint_of(model, tmp_path, 1, "roberta-base", settings=settings, **best)
+    old = checkpoint_of(model, tmp_path, 1200, tokenizer="tokenizer")
+    for path in (told, told / "weights.safetensors"):
+        found = load_weights(path)
+        assert (found.tokenizer, found.text_tokens, found.loss_kind) == ("roberta-base", 12, "another")
+        assert found.shown == f"{path}, step 1, zero_shot_top1 0.25"
+    for path in (tmp_path, old / "weights.safetensors"):
+        found = load_weights(path)
+        assert (found.tokenizer, found.text_tokens, found.loss_kind) == (str(old / "tokenizer"), None, "softmax")
+        assert found.shown == f"{old if path == tmp_path else path}, step 1,200"
     for tokens in (12, None):
         (tmp_path / "lone.safetensors").write_bytes(to_safetensors(model.state_dict(), MICRO, tokens))
-        assert text_tokens_of(tmp_path / "lone.safetensors", MICRO) == tokens
-    (beside := tmp_path / "hf").mkdir()
+        found = load_weights(tmp_path / "lone.safetensors", MICRO)
+        assert (found.tokenizer, found.text_tokens, found.shown) == (None, tokens, str(tmp_path / "lone.safetensors"))
+    save_transformers(model, tmp_path / "hf")
     for limit, expected in ((12, 12), (64, None), (10**30, None), (1.5, None)):  # MICRO has 64 positions
-        (beside / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
-        assert (text_tokens_of(beside, MICRO), tokenizer_of(beside)) == (expected, str(beside))
+        (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
+        found = load_weights(tmp_path / "hf")
+        assert (found.tokenizer, found.text_tokens) == (str(tmp_path / "hf"), expected)

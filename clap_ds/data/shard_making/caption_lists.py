@@ -1,58 +1,47 @@
 """Audio files with their captions, as people have them: a CSV, a JSONL, or a folder with a caption file beside each audio file.
 
-What can't be used is kept with the reason, so that a build can list it. Audio is not looked at here.
+A row that can't be read is refused by its line before any work. Audio is not looked at here.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.shard_making.csv_rows import AUDIO_SUFFIXES, Row, csv_rows
 
+AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "wav", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
-_CLASS_COLUMN = re.compile(
-    r"(category|class|class[_ ]?name|label|tag|kind|genre|species)(e?s)?|categories", re.IGNORECASE
-)
 _COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names together
-_CSV_SUFFIXES, _JSONL_SUFFIXES = (".csv", ".tsv", ".txt"), (".jsonl", ".ndjson")
-DIVIDING_OPTIONS = ("split_column", "group_column", "stratify_column")
-REMEDY = (
-    "In a CSV, a field with a delimiter or a line break goes into double quotes, with each of its own doubled, and every row"
-    " has a field for each column; --delimiter names another delimiter. To leave such rows out: --lenient"
-)
-_MOST_LISTED = 10  # rows in a message
+_ROW_WITHIN = re.compile(rf"\n.*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})\b", re.IGNORECASE)
+_DELIMITERS = ",;\t|"
+_QUOTING = "a field with a delimiter or a line break goes into double quotes, with each of its own doubled"
 
-RowCheck = Callable[[Row], str | None]
+Row = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Entry:
     """One audio file of a data set: its captions, everything else that is said of it, and why it can't be used, if so."""
 
-    path: Path  # of a row that can't be read: the list's, with its line
+    path: Path
     captions: list[str]
     more: Row = field(default_factory=dict)
     problem: str | None = None
-    malformed: bool = False  # the row, not the audio file
     size: int = 0  # bytes, where the file was looked at
     others: list[Path] = field(default_factory=list)  # files that hold the same
-
-    def __post_init__(self) -> None:
-        if not self.captions and self.problem is None:
-            self.problem = "empty caption"
 
     def add(self, other: Entry) -> None:
         """Take in what is said of the same sound elsewhere: further captions, and further values of what else is said."""
         self.captions = list(dict.fromkeys([*self.captions, *other.captions]))
-        self.problem = None if self.captions else self.problem
         for name, value in other.more.items():
             known = values_of(self.more, name)
             if new := [each for each in values_of(other.more, name) if each not in known]:
@@ -65,99 +54,107 @@ def values_of(row: Row, name: str) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None or value == "" else [value]
 
 
-def read_entries(source: Path, options: Namespace, problem_with: RowCheck = lambda row: None) -> list[Entry]:
-    """The audio files of a folder, CSV (.csv, .tsv, .txt) or JSONL (.jsonl, .ndjson), each once; rows of the same path are one
-    entry with all their captions.
+def read_entries(source: Path, options: Namespace) -> list[Entry]:
+    """The audio files of a folder, CSV (.csv, .tsv, .txt) or JSONL (.jsonl, .ndjson); rows of the same path are one entry with
+    all their captions.
 
     Args:
-        options: how to read them, as in the command's help (`audio_column`, `caption_columns`, `delimiter`, `encoding`,
-            `audio_root`), whether malformed rows are to be left out (`lenient`) and the columns that rows are divided by.
-        problem_with: says why a row can't be used, too.
+        options: how to read them, as in the command's help: `audio_column`, `caption_columns`, `encoding`, `audio_root`.
 
     Raises:
         UserError: a source that is missing, empty, of another kind, in another encoding, or lacks a column; malformed rows.
     """
-    entries = list((_read_folder if source.is_dir() else _read_list)(source, options, problem_with))
-    malformed = [f"{entry.path}: {entry.problem}" for entry in entries if entry.malformed]
-    if malformed and not options.lenient:
-        found = f"{source}: {len(malformed)} of {len(entries)} rows can't be used:"
-        others = [f"and {len(malformed) - _MOST_LISTED} more"] if len(malformed) > _MOST_LISTED else []
-        raise UserError("\n".join([found, *malformed[:_MOST_LISTED], *others, REMEDY]))
     merged: dict[Path, Entry] = {}
-    for entry in entries:
+    for entry in (_read_folder if source.is_dir() else _read_list)(source, options):
         if (first := merged.setdefault(entry.path, entry)) is not entry:
             first.add(entry)
+    for entry in merged.values():
+        entry.problem = entry.problem or (None if entry.captions else "empty caption")
     return list(merged.values())
 
 
-def _read_list(source: Path, options: Namespace, problem_with: RowCheck) -> Iterator[Entry]:
-    suffix = source.suffix.lower()
-    if not source.is_file():
-        raise UserError(f"{source}: {'not a regular file' if source.exists() else 'no such file or folder'}")
-    if suffix not in (*_CSV_SUFFIXES, *_JSONL_SUFFIXES):
-        raise UserError(f"{source}: expected a folder, or a list in .csv, .tsv or .jsonl")
-    text = _decode(source, options.encoding)
-    rows = list(_jsonl_rows(text) if suffix in _JSONL_SUFFIXES else csv_rows(source, text, options.delimiter))
+def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
+    readers = dict.fromkeys((".csv", ".tsv", ".txt"), _csv_rows) | dict.fromkeys((".jsonl", ".ndjson"), _jsonl_rows)
+    if not source.is_file() or source.suffix.lower() not in readers:
+        found = "" if source.exists() else ": no such file or folder"
+        raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
+    rows = list(readers[source.suffix.lower()](source, _text_in(source, options.encoding)))
     if not rows:
         raise UserError(f"{source}: no rows in it")
-    names = list(dict.fromkeys(name for _, row in rows if not isinstance(row, str) for name in row))
-    audio, captions = _columns(source, names, options) if names else ("", [])
+    audio, captions = _columns(source, list(dict.fromkeys(name for _, row in rows for name in row)), options)
     for line, row in rows:
-        place = Path(f"{source}:{line}")
-        problem = row if isinstance(row, str) else problem_with(row)
-        if problem or isinstance(row, str):
-            yield Entry(place, [], problem=problem, malformed=True)
-        elif path := _path_in(row, audio):
-            root = options.audio_root or source.parent
-            yield Entry(root / path, _captions(row, captions), _more(row, [audio, *captions], options))
-        else:
-            yield Entry(place, [], problem=f"no path in {audio}")
+        if not (path := _path_in(row, audio)):
+            raise UserError(f"{source}:{line}: no path in {audio}")
+        more = {name: value for name, value in row.items() if value is not None and name != audio}
+        yield Entry((options.audio_root or source.parent) / path, *_divided(more, captions))
 
 
-def _decode(path: Path, encoding: str | None) -> str:
+def _text_in(path: Path, encoding: str | None) -> str:
     try:
         content = path.read_bytes()
-        guessed = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-        return content.decode(encoding or guessed)
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}") from None
-    except LookupError:
-        raise UserError(f"--encoding: Python knows no encoding {encoding!r}") from None
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        found = f"byte 0x{content[error.start]:02x} isn't {encoding or 'UTF-8'}"
-        raise UserError(f"{path}:{line}: {found}; name the file's encoding by --encoding, such as cp1252") from None
+        return content.decode(encoding or ("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"))
+    except (OSError, LookupError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} can't be read: {error}; name another encoding by --encoding, such as cp1252") from None
 
 
-def _jsonl_rows(text: str) -> Iterator[tuple[int, Row | str]]:
-    """Rows with their lines, or what is wrong with one."""
+def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
+    """Rows, each with its line."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                yield number, f"not valid JSON: {error.msg}"
-            else:
-                yield number, row if isinstance(row, dict) else "expected an object, as in each line of a JSONL"
+                raise UserError(f"{source}:{number}: not valid JSON: {error.msg}") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{source}:{number}: expected an object, as in each line of a JSONL")
+            yield number, row
+
+
+def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
+    """Rows, each with the line it begins in. The delimiter is the one that is most frequent in the first line; empty rows, and
+    empty columns at the end, don't count. A quote that isn't closed takes in what follows: told by an audio file's name there.
+    """
+    csv.field_size_limit(2**31 - 1)
+    delimiter = max(_DELIMITERS, key=text.lstrip("\r\n").partition("\n")[0].count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
+    names: list[str] = []
+    line = 1
+    try:
+        for fields in reader:
+            begun, line = line, reader.line_num + 1
+            if not any(field.strip() for field in fields):
+                continue
+            while len(fields) > len(names) and not fields[-1].strip():
+                fields.pop()
+            if not names:
+                names = [name.strip() for name in fields]
+                if twice := next((name for name in names if name and names.count(name) > 1), None):
+                    raise UserError(f"{source}: two columns are named {twice!r}; give each a name of its own")
+                continue
+            if len(fields) != len(names) or any(map(_ROW_WITHIN.search, fields)):
+                expected = (
+                    f"expected {len(names)} ({', '.join(names)}), none with an audio file's name after its first line"
+                )
+                found = f"{len(fields)} field(s): {delimiter.join(fields)[:100]!r}"
+                raise UserError(f"{source}:{begun}: {expected}, found {found}; {_QUOTING}")
+            yield begun, {name: field for name, field in zip(names, fields, strict=True) if name}
+    except csv.Error as error:
+        raise UserError(f"{source}:{line}: its quotes don't match: {error}; {_QUOTING}") from None
 
 
 def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
     """The column of paths, or how they are put together from columns, and the columns of captions."""
-    there = f"there are {', '.join(filter(None, names))}"
-    audio = options.audio_column or next((name for name in names if name.lower() in AUDIO_COLUMNS), None)
+    audio = options.audio_column or next((name for name in names if name.lower() in AUDIO_COLUMNS), "")
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
-    if audio is None:
-        how = f"name it by --audio_column, or how it is made of columns, such as '{{{names[0]}}}.wav'"
-        raise UserError(f"{source}: no column of audio files (named {', '.join(AUDIO_COLUMNS)}); {there}; {how}")
-    if not captions:
-        how = "name them by --caption_columns; a column of classes makes captions, too"
-        raise UserError(f"{source}: no column of captions (named caption, text, description, …); {there}; {how}")
     of_audio = _COLUMN_IN_NAME.findall(audio) or [audio]
-    wanted = dict.fromkeys(captions, "--caption_columns") | dict.fromkeys(of_audio, "--audio_column")
-    wanted |= {name: f"--{option}" for option in DIVIDING_OPTIONS if (name := getattr(options, option))}
-    for name, option in wanted.items():
-        if name not in names:
-            raise UserError(f"{source}: no column {name!r}; {there}; name another by {option}")
+    for option, columns, usual, also in (
+        ("--audio_column", of_audio, AUDIO_COLUMNS, "also put together, such as '{id}.wav'"),
+        ("--caption_columns", captions or [""], ("caption", "text", "description", "…"), "a column of classes will do"),
+    ):
+        if missing := [name for name in columns if name not in names or not name]:
+            expected = repr(missing[0]) if missing[0] else f"named {', '.join(usual)}"
+            there = ", ".join(filter(None, names))
+            raise UserError(f"{source}: no column {expected}; there are {there}; name one by {option} ({also})")
     return audio, captions
 
 
@@ -168,42 +165,31 @@ def _path_in(row: Row, audio: str) -> str:
     return path.strip() if isinstance(path, str) else ""
 
 
-def _captions(row: Row, columns: list[str]) -> list[str]:
-    """The texts in columns, also in lists, without empty ones and repetitions; names of classes as words."""
-    texts = []
-    for name in columns:
-        for text in filter(lambda value: isinstance(value, str), values_of(row, name)):
-            texts.append((text.replace("_", " ") if _CLASS_COLUMN.fullmatch(name) else text).strip())
-    return list(dict.fromkeys(filter(None, texts)))
+def _divided(row: Row, columns: Iterable[str]) -> tuple[list[str], Row]:
+    """The captions in columns, also in lists, each once; and what else is said: columns of classes, too, though captions are
+    made of them (as words, without underscores)."""
+    texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
+    captions = [text.strip() if " " in text else text.replace("_", " ").strip() for text in texts]
+    more = {name: value for name, value in row.items() if name not in columns or not _CAPTION_COLUMN.fullmatch(name)}
+    return list(dict.fromkeys(filter(None, captions))), more
 
 
-def _more(row: Row, used: list[str], options: Namespace) -> Row:
-    """What else is said: classes that captions are made of, and columns that rows are divided by, too."""
-    divided_by = [getattr(options, option) for option in DIVIDING_OPTIONS]
-    left_out = [name for name in used if not _CLASS_COLUMN.fullmatch(name) and name not in divided_by]
-    return {name: value for name, value in row.items() if name not in left_out and value is not None}
-
-
-def _read_folder(folder: Path, options: Namespace, problem_with: RowCheck) -> Iterator[Entry]:
+def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
     """Audio files with a .txt (a caption in each line) or .json (field caption or text) of the same name."""
     paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in AUDIO_SUFFIXES]
     if not paths:
         raise UserError(f"{folder}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
     for path in paths:
         text, described = path.with_suffix(".txt"), path.with_suffix(".json")
-        row: Any = {}
         try:
             if text.is_file():
-                row, columns = {"caption": _decode(text, options.encoding).splitlines()}, ["caption"]
+                row: Any = {"caption": _text_in(text, options.encoding).splitlines()}
             elif described.is_file():
-                row = json.loads(_decode(described, options.encoding))
-                if not isinstance(row, dict):
-                    raise UserError("expected an object")
-                columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))
+                row = json.loads(_text_in(described, options.encoding))
             else:
-                raise UserError(f"no caption file ({text.name} or {described.name}) beside it")
+                row = None
+            if not isinstance(row, dict):
+                raise UserError(f"expected {text.name}, or {described.name} with an object, beside it")
+            yield Entry(path, *_divided(row, options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))))
         except (json.JSONDecodeError, UserError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")
-            continue
-        problem = problem_with(row)
-        yield Entry(path, _captions(row, columns), _more(row, columns, options), problem, malformed=problem is not None)

@@ -13,8 +13,7 @@ import argparse
 import contextlib
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,12 +22,11 @@ import fsspec
 from clap_ds.config.errors import UserError
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.captions import captions_of
-from clap_ds.data.front_end import FrontEnd
 from clap_ds.data.items import CLIP_FORMATS, choose_clip
 from clap_ds.data.shard_list import expand_shards, tokenizer_beside
 from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, preparation_of
-from clap_ds.data.shard_making.report import amount, settings_for
-from clap_ds.data.shard_making.writing import BROKEN, RECORDS, Member, Named, Task, add_workers, claim, fill, resumable
+from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
+from clap_ds.data.shard_making.writing import Member, Named, add_workers, fill, resumable
 from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_items import read_items
 
@@ -38,50 +36,38 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
     more = "tars, by path, pattern or URL as in clap.data.shards"
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help=more)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where these go: new, empty, or begun before")
-    add_preparation_options(parser.add_argument, ("waveform", "mel"), required=True)
+    add_preparation_options(parser, ("waveform", "mel"), required=True)
     add_workers(parser)
 
 
-def run_prepare(options: argparse.Namespace) -> int:
-    """Returns the exit code: 0, 1 (FOLDER can't be written) or 130 (stopped). UserError or ValueError of a user's mistake."""
+def run_prepare(options: argparse.Namespace) -> None:
+    """UserError or ValueError where the user made a mistake, or FOLDER can't be written."""
     preparation = preparation_of(options)
     assert preparation is not None  # of an encoded kind, which isn't among the choices
-    tars = _by_name(expand_shards(options.shards))
-    return resumable(options.folder, lambda: _prepare(tars, preparation, options))
-
-
-def _prepare(tars: Mapping[str, str], preparation: Preparation, options: argparse.Namespace) -> int:
-    folder, num_workers = options.folder, options.workers
+    tars, folder = _by_name(expand_shards(options.shards)), options.folder
     for place in dict.fromkeys(tar.rpartition("/")[0] or "." for tar in tars.values()):
         if read_manifest(place).kind == "mel":
             raise UserError(f"{place} holds features; expected audio")
-    with ThreadPoolExecutor(num_workers) as pool:
-        sizes = pool.map(_size, tars.values())
-    claim(folder, [repr(preparation), *(f"{tar} {size}" for tar, size in zip(tars.values(), sizes, strict=True))])
-    tasks = [Task(name, partial(members_of, tar, preparation)) for name, tar in tars.items()]
-    shards = fill(folder, tasks, num_workers, kind=preparation.kind, front_end=FrontEnd.of(preparation.audio))
-    print(f"{preparation.kind}: {amount([shard.record for shard in shards if shard.record])}")
-    if broken := [name for shard in shards for name, _ in shard.broken]:
-        print(f"{len(broken)} left out, listed with reasons in {folder / BROKEN}")
-    if cut := sorted({*broken} & {*tars.values()}):
-        again = f"to read one again, remove its record in {folder / RECORDS}"
-        print(f"{len(cut)} tar(s) couldn't be read to the end, such as {cut[0]}; {again}, and give the same command")
+    plan = (f"{tar} {_size(tar)}" for tar in tars.values())
+    members = {name: partial(members_of, tar, preparation) for name, tar in tars.items()}
+    with resumable(folder):
+        shards = fill(folder, plan, members, options.workers, preparation)
+    print_amount(preparation.kind, shards)
+    print_left_out(folder, sum(len(shard.broken) for shard in shards))
     tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer"
     if tokenizer.is_dir():
         shutil.copytree(tokenizer, folder / tokenizer.name, dirs_exist_ok=True)
-    print("\n".join(settings_for(f"{folder}/*.tar", tokenizer_beside(f"{folder}/*.tar"), options.preset)))
-    return 0
+    print_settings(f"{folder}/*.tar", tokenizer_beside(f"{folder}/*.tar"), options.preset)
 
 
-def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member | None]:
-    """What a tar (path or URL) holds, prepared, item by item; None of what can't be used, which is added to `broken`."""
+def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member]:
+    """What a tar (path or URL) holds, prepared, item by item; what can't be used is added to `broken`."""
     for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
         try:
             captions_of(item)
             clip = preparation.clip(bytes(choose_clip(item, "encoded")))
         except BrokenItemError as error:
             broken.append((f"{tar}: {item['__key__']}", str(error)))
-            yield None
             continue
         others = {name: item[name] for name in item.keys() - {*CLIP_FORMATS} if name[:1] not in ("", "_")}
         yield {"__key__": item["__key__"], clip.extension: clip.content, **others}, clip.seconds

@@ -11,7 +11,6 @@ import argparse
 import io
 import math
 import random
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,28 +40,21 @@ class Clip(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """A file as it is or, where training couldn't read it or `to_flac` is set, as FLAC."""
-
-    to_flac: bool = False
-
-    def clip(self, content: bytes, extension: str) -> Clip:
-        """What becomes of an audio file; BrokenItemError where it can't be used, or where its end is missing."""
-        with open_audio(content) as file:
-            rate = file.samplerate
-            samples = file.read(dtype="float32", always_2d=True)
-            check_whole(content, file, len(samples))
-        check_finite(samples)
-        check_samples(len(samples), len(samples), not samples.any())
-        if extension not in AUDIO_FORMATS or self.to_flac:
-            if samples.shape[1] > 8:  # FLAC's most channels
-                samples = samples.mean(axis=1)
-            extension, content = "flac", _encoded(samples.clip(-1, 1), rate, "FLAC")
-        return Clip(extension, content, len(samples) / rate)
+def as_it_is(content: bytes, extension: str) -> Clip:
+    """A file as it is or, where training couldn't read it, as FLAC; BrokenItemError where it can't be used, or its end is
+    missing."""
+    with open_audio(content) as file:
+        rate = file.samplerate
+        samples = file.read(dtype="float32", always_2d=True)
+        check_whole(content, file, len(samples))
+    check_finite(samples)
+    check_samples(len(samples), len(samples), not samples.any())
+    if extension not in AUDIO_FORMATS:
+        mixed = samples if samples.shape[1] <= 8 else samples.mean(axis=1)  # FLAC's most channels
+        extension, content = "flac", _encoded(mixed.clip(-1, 1), rate, "FLAC")
+    return Clip(extension, content, len(samples) / rate)
 
 
-@dataclass
 class Preparation:
     """What becomes of audio: WAV files of one channel in 16 bits at the model's rate (`waveform`), or the model's features,
     (frames, mel_bins) float16, as NumPy files (`mel`).
@@ -71,17 +63,10 @@ class Preparation:
     beyond the last whole hop is left out.
     """
 
-    kind: Kind
-    audio: AudioConfig
-    _log_mel: LogMel = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._log_mel = LogMel(self.audio)
+    def __init__(self, kind: Kind, audio: AudioConfig) -> None:
+        self.kind, self.audio, self.front_end = kind, audio, FrontEnd.of(audio)
+        self._log_mel = LogMel(audio)
         convert(self._log_mel)
-
-    def __repr__(self) -> str:
-        """What the result follows from."""
-        return f"{self.kind} {FrontEnd.of(self.audio)}"
 
     def clip(self, content: bytes, extension: str = "") -> Clip:
         """What becomes of an audio file; BrokenItemError where it can't be used, or where its end is missing."""
@@ -112,13 +97,10 @@ class Preparation:
         return features
 
 
-Conversion = Encoding | Preparation
-
-
-def add_preparation_options(add: Any, kinds: tuple[Kind, ...], **more: Any) -> None:
-    """`add` is an `add_argument` of argparse."""
+def add_preparation_options(parser: argparse.ArgumentParser, kinds: tuple[Kind, ...], **more: Any) -> None:
+    add = parser.add_argument_group("audio prepared for a model, once for all runs").add_argument
     what = {
-        "encoded": "audio files",
+        "encoded": "audio files, FLAC where training couldn't read them",
         "waveform": "WAV, mono, 16 bits, the model's rate",
         "mel": "the model's features, 16 bits",
     }
@@ -131,9 +113,7 @@ def preparation_of(options: argparse.Namespace) -> Preparation | None:
     """What these options ask for; None for kind `encoded`. UserError where they don't go together."""
     if (options.kind == "encoded") == bool(options.preset):
         names = ", ".join(preset_names())
-        raise UserError(
-            f"--kind {options.kind}: --kind waveform and mel, and these alone, take a --preset, one of {names}"
-        )
+        raise UserError(f"--kind {options.kind}: waveform and mel, and these alone, take a --preset, one of {names}")
     return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None
 
 

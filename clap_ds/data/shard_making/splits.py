@@ -1,110 +1,99 @@
-"""Which items are for training and which are held out: by a column, or a share drawn at random by items, groups or classes."""
+"""Which items go into which shard: those held out, by a column or drawn at random by items or groups, and those to train on."""
 
 from __future__ import annotations
 
+import random
 from argparse import Namespace
-from collections import Counter, defaultdict
-from itertools import chain
+from collections import defaultdict
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.shard_making.caption_lists import DIVIDING_OPTIONS, Entry, Row, values_of
+from clap_ds.data.shard_making.caption_lists import Entry, values_of
 
 TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "held-out", "heldout", "valid", "val", "validation", "test", "dev", "eval", "evaluation")
 SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[3:])})"
 
-
-def problem_with(row: Row, options: Namespace) -> str | None:
-    """Why a row can't be given to either side: a column that decides this is empty, or says something else."""
-    for column in filter(None, (getattr(options, option) for option in DIVIDING_OPTIONS)):
-        if not names_in(row, column):
-            return f"nothing in its column {column!r}"
-    for value in names_in(row, options.split_column) if options.split_column else ():
-        if value.lower() not in TRAIN + HELD_OUT:
-            return f"{value!r} in its column {options.split_column!r}, expected {SIDES}"
-    return None
+Numbered = list[tuple[int, Entry]]
+"""Entries with their numbers in the list."""
 
 
-def names_in(row: Row, column: str) -> list[str]:
+def check_columns(entries: list[Entry], options: Namespace) -> None:
+    """UserError where a column that decides an entry's side is empty, or says something else."""
+    column = options.split_column or options.group_column
+    for entry in entries if column else ():
+        said = names_in(entry, column)
+        odd = [name for name in said if options.split_column and name.lower() not in TRAIN + HELD_OUT]
+        if not entry.problem and (odd or not said):
+            found = f"found {odd[0]!r}" if odd else f"found nothing; there are {', '.join(entry.more) or 'none'}"
+            expected = SIDES if options.split_column else "a value"
+            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, {found}")
+
+
+def names_in(entry: Entry, column: str) -> list[str]:
     """What a column says, as text."""
-    return [name for value in values_of(row, column) if (name := str(value).strip())]
+    return [name for value in values_of(entry.more, column) if (name := str(value).strip())]
+
+
+def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
+    """Entries in random order, by the file names of their shards.
+
+    Those that are held out go into `held_out-….tar`, the others into as many `train-….tar` as `options.shards`. Where that is
+    None, and of what is held out, a shard gets about `options.shard_mb` of encoded audio.
+
+    Raises:
+        UserError: a side or a shard without items.
+    """
+    order = list(range(len(entries)))
+    random.Random(options.seed).shuffle(order)
+    chosen = held_out(entries, order, options)
+    shards = {}
+    for side in ("held_out", "train"):
+        items = [(number, entries[number]) for number in order if (number in chosen) == (side == "held_out")]
+        num_shards = min(len(items), max(1, round(sum(entry.size for _, entry in items) / (options.shard_mb * 1e6))))
+        if options.shards and side == "train":
+            num_shards = options.shards
+        if num_shards > len(items):
+            raise UserError(f"--shards {num_shards} is more than the {len(items)} items for training")
+        for k in range(num_shards):
+            first, end = (each * len(items) // num_shards for each in (k, k + 1))
+            shards[f"{side}-{k:0{max(5, len(str(num_shards)))}d}.tar"] = items[first:end]
+    return shards
 
 
 def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
-    """Numbers of the entries that are held out.
-
-    With `split_column` those that it says are, of files that are the same where it says so of one. Otherwise about the share
-    `held_out`: entries that share a value of `group_column` stay together, and the share is that of each class in
-    `stratify_column`, in which a class keeps one group for training, and gives up one if it has two.
-
-    Args:
-        order: all numbers, in the order in which they are drawn.
-
-    Raises:
-        UserError: nothing is left for training, or nothing can be held out.
-    """
+    """Numbers of the entries that are held out: those that `split_column` says are (of files that are the same where it says so
+    of one), or about the share `held_out` of them in the order given. Entries that share a value of `group_column`, or each
+    share one with a third, stay together."""
     if column := options.split_column:
-        chosen = {n for n in order if any(name.lower() in HELD_OUT for name in names_in(entries[n].more, column))}
-        if len(chosen) == len(entries):
-            raise UserError(f"--split_column {column}: found no item for training, which says {TRAIN[0]}")
-        return chosen
-    chosen = _drawn(entries, order, options) if options.held_out else set()
-    if options.held_out and not chosen:
-        of = f" of one {options.group_column}" if options.group_column else ""
-        raise UserError(
-            f"--held_out: nothing can be held out of {len(entries)} item(s){of}, and leave some for training"
-        )
+        chosen = {n for n in order if any(name.lower() in HELD_OUT for name in names_in(entries[n], column))}
+    elif options.held_out:
+        chosen = _drawn(_groups(entries, order, options.group_column), max(1, round(options.held_out * len(entries))))
+    else:
+        return set()
+    if len(chosen) == len(entries):
+        by = f"--split_column {column}" if column else "--held_out"
+        raise UserError(f"{by}: all of {len(entries)} item(s) would be held out, and none left for training")
     return chosen
 
 
-def _drawn(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
-    groups = _groups(entries, order, options.group_column)
-    column = options.stratify_column
-    classes = [names_in(entry.more, column) if column else [""] for entry in entries]
-    sizes = [Counter(chain.from_iterable(classes[n] for n in group)) for group in groups]  # a group's items, by class
-    items, left = (
-        Counter(chain.from_iterable(classes)),
-        Counter(chain.from_iterable(sizes)),
-    )  # all items; groups to train on
-    held: Counter[str] = Counter()
+def _drawn(groups: list[list[int]], number: int) -> set[int]:
+    """So many of the groups' members, or the smallest group; a group whose greater part is within the number is taken whole."""
     chosen: set[int] = set()
-
-    def hold_out(number: int) -> None:
-        chosen.update(groups[number])
-        held.update(sizes[number])
-        left.subtract(sizes[number].keys())
-
-    def can_be_spared(number: int) -> bool:
-        return all(left[name] > 1 for name in sizes[number])
-
-    for number, size in enumerate(sizes):
-        wanted = {name: max(1, round(options.held_out * items[name])) - held[name] for name in size}
-        num_fitting = sum(min(n, max(0, wanted[name])) for name, n in size.items())
-        if 2 * num_fitting > size.total() and can_be_spared(number):
-            hold_out(number)
-    for name in sorted(items):  # classes whose groups are all larger than what is wanted
-        able = [number for number, size in enumerate(sizes) if name in size and can_be_spared(number)]
-        if able and not held[name]:
-            hold_out(min(able, key=lambda number: sizes[number].total()))
-    return chosen
+    for group in groups:
+        if 2 * (number - len(chosen)) > len(group):
+            chosen.update(group)
+    return chosen or {*min(groups, key=len)}
 
 
 def _groups(entries: list[Entry], order: list[int], column: str | None) -> list[list[int]]:
-    """Numbers of entries, together where they share a value of the column, or each shares one with a third."""
     if column is None:
         return [[number] for number in order]
-    parent: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            name = parent[name]
-        return name
-
-    names = [names_in(entry.more, column) for entry in entries]
-    for first, *others in names:
-        for other in others:
-            parent[root(other)] = root(first)
-    groups: dict[str, list[int]] = defaultdict(list)
+    joined: dict[str, frozenset[str]] = {}  # value → all values that items join it with
+    for entry in entries:
+        names = names_in(entry, column)
+        together = frozenset(names).union(*(joined.get(name, ()) for name in names))
+        joined |= dict.fromkeys(together, together)
+    groups: dict[frozenset[str], list[int]] = defaultdict(list)
     for number in order:
-        groups[root(names[number][0])].append(number)
+        groups[joined[names_in(entries[number], column)[0]]].append(number)
     return list(groups.values())

@@ -8,12 +8,12 @@ import fcntl
 import hashlib
 import json
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,28 +24,18 @@ from webdataset.writer import TarWriter
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import write_atomically
-from clap_ds.data.front_end import FrontEnd, Kind
+from clap_ds.data.shard_making.prepared_audio import Preparation
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, write_manifest
 
 RECORDS = ".build"  # folder of finished shards' records, beside them
 BROKEN = "broken.jsonl"
-FAILED = 1
 
 Named = tuple[str, str]
 """Something that can't be used, and why."""
 Member = tuple[dict[str, Any], float]
 """An item of a tar, its `__key__` and contents by extension, and its seconds of audio."""
-
-
-class Task(NamedTuple):
-    """A shard to be.
-
-    Attributes:
-        members: what becomes of each of its items; where that is None, it is added to the list that is given.
-    """
-
-    name: str
-    members: Callable[[list[Named]], Iterable[Member | None]]
+Members = Callable[[list[Named]], Iterable[Member]]
+"""Gives what goes into a shard, and adds what can't be used to the list."""
 
 
 class BuiltShard(NamedTuple):
@@ -56,54 +46,63 @@ class BuiltShard(NamedTuple):
     broken: list[Named]  # items left out
 
 
-def claim(folder: Path, plan: Iterable[str]) -> None:
+def fill(
+    folder: Path,
+    plan: Iterable[str],
+    shards: Mapping[str, Members],
+    num_workers: int,
+    preparation: Preparation | None,
+    unusable: Sequence[Named] = (),
+) -> list[BuiltShard]:
+    """Write all shards that aren't there yet, in threads; then the manifest and the list of broken items, `unusable` first.
+
+    Args:
+        plan: what the shards follow from, beside the preparation.
+
+    Raises:
+        UserError: no item can be used, or the folder holds something else.
+        OSError: the folder can't be written, or the disk is full: what is finished stays.
+    """
+    prepared = (preparation.kind, preparation.front_end) if preparation else ()
+    _claim(folder, chain([repr(prepared)], plan))
+    built = {name: there for name in shards if (there := _finished(folder, name))}
+    waiting = {name: members for name, members in shards.items() if name not in built}
+    if built:
+        print(f"{len(built)} of {len(shards)} shards are there already", flush=True)
+    with _alone_in(folder):
+        for done in tqdm(_write_all(folder, waiting, num_workers), total=len(waiting), unit="shard", disable=None):
+            built[done.name] = done
+    ordered = [built[name] for name in shards]
+    broken = [*unusable, *(each for shard in ordered for each in shard.broken)]
+    listed = [json.dumps({"file": path, "reason": reason}, ensure_ascii=False) + "\n" for path, reason in broken]
+    write_atomically(folder / BROKEN, "".join(listed))
+    records = {shard.name: shard.record for shard in ordered if shard.record}
+    write_manifest(folder, ShardManifest(records, *prepared))
+    if not records:
+        raise UserError(none_usable(broken))
+    return ordered
+
+
+def none_usable(broken: Sequence[Named]) -> str:
+    """A message with the first few reasons."""
+    examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
+    return f"none of {len(broken)} items can be used, the first: {examples}"
+
+
+def _claim(folder: Path, plan: Iterable[str]) -> None:
     """Make the folder, or make sure that it is for the same: UserError where its shards were to be of another plan."""
     state = hashlib.sha256()
     for part in plan:
         state.update(part.encode())
     mark = folder / RECORDS / "plan"
-    try:
-        if not mark.is_file():
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise UserError(f"{folder} exists and isn't an empty folder; name a new one, or empty it first")
-            mark.parent.mkdir(parents=True)
-            write_atomically(mark, state.hexdigest())
-        elif mark.read_text() != state.hexdigest():
-            other = "of other options, or of files or captions that have changed since"
-            raise UserError(f"{folder} holds shards {other}; name a new folder, or empty it")
-    except OSError as error:
-        raise UserError(f"{folder} can't be written: {error.strerror}") from None
-
-
-def fill(
-    folder: Path,
-    tasks: Sequence[Task],
-    num_workers: int,
-    *,
-    kind: Kind = "encoded",
-    front_end: FrontEnd | None = None,
-    unusable: Sequence[Named] = (),
-) -> list[BuiltShard]:
-    """Write all shards that aren't there yet, in threads; then the manifest and the list of broken items, `unusable` first.
-
-    UserError where no item can be used; OSError where the folder can't be written, or the disk is full: what is finished stays.
-    """
-    built = {task.name: there for task in tasks if (there := _finished(folder, task.name))}
-    waiting = [task for task in tasks if task.name not in built]
-    if built:
-        print(f"{len(built)} of {len(tasks)} shards are there already", flush=True)
-    with _alone_in(folder):
-        for done in tqdm(_write_all(folder, waiting, num_workers), total=len(waiting), unit="shard", disable=None):
-            built[done.name] = done
-    shards = [built[task.name] for task in tasks]
-    broken = [*unusable, *(each for shard in shards for each in shard.broken)]
-    listed = [json.dumps({"file": path, "reason": reason}, ensure_ascii=False) + "\n" for path, reason in broken]
-    write_atomically(folder / BROKEN, "".join(listed))
-    records = {shard.name: shard.record for shard in shards if shard.record}
-    write_manifest(folder, ShardManifest(records, kind, front_end))
-    if not records:
-        raise UserError(none_usable(broken))
-    return shards
+    if not mark.is_file():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} exists and isn't an empty folder; name a new one, or empty it first")
+        mark.parent.mkdir(parents=True)
+        write_atomically(mark, state.hexdigest())
+    elif mark.read_text() != state.hexdigest():
+        other = "of other options, or of files or captions that have changed since"
+        raise UserError(f"{folder} holds shards {other}; name a new folder, or empty it")
 
 
 @contextmanager
@@ -118,18 +117,12 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def none_usable(broken: Sequence[Named]) -> str:
-    """A message with the first few reasons."""
-    examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
-    return f"none of {len(broken)} items can be used, the first: {examples}"
-
-
-def _write_all(folder: Path, tasks: Sequence[Task], num_workers: int) -> Iterator[BuiltShard]:
+def _write_all(folder: Path, shards: Mapping[str, Members], num_workers: int) -> Iterator[BuiltShard]:
     """In threads: decoding, features, checksums and writing leave Python's lock. Where one fails, all end."""
     stop = threading.Event()
     pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for future in as_completed([pool.submit(_write, folder, task, stop) for task in tasks]):
+        for future in as_completed([pool.submit(_write, folder, *shard, stop) for shard in shards.items()]):
             yield future.result()
     finally:
         stop.set()
@@ -147,29 +140,28 @@ def _finished(folder: Path, name: str) -> BuiltShard | None:
     return BuiltShard(name, record, [(path, reason) for path, reason in content["broken"]]) if is_whole else None
 
 
-def _write(folder: Path, task: Task, stop: threading.Event) -> BuiltShard:
+def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> BuiltShard:
     """Write one tar and its record; OSError where the folder can't be written, the disk is full, or it is told to stop."""
-    partial = folder / f"{task.name}.partial"
+    partial = folder / f"{name}.partial"
     broken: list[Named] = []
     num_items, seconds, record = 0, 0.0, None
     with partial.open("wb") as file:
         with TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
-            for member in task.members(broken):
-                if member:
-                    tar.write(member[0])
-                    num_items, seconds = num_items + 1, seconds + member[1]
+            for content, length in members(broken):
+                tar.write(content)
+                num_items, seconds = num_items + 1, seconds + length
                 if stop.is_set():
                     raise InterruptedError
         file.flush()
         os.fsync(file.fileno())
     if num_items:
         record = ShardRecord(num_items, partial.stat().st_size, round(seconds, 3), digest(partial))
-        os.replace(partial, folder / task.name)
+        os.replace(partial, folder / name)
     else:
         partial.unlink()
     built = {"record": asdict(record) if record else None, "broken": broken}
-    write_atomically(folder / RECORDS / f"{task.name}.json", json.dumps(built))
-    return BuiltShard(task.name, record, broken)
+    write_atomically(folder / RECORDS / f"{name}.json", json.dumps(built))
+    return BuiltShard(name, record, broken)
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
@@ -177,14 +169,13 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
 
 
-def resumable(folder: Path, run: Callable[[], int]) -> int:
-    """The exit code of a command that fills a folder: its own, or of having been stopped, or of a disk that is full."""
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Says of what stops a command that fills a folder, that the same one resumes: a UserError of an OSError."""
+    again = "the same command resumes"
     try:
-        return run()
+        yield
     except OSError as error:
-        reason = error.strerror or error
-        print(f"error: {folder} can't be written: {reason}; the same command resumes", file=sys.stderr)
-        return FAILED
+        raise UserError(f"{folder} can't be written: {error.strerror or error}; {again}") from None
     except KeyboardInterrupt:
-        print("stopped; the same command resumes", file=sys.stderr)
-        return 130
+        raise KeyboardInterrupt(again) from None
