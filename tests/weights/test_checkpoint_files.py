@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -218,3 +219,12 @@ def test_other_types_links_and_names_that_differ_by_case_are_refused(tmp_path: P
     (path / "weights.safetensors").symlink_to(secret)
     with pytest.raises(DamagedError, match=r"weights\.safetensors is a link to elsewhere"):
         checkpoint_files.verify(path)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda each: st.lists(each) | st.dictionaries(
+    st.sampled_from(["files", "format", "serial", "step", "weights.safetensors", "bytes", "hash"]), each)))  # fmt: skip
+def test_whatever_a_manifest_holds_it_is_read_or_refused(content: object) -> None:
+    told = {"format": 2, **content} if isinstance(content, dict) else content
+    told = {**told, "hash": checkpoint_files._hash(told)} if isinstance(told, dict) else told
+    with suppress(DamagedError):
+        Manifest.from_json(json.dumps(told), "there")
