@@ -28,6 +28,7 @@ endif
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,test]'
 	@.venv/bin/python -m clap_ds.model.torchaudio_compat
+	@find .venv/bin -type f -exec sed -i '1s|^#!/.* .*/bin/python[0-9.]*$$|#!/usr/bin/env python|' {} +  # a kernel's ends at a space
 	@touch $@
 
 setup: $(READY)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.analysis.published import PUBLISHED_TABLES
-from clap_ds.analysis.table import COLUMNS, COUNTS, LEAST, TEXTS, Row, Run, is_measurable
+from clap_ds.analysis.table import COLUMNS, COUNTS, FORMULA, LEAST, TEXTS, Row, Run, is_measurable
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_bytes
 from clap_ds.config.model_names import preset_of
@@ -102,6 +102,7 @@ def _row(path: Path, where: str, cells: Mapping[str, str], marks: Collection[str
 
 def _value(where: str, column: str, text: str, marks: Collection[str]) -> Any:
     if column in TEXTS:
+        text = text[1:] if text.startswith("'") and text[1:].startswith(FORMULA) else text
         return preset_of(text) if column == "model" else text
     try:
         value = float(_plain(where, text, marks))

@@ -18,6 +18,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import read_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,18 +131,20 @@ def page(title: str, markdown: str, folder: Path) -> str:
         raise UserError("HTML needs markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'") from None
 
     def figure(match: re.Match[str]) -> str:
-        data = b64encode((folder / match[1]).read_bytes()).decode()
-        return f'<figure><img src="data:image/png;base64,{data}"><figcaption>{match[2]}</figcaption></figure>'
+        data = b64encode(read_bytes(folder / match[2])).decode()
+        return f'<figure><img src="data:image/png;base64,{data}"><figcaption>{match[1]}</figcaption></figure>'
 
-    body = MarkdownIt("js-default", {"linkify": False, "html": False}).render(markdown)
+    text_alone = MarkdownIt("js-default", {"linkify": False, "html": False}).disable(["image", "link", "autolink"])
+    body = text_alone.render(markdown)
     body = body.replace(' style="text-align:right"', "")
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
-    body = re.sub(r'<p><img src="(.*?)" alt="(.*?)"></p>', figure, body)
+    body = re.sub(r"<p>!\[(.*?)\]\(([\w-]+\.png)\)</p>", figure, body)
     return _PAGE.replace("TITLE", html.escape(title)).replace("BODY", body)
 
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>TITLE</title><style>
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 130rem; margin: 2rem auto; padding: 0 2rem; }

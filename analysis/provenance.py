@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from clap_ds.analysis.series import short_commit
-from clap_ds.analysis.table import Run, markdown_table
+from clap_ds.analysis.table import Run, markdown_table, plain_text
+from clap_ds.config.secrets import redacted_words
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 SPANS = {"samples/s/GPU": "samples_per_s_per_gpu", "nodes": "nodes", "GPUs": "gpus"}
@@ -33,7 +34,7 @@ def provenance(runs: Sequence[Run]) -> str:
         }  # fmt: skip
         lines.append({name: str(value or "") for name, value in known.items()})
         if command := environment.get("command"):
-            commands[shlex.join(map(str, command))].append(first.name)
+            commands[plain_text(shlex.join(redacted_words(map(str, command))))].append(plain_text(first.name))
     header = [name for name in lines[0] if any(line[name] for line in lines)]
     text = markdown_table(header, [[line[name] for name in header] for line in lines])
     listed = "\n".join(f"- `{command}`: {', '.join(names)}" for command, names in commands.items())

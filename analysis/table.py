@@ -88,7 +88,8 @@ class Row:
         """The series in words."""
         tokens = f"{self.text_tokens} text tokens" if self.text_tokens else ""
         scaling = f"{self.scaling} scaling" if self.scaling else ""
-        return ", ".join(filter(None, (self.model_name, self.device, self.precision, tokens, self.variant, scaling)))
+        parts = self.model_name, self.device, self.precision, tokens, self.variant, scaling
+        return plain_text(", ".join(filter(None, parts)))
 
     @property
     def scale(self) -> str:
@@ -176,6 +177,7 @@ def is_measurable(value: float) -> bool:
 
 COLUMNS = tuple(column.name for column in fields(Row))
 COUNTS = {"nodes", "gpus", "repeats", "text_tokens", "micro_batch", "batch_per_gpu", "global_batch"}
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
 TEXTS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
 _Row = TypeVar("_Row", bound=Row)
 
@@ -219,7 +221,7 @@ def format_cell(column: str, value: Any) -> str:
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table padded to read well in a terminal too; cells to the right, empty ones as dashes."""
-    cells = [[cell or "–" for cell in row] for row in rows]
+    cells = [[plain_text(cell) or "–" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = [header, ["-" * (width - 1) + ":" for width in widths], *cells]
     return "\n".join(
@@ -227,6 +229,22 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
+def plain_text(text: str) -> str:
+    """Text of a record or a log, which anybody may have written, as Markdown that is no picture, link or markup."""
+    return re.sub(
+        r"<(?=[a-zA-Z/!?])", "‹", text.replace("](", "] (").replace("|", "¦").replace("`", "'").replace("\n", " ")
+    )
+
+
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    """With an apostrophe before text that a spreadsheet would take for a formula, as spreadsheets have it themselves."""
+    cells = ([row.cell(column) for column in COLUMNS] for row in rows)
+    safe = (
+        [
+            f"'{cell}" if cell.startswith(FORMULA) and name in TEXTS else cell
+            for name, cell in zip(COLUMNS, row, strict=True)
+        ]
+        for row in cells
+    )
     with path.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *(row.cells(*COLUMNS) for row in rows)])
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *safe])

@@ -28,6 +28,7 @@ from clap_ds.config.files import read_object, write_atomically
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
 from clap_ds.launch.launchers import LAUNCHERS, Launcher
+from clap_ds.ranks.distributed import SECRET
 from clap_ds.ranks.hostfile import format_hostfile, read_hostfile
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.lock import FolderLock
@@ -113,6 +114,8 @@ class RunningJob:
     def _attempt(self, hosts: dict[str, int]) -> Ending:
         started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
         folder.mkdir(parents=True, exist_ok=True)
+        with open(os.open(folder / SECRET, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(os.urandom(16).hex())
         write_atomically(folder / "hostfile", format_hostfile(hosts))
         words = [*self.arguments.command]
         if CONFIG in words:

@@ -13,8 +13,9 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from clap_ds.config.errors import UserError
 
@@ -27,13 +28,20 @@ LONGEST_LINE = 2**20
 _HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # perhaps: surrogates come in pairs
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """A regular file, open for reading. Raises OSError for another kind, which might keep a reader for ever."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "expected a regular file", str(path))
     return os.fdopen(number, "rb")
+
+
+@contextlib.contextmanager
+def pinned(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A path to a regular file for who can't be given an open one: of the file that is there now, whatever takes its place."""
+    with open_regular(path) as file:
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:

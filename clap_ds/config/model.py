@@ -16,7 +16,9 @@ from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
 PAD_TOKEN_ID = 1  # RoBERTa's
 
-PositiveInt = Annotated[int, Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
+NumLayers = Annotated[int, Field(gt=0, le=1000)]
+"""Each is built, with or without numbers in it: somebody else's configuration mustn't ask for millions."""
 Activation = Literal["relu", "gelu"]
 Pooling = Literal["cls_pooler", "mean"]
 
@@ -48,7 +50,7 @@ class AudioConfig(Sizes):
     image_size: PositiveInt
     patch_size: PositiveInt
     embed_dim: PositiveInt
-    depths: list[PositiveInt]
+    depths: Annotated[list[NumLayers], Field(max_length=16)]
     num_heads: list[PositiveInt]
     attention_window: PositiveInt
     mlp_ratio: PositiveInt
@@ -111,7 +113,7 @@ class TextConfig(Sizes):
     vocab_size: PositiveInt
     max_positions: PositiveInt
     hidden_size: PositiveInt
-    num_layers: PositiveInt
+    num_layers: NumLayers
     num_heads: PositiveInt
     intermediate_size: PositiveInt
     layer_norm_eps: Annotated[float, Field(gt=0)] = 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -25,6 +26,17 @@ def work_folder() -> Path:
 def cache_folder() -> Path:
     """Where what can be had again is kept: `$XDG_CACHE_HOME/clap_ds`, by default below `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clap_ds"
+
+
+def code_folder(name: str) -> Path:
+    """A folder of the cache for what is compiled and loaded again, into which nobody else can write. Raises PermissionError
+    where it is another user's."""
+    folder = cache_folder() / name
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "belongs to another user, who might have put any code there", str(folder))
+    folder.chmod(0o700)
+    return folder
 
 
 def find_config(path: Path) -> Path:

@@ -10,6 +10,8 @@ from clap_ds.data.broken import BrokenItemError
 
 CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
+MOST_BYTES, MOST_CHARACTERS = 2**20, 2**16
+"""Of the file, and of a caption: tokenizers take seconds for millions of characters, of which a model sees the first few."""
 
 
 def captions_of(members: Mapping[str, Any]) -> list[str]:
@@ -18,6 +20,8 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
     BrokenItemError where there is none, or what is there can't be read.
     """
     found: Any = None
+    if (size := max([len(members[name]) for name in CAPTION_FORMATS if name in members], default=0)) > MOST_BYTES:
+        raise BrokenItemError(f"caption can't be read: a file of {size:,} bytes, expected at most {MOST_BYTES:,}")
     try:
         if "txt" in members:
             found = bytes(members["txt"]).decode("utf-8-sig")
@@ -28,6 +32,8 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
     captions = [found] if isinstance(found, str) else found
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
         raise BrokenItemError("no caption: expected txt, or json with a string or a list of them as caption or text")
+    if (longest := max(map(len, captions), default=0)) > MOST_CHARACTERS:
+        raise BrokenItemError(f"a caption has {longest:,} characters, expected at most {MOST_CHARACTERS:,}")
     if usable := [caption.strip() for caption in captions if caption.strip()]:
         return usable
     raise BrokenItemError("empty caption")

@@ -31,6 +31,7 @@ AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
 
 _MP3_LEAD_IN_SECONDS = 30
 _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of samples that int16 holds
+_MOST_SEARCHED = 2**24  # frames: hours of silence take a megabyte of FLAC, and gigabytes of memory
 _BLOCK = 65536  # frames mixed at a time, so that they stay in the cache
 
 
@@ -163,8 +164,8 @@ def _read_at(file: soundfile.SoundFile, start: int, num_frames: int, in_integers
 
 
 def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:
-    """`num_frames` about the loudest frame of the whole file: (frames, channels)."""
-    samples = _read_at(file, 0, file.frames, in_integers=False)
+    """`num_frames` about the loudest frame of the file's first `_MOST_SEARCHED`: (frames, channels)."""
+    samples = _read_at(file, 0, min(file.frames, _MOST_SEARCHED), in_integers=False)
     loudest = int(np.abs(samples).max(axis=1).argmax())
     start = min(max(0, loudest - num_frames // 2), max(0, len(samples) - num_frames))
     return samples[start : start + num_frames]

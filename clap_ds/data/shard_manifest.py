@@ -35,6 +35,11 @@ class ShardRecord:
     seconds: float  # of audio
     sha256: str  # of the whole file, in hex
 
+    def __post_init__(self) -> None:
+        """Raises ValueError, as anybody may have written the manifest."""
+        if any(type(count) is not int or count < 0 for count in (self.items, self.bytes)):
+            raise ValueError(f"{self.items!r} items, {self.bytes!r} bytes: expected whole numbers")
+
 
 @dataclass(frozen=True, slots=True)
 class ShardManifest:

@@ -11,7 +11,7 @@ import mmap
 import os
 import tarfile
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from webdataset.tariterators import group_by_keys
 
@@ -24,11 +24,14 @@ Item = dict[str, Any]
 """Extension → content (bytes, or a `Place` in the tar), with `__key__`, `__url__` and, where there are places, `__file__`."""
 Report = Callable[[str, str], None]
 """Called for what can't be used, with its name and why."""
-DAMAGE = (tarfile.TarError, OSError, EOFError)  # what reading a damaged tar, or one that is gone, raises
+UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError, MemoryError)
+"""What tarfile raises of headers that nobody writes by mistake, too."""
+DAMAGE = (*UNREADABLE, OSError)  # what reading a damaged tar, or one that is gone, raises
 
 _READ_AHEAD_BYTES, _ASKED_FOR_BYTES = 2**26, 2**17  # Linux heeds a request up to its own read-ahead, by default 128 KB
 _MOST_READ_AT_ONCE = 2**22
 _HEADER_BUFFER_BYTES = 2**13  # some file systems would have it be megabytes, which each jump to a header would read
+_LARGEST_FILE, _LARGEST_HEADER, _MOST_FIELDS = 2**32, 2**20, 1000
 _MOST_REMEMBERED = 200_000  # items of a process, of some 700 bytes
 
 
@@ -112,16 +115,31 @@ def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: 
         _remembered[version] = found
 
 
+class _Header(tarfile.TarInfo):
+    """A header as shards have them: tarfile takes one of negative size, and reads whatever a header says of further ones."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        if not 0 <= header.size <= (_LARGEST_FILE if header.type in tarfile.REGULAR_TYPES else _LARGEST_HEADER):
+            raise tarfile.ReadError(f"{header.name} has {header.size:,} bytes")
+        return header
+
+
 def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) -> Iterator[Item]:
     """All files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut between members, for the end, behind
     which only zeros may be."""
     with (
         os.fdopen(os.dup(file.number), "rb", _HEADER_BUFFER_BYTES) as stream,
-        tarfile.open(fileobj=stream, mode="r:") as tar,
+        tarfile.open(fileobj=stream, mode="r:", tarinfo=_Header) as tar,
     ):
-        size = os.fstat(file.number).st_size
+        size, offset = os.fstat(file.number).st_size, 0
         try:
             while member := tar.next():
+                if tar.offset <= offset or len(tar.pax_headers) > _MOST_FIELDS:
+                    raise tarfile.ReadError("its headers lead back, or fill the memory")
+                offset = tar.offset
+                tar.__dict__["members"].clear()  # which would be kept, of every member
                 if member.isfile() and not member.issparse():
                     if member.offset_data + member.size > size:
                         raise EOFError("unexpected end of data")
@@ -132,7 +150,7 @@ def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) ->
             for start in range(tar.offset, size, _ASKED_FOR_BYTES):
                 if any(file.read(start, _ASKED_FOR_BYTES)):
                     raise EOFError(f"it ends at byte {tar.offset:,}, and there is more behind that")
-        except (EOFError, tarfile.ReadError) as error:
+        except UNREADABLE as error:
             tell(EOFError(f"tar is truncated or damaged ({words(error)}); what can be read of it is used"))
 
 

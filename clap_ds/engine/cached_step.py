@@ -63,8 +63,7 @@ def second_pass(
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of torch's (CPU, and the GPU's where `device` is one), Python's and NumPy's generators, as plain tensors and
-    numbers that `torch.load(weights_only=True)` reads."""
+    """State of torch's (CPU, and the GPU's where `device` is one), Python's and NumPy's generators, as tensors and numbers."""
     _, keys, *others = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),

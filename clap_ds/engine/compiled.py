@@ -4,6 +4,8 @@ element-wise functions, always on a GPU, where they are bound by memory traffic.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
@@ -11,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from clap_ds.config.places import code_folder
 from clap_ds.model.clap import ClapModel
 from clap_ds.ranks import watch
 from clap_ds.ranks.agreement import rank
@@ -65,7 +68,14 @@ _noted = ExitStack()
 
 
 def _note_compilations() -> None:
-    """Have this rank say that it compiles: a step in which it does, the first or one of other shapes, may take minutes."""
+    """Have this rank say that it compiles: a step in which it does, the first or one of other shapes, may take minutes. What
+    comes of it is kept where nobody else can write, not in /tmp under the user's name, torch's default."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        try:
+            folder = str(code_folder("inductor"))
+        except OSError:
+            folder = tempfile.mkdtemp()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     from torch._dynamo.callback import callback_handler
 
     if _begin_note not in callback_handler.start_callbacks:

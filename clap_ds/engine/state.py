@@ -1,68 +1,58 @@
-"""What an engine holds that training resumes from: DeepSpeed's state, its fp32 weights, its description.
+"""What an engine holds that training resumes from: its state at ZeRO-0, its fp32 weights, its description.
 
-What DeepSpeed saves is its own affair: at ZeRO-0 one state, rank 0's, so that the world size may change between runs. How it is
-kept is left to `clap_ds.training.checkpoint`.
+How it is kept is left to `clap_ds.training.checkpoint`. DeepSpeed's own checkpoints are pickles, which run code when they are
+read; here they are neither written nor read.
 """
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.weights.formats import Checkpoint
 
-TAG = "deepspeed"
-"""Folder of DeepSpeed's file in a checkpoint."""
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""Of DeepSpeed's engine."""
 
 
-class _Capture(TorchCheckpointEngine):
-    """Takes what DeepSpeed would write: were the disk full amid its collectives, other ranks would wait for this one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.states: dict[str, Any] = {}
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self.states[str(Path(path))] = state_dict
-
-
-def deepspeed_states(engine: ClapEngine, client_state: dict[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed would save, by path relative to a checkpoint; nothing on ranks that don't save. A collective."""
+def engine_state(engine: ClapEngine) -> dict[str, Any]:
+    """Weights in the model's dtypes, the optimiser's and the scheduler's state and DeepSpeed's counters, at ZeRO-0 the same on
+    all ranks, so that the world size may change between runs. Its tensors are the engine's own."""
     engine.count_skipped()
-    capture = _Capture()
-    before, engine.deepspeed.checkpoint_engine = engine.deepspeed.checkpoint_engine, capture
-    try:
-        engine.deepspeed.save_checkpoint(".", tag=TAG, client_state=client_state, save_latest=False)
-    finally:
-        engine.deepspeed.checkpoint_engine = before
-    return capture.states
+    deepspeed = engine.deepspeed
+    return {
+        "module": deepspeed.module.state_dict(),
+        "optimizer": deepspeed.optimizer.state_dict(),
+        "lr_scheduler": None if deepspeed.lr_scheduler is None else deepspeed.lr_scheduler.state_dict(),
+        **{name: getattr(deepspeed, name) for name in COUNTERS},
+    }
 
 
-def load_deepspeed(engine: ClapEngine, folder: Path, *, scheduler: bool = True) -> None:
-    """Weights, optimiser, scheduler and DeepSpeed's counters from a checkpoint; learning rate, betas and the like stay the
-    run's own. Without `scheduler` the run's own goes on at the checkpoint's step.
+def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object, *, scheduler: bool = True) -> None:
+    """Put an engine into such a state; learning rate, betas and the like stay the run's own. Without `scheduler` the run's own
+    goes on at the state's step.
 
     Raises:
-        ValueError: names or shapes differ, it can't be read, or there is no state of DeepSpeed's.
+        ValueError: names or shapes differ, or it isn't a whole state; names `where` it is from.
     """
+    deepspeed = engine.deepspeed
     own = [{name: group[name] for name in group if name not in ("params", "step")} for group in _groups(engine)]
     try:
-        loaded, _ = engine.deepspeed.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=scheduler)
-    except Exception as error:  # a file that can't be read ends in errors of many types, an AssertionError among them
+        deepspeed.module.load_state_dict(state["module"])
+        deepspeed.optimizer.load_state_dict(state["optimizer"])
+        if scheduler and deepspeed.lr_scheduler is not None:
+            deepspeed.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        for name in COUNTERS:
+            setattr(deepspeed, name, int(state[name]))
+    except Exception as error:  # of many types, whatever the state isn't
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{folder} can't be loaded into this run: {reason}") from error
-    if loaded is None:
-        raise ValueError(f"{folder} holds no state of DeepSpeed's engine")
+        raise ValueError(f"{where} can't be loaded into this run: {reason}") from error
     for group, options in zip(_groups(engine), own, strict=True):
         group |= options
-    _set_rates(engine, None if scheduler else engine.deepspeed.global_steps)
+    _set_rates(engine, None if scheduler else deepspeed.global_steps)
 
 
 def load_weights_alone(engine: ClapEngine, weights: Checkpoint, steps: int, samples: int) -> None:

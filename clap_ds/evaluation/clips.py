@@ -7,7 +7,6 @@ ranks and workers there are. Audio and features longer than the model's clips ar
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.data.broken import Broken, BrokenItemError
-from clap_ds.data.captions import CAPTION_FORMATS, captions_of
+from clap_ds.data.captions import CAPTION_FORMATS, MOST_BYTES, captions_of
 from clap_ds.data.front_end import Kind
 from clap_ds.data.items import choose_clip, read_clip
 from clap_ds.data.shard_files import open_shard
@@ -61,6 +61,8 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
         for item in list_items(shard, report):
             try:
                 texts = [extension for extension in CAPTION_FORMATS if extension in item]
+                if any(item[extension].size > MOST_BYTES for extension in texts):
+                    raise BrokenItemError(f"its text has more than {MOST_BYTES:,} bytes")
                 described = {extension: bytes(item[extension].read(item["__file__"])) for extension in texts}
                 clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
             except (BrokenItemError, *DAMAGE) as error:
@@ -71,7 +73,7 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
 def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
     """The classes a clip is of, by a field of its json; a BrokenItemError where that holds no class name or list of them."""
     try:
-        content = json.loads(described.get("json", b"").decode("utf-8-sig"))
+        content = parse_json(described.get("json", b""))
     except ValueError as error:  # of JSON or of UTF-8
         raise BrokenItemError(f"json isn't there or isn't valid: {error}") from None
     value = content.get(field) if isinstance(content, dict) else None

@@ -40,7 +40,8 @@ def load_tokenizer(name_or_dir: str, *, vocab_size: int, field: str = FIELD) -> 
     """
 
     def load(local_files_only: bool) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only)
+        no_code = {"trust_remote_code": False}  # of the repository: by default transformers asks on the terminal
+        return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only, **no_code)
 
     tokenizer = load_by_name(name_or_dir, load, field=field, what="tokenizer")
     # len() also counts added tokens, but not gaps between ids.

@@ -13,6 +13,7 @@ import logging
 import os
 import shlex
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clap_ds.config.places import cache_folder
+from clap_ds.config.places import cache_folder, code_folder
 
 HERE = Path(__file__).parent
 FLAGS = (
@@ -74,25 +75,26 @@ def _compiler() -> list[str]:
     return command
 
 
-def _build(flags: Sequence[str]) -> Path:
-    """The library for this machine, these sources and flags, compiled unless it is there."""
+def _build(flags: Sequence[str]) -> IO[bytes]:
+    """The library for this machine, these sources and flags, open, compiled unless it is there."""
     compiler = _compiler()
     version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
     parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *flags]
     parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]]
-    directory = cache_folder()
-    library = directory / f"native-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     try:
-        if _is_whole(library):
-            return library
-        directory.mkdir(parents=True, exist_ok=True)
+        library = code_folder("native") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+        if found := _opened(library):
+            return found
         with library.with_suffix(".lock").open("w") as lock:
             _wait_for(lock)  # ranks of a host: one compiles
-            if not _is_whole(library):
+            found = _opened(library)
+            if found is None:
                 _compile(compiler, flags, library)
+                found = _opened(library)
     except OSError as error:
-        raise RuntimeError(f"can't keep what is compiled in {directory} ($XDG_CACHE_HOME): {error}") from error
-    return library
+        raise RuntimeError(f"can't keep what is compiled in {cache_folder()} ($XDG_CACHE_HOME): {error}") from error
+    assert found is not None
+    return found
 
 
 def _wait_for(lock: IO[str]) -> None:
@@ -123,10 +125,19 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
         made.replace(library)
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether it is all that `_compile` wrote, which ends in a checksum of the rest: opening another file may crash."""
-    content = library.read_bytes() if library.exists() else b""
-    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+def _opened(library: Path) -> IO[bytes] | None:
+    """The library, if it is there, nobody else could have written it, and it is all that `_compile` wrote, which ends in a
+    checksum of the rest: opening another file may crash, or run somebody's code."""
+    try:
+        file = library.open("rb")
+    except FileNotFoundError:
+        return None
+    state, content = os.fstat(file.fileno()), file.read()
+    is_own = state.st_uid == os.geteuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if is_own and hashlib.sha256(content[:-32]).digest() == content[-32:]:
+        return file
+    file.close()
+    return None
 
 
 def _may_use_amx() -> bool:
@@ -143,8 +154,12 @@ def _load() -> ctypes.CDLL | str:
         name = executable()[0]
         if name == "AMX" and not _may_use_amx():
             return "the kernel doesn't let processes use AMX"
-        library = _build((*FLAGS, *IMPLEMENTATIONS[name].flags))
-        return ctypes.CDLL(str(library))  # its OpenMP is torch's: loaded before, under the same name
+        with _build(
+            (*FLAGS, *IMPLEMENTATIONS[name].flags)
+        ) as library:  # and no other that is put in its place meanwhile
+            return ctypes.CDLL(
+                f"/proc/self/fd/{library.fileno()}"
+            )  # its OpenMP is torch's: loaded before, under the same name
     except Exception as error:  # whatever it is, torch can do without
         problem = str(error) or type(error).__name__
         log.warning("no CPU kernels, torch's operations instead: %s", problem)

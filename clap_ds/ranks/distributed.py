@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest a collective may take; one rank's slow start (compiling, downloading) must fit in. `clap.debug` shortens it."""
 FAILED = 1
+SECRET = "secret"
+"""File in an attempt's folder that its owner alone can read: ranks meet under a name that has it in it."""
 LARGEST_STEP = 0xFFFFFFF0  # numbers from here on are of SLURM's batch scripts, interactive shells and the like
 RANK_0_SPEAKS_S = 8.0  # for rank 0 to say what is wrong, where other ranks have found the same mistake
 
@@ -83,11 +85,15 @@ class Ranks:
 
     @property
     def run(self) -> str:
-        """The same on all ranks, and as far as that can be told another one in other runs."""
+        """The same on all ranks, and as far as that can be told another one in other runs; in a job, nobody else knows it."""
+        secret = ""
+        if self.job_folder is not None:
+            with contextlib.suppress(OSError):  # of a job made by an older version
+                secret = (self.job_folder / SECRET).read_text()
         of_slurm = [os.environ.get(f"SLURM_{name}_ID", "") for name in ("JOB", "STEP")]
         # DeepSpeed's launcher on a single host is the parent of all ranks.
         parent = os.getppid() if os.environ.get("CROSS_SIZE") == "1" else ""
-        return f"{self.job_folder} {'.'.join(of_slurm)} {os.environ.get('TORCHELASTIC_RUN_ID', '')} {parent}"
+        return f"{secret}{self.job_folder} {'.'.join(of_slurm)} {os.environ.get('TORCHELASTIC_RUN_ID', '')} {parent}"
 
 
 def _adopt_slurm_step() -> None:

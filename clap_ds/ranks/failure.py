@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import read_json, write_atomically
+from clap_ds.config.secrets import redacted_all
 
 USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
 STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
@@ -64,7 +65,7 @@ def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (),
     word = Word(round(time.time(), 3), rank, host, kind, line, code, traceback.format_exc(), [*ranks], [*hosts])
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(word)) + "\n")
+        write_atomically(path, json.dumps(redacted_all(asdict(word))) + "\n")
 
 
 def read_words(folder: Path) -> list[Word]:
@@ -72,7 +73,7 @@ def read_words(folder: Path) -> list[Word]:
     words = []
     for path in (folder / WORDS).glob("rank*.json"):
         with suppress(OSError, ValueError, TypeError):
-            words.append(Word(**json.loads(path.read_text())))
+            words.append(Word(**read_json(path)))
     return words
 
 

@@ -7,6 +7,8 @@ to `clap_ds.ranks.distributed`. Top-level imports stay light.
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import json
 import os
 import socket
@@ -65,6 +67,7 @@ def meet(
     how: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
     how["timeout"] = timedelta(seconds=3 * limit_s)  # when that is over, or nearly, torch writes stacks
     try:
+        how["master_listen_fd"] = _listener(address, port, world_size) if rank == 0 else None
         store: Any = dist.PrefixStore(run, within(limit_s, lambda: dist.TCPStore(address, port, world_size, **how)))
         store.set_timeout(timedelta(seconds=1.2 * limit_s))  # rank 0 waits for all others before it answers
         store.append("arrived", f"{rank} ")
@@ -74,8 +77,8 @@ def meet(
     except TimeoutError:
         why = "it hasn't started, a firewall is between, or another program listens there (--master_port chooses one)"
         raise UnreachableError(f"{here} can't reach {there} within {limit_s:.0f} s: {why}") from None
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
+    except (OSError, RuntimeError) as error:
+        if "EADDRINUSE" in str(error) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
             raise AgreedError(
                 f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run:"
                 " give the launcher a free one by --master_port"
@@ -88,6 +91,21 @@ def meet(
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     except RuntimeError as error:
         raise UnreachableError(f"{here} can't reach a peer: {str(error).splitlines()[0]}") from None
+
+
+def _listener(address: str, port: int, world_size: int) -> int | None:
+    """A socket that listens where the ranks are to meet, and nowhere else; None where torch is to listen on all of this host's
+    addresses: the name may stand for another one here than it does for others. Raises OSError: the port is taken."""
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    of_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    if ipaddress.ip_address(place[0]).is_loopback and of_this_host != str(world_size):
+        return None
+    try:
+        return socket.create_server((place[0], port), family=family, backlog=max(128, world_size)).detach()
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
 
 
 def _wait_for_all(store: Any, world_size: int, hosts: Sequence[str]) -> tuple[str, list[str]]:

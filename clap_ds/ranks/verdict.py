@@ -9,7 +9,6 @@ to blame is left to the job. Standard library only.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
@@ -20,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.files import parse_json, read_bytes
 from clap_ds.ranks.failure import ERROR, LOST_PEER, SHOWN, STALL, STOPPED, UNREACHABLE, Word, read_words, some
 
 SIGNAL, KILLED = "signal", "killed"
@@ -109,8 +109,8 @@ def read_stacks(run_directory: Path) -> list[Stacks]:
     found = []
     for path in (run_directory / STACKS).glob("rank*.txt"):
         with suppress(OSError, ValueError, TypeError):
-            first, _, text = path.read_text(errors="replace").partition("\n")
-            found.append(Stacks(**json.loads(first), text=text, at=path.stat().st_mtime))
+            first, _, text = read_bytes(path).decode(errors="replace").partition("\n")
+            found.append(Stacks(**parse_json(first), text=text, at=path.stat().st_mtime))
     return sorted(found, key=lambda each: each.rank)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, Unpack, cast
 
-from clap_ds.config.files import write_object
+from clap_ds.config.files import read_json, write_object
+from clap_ds.config.secrets import redacted, redacted_all, redacted_words
 from clap_ds.record.schema import VERSION, State, StepLine, Summary
 from clap_ds.record.stream import Stream, unless_full
 
@@ -46,7 +46,9 @@ class RunDirectory:
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Replace a JSON file in one go; one whose `state` is running has room for the end on a disk that is full by then."""
-        write_object(self.path / name, content, spare=SPARE_BYTES if content.get("state") == "running" else 0)
+        write_object(
+            self.path / name, redacted_all(content), spare=SPARE_BYTES if content.get("state") == "running" else 0
+        )
 
     def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
         """Merge fields into `summary.json` and return the whole. A disk that is full by then is warned of."""
@@ -59,7 +61,7 @@ class RunDirectory:
 
     def summary(self) -> Summary:
         path = self.path / "summary.json"
-        return cast(Summary, json.loads(path.read_text())) if path.exists() else {}
+        return cast(Summary, read_json(path)) if path.exists() else {}
 
     def finish(self, state: State, error: str | None = None) -> None:
         """Record how the run ended. The first ending recorded by any rank stays: later ones are its consequences."""
@@ -82,7 +84,7 @@ class Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if "\r" not in text and "\x1b" not in text:
-            self._try(self._log.write, text)
+            self._try(self._log.write, redacted(text))
         self._try(self._stream.write, text)
         return len(text)
 
@@ -107,7 +109,7 @@ def start_log(path: Path) -> None:
     from deepspeed.utils import logger
 
     log = path.open("a", buffering=1)
-    log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(sys.argv)}\n")
+    log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_words(sys.argv))}\n")
     sys.stdout = Tee(sys.stdout, log)
     sys.stderr = Tee(sys.stderr, log)
     handler = logging.StreamHandler(log)

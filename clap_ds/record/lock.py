@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.files import read_json
+
 FILE = "writer.json"
 TOUCH_S = 15.0
 WATCH_S = 60.0  # untouched for so long, the holder is taken for dead
@@ -148,10 +150,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     """What the file says and when it was touched; None where there is none. One half-written says nothing."""
     found: dict[str, Any] = {}
     try:
-        with path.open(errors="replace") as file:
-            touched = os.fstat(file.fileno()).st_mtime_ns
-            with contextlib.suppress(ValueError):
-                found = json.load(file)
+        touched = path.stat().st_mtime_ns
+        with contextlib.suppress(ValueError, TypeError):
+            found = dict(read_json(path))
     except FileNotFoundError:
         return None
     return {"token": None, **found, "touched": touched}

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import parse_json, read_lines, write_atomically
 
 _said: set[str] = set()
 
@@ -47,11 +47,11 @@ class Stream:
                 now = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
                 self._path.rename(self._path.with_name(f"{self._path.stem}-before-{now}{self._path.suffix}"))
             elif self._path.exists():
-                for line in self._path.read_text(errors="replace").splitlines():
-                    with suppress(ValueError, KeyError, TypeError):
-                        found = json.loads(line)
+                for line in read_lines(self._path):
+                    with suppress(ValueError, KeyError, TypeError, AttributeError):
+                        found = parse_json(line)
                         train_s = max(train_s, found.get("train_s", 0.0))
-                        kept += [f"{line}\n"] * (found["step"] <= step)
+                        kept += [f"{line.decode()}\n"] * (found["step"] <= step)
                 write_atomically(self._path, "".join(kept))
         return train_s
 

@@ -6,36 +6,33 @@ person to delete. How they lie on the disk is left to `clap_ds.weights.checkpoin
 engine's state to `restoring`.
 """
 
-import io
 import math
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from clap_ds.config.files import read_bytes
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.cached_step import random_state
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.state import TAG, deepspeed_states, describe, master_weights, not_finite
+from clap_ds.engine.state import describe, engine_state, master_weights, not_finite
 from clap_ds.ranks.agreement import gather, on_first, rank
 from clap_ds.ranks.watch import doing
 from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock
 from clap_ds.training.remote import BackgroundSync, RemoteFolder
-from clap_ds.training.restoring import PROGRESS, RANDOM_STATES, restore
+from clap_ds.training.restoring import PROGRESS, restore
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
-from clap_ds.weights.checkpoint_files import TOKENIZER, WEIGHTS, FileRecord, Manifest, warn, write_file
+from clap_ds.weights.checkpoint_files import STATE, TOKENIZER, WEIGHTS, FileRecord, Manifest, warn, write_file
 from clap_ds.weights.formats import some, to_safetensors
+from clap_ds.weights.state_file import to_state_file
 
 SYNC_LIMIT_S = 600.0
-_LARGEST_TOKENIZER_FILE = 64 * 2**20
 
 
 class CheckpointFolder:
@@ -82,13 +79,13 @@ class CheckpointFolder:
             NonFiniteError: on all ranks: weights or the optimiser's state hold NaN or infinite numbers; nothing is saved.
         """
         begin = time.time()
-        states = deepspeed_states(engine, {"clap_ds": asdict(progress)})
-        if bad := on_first(lambda: not_finite({**states, "weights": master_weights(engine)})):
+        state = engine_state(engine)
+        if bad := on_first(lambda: not_finite({**state, "weights": master_weights(engine)})):
             raise NonFiniteError(f"{some(bad)} are NaN or infinite after step {progress.step}")
-        states[RANDOM_STATES] = gather(random_state(engine.model.logit_scale.device))
+        state["random"] = gather(random_state(engine.model.logit_scale.device))
         finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
         try:
-            path, num_bytes = on_first(lambda: self._write(engine, progress, states, finite))
+            path, num_bytes = on_first(lambda: self._write(engine, progress, state, finite))
         except ValueError as error:
             return SavedCheckpoint(progress.step, begin, time.time(), problem=str(error))
         if rank() == 0:
@@ -124,14 +121,16 @@ class CheckpointFolder:
         return on_first(lambda: files.move_aside(self.path, but=LOCK))
 
     @doing("loading a checkpoint")
-    def load(self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
+    def load(
+        self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False, convert: bool = False
+    ) -> TrainingProgress:
         """Put the engine, and this rank's random number generators, in the state of a checkpoint that `find` gave, whose run
         goes on. A collective; see `restore`. Raises ValueError: not every rank sees it, or `restore` refuses it."""
         self._run_id = on_first(lambda: Manifest.read(folder).run)
         blind = [number for number, seen in enumerate(gather((folder / PROGRESS).is_file())) if not seen]
         if blind:
             raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
-        return restore(folder, engine, self._run, accept_changes=accept_changes)
+        return restore(folder, engine, self._run, accept_changes=accept_changes, convert=convert)
 
     @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
@@ -140,7 +139,7 @@ class CheckpointFolder:
         return [] if sync is None else sync.close(limit_s)
 
     def _write(
-        self, engine: ClapEngine, progress: TrainingProgress, states: dict[str, Any], metrics: dict[str, float]
+        self, engine: ClapEngine, progress: TrainingProgress, state: dict[str, Any], metrics: dict[str, float]
     ) -> tuple[Path, int]:
         """The new checkpoint, read back, and its size; raises ValueError, warned of, whatever goes wrong."""
         try:
@@ -149,7 +148,7 @@ class CheckpointFolder:
             files.clear_leftovers(self.path)
             draft = files.begin(self.path, progress.step)
             try:
-                contents = self._contents(engine, progress, states)
+                contents = self._contents(engine, progress, state)
                 records = {name: write_file(draft / name, content) for name, content in contents}
                 path = files.publish(draft, self._manifest(engine, progress, metrics, records))
                 return path, sum(record.bytes for record in records.values())
@@ -179,22 +178,18 @@ class CheckpointFolder:
         )
 
     def _contents(
-        self, engine: ClapEngine, progress: TrainingProgress, states: dict[str, Any]
+        self, engine: ClapEngine, progress: TrainingProgress, state: dict[str, Any]
     ) -> Iterator[tuple[str, bytes | memoryview]]:
         """Name and content of every file."""
-        for name, state in states.items():
-            buffer = io.BytesIO()
-            torch.save(state, buffer)
-            yield name, buffer.getbuffer()
-        # DeepSpeed's own pointer, so that `load_checkpoint` of the folder does without a tag.
-        yield "latest", TAG.encode()
+        yield STATE, to_state_file(state)
         yield PROGRESS, progress.to_json().encode()
         text_tokens = self._run.clap.text_tokens if self._run is not None else None
         yield WEIGHTS, to_safetensors(master_weights(engine), engine.model.config, text_tokens)
         if self._tokenizer is not None and Path(self._tokenizer).is_dir():  # so that the checkpoint does without it
             for path in sorted(Path(self._tokenizer).iterdir()):
-                if path.is_file() and path.stat().st_size <= _LARGEST_TOKENIZER_FILE:
-                    yield f"{TOKENIZER}/{path.name}", path.read_bytes()
+                name = f"{TOKENIZER}/{path.name}"
+                if path.is_file() and files.FILE_NAME.fullmatch(name):
+                    yield name, read_bytes(path)
 
     def _find_newest(self) -> Path | None:
         found, remote, sync_to = files.newest_good(self.path, self._damaged), dict[str, str](), self._rule.sync_to

@@ -4,21 +4,22 @@ be accepted."""
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from clap_ds.config.files import flatten
+from clap_ds.config.files import flatten, read_bytes
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.cached_step import restore_random_state
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.state import describe, load_deepspeed, load_weights_alone
+from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import on_first, rank
 from clap_ds.training.schedule import TrainingProgress
-from clap_ds.weights.checkpoint_files import WEIGHTS, Manifest, warn
+from clap_ds.weights.checkpoint_files import STATE, WEIGHTS, Manifest, warn
 from clap_ds.weights.load import check_same_model, differences, load_weights
+from clap_ds.weights.state_file import read_pickled_state, read_state_file
 
-PROGRESS, RANDOM_STATES = "progress.json", "random_states.pt"
+PROGRESS = "progress.json"
+_PICKLED = {"engine": "deepspeed/mp_rank_00_model_states.pt", "random": "random_states.pt"}
+"""Of checkpoints of format 1."""
 _OF_NO_CONSEQUENCE = (
     *("clap.output", "clap.checkpoint", "clap.bench", "clap.hardware", "clap.debug"),
     *("clap.train.resume", "clap.train.log_every_steps"),
@@ -26,7 +27,9 @@ _OF_NO_CONSEQUENCE = (
 _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
 
 
-def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool) -> TrainingProgress:
+def restore(
+    folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool, convert: bool = False
+) -> TrainingProgress:
     """Put the engine, and this rank's random number generators, in the state of a whole checkpoint; where it is of another
     training and that is accepted, the weights and progress alone. A collective; errors are `CheckpointFolder.load`'s."""
     to_accept, others = on_first(lambda: compare(folder, engine.model.config, describe(engine), run))
@@ -39,18 +42,35 @@ def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept
         alone = "; of the checkpoint only weights and step are taken" if to_accept else ""
         warn(f"settings have changed since {folder.name}: {'; '.join(found)}{alone}")
     try:
-        progress = TrainingProgress.from_json((folder / PROGRESS).read_text())
-        states = torch.load(folder / RANDOM_STATES, map_location="cpu", weights_only=True)
-    except OSError as error:
+        progress = TrainingProgress.from_json(read_bytes(folder / PROGRESS))
+    except (OSError, LookupError, TypeError) as error:
         raise ValueError(f"{folder} can't be read: {error}") from error
     engine.steps = progress.step
     if to_accept:
         load_weights_alone(engine, load_weights(folder / WEIGHTS), progress.step, progress.samples)
         return progress
-    load_deepspeed(engine, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
-    if rank() < len(states):
-        restore_random_state(states[rank()], engine.model.logit_scale.device)
+    state = _read_state(folder, convert=convert)
+    load_engine_state(engine, state, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
+    if rank() < len(state["random"]):
+        restore_random_state(state["random"][rank()], engine.model.logit_scale.device)
     return progress
+
+
+def _read_state(folder: Path, *, convert: bool) -> dict[str, Any]:
+    """A checkpoint's state. One of format 1 is a pickle, and read only where that is asked for."""
+    if not (folder / _PICKLED["engine"]).exists():
+        found = read_state_file(folder / STATE)
+    elif convert:
+        found = read_pickled_state(folder / _PICKLED["engine"])
+        found["random"] = read_pickled_state(folder / _PICKLED["random"])
+    else:
+        raise ValueError(
+            f"{folder} is of format 1, whose state is a pickle: --convert_checkpoint reads it, by torch's reader that runs"
+            " nothing; what is saved from then on is none"
+        )
+    if not isinstance(found, dict) or not isinstance(found.get("random"), list):
+        raise ValueError(f"{folder}: {STATE} holds no state of training")
+    return found
 
 
 def compare(

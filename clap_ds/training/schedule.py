@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from clap_ds.config.files import parse_json
 from clap_ds.config.metrics import score
 from clap_ds.config.settings import RunSettings
 
@@ -109,8 +110,8 @@ class TrainingProgress:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        content = json.loads(text)
+    def from_json(cls, text: str | bytes) -> Self:
+        content = parse_json(text)
         return cls(**{each.name: content[each.name] for each in fields(cls)})
 
 

@@ -21,13 +21,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
+from clap_ds.config.files import open_regular, parse_json, read_bytes
 from clap_ds.config.metrics import score
 from clap_ds.config.sections import CheckpointSettings
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
+STATE = "state.safetensors"
 TOKENIZER = "tokenizer"
-FORMAT = 1
+FORMAT = 2
+"""1: the state was pickles, of DeepSpeed's and of torch's."""
+_FORMAT_1 = r"latest|random_states\.pt|deepspeed/mp_rank_00_model_states\.pt"
+FILE_NAME = re.compile(rf"(weights|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*|{_FORMAT_1}", re.ASCII)
+"""Of a file in a checkpoint. Somebody else may have written the manifest: none outside, no URL, none of another case."""
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
 
@@ -84,16 +92,23 @@ class Manifest:
     def from_json(cls, text: str | bytes, where: object) -> Self:
         """Reads `to_json`'s text; raises DamagedError, naming `where`, if it isn't one, has changed or has another format."""
         try:
-            content = json.loads(text)
+            content = parse_json(text)
             stated, version = content.pop("hash"), content["format"]
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise DamagedError(f"{where}: its {MANIFEST} can't be read: {error}") from error
-        if version != FORMAT:
+        if version not in (1, FORMAT):
             raise DamagedError(f"{where}: a checkpoint of format {version}, this version reads {FORMAT}")
         if stated != _hash(content):
             raise DamagedError(f"{where}: its {MANIFEST} has been damaged")
         known = {each.name: content[each.name] for each in fields(cls) if each.name in content}
-        return cls(**known | {"files": {name: FileRecord(**record) for name, record in content["files"].items()}})
+        try:
+            found = TypeAdapter(cls).validate_python(known)
+        except ValueError as error:
+            raise DamagedError(f"{where}: its {MANIFEST} has other fields than one: {error}") from error
+        names = [name for name in found.files if FILE_NAME.fullmatch(name)]
+        if outside := sorted({*found.files} - {*{name.casefold(): name for name in names}.values()}):
+            raise DamagedError(f"{where}: its {MANIFEST} names {outside[0]!r}, which is no file of a checkpoint")
+        return found
 
     def tokenizer_in(self, folder: Path) -> str | None:
         """As `clap_ds.model.tokenizer.load_tokenizer` takes it: the copy in the checkpoint, or the hub name."""
@@ -103,7 +118,7 @@ class Manifest:
     def read(cls, folder: Path) -> Self:
         """Of a checkpoint folder; raises DamagedError: there is none, or it is damaged."""
         try:
-            text = (folder / MANIFEST).read_bytes()
+            text = read_bytes(folder / MANIFEST)
         except OSError as error:
             raise DamagedError(f"{folder}: no checkpoint: {MANIFEST}: {error.strerror}") from error
         return cls.from_json(text, folder)
@@ -129,7 +144,7 @@ def _hash(content: bytes | memoryview | dict[str, Any]) -> str:
 
 def hash_file(path: Path) -> str:
     """BLAKE2b-128 of a file, read from the disk rather than from memory where the system allows it."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -175,8 +190,10 @@ def _sync_folder(folder: Path) -> None:
 
 def verify(folder: Path) -> Manifest:
     """Compare every file on the disk with the manifest; raises DamagedError: which is missing, cut short or changed."""
-    manifest = Manifest.read(folder)
+    manifest, real = Manifest.read(folder), folder.resolve()
     for name, record in manifest.files.items():
+        if (folder / name).resolve() != real / name:
+            raise DamagedError(f"{folder}: {name} is a link to elsewhere")
         try:
             size = (folder / name).stat().st_size
             if size != record.bytes:

@@ -4,7 +4,6 @@ Every reader gives a `Checkpoint`, checked against the model's own names and sha
 Optimiser state and resuming a run belong to `clap_ds.training`.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from clap_ds.config import files
 from clap_ds.config.model import ClapConfig
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.expressible import expressible
@@ -196,7 +196,7 @@ def some(items: list[str]) -> str:
 def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
     """Tensors and metadata of a file."""
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with files.pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as safetensors: {error}") from error
@@ -205,6 +205,6 @@ def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; raises ValueError where it can't be read."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return dict(files.read_json(path))
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: can't be read as JSON: {error}") from error

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clap_ds.config.files import pinned
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.weights.formats import Checkpoint, renamed_checkpoint
@@ -38,10 +39,9 @@ class _TensorsOnly(pickle.Unpickler):
     """Refuses everything that a pickle could call but for what tensors are made of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OF_TENSORS:
-            return super().find_class(module, name)
-        if (module, name) in _OF_NUMBERS:
-            return _PassedOver
+        if (module, name) in _OF_TENSORS | _OF_NUMBERS:
+            made_by = super().find_class(module, name) if (module, name) in _OF_TENSORS else _PassedOver
+            return lambda *arguments: made_by(*arguments)  # a pickle may set attributes of what it gets
         raise pickle.UnpicklingError(
             f"it refers to {module}.{name}, and what isn't tensors and numbers is never loaded."
             " If you trust it, keep its tensors: torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pt')"
@@ -91,7 +91,8 @@ def _layouts() -> list[ClapConfig]:
 def _read(path: Path) -> dict[str, Any]:
     """What a file holds by name, tensors on the CPU."""
     try:
-        content = _load(path)
+        with pinned(path) as opened:
+            content = _load(opened)
     except OSError as error:
         raise ValueError(f"{path}: can't be read: {error}") from error
     except Exception as error:  # whatever torch makes of a damaged file
@@ -103,7 +104,7 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-def _load(path: Path) -> Any:
+def _load(path: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the protocol
         try:

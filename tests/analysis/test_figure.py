@@ -46,10 +46,17 @@ def test_formats_and_the_page_that_takes_pictures_in_and_text_as_text(tmp_path: 
     assert struct.unpack(">I", (tmp_path / "s.png").read_bytes()[16:20])[0] == round(200 * COLUMN_WIDTH_INCHES)
     with pytest.raises(UserError, match=r"'txt' is not supported .*svg"):
         picture.save(tmp_path / "s.txt")
-    text = page("a <b>", "| `x` | y |\n| -: | -: |\n| 12.5 | **2** <i> |\n\n![an *alt*](s.png)", tmp_path)
+    text = page(
+        "a <b>",
+        "| `x` | y |\n| -: | -: |\n| 12.5 | **2** <i> |\n\n![an alt](s.png)\n\n"
+        "![out](../secret.png)\n\nsee ![in](s.png) [out](https://a.b) <https://a.b>",
+        tmp_path,
+    )
     for part in ("<title>a &lt;b&gt;</title>", "<code>x</code>", "12.5</td>", "<strong>2</strong> &lt;i&gt;",
                  "<figcaption>an alt</figcaption>"):  # fmt: skip
         assert part in text
+    assert "href" not in text
+    assert "default-src 'none'" in text
     assert text.count('src="data:image/png;base64,iVBOR') == text.count("src=") == 1
 
 

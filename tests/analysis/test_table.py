@@ -17,10 +17,13 @@ def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(tmp
     rows = [
         Row(1, 4, 623.7, 2495.0, 21.0, 100.0, 3.215, 0.0, "2σ over 3 repeats", 3, 1.0, model="micro", scaling="weak"),
         Row(2, 8, model="micro", scaling="weak", state="out_of_memory", notes="a, b; “c”"),
+        Row(3, 9, model="=HYPERLINK(1)", device="@SUM(1)", notes="-1+1", scaling="weak"),
         Row(4, 16, 0.05321, 0.8514, forward_s=0.25, data_wait_s=0.0, model="micro", text_tokens=77, batch_per_gpu=4),
     ]
     write_csv(tmp_path / "t.csv", rows)
     assert read_table(tmp_path / "t.csv") == rows
+    written = (tmp_path / "t.csv").read_text()
+    assert all(f"'{formula}" in written for formula in ("=HYPERLINK(1)", "@SUM(1)", "-1+1"))
     assert ",".join(COLUMNS[:6]) + "\n" == HEADER
     with pytest.raises(AssertionError, match="nan"):
         write_csv(tmp_path / "t.csv", [Row(1, 4, float("nan"))])
@@ -64,6 +67,12 @@ def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Pat
 )
 def test_significant(value: float, least: int, text: str) -> None:
     assert significant(value, least) == text
+
+
+def test_text_of_others_is_no_markup() -> None:
+    row = Row(1, 4, model="![x](http://a.b)", device="<img src=a>|`b`\n")
+    assert row.title == "![x] (http://a.b), ‹img src=a>¦'b' "
+    assert markdown_table(["a"], [[row.device]]).splitlines()[2] == "| ‹img src=a>¦'b'  |"
 
 
 def test_markdown_shows_gaps_as_dashes() -> None:

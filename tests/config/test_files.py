@@ -1,11 +1,15 @@
 """Files are replaced in one go, and what a run's end adds to its record has room on a full disk."""
 
 import errno
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from clap_ds.config.files import parse_json, read_bytes, read_json, read_lines, write_atomically
 
@@ -76,3 +80,9 @@ def test_json_that_could_not_be_written_again_is_refused(tmp_path: Path, text: s
 
 def test_json_that_is_fine_is_read() -> None:
     assert parse_json('\ufeff["\\ud83d\\ude00"]'.encode()) == ["\N{GRINNING FACE}"]
+
+
+@given(st.binary(max_size=200) | st.text(alphabet='[]{}",:\\ud8x0e9-.tfn', max_size=200).map(str.encode))
+def test_whatever_bytes_there_are_they_are_json_that_can_be_written_again_or_refused(content: bytes) -> None:
+    with suppress(ValueError):
+        json.dumps(parse_json(content), ensure_ascii=False).encode()

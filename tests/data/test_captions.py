@@ -1,6 +1,9 @@
 import json
+from contextlib import suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.captions import captions_of
@@ -21,6 +24,10 @@ from clap_ds.data.captions import captions_of
         ({"json": b'{"caption": '}, "can't be read: Expecting value"),
         ({"json": b"[" * 10**5}, "can't be read: nested too deeply"),
         ({"txt": b"\xff\xfe\x00"}, "can't be read: .*utf-8"),
+        ({"json": b'{"caption": "a", "n": ' + b"9" * 5000 + b"}"}, "can't be read: Exceeds"),
+        ({"json": b'{"caption": "a\\ud800"}'}, "can't be read: .*surrogates"),
+        ({"txt": memoryview(b"a" * 10_000_000)}, "10,000,000 bytes, expected at most 1,048,576"),
+        ({"txt": b"a" * 70_000}, "70,000 characters, expected at most 65,536"),
         ({"json": b'{"caption": []}'}, "empty caption"),
         ({"txt": b" \n"}, "empty caption"),
     ],
@@ -31,3 +38,9 @@ def test_captions_are_found_or_refused_with_a_reason(members: dict[str, bytes], 
     else:
         with pytest.raises(BrokenItemError, match=captions):
             captions_of(members)
+
+
+@given(st.sampled_from(["txt", "json"]), st.binary(max_size=200) | st.from_regex(rb'\{"(caption|text)": .{0,99}\}'))
+def test_whatever_bytes_there_are_they_are_captions_or_left_out(extension: str, content: bytes) -> None:
+    with suppress(BrokenItemError):
+        assert all(caption.strip() for caption in captions_of({extension: content}))

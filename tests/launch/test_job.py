@@ -14,6 +14,7 @@ import pytest
 from clap_ds.config.errors import UserError
 from clap_ds.launch.attempt import Ending
 from clap_ds.launch.job import RunningJob, parse_arguments
+from clap_ds.ranks.distributed import SECRET, Ranks
 from tests.launch.conftest import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +97,9 @@ def test_error_of_a_rank_reaches_the_records(start_job: StartJob, tmp_path: Path
     assert stderr.endswith(f"error: {error}\n")
     assert [each["error"] for each in attempts] == [error]
     assert _recorded(tmp_path / "run0" / "summary.json", "error") == (error,)
+    folder = tmp_path / "attempts" / "0"
+    assert (folder / SECRET).stat().st_mode & 0o777 == 0o600
+    assert (folder / SECRET).read_text() in Ranks(0, 2, 0, 2, job_folder=folder).run  # under which ranks meet
 
 
 @pytest.mark.parametrize(("number", "state", "code"), [("SIGTERM", "terminated", 143), ("SIGUSR1", "timeout", 0)])

@@ -47,7 +47,7 @@ def problem() -> str:
 
 
 def kept() -> Path:
-    (path,) = cache_folder().glob("*.so")
+    (path,) = cache_folder().glob("native/*.so")
     return path
 
 
@@ -81,6 +81,20 @@ def test_a_lock_that_another_holds_is_not_waited_for_for_ever(source: Path, monk
         assert str(lock) in problem()
 
 
+def test_a_library_that_others_could_have_put_there_is_never_opened(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_compiler(WORKING_COMPILER, tmp_path, monkeypatch)
+    assert not problem()
+    kept().chmod(0o664)
+    kept().parent.chmod(0o777)
+    assert not problem()
+    assert sum(" -o " in line for line in (tmp_path / "compiler.calls").read_text().splitlines()) == 2
+    assert kept().parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert "belongs to another user" in problem()
+
+
 @pytest.mark.parametrize("name", library.IMPLEMENTATIONS)
 def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Once a machine: what is made is kept where a run looks for it."""
@@ -89,7 +103,9 @@ def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytes
     targets = [*(flag for flag in flags if flag.startswith("-m")), "-E", "-x", "c++", os.devnull]
     if not shutil.which("g++") or subprocess.run(["g++", *targets], capture_output=True).returncode:
         pytest.skip("needs a g++ that can target AMX (x86, GCC 11 or later)")
-    made = library._build(flags).read_bytes()
+    with library._build(flags) as file:
+        file.seek(0)
+        made = file.read()
     modules = "".join(path.read_text() for path in library.HERE.glob("*.py"))
     names = set(re.findall(r'"(clap_(?!ds")\w+)"', modules))
     assert len(names) == 13

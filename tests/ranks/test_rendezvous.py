@@ -73,11 +73,14 @@ os._exit(0)
 """
 
 
-def test_rank_of_another_job_on_the_same_port_stays_out() -> None:
+def test_ranks_meet_at_the_address_they_were_told_alone_and_others_stay_out() -> None:
     port = free_port()
-    first = _start(JOB_OF_TWO, 0, 2, port, SLURM_JOB_ID="7", SLURM_STEP_ID="1")
+    first = _start(JOB_OF_TWO, 0, 2, port, SLURM_JOB_ID="7", SLURM_STEP_ID="1", LOCAL_WORLD_SIZE="2")
     stranger = _start(JOB_OF_TWO, 1, 2, port, 2.0, SLURM_JOB_ID="7", SLURM_STEP_ID="2")
     assert stranger.wait() != 0  # before the place it would have taken is
+    for address, is_there in (("127.0.0.1", True), ("127.0.0.2", False)):
+        with socket.socket() as client:
+            assert (client.connect_ex((address, port)) == 0) == is_there
     second = _start(JOB_OF_TWO, 1, 2, port, SLURM_JOB_ID="7", SLURM_STEP_ID="1")
     assert [first.wait(), second.wait()] == [0, 0]
     assert [first.stdout, second.stdout, stranger.stdout] == ["met\n", "met\n", ""]

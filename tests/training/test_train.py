@@ -136,7 +136,7 @@ def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path) -> None:
     config = write_training(tmp_path, clap={"train": {"samples": 6 * BATCH}, "checkpoint": {"every_steps": 3}})
     commands.train(config, world_size=1)
     folder = load_run(config).checkpoint_folder
-    for states in folder.glob("*/random_states.pt"):
+    for states in folder.glob("*/state.safetensors"):
         states.unlink()
     ranks = RunningRanks(config, 1)
     assert ranks.wait() == [2]

@@ -8,7 +8,7 @@ from clap_ds.weights import checkpoint_files
 from clap_ds.weights.checkpoint_files import Manifest
 from clap_ds.weights.formats import to_safetensors
 
-CONTENTS = {"deepspeed/mp_rank_00_model_states.pt": b"states" * 3000, "weights.safetensors": b"weights" * 1000}
+CONTENTS = {"state.safetensors": b"states" * 3000, "weights.safetensors": b"weights" * 1000}
 
 
 def make_checkpoint(

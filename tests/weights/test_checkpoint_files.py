@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -44,11 +45,11 @@ def test_what_is_written_is_found_and_read_back(tmp_path: Path, capsys: pytest.C
 
 OLD_MANIFEST = """{"format": 1, "serial": 1760000000000, "step": 1, "model": {"name": "micro"},
 "engine": {"loss": "SoftmaxLoss"}, "tokenizer": null, "metrics": {},
-"files": {"a": {"bytes": 7, "hash": "c681ff421fbd7af6dc373a7ced20fbeb"}}, "hash": "dc88ea81b682394eb7eafe6d94477ed3"}"""
+"files": {"latest": {"bytes": 7, "hash": "c681ff421fbd7af6dc373a7ced20fbeb"}}, "hash": "77444a15aafec6fcdbb1c63c733635b6"}"""
 
 
 def test_a_checkpoint_saved_by_an_earlier_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"content")
+    (tmp_path / "latest").write_bytes(b"content")
     (tmp_path / "manifest.json").write_text(OLD_MANIFEST)
     manifest = checkpoint_files.verify(tmp_path)
     assert (manifest.serial, manifest.step, manifest.model) == (1760000000000, 1, {"name": "micro"})
@@ -70,11 +71,11 @@ def _cut(path: Path) -> None:
             "weights.safetensors",
             r"weights\.safetensors has changed since it was written",
         ),
-        (_cut, "deepspeed/mp_rank_00_model_states.pt", "has 18,000 bytes, 18,001 were written"),
+        (_cut, "state.safetensors", "has 18,000 bytes, 18,001 were written"),
         (Path.unlink, "weights.safetensors", r"weights\.safetensors: No such file"),
         (_cut, "manifest.json", r"manifest\.json can't be read"),
         (Path.unlink, "manifest.json", r"manifest\.json: No such file"),
-        (lambda path: path.write_text('{"hash": "", "format": 2}'), "manifest.json", "of format 2, this version reads"),
+        (lambda path: path.write_text('{"hash": "", "format": 3}'), "manifest.json", "of format 3, this version reads"),
     ],
 )
 def test_a_damaged_one_is_passed_over_and_refused_with_the_reason(
@@ -102,10 +103,10 @@ def test_no_bit_of_a_manifest_can_change_unnoticed(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_between_writing_and_reading_back_is_never_published(tmp_path: Path) -> None:
     draft = checkpoint_files.begin(tmp_path, 1)
-    record = checkpoint_files.write_file(draft / "a", b"as it was meant")
-    flip_bit(draft / "a", 3)
-    with pytest.raises(DamagedError, match="a has changed"):
-        checkpoint_files.publish(draft, Manifest(1, 1, {}, {}, None, {}, {"a": record}))
+    record = checkpoint_files.write_file(draft / "progress.json", b"as it was meant")
+    flip_bit(draft / "progress.json", 3)
+    with pytest.raises(DamagedError, match=r"progress\.json has changed"):
+        checkpoint_files.publish(draft, Manifest(1, 1, {}, {}, None, {}, {"progress.json": record}))
     assert not checkpoint_files.read_all(tmp_path)
 
 
@@ -190,3 +191,40 @@ def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, 
     if keep_best and lost:
         stay = [score for name in kept if (score := found[name]) is not None]
         assert sum(score >= max(lost) for score in stay) >= keep_best
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*("../weights.safetensors", "/etc/passwd", "file:///etc/passwd", "tokenizer/../../x", "tokenizer/.ssh", "..", ""),
+     *("Weights.safetensors", "tokenizer/a/b", "s3://bucket/x", "weights.safetensors\n")],
+)  # fmt: skip
+def test_a_manifest_names_a_checkpoints_own_files_alone(tmp_path: Path, name: str) -> None:
+    path = make_checkpoint(tmp_path, 1)
+    manifest = Manifest.read(path)
+    manifest.files[name] = manifest.files["weights.safetensors"]
+    with pytest.raises(DamagedError, match="no file of a checkpoint"):
+        Manifest.from_json(manifest.to_json(), "there")
+
+
+def test_other_types_links_and_names_that_differ_by_case_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 1)
+    content = json.loads((path / "manifest.json").read_text())
+    record = content["files"]["weights.safetensors"]
+    for changes in ({"serial": "x"}, {"metrics": []}, {"files": {"tokenizer/a": record, "tokenizer/A": record}}):
+        changed = {name: each for name, each in (content | changes).items() if name != "hash"}
+        with pytest.raises(DamagedError, match=r"other fields than one|no file of a checkpoint"):
+            Manifest.from_json(json.dumps({**changed, "hash": checkpoint_files._hash(changed)}), "there")
+    secret = tmp_path / "secret"
+    (path / "weights.safetensors").rename(secret)
+    (path / "weights.safetensors").symlink_to(secret)
+    with pytest.raises(DamagedError, match=r"weights\.safetensors is a link to elsewhere"):
+        checkpoint_files.verify(path)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda each: st.lists(each) | st.dictionaries(
+    st.sampled_from(["files", "format", "serial", "step", "weights.safetensors", "bytes", "hash"]), each)))  # fmt: skip
+def test_whatever_a_manifest_holds_it_is_read_or_refused(content: object) -> None:
+    told = {"format": 2, **content} if isinstance(content, dict) else content
+    told = {**told, "hash": checkpoint_files._hash(told)} if isinstance(told, dict) else told
+    with suppress(DamagedError):
+        Manifest.from_json(json.dumps(told), "there")

@@ -1,0 +1,77 @@
+"""Nested state of dictionaries, lists, numbers, text and tensors as one safetensors file: data, of which nothing can run.
+
+Tensors are the file's, what they hang on is JSON in its metadata. What the state means is left to who saves it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from clap_ds.config.files import parse_json, pinned
+
+KEY = "clap_ds.state"
+
+
+def to_state_file(state: Any) -> bytes:
+    """The file's content; raises TypeError for a value of another type than those named above."""
+    tensors: dict[str, Tensor] = {}
+    tree = json.dumps(_described(state, tensors, set()))
+    return safetensors.torch.save(tensors, metadata={KEY: tree})
+
+
+def _described(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> Any:
+    """The value in JSON's words; its tensors, on the CPU, go to `tensors`."""
+    if isinstance(value, Tensor):
+        tensor = value.detach().to("cpu").contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        tensors[name := str(len(tensors))] = (
+            tensor.clone() if storage in storages else tensor
+        )  # safetensors shares none
+        storages.add(storage)
+        return {"tensor": name}
+    if isinstance(value, dict):
+        items = [[_described(part, tensors, storages) for part in item] for item in value.items()]
+        return {"dict": items}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_described(part, tensors, storages) for part in value]}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(
+        f"a state holds {type(value).__name__}; expected tensors, numbers, text, and dictionaries and lists of these"
+    )
+
+
+def read_state_file(path: Path) -> Any:
+    """What `to_state_file` was given, tensors on the CPU; raises ValueError where that can't be told."""
+    try:
+        with pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
+            return _restored(parse_json((file.metadata() or {})[KEY]), file.get_tensor)
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{path}: can't be read as a state: {error}") from error
+
+
+def _restored(described: Any, tensor_of: Any) -> Any:
+    if not isinstance(described, dict):
+        return described
+    ((kind, content),) = described.items()
+    if kind == "tensor":
+        return tensor_of(content)
+    if kind == "dict":
+        return {_restored(key, tensor_of): _restored(value, tensor_of) for key, value in content}
+    return {"list": list, "tuple": tuple}[kind](_restored(part, tensor_of) for part in content)
+
+
+def read_pickled_state(path: Path) -> Any:
+    """A state as checkpoints of format 1 have it, by torch's reader that runs nothing; raises ValueError where that refuses."""
+    try:
+        with pinned(path) as opened:
+            return torch.load(opened, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"{path}: can't be read: {error.strerror}") from error
+    except Exception as error:  # of many types, where a file is damaged
+        raise ValueError(f"{path}: damaged, or holds more than tensors and numbers, which is never loaded") from error

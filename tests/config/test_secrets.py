@@ -1,0 +1,29 @@
+"""What looks like a secret is hidden, and what doesn't stays as it is."""
+
+import pytest
+
+from clap_ds.config.secrets import redacted, redacted_all
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("train.py --hf_token=abc123 --x 1", "train.py --hf_token=[hidden] --x 1"),
+        ("train.py --api-key 'abc' y", "train.py --api-key '[hidden]' y"),
+        ("--tokenizer=roberta --text_tokens 77", "--tokenizer=roberta --text_tokens 77"),
+        ("https://b.s3/a.tar?X-Amz-Date=1&X-Amz-Signature=f0", "https://b.s3/a.tar?[hidden]"),
+        ("https://b/a.tar?sv=1&sig=f0%3D can't be read", "https://b/a.tar?[hidden] can't be read"),
+        ("https://host/a.tar?part=3", "https://host/a.tar?part=3"),
+        ("s3://me:pass@bucket/x", "s3://[hidden]@bucket/x"),
+        ("hf_" + "a" * 34, "[hidden]"),
+        ("loss 0.3 at step 5, 12:30", "loss 0.3 at step 5, 12:30"),
+    ],
+)
+def test_secrets_in_text(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+    assert redacted_all({"a": [{"b": text}]}) == {"a": [{"b": shown}]}
+
+
+def test_words_of_a_command() -> None:
+    words = ["python", "train.py", "--hf_token", "abc", "--secret", "--samples", "5"]
+    assert redacted_all(words) == ["python", "train.py", "--hf_token", "[hidden]", "--secret", "--samples", "5"]
