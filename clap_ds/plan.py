@@ -102,12 +102,12 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
     if arguments.find_micro_batch:
         found = largest_micro_batch(peak_gib, run.micro_batch, gpu.memory_gib)
-    parts, speed, kernels = memory(own), _speed(own, gpu), run.clap.model
+    parts, speed, kernels = memory(own), _speed(own, gpu, compiled=run.clap.compile != "off"), run.clap.model
     return {
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
         "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
         "attention": "sdpa" if kernels.attention == "auto" else kernels.attention,
-        "mlp": "torch" if kernels.mlp == "auto" else kernels.mlp,
+        "mlp": "torch" if kernels.mlp == "auto" else kernels.mlp, "compile": run.clap.compile,
         "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()), **speed,
         "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
         "parameters": own.num_parameters,
@@ -116,11 +116,12 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     }  # fmt: skip
 
 
-def _speed(step: Step, gpu: Gpu) -> dict[str, Any]:
+def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
     """Of one GPU of the smallest scale, what it sends left out."""
-    from clap_ds.planning.roofline import CASES, rates_of, seconds_by_part
+    from clap_ds.planning.roofline import CASES, fused, rates_of, seconds_by_part
 
-    operations = [(each, step.times(each)) for each in step.recorded.operations if not each.is_collective]
+    recorded = [each for each in step.recorded.operations if not each.is_collective]
+    operations = [(each, step.times(each)) for each in (fused(recorded) if compiled else recorded)]
     by_case = {case: seconds_by_part(operations, rates_of(gpu, case)) for case in CASES}
     return {
         "samples_per_s_per_gpu": {case: step.num_samples / parts["step"] for case, parts in by_case.items()},
@@ -187,7 +188,7 @@ def _assumed(gpu: Gpu, node_gbytes_per_s: float) -> list[str]:
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
         f"products reach {product} of the peak, fused attention {attention}, memory {moved} of its bandwidth; a kernel takes"
         f" {1e6 * roofline.KERNEL_S['high']:g}–{1e6 * roofline.KERNEL_S['low']:g} µs at least",
-        "towers without clap.compile: of compiled ones, an upper bound of time and memory",
+        "compiled towers: what lies between products is one kernel that reads and writes once; memory as without",
         f"beyond tensors: {memory.CONTEXT_GIB:g} GiB of context, {memory.NCCL_GIB:g} of NCCL with several ranks,"
         f" {100 * memory.FRAGMENTATION:g} % of fragmentation",
         f"{node_gbytes_per_s:g} GB/s into a node; waiting for the slowest rank as in the published runs"
@@ -200,7 +201,7 @@ def render(report: dict[str, Any]) -> str:
     rate, scales = report["samples_per_s_per_gpu"], report["scales"]
     title = (
         "## Predicted, nothing measured: {preset} on {gpu}, {precision}, micro-batch {micro_batch}, {text_tokens} text"
-        " tokens, {text}\n\n{attention} attention, {mlp} MLPs: **{verdict}**, {peak_memory_gib:.1f} of"
+        " tokens, {text}\n\n{attention} attention, {mlp} MLPs, compile {compile}: **{verdict}**, {peak_memory_gib:.1f} of"
         " {device_memory_gib:.1f} GiB with {most:,} GPUs; **{middle:,.0f} samples/s/GPU** ({low:,.0f}–{high:,.0f}) before"
         " anything is sent."
     ).format(verdict="fits" if report["fits"] else "does NOT fit", most=scales[-1]["gpus"], **rate, **report)

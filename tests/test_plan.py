@@ -63,7 +63,7 @@ def test_what_is_printed_names_itself_a_prediction(write_run: WriteRun, capsys: 
     options = ["--gpu", "gh200", "--text_tokens", "8", "--micro_batch", "16"]
     plan.main(["--deepspeed_config", str(write_run(train_batch_size=16)), *options])
     printed = capsys.readouterr().out
-    run = "micro on gh200, bf16, micro-batch 16, 8 text tokens, padded\n\nsdpa attention, torch MLPs: **fits**"
+    run = "micro on gh200, bf16, micro-batch 16, 8 text tokens, padded\n\nsdpa attention, torch MLPs, compile off: **fits**"
     assert printed.startswith(f"## Predicted, nothing measured: {run}")
     assert "Assumed:" in printed
 

@@ -2,13 +2,13 @@
 is more (the roofline, Williams et al. 2009), one after the other.
 
 A GPU reaches only a share of its data sheet's rates. Which share isn't known before a measurement, so that a time has three
-values, of low, middle and high rates.
+values, of low, middle and high rates. What torch.compile makes of element-wise operations is modelled by `fused`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +60,46 @@ def rates_of(gpu: Gpu, case: str) -> DeviceRates:
     attention = ATTENTION_SHARE[case] * 1e12 * gpu.bf16_tflops
     memory = MEMORY_SHARE[case] * 1e12 * gpu.memory_tbytes_per_s
     return DeviceRates(by_dtype, memory, KERNEL_S[case], dict.fromkeys(ATTENTION, attention))
+
+
+def fused(operations: Sequence[Operation], parts: Collection[str] = TOWERS) -> list[Operation]:
+    """What torch.compile leaves of the operations of some parts: those between two products, FFTs or custom operations become
+    one kernel, which reads once what comes from before and writes only what is used after it.
+
+    An optimistic model of Inductor in that it keeps everything in registers, a pessimistic one in that it recomputes nothing.
+    """
+    last_read = {number: place for place, op in enumerate(operations) for number, _ in op.read}
+    result: list[Operation] = []
+    group: list[Operation] = []
+
+    def close(place: int) -> None:
+        if group:
+            result.append(_merged(group, {number for number, last in last_read.items() if last >= place}))
+            group.clear()
+
+    for place, operation in enumerate(operations):
+        if not operation.launches:
+            continue
+        fusible = operation.part in parts and not operation.flops and operation.name.startswith("aten.")
+        if not fusible or (group and (group[0].part, group[0].backward) != (operation.part, operation.backward)):
+            close(place)
+        (group if fusible else result).append(operation)
+    close(len(operations))
+    return result
+
+
+def _merged(group: Sequence[Operation], used_later: Collection[int]) -> Operation:
+    read: dict[int, int] = {}
+    written: dict[int, int] = {}
+    for operation in group:
+        for number, num_bytes in operation.read:
+            if number not in written:
+                read[number] = max(read.get(number, 0), num_bytes)
+        for number, num_bytes in operation.written:
+            written[number] = max(written.get(number, 0), num_bytes)
+    kept = tuple((number, num_bytes) for number, num_bytes in written.items() if number in used_later)
+    first = group[0]
+    return Operation("fused", first.part, first.backward, 0, tuple(read.items()), kept, True, first.dtype)
 
 
 def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: DeviceRates) -> dict[str, float]:

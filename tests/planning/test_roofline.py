@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from clap_ds.flop_count.peaks import GPUS
-from clap_ds.planning.roofline import CASES, DeviceRates, rates_of, seconds_by_part
+from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_part
 from clap_ds.planning.trace import Operation
 
 RATES = DeviceRates({torch.bfloat16: 100.0}, 10.0, 0.5, {"clap_ds.window_attention": 20.0})
@@ -42,3 +42,41 @@ def test_a_gpus_cases_are_in_order_and_shares_of_its_data_sheet() -> None:
             times = [rates_of(gpu, case).seconds(operation) for case in CASES]
             assert times[0] > times[1] > times[2] > least
             assert times[1] == pytest.approx(least / middle)
+
+
+def _moving(
+    name: str,
+    read: dict[int, int],
+    written: dict[int, int],
+    flops: int = 0,
+    *,
+    part: str = "audio",
+    backward: bool = False,
+) -> Operation:
+    places = (tuple(each.items()) for each in (read, written))
+    return Operation(name, part, backward, flops, *places, bool(read or written), torch.bfloat16)
+
+
+def test_what_lies_between_products_becomes_one_kernel() -> None:
+    chain = [
+        _moving("aten.mm", {}, {1: 100}, flops=1),
+        _moving("aten.add", {1: 100, 9: 100}, {2: 100}),
+        _moving("aten.view", {}, {}),
+        _moving("aten.gelu", {2: 100}, {3: 50}),
+        _moving("aten.mm", {3: 50}, {4: 100}, flops=1),
+        _moving("aten.add", {4: 100}, {5: 100}, part="loss"),
+        _moving("aten.mul", {5: 100}, {6: 100}, part="loss"),
+    ]
+    left = fused(chain)
+    assert [operation.name for operation in left] == ["aten.mm", "fused", "aten.mm", "aten.add", "aten.mul"]
+    assert dict(left[1].read) == {1: 100, 9: 100}
+    assert dict(left[1].written) == {3: 50}  # 2 isn't read by anything later
+
+
+def test_fusion_stops_where_the_direction_changes_and_spares_what_is_not_compiled() -> None:
+    both = [_moving("aten.add", {1: 8}, {2: 8}), _moving("aten.add", {2: 8}, {3: 8}, backward=True)]
+    left = fused(both)
+    assert [operation.backward for operation in left] == [False, True]
+    assert dict(left[0].written) == {2: 8}
+    operations = [_moving("aten.add", {1: 8}, {}), _moving("aten.add", {2: 8}, {})]
+    assert fused(operations, ()) == fused(operations, ("text",)) == operations
