@@ -49,7 +49,7 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     for data in ({"source": "synthetic"}, shards):
         (tmp_path / f"{data['source']}.json").write_text(json.dumps(micro_run(clap={"data": data})))
     check_runs.check([tmp_path / "synthetic.json"], train=False)
-    with pytest.raises(UserError, match=r"shards.json: \S+ has no webdataset: `pip install 'clap-ds\[train\]'`"):
+    with pytest.raises(UserError, match=r"shards.json: .+ has no webdataset: `pip install 'clap-ds\[train\]'`"):
         check_runs.check([tmp_path / "shards.json"], train=False)
     monkeypatch.setattr(check_runs, "PACKAGES", ("json", "webdataset"))
     monkeypatch.setattr(sys, "argv", ["check_runs"])

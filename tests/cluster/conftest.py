@@ -124,7 +124,7 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         request = Request(
             site_file(folder, **(site or {})), 2, None, time="00:10:00", launcher=launcher, **(asks or {})
         )
-        text = script(request, nodes, "micro", f"{folder}/%j.out", [folder / "job"])
+        text = script(request, nodes, "micro", f"{folder}/%j.out", folder / "job")
         (folder / "job.sbatch").write_text(text)
         given = [f"{name}={value}" for name, value in (variables or {}).items()]
         words = ["sbatch", "--parsable", "--gpus-per-node=2", *sbatch, str(folder / "job.sbatch")]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -58,11 +59,11 @@ def test_the_script_is_read_at_a_glance(tmp_path: Path) -> None:
 #SBATCH --open-mode=append
 
 set -euo pipefail
-cd {ROOT}
+cd {shlex.quote(str(ROOT))}
 module load CUDA
 export NCCL_ALGO=Tree,Ring
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-8}}
-export PYTHONPATH={ROOT}${{PYTHONPATH:+:$PYTHONPATH}}
+export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
 folder=/jobs/one
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
@@ -101,7 +102,7 @@ def test_gpus_are_asked_for_once_or_not_at_all(tmp_path: Path) -> None:
 def test_a_container_has_a_python_of_its_own(tmp_path: Path) -> None:
     site = _site(tmp_path, launcher="torchrun", python="python3", wrapper=["apptainer", "exec", "x y.sif"])
     text = script(Request(site, 4, None), 1, "name", "log", tmp_path)
-    assert f"exec {sys.executable} -m clap_ds.launch.job" in text
+    assert f"exec {shlex.quote(sys.executable)} -m clap_ds.launch.job" in text
     assert "--launcher=torchrun --wrapper='apptainer exec '\"'\"'x y.sif'\"'\"'' --python=python3 " in text
 
 
