@@ -1,6 +1,6 @@
 # make setup       .venv, with the exact versions of constraints.txt
 # make bench       the main job on what this machine has
-# make train-demo  trains a small model on sounds it makes, on two CPU ranks, until it knows them (about 5 minutes);
+# make train-demo  trains a small model on sounds it makes, on two CPU ranks, until it knows them (about 6 minutes);
 #                  KIND=mel or KIND=waveform: on shards of them that are prepared for the model
 # make test        lint, unit tests and end-to-end tests
 # make test-processors  unit tests once for each kind of arithmetic this processor can do; TESTS=… for some of them

@@ -113,11 +113,12 @@ def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs") -> None:
 
 
 def log_axis(axes: Axes) -> None:
-    """A logarithmic vertical axis, with plain numbers."""
+    """A logarithmic vertical axis of what is drawn already, with plain numbers: as many as fit without touching."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=9))
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 

@@ -112,7 +112,7 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
             1000 * row.breakdown_s.get(part, 0.0) for row in rows
         ]
         for part in STEP_PHASES
-        if any(row.breakdown_s.get(part) for row in rows)
+        if any(part in row.breakdown_s for row in rows)  # at 0 %, too: each part keeps its colour
     }
     picture.stack(axes, named, [str(row.gpus) for row in rows])
     axes.set(ylabel=rows[0].unit, xlabel="ms a step")

@@ -145,6 +145,8 @@ def main() -> None:
     description = "One page about some runs: efficiency, reasons, projection, provenance."
     told = "folder to write report.html, report.md, table.csv and the pictures to (default: report)"
     options = parse_options(description, *names, output={"default": Path("report"), "help": told, "metavar": "FOLDER"})
+    if options.price_per_gpu_hour and not options.samples:
+        raise UserError("--price_per_gpu_hour: needs --samples, the number to train on")
     runs, folder = read_runs(options.inputs, options), options.output
     rows, machine = efficiency.scaling_table(runs, options.baseline_nodes), Machine(1e9 * options.node_gbytes_per_s)
     sections: dict[str, Iterable[str | Figure]] = {

@@ -94,7 +94,7 @@ class Row:
     @property
     def scale(self) -> str:
         """`2 nodes, 8 GPUs`."""
-        return f"{count_of(self.nodes, 'node')}, {self.gpus} {self.unit}"
+        return f"{count_of(self.nodes, 'node')}, {count_of(self.gpus, self.unit.removesuffix('s'))}"
 
     @property
     def unit(self) -> str:

@@ -108,7 +108,7 @@ def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> 
     """The report as a table, both counts and the components, and what to know of it."""
     console = Console(width=max(100, Console().width), highlight=False)
     title = f"{config.title}, {report['text_tokens']} text tokens: forward GFLOPs per sample"
-    table = Table("counted by", title=title, title_justify="left", title_style="bold")
+    table = Table("counted by")
     for convention in CONVENTIONS:
         table.add_column(convention, justify="right")
 
@@ -131,6 +131,7 @@ def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> 
         shown = ("  of the stages: " if name in STAGE_VIEWS else "") + name.replace("_", " ")
         style = "bold" if name in ("audio_tower", "text_tower", "forward") else None
         add_row(shown, [report[each]["components"][name] for each in CONVENTIONS], style)
+    console.print(title, style="bold", soft_wrap=True)
     console.print(table)
     for line in (agreement(report), *_notes(config, report)):
         console.print(line, soft_wrap=True)

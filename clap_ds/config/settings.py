@@ -51,7 +51,7 @@ class ClapSettings(Section):
     """Who averages gradients over ranks: torch's reducer under the backward pass, or DeepSpeed after it."""
     gradient_bucket_mb: PositiveFloat = 12.0
     """Most gradient bytes sent at a time when overlapped, in MB. The last bucket has no backward pass left to hide under, so
-    less than torch's 25: measured to leave 12 to 21 % less exposed (`benchmarks.sync_bench`)."""
+    less than torch's 25, which DDP has beside it in `results/cpu/communication`."""
     bench: sections.BenchSettings = sections.BenchSettings()
     train: sections.TrainSettings = sections.TrainSettings()
     checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()

@@ -76,10 +76,14 @@ def _expand_ranges(text: str) -> list[str]:
 def hosts_from_slurm(environment: Mapping[str, str]) -> list[str]:
     """Hosts of the allocation; a ValueError outside of one."""
     if environment.get("SLURM_HET_SIZE"):
-        raise ValueError("heterogeneous jobs (SLURM_HET_SIZE) aren't supported: give --nodelist and --slots")
+        raise ValueError(
+            "heterogeneous jobs (SLURM_HET_SIZE) aren't supported: give clap-hostfile --nodelist and --slots"
+        )
     nodelist = environment.get("SLURM_JOB_NODELIST")
     if not nodelist:
-        raise ValueError("no SLURM_JOB_NODELIST here: run inside an allocation, or give --nodelist and --slots")
+        raise ValueError(
+            "no SLURM_JOB_NODELIST here: run inside an allocation, or give clap-hostfile --nodelist and --slots"
+        )
     return expand(nodelist)
 
 

@@ -9,8 +9,8 @@ to blame is left to the job. Standard library only.
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -197,8 +197,12 @@ def _hosts_of(ranks: Sequence[int], host: dict[int, str]) -> list[str]:
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or not (run := Path(sys.argv[1])).is_dir():
-        raise UserError(f"expected a run directory, found {' '.join(sys.argv[1:]) or 'nothing'}")
+    about = "Why a run ended: the first cause, by what its ranks left behind."
+    parser = argparse.ArgumentParser(prog="python -m clap_ds.ranks.verdict", description=about)
+    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
+    run: Path = parser.parse_args().run
+    if not run.is_dir():
+        raise UserError(f"expected a run directory, found {run}")
     verdict = judge(run, None, ())
     print(verdict.message if verdict else "no rank has left anything: the run ended in order, or is under way")
 

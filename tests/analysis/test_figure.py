@@ -2,12 +2,13 @@
 
 import struct
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from matplotlib.text import Text
 
-from clap_ds.analysis.figure import COLUMN_WIDTH_INCHES, Picture, page
+from clap_ds.analysis.figure import COLUMN_WIDTH_INCHES, Picture, log_axis, page
 from clap_ds.config.errors import UserError
 
 
@@ -37,6 +38,21 @@ def test_texts_are_legible_and_within_the_figure(picture: Picture) -> None:
         assert (box.x0 >= 0, box.y0 >= 0, box.x1 <= picture.figure.bbox.x1) == (True, True, True)
     bars = picture.panels[0].containers[1]
     assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(1.0, 0.0), (2.0, 3.0)]  # beside the first part
+
+
+@pytest.mark.parametrize("high", [5, 500, 300_000, 1e12])
+def test_numbers_on_a_logarithmic_axis_dont_touch(high: float) -> None:
+    picture = Picture((2.6, 1.3), share_x=True)
+    axes = picture.panels[1]
+    axes.plot([1, 2], [1.0, high])
+    log_axis(axes)
+    picture.figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
+    shown = sorted(
+        (box for box in boxes if axes.bbox.y0 <= (box.y0 + box.y1) / 2 <= axes.bbox.y1), key=lambda box: box.y0
+    )
+    assert len(shown) > 1
+    assert all(below.y1 <= above.y0 for below, above in pairwise(shown))
 
 
 def test_formats_and_the_page_that_takes_pictures_in_and_text_as_text(tmp_path: Path, picture: Picture) -> None:

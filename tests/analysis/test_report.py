@@ -70,6 +70,11 @@ def test_numbers_and_versions_are_the_inputs_own(folder: Path) -> None:
         assert part in runs
 
 
+def test_a_price_needs_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="needs --samples"):
+        command(monkeypatch, report.main, TINY, "--output", tmp_path / "out", "--price_per_gpu_hour", "2")
+
+
 def test_costs_are_arithmetic_on_rates_and_have_their_uncertainty() -> None:
     """1e6 samples at 40 a second are 6.944 hours on 4 GPUs; ± 5 %."""
     rows = [Row(1, 4, 10.0, 40.0, samples_per_s_per_gpu_2sigma=0.5), Row(2, 8, 9.0, 72.0), Row(4, 16, state="failed")]
