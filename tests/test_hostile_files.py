@@ -30,6 +30,8 @@ from clap_ds.record.directory import RunDirectory
 from clap_ds.record.lock import FolderLock, HeldError, _kernel, _user
 from clap_ds.record.stream import Stream
 from clap_ds.training.remote import RemoteFolder
+from clap_ds.training.restoring import compare
+from clap_ds.training.schedule import TrainingProgress
 from clap_ds.weights.checkpoint_files import DamagedError, FileRecord, Manifest, newest_good
 from clap_ds.weights.load import load_weights
 from tests.weights.fake_checkpoints import checkpoint_of, make_checkpoint
@@ -162,3 +164,11 @@ def test_a_compressed_pickle(tmp_path: Path) -> None:
             file.writestr(name, stored.read(name))
     with pytest.raises(ValueError, match="compressed"):
         load_weights(tmp_path / "a.pt")
+
+
+def test_progress_and_settings_of_other_kinds(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step"):
+        TrainingProgress.from_json(TrainingProgress().to_json().replace('"step": 0', '"step": "many"'))
+    folder, run = make_checkpoint(tmp_path, 1, settings={"bf16": None}), load_run(Path("train_demo_cpu"))
+    with pytest.raises(ValueError, match="the settings in its manifest"):
+        compare(folder, load_preset("micro"), {}, run)
