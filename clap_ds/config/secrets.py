@@ -14,13 +14,17 @@ _OPTION = re.compile(rf"(--?{_SECRET})([= ]['\"]?)(?!-)[^\s'\"]+", re.IGNORECASE
 _IN_URL = re.compile(rf"(\b[a-z][a-z0-9+.-]*://[^\s?'\"]*\?)(?=[^\s'\"]*{_SECRET}=)[^\s'\"]+", re.IGNORECASE)
 _USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]*:[^\s/@'\"]*@", re.IGNORECASE)
 _KNOWN = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,})\b")
+_VARIABLE = re.compile(
+    r"\b([A-Z][A-Z0-9_]*(?:TOKEN(?!S|I)|SECRET|PASSWORD|API_KEY|ACCESS_KEY)[A-Z0-9_]*=|Bearer )[^\s'\",]+"
+)
 _NAME = re.compile(rf"--?{_SECRET}", re.IGNORECASE)
 
 
 def redacted(text: str) -> str:
-    """Text with `[hidden]` for what looks like a secret: `--hf_token=…`, a presigned URL's parameters, `://user:password@`."""
+    """Text with `[hidden]` for what looks like a secret: `--hf_token=…`, `HF_TOKEN=…`, a presigned URL's parameters,
+    `://user:password@`."""
     text = _USER.sub(rf"\1{HIDDEN}@", _IN_URL.sub(rf"\1{HIDDEN}", text))
-    return _KNOWN.sub(HIDDEN, _OPTION.sub(rf"\1\2{HIDDEN}", text))
+    return _VARIABLE.sub(rf"\1{HIDDEN}", _KNOWN.sub(HIDDEN, _OPTION.sub(rf"\1\2{HIDDEN}", text)))
 
 
 def redacted_words(words: Iterable[str]) -> list[str]:

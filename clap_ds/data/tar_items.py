@@ -24,7 +24,7 @@ Item = dict[str, Any]
 """Extension → content (bytes, or a `Place` in the tar), with `__key__`, `__url__` and, where there are places, `__file__`."""
 Report = Callable[[str, str], None]
 """Called for what can't be used, with its name and why."""
-UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError, MemoryError)
+UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError, RecursionError, MemoryError)
 """What tarfile raises of headers that nobody writes by mistake, too."""
 DAMAGE = (*UNREADABLE, OSError)  # what reading a damaged tar, or one that is gone, raises
 
@@ -32,6 +32,7 @@ _READ_AHEAD_BYTES, _ASKED_FOR_BYTES = 2**26, 2**17  # Linux heeds a request up t
 _MOST_READ_AT_ONCE = 2**22
 _HEADER_BUFFER_BYTES = 2**13  # some file systems would have it be megabytes, which each jump to a header would read
 _LARGEST_FILE, _LARGEST_HEADER, _MOST_FIELDS = 2**32, 2**20, 1000
+_MOST_ZEROS = 2**26  # behind a tar's end: writers fill a block up
 _MOST_REMEMBERED = 200_000  # items of a process, of some 700 bytes
 
 
@@ -148,7 +149,7 @@ def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) ->
             if tar.offset >= size:
                 raise EOFError("no end-of-archive mark")
             for start in range(tar.offset, size, _ASKED_FOR_BYTES):
-                if any(file.read(start, _ASKED_FOR_BYTES)):
+                if start - tar.offset > _MOST_ZEROS or any(file.read(start, _ASKED_FOR_BYTES)):
                     raise EOFError(f"it ends at byte {tar.offset:,}, and there is more behind that")
         except UNREADABLE as error:
             tell(EOFError(f"tar is truncated or damaged ({words(error)}); what can be read of it is used"))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from clap_ds.config.files import MOST_BYTES
 from clap_ds.config.model import PAD_TOKEN_ID
 from clap_ds.model.hub import load_by_name
 
@@ -41,7 +42,13 @@ def load_tokenizer(name_or_dir: str, *, vocab_size: int, field: str = FIELD) -> 
 
     def load(local_files_only: bool) -> PreTrainedTokenizerBase:
         no_code = {"trust_remote_code": False}  # of the repository: by default transformers asks on the terminal
-        return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only, **no_code)
+        for file in (path for ending in ("json", "txt", "jinja") for path in Path(name_or_dir).glob(f"*.{ending}")):
+            if file.stat().st_size > MOST_BYTES:
+                raise ValueError(f"{file.name} has more than {MOST_BYTES:,} bytes")
+        found = AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only, **no_code)
+        if not isinstance(found, PreTrainedTokenizerBase):  # but one of tokenizers, say
+            raise ValueError(f"{type(found).__name__} is none")
+        return found
 
     tokenizer = load_by_name(name_or_dir, load, field=field, what="tokenizer")
     # len() also counts added tokens, but not gaps between ids.

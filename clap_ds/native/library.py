@@ -24,6 +24,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from clap_ds.config.files import MOST_BYTES, open_regular
 from clap_ds.config.places import cache_folder, code_folder
 
 HERE = Path(__file__).parent
@@ -85,7 +86,7 @@ def _build(flags: Sequence[str]) -> IO[bytes]:
         library = code_folder("native") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
         if found := _opened(library):
             return found
-        with library.with_suffix(".lock").open("w") as lock:
+        with library.with_suffix(".lock").open("a") as lock:
             _wait_for(lock)  # ranks of a host: one compiles
             found = _opened(library)
             if found is None:
@@ -129,12 +130,13 @@ def _opened(library: Path) -> IO[bytes] | None:
     """The library, if it is there, nobody else could have written it, and it is all that `_compile` wrote, which ends in a
     checksum of the rest: opening another file may crash, or run somebody's code."""
     try:
-        file = library.open("rb")
+        file = open_regular(library)
     except FileNotFoundError:
         return None
-    state, content = os.fstat(file.fileno()), file.read()
+    state = os.fstat(file.fileno())
     is_own = state.st_uid == os.geteuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if is_own and hashlib.sha256(content[:-32]).digest() == content[-32:]:
+    content = file.read(MOST_BYTES) if is_own else b""
+    if hashlib.sha256(content[:-32]).digest() == content[-32:]:
         return file
     file.close()
     return None

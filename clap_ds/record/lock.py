@@ -154,8 +154,12 @@ def _read(path: Path) -> dict[str, Any] | None:
         with contextlib.suppress(ValueError, TypeError):
             found = dict(read_json(path))
     except FileNotFoundError:
+        if path.is_symlink():
+            raise HeldError(f"{path} is a link to nowhere; delete it") from None
         return None
-    return {"token": None, **found, "touched": touched}
+    kinds = {"pid": int, "started": int}  # others may have written it
+    known = {name: value for name, value in found.items() if isinstance(value, kinds.get(name, str))}
+    return {"token": None, "pid": 0, "started": None, **known, "touched": touched}
 
 
 def _shown(holder: dict[str, Any]) -> str:

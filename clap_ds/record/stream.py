@@ -59,7 +59,9 @@ class Stream:
         """One more line, whole or not at all."""
         with unless_full(self._path):
             if self._file is None:
-                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                # No file that a link names, and no pipe that is full for ever.
+                self._file = os.open(self._path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             content = (json.dumps(line) + "\n").encode()
             size = os.fstat(self._file).st_size
             try:

@@ -10,12 +10,14 @@ import posixpath
 import shutil
 import threading
 import uuid
+from collections.abc import Container
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
+from clap_ds.config.files import MOST_BYTES
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.ranks.agreement import on_first
 from clap_ds.ranks.limits import within
@@ -58,6 +60,7 @@ class RemoteFolder:
         """Manifests, the newest first, by name; `damaged` gets why others can't be read."""
 
         def read(name: str) -> Manifest:
+            self._check(f"{name}/{MANIFEST}", range(MOST_BYTES))
             return Manifest.from_json(self._fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
 
         return files.newest_first(self._names(), read, {} if damaged is None else damaged)
@@ -112,7 +115,8 @@ class RemoteFolder:
         for name, manifest in self.read_all(damaged).items():
             partial = files.begin(folder, manifest.step)
             try:
-                for file in manifest.files:
+                for file, record in manifest.files.items():
+                    self._check(f"{name}/{file}", [record.bytes])
                     (partial / file).parent.mkdir(exist_ok=True)
                     self._fs.get_file(f"{name}/{file}", str(partial / file))
                 found = files.publish(partial, manifest)
@@ -123,6 +127,12 @@ class RemoteFolder:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return None
+
+    def _check(self, path: str, sizes: Container[int]) -> None:
+        """DamagedError for what isn't a file of one of these sizes, and might have no end; FileNotFoundError: nothing there."""
+        info = self._fs.info(path)
+        if info["type"] != "file" or not (info["size"] is None or info["size"] in sizes):
+            raise DamagedError(f"{self.url}/{path}: not a file of the expected size")
 
     def _write(self, path: str, content: bytes) -> None:
         self._fs.makedirs(posixpath.dirname(path), exist_ok=True)

@@ -101,7 +101,13 @@ def compare(
         to_accept.append(f"the tokenizer: {problem}")
     if manifest.settings:
         deepspeed = {name: value for name, value in manifest.settings.items() if name != "clap"}
-        if (there := RunSettings(run.path, run.clap, deepspeed).precision) != run.precision:
+        try:
+            there = RunSettings(run.path, run.clap, deepspeed).precision
+        except AttributeError as error:
+            raise ValueError(
+                f"{folder}: the settings in its manifest have other fields than a run's: {error}"
+            ) from error
+        if there != run.precision:
             to_accept.append(f"the precision is {there} there, {run.precision} here")
         others += _different_settings(manifest.settings, run.resolved())
     return to_accept, others

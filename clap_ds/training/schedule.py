@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 from clap_ds.config.files import parse_json
 from clap_ds.config.metrics import score
 from clap_ds.config.settings import RunSettings
@@ -112,7 +114,7 @@ class TrainingProgress:
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         content = parse_json(text)
-        return cls(**{each.name: content[each.name] for each in fields(cls)})
+        return TypeAdapter(cls).validate_python({each.name: content[each.name] for each in fields(cls)})
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from clap_ds.config.files import open_regular, parse_json, read_bytes
 from clap_ds.config.metrics import score
@@ -50,9 +50,9 @@ class DamagedError(ValueError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and BLAKE2b-128 of a file's content."""
+    """Size in bytes, few enough that a sparse file is soon read, and BLAKE2b-128 of a file's content."""
 
-    bytes: int
+    bytes: Annotated[int, Field(ge=0, le=2**34)]
     hash: str
 
 

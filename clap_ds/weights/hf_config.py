@@ -48,6 +48,18 @@ _FRONT_END = {
 }
 
 
+def read_sizes(fields: dict[str, Any]) -> transformers.ClapConfig:
+    """Of a `config.json`, what is looked at here: of the rest, a number of labels becomes as many names."""
+    audio = {*_FIXED_AUDIO, *_AUDIO.values(), "patch_size", "patch_stride", "mlp_ratio"}
+    known = {"audio_config": audio, "text_config": {*_FIXED_TEXT, *_TEXT.values(), "layer_norm_eps"}}
+    sizes: dict[str, Any] = {
+        name: fields[name] for name in ("projection_dim", "projection_hidden_act") if name in fields
+    }
+    for name, names in known.items():
+        sizes[name] = {each: value for each, value in fields.get(name, {}).items() if each in names}
+    return transformers.ClapConfig.from_dict(sizes)
+
+
 def config_from_transformers(
     config: transformers.ClapConfig, front_end: dict[str, Any], *, name: str = "transformers"
 ) -> ClapConfig:

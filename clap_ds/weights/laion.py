@@ -8,6 +8,7 @@ such numbers. What tensors must be called is `clap_ds.weights.names`', what shap
 import pickle
 import types
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ def _read(path: Path) -> dict[str, Any]:
 def _load(path: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the protocol
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                members = archive.infolist()
+            if sum(each.file_size for each in members) > 2**20 + 4 * sum(each.compress_size for each in members):
+                raise ValueError("it is compressed many times; torch.save stores tensors as they are")
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:  # so that it isn't a TorchScript archive, which would be run

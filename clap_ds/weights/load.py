@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from clap_ds.config.model import ClapConfig
 from clap_ds.weights.checkpoint_files import MANIFEST, WEIGHTS, Manifest, find_checkpoint
 from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, load_safetensors, load_transformers, some
@@ -27,19 +29,12 @@ def load_weights(path: str | Path, config: ClapConfig | None = None, *, best: bo
     Raises:
         ValueError: nothing there, none of these, damaged, of another model, or not finite.
     """
-    path = Path(path)
-    if path.is_file() and path.suffix in _PICKLES:
-        found = load_laion(path, config)
-    elif path.suffix == ".safetensors" and path.is_file():
-        found = _with_manifest(path, load_safetensors(path))
-    elif (path / "config.json").exists():
-        found = load_transformers(path)
-    elif path.is_dir():
-        path = find_checkpoint(path, best=best)
-        found = _with_manifest(path, load_safetensors(path / WEIGHTS))
-    else:
-        what = "expected" if path.exists() else "no such file or folder; expected"
-        raise ValueError(f"{path}: {what} a folder, a .safetensors file or LAION-CLAP's {', '.join(_PICKLES)}")
+    try:
+        path, found = _read(Path(path), config, best=best)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # whatever is made of fields of other types than they should have
+        raise ValueError(f"{path}: can't be read: {type(error).__name__}: {error}") from error
     if wrong := [name for name, tensor in found.state.items() if not tensor.isfinite().all()]:
         remedy = "a run that diverged, most likely: take an earlier checkpoint"
         raise ValueError(
@@ -49,6 +44,21 @@ def load_weights(path: str | Path, config: ClapConfig | None = None, *, best: bo
         check_same_model(path, found.config, config)  # by tensors alone a model with other attention heads would fit
         found = replace(found, config=config)
     return replace(found, path=str(path))
+
+
+def _read(path: Path, config: ClapConfig | None, *, best: bool) -> tuple[Path, Checkpoint]:
+    """Where it was found, and what is there."""
+    if path.is_file() and path.suffix in _PICKLES:
+        return path, load_laion(path, config)
+    if path.suffix == ".safetensors" and path.is_file():
+        return path, _with_manifest(path, load_safetensors(path))
+    if (path / "config.json").exists():
+        return path, load_transformers(path)
+    if path.is_dir():
+        path = find_checkpoint(path, best=best)
+        return path, _with_manifest(path, load_safetensors(path / WEIGHTS))
+    what = "expected" if path.exists() else "no such file or folder; expected"
+    raise ValueError(f"{path}: {what} a folder, a .safetensors file or LAION-CLAP's {', '.join(_PICKLES)}")
 
 
 def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
@@ -63,7 +73,7 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
     kind = clap.get("loss", {}).get("kind", kind)
     value = manifest.metrics.get(manifest.best_by or "")
     reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_by} {value:.4g}")
-    tokens = clap.get("text_tokens", found.text_tokens)
+    tokens = TypeAdapter(int | None).validate_python(clap.get("text_tokens", found.text_tokens))
     return replace(found, tokenizer=manifest.tokenizer_in(folder), text_tokens=tokens, loss_kind=kind, reached=reached)
 
 
@@ -79,7 +89,7 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any], prefix: str = "") 
     """In words, what a checkpoint has otherwise than this run."""
     found = []
     for name, value in ours.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and isinstance(theirs.get(name), dict):
             found += differences(theirs[name], value, f"{prefix}{name}.")
         elif theirs.get(name) != value:
             found.append(f"{prefix}{name} is {theirs.get(name)!r} there, {value!r} here")

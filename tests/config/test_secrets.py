@@ -13,6 +13,8 @@ from clap_ds.config.secrets import redacted, redacted_all
         ("--tokenizer=roberta --text_tokens 77", "--tokenizer=roberta --text_tokens 77"),
         ("https://b.s3/a.tar?X-Amz-Date=1&X-Amz-Signature=f0", "https://b.s3/a.tar?[hidden]"),
         ("https://b/a.tar?sv=1&sig=f0%3D can't be read", "https://b/a.tar?[hidden] can't be read"),
+        ("env HF_TOKEN=abc TEXT_TOKENS=7 x", "env HF_TOKEN=[hidden] TEXT_TOKENS=7 x"),
+        ("Authorization: Bearer ey.J0", "Authorization: Bearer [hidden]"),
         ("https://host/a.tar?part=3", "https://host/a.tar?part=3"),
         ("s3://me:pass@bucket/x", "s3://[hidden]@bucket/x"),
         ("hf_" + "a" * 34, "[hidden]"),

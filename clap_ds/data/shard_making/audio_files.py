@@ -17,7 +17,7 @@ import soundfile
 from tqdm import tqdm
 
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.shard_making.caption_lists import Entry
+from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry
 
 _PROBE = 65536  # bytes read from the start of files of the same size
 _OF_A_STREAM = 0x7FFF0000  # sizes from here on stand in WAVs written to a pipe: sox 0x7FFFF000, ffmpeg 0xFFFFFFFF
@@ -58,6 +58,8 @@ def _size(entry: Entry) -> Hashable:
     entry.size = status.st_size
     if not stat.S_ISREG(status.st_mode):
         entry.problem = "isn't a regular file"
+    elif status.st_size > MOST_OF_A_FILE:
+        entry.problem = f"has more than {MOST_OF_A_FILE:,} bytes"
     return entry.size
 
 

@@ -20,13 +20,14 @@ from pathlib import Path
 
 from clap_ds.config import arguments
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import read_bytes
 from clap_ds.config.model import load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.front_end import KINDS
 from clap_ds.data.shard_list import HUB_TOKENIZER
 from clap_ds.data.shard_making.audio_files import merge_same
-from clap_ds.data.shard_making.caption_lists import Entry, read_entries
+from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry, read_entries
 from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
 from clap_ds.data.shard_making.splits import SIDES, Numbered, check_columns, divide
@@ -111,14 +112,14 @@ def members_of(items: Numbered, preparation: Preparation | None, broken: list[Na
     for number, entry in items:
         names = [entry.path, *entry.others]
         try:
-            clip = convert(entry.path.read_bytes(), entry.path.suffix.lower().removeprefix("."))
+            clip = convert(read_bytes(entry.path, MOST_OF_A_FILE), entry.path.suffix.lower().removeprefix("."))
         except (BrokenItemError, OSError) as error:
             broken += [(str(path), str(error)) for path in names]
             continue
         sources = list(dict.fromkeys(path.name for path in names))
         caption, source = (each[0] if len(each) == 1 else each for each in (entry.captions, sources))
         described = {**entry.more, "caption": caption, "source": source}
-        content = json.dumps(described, ensure_ascii=False, default=str).encode()
+        content = json.dumps(described, ensure_ascii=False, default=str).encode(errors="replace")
         yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": content}, clip.seconds
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "wav", "filepath", "file_path")
@@ -24,6 +24,9 @@ _COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names
 _ROW_WITHIN = re.compile(rf"\n.*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})\b", re.IGNORECASE)
 _DELIMITERS = ",;\t|"
 _QUOTING = "a field with a delimiter or a line break goes into double quotes, with each of its own doubled"
+
+MOST_OF_A_FILE = 2**30
+"""Bytes of a list, and of an audio file: hours."""
 
 Row = dict[str, Any]
 
@@ -78,7 +81,7 @@ def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
     if not source.is_file() or source.suffix.lower() not in readers:
         found = "" if source.exists() else ": no such file or folder"
         raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
-    rows = list(readers[source.suffix.lower()](source, _text_in(source, options.encoding)))
+    rows = list(readers[source.suffix.lower()](source, _text_in(source, options.encoding, MOST_OF_A_FILE)))
     if not rows:
         raise UserError(f"{source}: no rows in it")
     audio, captions = _columns(source, list(dict.fromkeys(name for _, row in rows for name in row)), options)
@@ -89,9 +92,9 @@ def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
         yield Entry((options.audio_root or source.parent) / path, *_divided(more, captions))
 
 
-def _text_in(path: Path, encoding: str | None) -> str:
+def _text_in(path: Path, encoding: str | None, most: int = MOST_BYTES) -> str:
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, most)
         return content.decode(encoding or ("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"))
     except (OSError, LookupError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read: {error}; name another encoding by --encoding, such as cp1252") from None
@@ -102,9 +105,9 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{source}:{number}: not valid JSON: {error.msg}") from None
+                row = parse_json(line)
+            except ValueError as error:
+                raise UserError(f"{source}:{number}: not valid JSON: {getattr(error, 'msg', error)}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{source}:{number}: expected an object, as in each line of a JSONL")
             yield number, row
@@ -185,11 +188,11 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
             if text.is_file():
                 row: Any = {"caption": _text_in(text, options.encoding).splitlines()}
             elif described.is_file():
-                row = json.loads(_text_in(described, options.encoding))
+                row = parse_json(_text_in(described, options.encoding))
             else:
                 row = None
             if not isinstance(row, dict):
                 raise UserError(f"expected {text.name}, or {described.name} with an object, beside it")
             yield Entry(path, *_divided(row, options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))))
-        except (json.JSONDecodeError, UserError) as error:
+        except (ValueError, UserError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")

@@ -74,7 +74,7 @@ def fill(
             built[done.name] = done
     ordered = [built[name] for name in shards]
     broken = [*unusable, *(each for shard in ordered for each in shard.broken)]
-    listed = [json.dumps({"file": path, "reason": reason}, ensure_ascii=False) + "\n" for path, reason in broken]
+    listed = [json.dumps({"file": path, "reason": reason}) + "\n" for path, reason in broken]
     write_atomically(folder / BROKEN, "".join(listed))
     records = {shard.name: shard.record for shard in ordered if shard.record}
     write_manifest(folder, ShardManifest(records, *prepared))
