@@ -232,8 +232,6 @@ class RetrievalSettings(Section):
 class ZeroShotSettings(Section):
     """Zero-shot classification of held-out clips by captions made of class names."""
 
-    former = {"classes": None}
-
     shards: str | list[str]
     """Tar files whose items carry a `json` member with their class."""
     class_field: str = "kind"
