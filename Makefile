@@ -28,7 +28,8 @@ endif
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,test]'
 	@.venv/bin/python -m clap_ds.model.torchaudio_compat
-	@find .venv/bin -type f -exec sed -i '1s|^#!/.* .*/bin/python[0-9.]*$$|#!/usr/bin/env python|' {} +  # a kernel's ends at a space
+	@# Linux cuts the first line of a script at a space in the path of its Python.
+	@find .venv/bin -type f -exec sed -i '1s|^#!/.* .*/bin/python[0-9.]*$$|#!/usr/bin/env python|' {} +
 	@touch $@
 
 setup: $(READY)

@@ -20,8 +20,6 @@ from typing import Any
 from clap_ds.config.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk with no room left
-
-
 MOST_BYTES = 64 * 2**20
 """Of a file that is read whole: the manifest of 100,000 shards has 15 MB."""
 LONGEST_LINE = 2**20

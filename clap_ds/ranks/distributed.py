@@ -88,7 +88,7 @@ class Ranks:
         """The same on all ranks, and as far as that can be told another one in other runs; in a job, nobody else knows it."""
         secret = ""
         if self.job_folder is not None:
-            with contextlib.suppress(OSError):  # of a job made by an older version
+            with contextlib.suppress(OSError):  # of what starts ranks without one, such as preflight
                 secret = (self.job_folder / SECRET).read_text()
         of_slurm = [os.environ.get(f"SLURM_{name}_ID", "") for name in ("JOB", "STEP")]
         # DeepSpeed's launcher on a single host is the parent of all ranks.

@@ -29,10 +29,10 @@ def _described(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> An
     if isinstance(value, Tensor):
         tensor = value.detach().to("cpu").contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        tensors[name := str(len(tensors))] = (
-            tensor.clone() if storage in storages else tensor
-        )  # safetensors shares none
+        if storage in storages:  # safetensors saves none that share their memory
+            tensor = tensor.clone()
         storages.add(storage)
+        tensors[name := str(len(tensors))] = tensor
         return {"tensor": name}
     if isinstance(value, dict):
         items = [[_described(part, tensors, storages) for part in item] for item in value.items()]

@@ -2,7 +2,6 @@
 
 import io
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,11 +50,9 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
 def test_the_rest_is_told_and_what_was_before_is_used(tmp_path: Path, attack: str) -> None:
     path, told = tmp_path / "a.tar", list[str]()
     path.write_bytes(FIRST + ATTACKS[attack]() + bytes(1024))
-    begin = time.monotonic()
     items = list(read_items(str(path), lambda name, reason: told.append(reason)))
     assert [item["__key__"] for item in items if {"txt", "wav"} <= item.keys()] == ["a"]
     assert told
-    assert time.monotonic() - begin < 60  # where it hangs, the suite's own limit would end everything
 
 
 @settings(max_examples=300, deadline=None)
