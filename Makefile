@@ -34,9 +34,7 @@ endif
 
 setup: $(READY)
 
-# DeepSpeed's launcher without its page of lines, and on a port of its own, so that two runs don't meet. Errors are still told.
-PORT = "$(PYTHON)" -c 'from clap_ds.ranks.hostfile import free_port; print(free_port())'
-LAUNCH = "$(PYTHON)" -m deepspeed.launcher.runner --quiet --master_port "$$($(PORT))"
+LAUNCH = "$(PYTHON)" -m clap_ds.ranks.start
 
 bench: $(READY)
 	@case "$$("$(PYTHON)" -m clap_ds.ranks.accelerator)" in \

@@ -25,7 +25,7 @@ from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import write_object
 from clap_ds.config.places import PACKAGE, work_folder
 
-BENCH = [sys.executable, "-m", "deepspeed.launcher.runner", str(PACKAGE / "bench.py"), "--deepspeed_config"]
+BENCH = [sys.executable, "-m", "clap_ds.ranks.start", str(PACKAGE / "bench.py"), "--deepspeed_config"]
 """A run's command, on all GPUs of this machine, before the name of its JSON."""
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (
