@@ -67,7 +67,8 @@ def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = Fa
     if done.returncode:
         raise UserError("\n".join(said))
     versions = json.loads(answer[1])
-    return f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
+    shown = f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
+    return f"{shown}\nwarning: {versions['lacks']}" if versions.get("lacks") else shown
 
 
 def check_script(text: str) -> str:

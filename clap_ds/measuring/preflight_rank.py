@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 
 from clap_ds.config.files import write_object
 from clap_ds.config.places import PACKAGE, version
-from clap_ds.ranks.accelerator import granted_by_slurm, nvidia_smi
+from clap_ds.ranks.accelerator import granted_by_slurm, nvidia_smi, triton_lacks
 from clap_ds.ranks.distributed import Ranks, initialize, run_command
 from clap_ds.ranks.hostfile import this_host
 
@@ -74,7 +74,7 @@ def gpus() -> dict[str, str]:
 
 
 def faults(mine: dict[str, str], folder: Path) -> Iterator[str]:
-    """Want of disk space, and who else has these GPUs. Whether torch can use them the ranks will tell."""
+    """Want of disk space and of a compiler, and who else has these GPUs. Whether torch can use them the ranks will tell."""
     for place in (str(folder.parent), "/tmp"):
         free_gb = shutil.disk_usage(place).free / 1e9
         if free_gb < MIN_FREE_GB:
@@ -83,6 +83,8 @@ def faults(mine: dict[str, str], folder: Path) -> Iterator[str]:
         return
     if not mine and granted_by_slurm():
         yield "SLURM gave the job GPUs there, and none can be seen"
+    if mine and (lacks := triton_lacks()):
+        yield lacks
     for line in nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name"):
         uuid, pid, memory, name = line.split(", ", 3)
         command = Path(f"/proc/{pid}/cmdline")

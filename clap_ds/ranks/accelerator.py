@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import warnings
 from typing import TYPE_CHECKING, Literal
 
@@ -44,7 +46,7 @@ def choose_accelerator() -> Literal["cuda", "cpu"]:
         warnings.simplefilter("ignore")  # torch warns of an old driver, once a rank
         if torch.cuda.is_available():
             return "cuda"
-    if found := _find_gpu():
+    if found := find_gpu():
         try:
             torch.cuda.init()
             said = "nothing"
@@ -94,7 +96,16 @@ def set_up_cuda() -> None:
         (own or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
-def _find_gpu() -> str:
+def triton_lacks() -> str:
+    """What this host has none of and Triton compiles with, at first use, and what to do; empty where it has all."""
+    compiler = os.environ.get("CC") or ("gcc" if shutil.which("gcc") else "clang")  # as Triton chooses
+    header = os.path.join(sysconfig.get_paths("posix_prefix")["include"], "Python.h")
+    lacks = ["C compiler"] * (not shutil.which(compiler)) + [header] * (not os.path.exists(header))
+    how = "so Triton compiles no kernel, and runs take slower ones; install gcc and Python's headers (python3-dev)"
+    return f"no {' and no '.join(lacks)}, {how}" if lacks else ""
+
+
+def find_gpu() -> str:
     """What says that this process has a GPU: nvidia-smi's line, a device file that it may open, or SLURM; else nothing."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     devices = [path for path in glob.glob(DEVICE_FILES) if os.access(path, os.R_OK | os.W_OK)]
