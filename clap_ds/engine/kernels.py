@@ -2,7 +2,7 @@
 
 A model is built with what `build_kernels` says. On CUDA `choose_kernels` then gives it this project's Triton kernels for
 `auto`, if they compile here and agree with plain products in fp32, forward and gradients, on one small input each. That is
-tried in this process at every start; all ranks take the same, Triton's where none found a fault.
+tried in this process at every start, and each rank goes by what it found, as GPUs of several kinds may step together.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch.utils._triton import has_triton_package
 from clap_ds.config.settings import RunSettings
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import attend_windows, default_kernel
+from clap_ds.ranks.accelerator import triton_lacks
 from clap_ds.ranks.agreement import gather, rank
 from clap_ds.ranks.watch import doing
+from clap_ds.record.hardware import device_name
 from clap_ds.record.schema import ChosenKernel
 
 Field = Literal["attention", "mlp"]
@@ -60,22 +62,25 @@ def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> 
     """Give the audio tower's blocks the kernels that `auto` stands for, before anything has been traced or run. A collective.
 
     Returns:
-        What was chosen, by field of `clap.model`, for the run's record; empty where the settings name kernels.
+        What was chosen on all ranks, by field of `clap.model`, for the run's record; empty where the settings name kernels.
     """
-    chosen, said = dict[str, ChosenKernel](), list[str]()
+    chosen = dict[str, ChosenKernel]()
     for field in FIELDS:
         if getattr(run.clap.model, field) != "auto":
             continue
         with doing("trying kernels"):
-            problems = gather(_problem(field, model, DTYPES.get(run.precision, torch.float32), device))
-        problem = next((f"rank {number}: {found}" for number, found in enumerate(problems) if found), None)
+            problem = _problem(field, model, DTYPES.get(run.precision, torch.float32), device)
+            tried = gather((device_name(device), problem))
         if problem is None:
             model.audio.use_triton(field)
-        kernel = "triton" if problem is None else build_kernels(run, device)[field]
-        chosen[field] = {"kernel": kernel, "problem": problem}
-        said.append(f"{field} {kernel}" + (f" (triton can't be taken, {problem})" if problem else ""))
-    if said and rank() == 0:
-        print(f"kernels: {'; '.join(said)}", flush=True)
+        kernels = sorted({build_kernels(run, device)[field] if found else "triton" for _, found in tried})
+        told = {each: tried.index(each) for each in tried if each[1]}
+        faults = [f"{tried.count(each)} × {each[0]}, first rank {at}: {each[1]}" for each, at in told.items()]
+        chosen[field] = {"kernel": " and ".join(kernels), "problem": "; ".join(faults) or None}
+    if chosen and rank() == 0:
+        print("kernels:", "; ".join(f"{field} {its['kernel']}" for field, its in chosen.items()), flush=True)
+        for name, problem in ((name, its["problem"]) for name, its in chosen.items() if its["problem"]):
+            print(f"warning: {name} by a slower kernel than Triton's on {problem}", flush=True)
     return chosen
 
 
@@ -87,7 +92,7 @@ def _problem(field: Field, model: ClapModel, dtype: torch.dtype, device: torch.d
         triton, plain, inputs = (_attention_trial if field == "attention" else _mlp_trial)(model, normal)
         found, expected = _results(triton, inputs, dtype), _results(plain, inputs, torch.float32)
     except Exception as error:  # of whatever type a compiler or a driver has
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return triton_lacks() or (str(error).strip() or type(error).__name__).splitlines()[0]
     for name, right in expected.items():
         share = float((found[name].float() - right).abs().max() / right.abs().max())
         if not share < TOLERANCE[dtype]:  # NaN, too

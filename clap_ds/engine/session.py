@@ -112,7 +112,7 @@ def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: lis
         text_tokens=run.clap.text_tokens,
         text=run.clap.text,
         precision=run.precision,
-        device_name=here["device_name"],
+        device_name=" and ".join(sorted({name for _, name in everywhere})),
     )
     return record.path
 

@@ -212,13 +212,13 @@ def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summ
         flops["published_gflops"] * 1e9,
         flops["training_gflops"] * 1e9,
         samples_per_s_per_gpu,
-        hardware.device_name(session.device),
+        " and ".join(sorted({*gather(hardware.device_name(session.device))})),  # of several kinds none has a known peak
         settings.peak_tflops,
         flops["recomputed_gflops"] * 1e9,
     )
     if settings.measure_peak:
         # On every rank at once, as training uses them: neighbours share power and heat.
-        found["matmul_tflops"] = measure_matmul_tflops(session.device)
+        found["matmul_tflops"] = statistics.fmean(gather(measure_matmul_tflops(session.device)))
         found["achievable_percent"] = 100 * found["achieved_tflops"] / found["matmul_tflops"]
     doubts = doubtful_mfu(found["mfu_published_percent"], found["mfu_model_percent"])
     return {**found, "flops": flops, "warnings": [*warnings, *doubts]}

@@ -43,7 +43,7 @@ class StepTime(TypedDict, total=False):
 
 
 class ChosenKernel(TypedDict):
-    """What `auto` stands for in this run, and why it isn't Triton's."""
+    """What `auto` stands for in this run, joined by "and" where ranks differ, and on which GPUs it isn't Triton's and why."""
 
     kernel: str
     problem: str | None
@@ -68,6 +68,7 @@ class Summary(TypedDict, total=False):
     text: str
     precision: str
     device_name: str
+    """Of ranks on several kinds, all of them, joined by "and"."""
     device_type: str
     kernels: dict[str, ChosenKernel]
     """On CUDA, by field of `clap.model`, of those that are `auto`."""

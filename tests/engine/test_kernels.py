@@ -1,4 +1,4 @@
-"""`auto` is Triton where it is right on every rank; where it isn't, the other kernel, and why is said and recorded."""
+"""`auto` is Triton on ranks where it is right; on others it is the other kernel, and why is said and recorded."""
 
 import os
 import subprocess
@@ -51,6 +51,8 @@ def fake(patch: pytest.MonkeyPatch, part: str = "", wrong: Callable[..., Tensor]
         return wrong(plain, *tensors) if wrong and kernel == "triton" and part == "attention" else plain(*tensors)
 
     patch.setattr(kernels, "CLIPS", 2)
+    patch.setattr(kernels, "device_name", lambda device: f"GPU {rank()}")
+    patch.setattr(kernels, "triton_lacks", lambda: "no C compiler" if part == "mlp" else "")
     patch.setattr(kernels, "attend_windows", attend)
     mlp = kernels._plain_mlp
     patch.setattr(mlp_triton, "triton_mlp", partial(wrong, mlp) if wrong and part == "mlp" else mlp)
@@ -94,6 +96,7 @@ FAULTS: list[tuple[str, Callable[..., Tensor], str]] = [
     ("attention", lambda plain, *tensors: torch.nan * plain(*tensors), "its output is off by nan of"),
     ("attention", wrong_gradient(1), "its gradient of bias is off by 0.1 of"),
     ("attention", fails, "no such instruction"),
+    ("mlp", fails, "no C compiler"),
     ("mlp", lambda plain, *tensors: 1.1 * plain(*tensors), "its output is off by 0.1 of the largest value"),
     ("mlp", wrong_gradient(3), "its gradient of weight 2 is off by 0.1 of"),
 ]
@@ -106,9 +109,11 @@ def test_a_fault_costs_its_kernel_and_is_said(
     fake(monkeypatch, part, wrong)
     chosen, blocks = choose()
     problem = str(chosen[part]["problem"])
-    assert problem.startswith(f"rank 0: {why}")
+    assert problem.startswith(f"1 × GPU 0, first rank 0: {why}")
     otherwise = "matmul" if part == "attention" else "torch"  # on this device
-    assert f"{part} {otherwise} (triton can't be taken, {problem})" in capsys.readouterr().out.splitlines()[0]
+    said, warning = capsys.readouterr().out.splitlines()
+    assert f"{part} {otherwise}" in said
+    assert warning == f"warning: {part} by a slower kernel than Triton's on {problem}"
     assert chosen == {"attention": RIGHT, "mlp": RIGHT, part: {"kernel": otherwise, "problem": problem}}
     assert blocks[-1] == (("matmul", "triton") if part == "attention" else ("triton", "torch"))
 
@@ -120,11 +125,11 @@ def _choose_on_a_rank() -> tuple[dict[str, ChosenKernel], Blocks]:
         return choose()
 
 
-def test_ranks_take_the_same(two_ranks: RankPool) -> None:
+def test_each_rank_takes_what_is_right_there(two_ranks: RankPool) -> None:
     first, second = two_ranks.run(_choose_on_a_rank)
-    assert first == second
-    assert first[0] == {"attention": {"kernel": "matmul", "problem": "rank 1: no such instruction"}, "mlp": RIGHT}
-    assert first[1][-1] == ("matmul", "triton")
+    differs = ChosenKernel(kernel="matmul and triton", problem="1 × GPU 1, first rank 1: no such instruction")
+    assert first[0] == second[0] == {"attention": differs, "mlp": RIGHT}
+    assert (first[1][-1], second[1][-1]) == (("triton", "triton"), ("matmul", "triton"))
 
 
 def test_what_a_model_is_built_with(monkeypatch: pytest.MonkeyPatch) -> None:

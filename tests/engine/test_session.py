@@ -14,10 +14,11 @@ from clap_ds.config.errors import AgreedError
 from clap_ds.config.settings import load_run
 from clap_ds.data.supply import Supply
 from clap_ds.engine.building import build_model, fetch_from_hub, wrap
-from clap_ds.engine.session import Session, check_deepspeed_sections
+from clap_ds.engine.session import Session, _describe, check_deepspeed_sections
 from clap_ds.model import text
 from clap_ds.ranks.agreement import agreed
 from clap_ds.ranks.distributed import Ranks
+from clap_ds.record.directory import RunDirectory
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import CPU, run_settings, settings
 
@@ -41,6 +42,13 @@ def test_what_one_rank_would_find_while_others_wait_is_told_before(
     run = load_run(write_run(**section))
     with pytest.raises(ValueError, match=message):
         check_deepspeed_sections(run.deepspeed, run.path)
+
+
+def test_a_run_is_titled_with_every_kind_of_gpu(write_run: Callable[..., Path]) -> None:
+    everywhere = [("node1", "H100"), ("node1", "A100"), ("node2", "H100")]
+    with mock.patch("clap_ds.engine.session.start_log"):
+        path = _describe(load_run(write_run(), 3), Ranks(0, 3, 0, 2), {"device_name": "H100"}, everywhere)
+    assert RunDirectory(path).summary()["device_name"] == "A100 and H100"
 
 
 def _uncompiled() -> str:

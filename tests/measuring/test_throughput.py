@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.sections import BenchSettings
+from clap_ds.config.sections import BenchSettings, HardwareSettings
 from clap_ds.engine.session import Session
 from clap_ds.measuring import throughput
 from clap_ds.measuring.throughput import Measurement, Window
@@ -39,6 +39,26 @@ def test_the_rate_is_all_samples_over_all_seconds_however_they_are_cut(windows: 
         )  # of one rank, which never waits
         measurement.windows.append(Window(step_s.sum(axis=0), step_s, np.zeros_like(step_s)))
     assert measurement.rates()["mean"] == pytest.approx(8 / 1.3)
+
+
+def _utilized() -> Any:
+    """On an H100 and an A100, whose matrix products go at 400 and 200 TFLOPS."""
+    first = dist.get_rank() == 0
+    flops = {"published_gflops": 100.0, "training_gflops": 300.0, "recomputed_gflops": 0.0}
+    session: Any = mock.Mock(**{"run.clap.hardware": HardwareSettings(measure_peak=True)})
+    with (
+        mock.patch.object(throughput, "measure_flops", return_value=(flops, [])),
+        mock.patch.object(throughput, "measure_matmul_tflops", return_value=400.0 if first else 200.0),
+        mock.patch.object(hardware, "device_name", return_value="H100" if first else "A100"),
+    ):
+        return throughput._measure_utilization(session, 500.0)
+
+
+def test_gpus_of_several_kinds_have_no_peak(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(_utilized):
+        assert (found["peak_tflops"], found["mfu_model_percent"]) == (None, None)
+        assert "the peak of 'A100 and H100' is not known" in found["peak_source"]
+        assert (found["matmul_tflops"], found["achievable_percent"]) == pytest.approx((300.0, 50.0))
 
 
 def _measured(folder: str) -> dict[str, Any]:
