@@ -4,7 +4,6 @@ it, and all that a run that steps has at hand. The steps are the command's.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
 from clap_ds.ranks import distributed, failure, watch
+from clap_ds.ranks.accelerator import CORES
 from clap_ds.ranks.agreement import agreed, gather, on_first
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.record import hardware, monitor
@@ -160,8 +160,8 @@ class Session:
         supply = self.batches.supply()
         if supply is None or len(self.quickest) < 2:
             return
-        ranks, cores = self.ranks.local_world_size, len(os.sched_getaffinity(0))
-        print(verdict(supply, self.quickest[-1], ranks_per_host=ranks, cores=cores), flush=True)
+        ranks = self.ranks.local_world_size
+        print(verdict(supply, self.quickest[-1], ranks_per_host=ranks, cores=CORES), flush=True)
         self.supply_told = True
 
 

@@ -12,6 +12,7 @@ Top-level imports: standard library only, for hosts are asked, too, whose Python
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import shutil
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from clap_ds.config.errors import UserError, run_alone
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+CORES = len(os.sched_getaffinity(0))  # that this process may use, before `stay_near`
 
 
 def choose_accelerator() -> Literal["cuda", "cpu"]:
@@ -75,6 +77,7 @@ def choose_device(rank: int, local_rank: int) -> torch.device:
             " the hostfile promises more slots than there are"
         )
     set_up_cuda()
+    stay_near(number)
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
@@ -94,6 +97,21 @@ def set_up_cuda() -> None:
         # Versions of torch that don't have the first name have the second, which others warn of.
         own = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (own or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
+def stay_near(gpu: int) -> None:
+    """Have this thread, and what it starts later, run on the cores near a GPU: memory is taken near who first writes to it.
+    Not where this process may use only some of the host's cores, or NVML doesn't know which are near."""
+    if os.cpu_count() != CORES:
+        return
+    with contextlib.suppress(Exception):  # of whatever type a broken driver has
+        import pynvml as nvml
+        import torch
+
+        nvml.nvmlInit()
+        its: Any = torch.cuda.get_device_properties(gpu)  # the address is the whole GPU's, also of a part (MIG)
+        address = f"{its.pci_domain_id:08x}:{its.pci_bus_id:02x}:{its.pci_device_id:02x}.0"
+        nvml.nvmlDeviceSetCpuAffinity(nvml.nvmlDeviceGetHandleByPciBusId(address))
 
 
 def triton_lacks() -> str:

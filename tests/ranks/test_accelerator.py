@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -99,14 +100,30 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
     monkeypatch.setattr(accelerator, "choose_accelerator", lambda: "cuda")
     chosen: list[Any] = []
     monkeypatch.setattr(accelerator, "set_up_cuda", lambda: chosen.append("set up"))
+    monkeypatch.setattr(accelerator, "stay_near", lambda gpu: chosen.append(f"near {gpu}"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     if expected.startswith("cuda"):
         assert choose_device(7, local_rank) == torch.device(expected)
-        assert chosen == ["set up", int(expected[-1])]
+        assert chosen == ["set up", f"near {expected[-1]}", int(expected[-1])]
     else:
         with pytest.raises(UserError, match=f"rank 7 is number {local_rank} on .*{expected}"):
             choose_device(7, local_rank)
+
+
+@pytest.mark.parametrize(("cores", "bus", "expected"), [(4, 27, ["near 27"]), (4, 28, []), (2, 27, [])])
+def test_a_rank_stays_near_its_gpu(monkeypatch: pytest.MonkeyPatch, cores: int, bus: int, expected: list[str]) -> None:
+    near: list[str] = []
+    known = {"00000001:1b:03.0": "near 27"}  # NVML fails for others
+    nvml: Any = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceSetCpuAffinity=near.append)
+    nvml.nvmlDeviceGetHandleByPciBusId = known.__getitem__
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    its = SimpleNamespace(pci_domain_id=1, pci_bus_id=bus, pci_device_id=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {1: its}.__getitem__)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(accelerator, "CORES", cores)
+    accelerator.stay_near(1)
+    assert near == expected
 
 
 @pytest.mark.parametrize(
