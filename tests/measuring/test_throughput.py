@@ -43,14 +43,11 @@ def test_the_rate_is_all_samples_over_all_seconds_however_they_are_cut(windows: 
 
 def _utilized() -> Any:
     """On an H100 and an A100, whose matrix products go at 400 and 200 TFLOPS."""
-    first = dist.get_rank() == 0
+    kind, tflops = [("H100", 400.0), ("A100", 200.0)][dist.get_rank()]
     flops = {"published_gflops": 100.0, "training_gflops": 300.0, "recomputed_gflops": 0.0}
     session: Any = mock.Mock(**{"run.clap.hardware": HardwareSettings(measure_peak=True)})
-    with (
-        mock.patch.object(throughput, "measure_flops", return_value=(flops, [])),
-        mock.patch.object(throughput, "measure_matmul_tflops", return_value=400.0 if first else 200.0),
-        mock.patch.object(hardware, "device_name", return_value="H100" if first else "A100"),
-    ):
+    found = {"measure_flops": lambda session: (flops, []), "measure_matmul_tflops": lambda device: tflops}
+    with mock.patch.multiple(throughput, **found), mock.patch.object(hardware, "device_name", return_value=kind):
         return throughput._measure_utilization(session, 500.0)
 
 
