@@ -69,8 +69,9 @@ def gpus() -> dict[str, str]:
     """Name, memory and driver by UUID of the GPUs this rank may use, of what nvidia-smi shows."""
     words = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     lines = [line.split(", ", 2) for line in nvidia_smi("--query-gpu=index,uuid,name,memory.total,driver_version")]
+    is_any = words == [""] or words[0].startswith("MIG-")  # whose part that is, isn't shown
     is_mine = lambda index, uuid: any(word == index or (word and uuid.startswith(word)) for word in words)  # noqa: E731
-    return {uuid: shown for index, uuid, shown in lines if words == [""] or is_mine(index, uuid)}
+    return {uuid: shown for index, uuid, shown in lines if is_any or is_mine(index, uuid)}
 
 
 def faults(mine: dict[str, str], folder: Path) -> Iterator[str]:

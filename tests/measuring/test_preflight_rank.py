@@ -28,7 +28,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("visible", "indices"),
-    [("0,1,2,3", "0123"), ("2,3", "23"), ("GPU-1aa,GPU-3", "13"), ("", "0123"), ("7", "")],
+    [("0,1,2,3", "0123"), ("2,3", "23"), ("GPU-1aa,GPU-3", "13"), ("MIG-5cc", "0123"), ("", "0123"), ("7", "")],
 )
 def test_only_the_gpus_of_the_rank_count(
     processes: Path, monkeypatch: pytest.MonkeyPatch, visible: str, indices: str
