@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from clap_ds.flop_count.peaks import GPUS
-from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_part
+from clap_ds.planning.efficiency import TABLE
+from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_class, seconds_by_part
 from clap_ds.planning.trace import Operation
 
-RATES = DeviceRates({torch.bfloat16: 100.0}, 10.0, 0.5, {"clap_ds.window_attention": 20.0})
+RATES = DeviceRates({torch.bfloat16: 100.0}, 10.0, 0.5, share_of={"triton mlp": 0.2})
 
 
 def _operation(
@@ -21,7 +22,8 @@ def test_an_operation_takes_what_it_needs_most_of() -> None:
     assert RATES.seconds(_operation(flops=400, read=20)) == 4
     assert RATES.seconds(_operation(flops=400, read=50, written=50)) == 10
     assert RATES.seconds(_operation(read=1)) == 0.5
-    assert RATES.seconds(_operation("clap_ds.window_attention", 400)) == 20
+    assert RATES.seconds(_operation("clap_ds.mlp", 400)) == 20
+    assert RATES.ideal_s(_operation("clap_ds.mlp", 400)) == 4
     assert RATES.seconds(_operation(read=100, launches=False)) == 0
     assert RATES.seconds(_operation("c10d.allreduce_", read=100)) == 0
 
@@ -32,16 +34,33 @@ def test_parts_add_up_to_the_step() -> None:
     assert found == {"audio forward": 3, "audio backward": 2, "optimizer": 3, "step": 8}
 
 
+def test_the_gpu_waits_for_the_host_where_kernels_are_short() -> None:
+    """Ten launches take the host 2 s each: what it does under a long kernel isn't waited for."""
+    rates = DeviceRates({}, 10.0, host_s=2.0)
+    short, long = _operation(read=10), _operation(read=120)
+    assert seconds_by_part([(short, 10)], rates)["step"] == 2 * 10 + 10
+    assert seconds_by_part([(short, 1)] * 10, rates)["step"] == pytest.approx(2 * 10 + 1)
+    # Launched at 2 s, done at 14; three more are launched meanwhile, at 4, 6 and 8 s.
+    assert seconds_by_part([(long, 1), *[(short, 1)] * 3], rates)["step"] == 2 + 12 + 3
+
+
+def test_seconds_by_class_are_those_of_kernels() -> None:
+    operations = [(_operation("clap_ds.mlp", 400), 2), (_operation(read=30), 1), (_operation("aten.relu", read=10), 1)]
+    assert seconds_by_class(operations, RATES) == {"triton mlp": 40, "element-wise": 4}
+
+
 def test_a_gpus_cases_are_in_order_and_shares_of_its_data_sheet() -> None:
-    product, move = _operation(flops=10**13), _operation(read=10**10)
-    attention = _operation("aten._scaled_dot_product_efficient_attention_backward", 10**13)
+    attention = _operation("clap_ds.mlp", 10**13)
     for gpu in GPUS.values():
         compute_s = 10 / gpu.bf16_tflops
-        ideal = ((product, 0.6, compute_s), (attention, 0.25, compute_s), (move, 0.8, 0.01 / gpu.memory_tbytes_per_s))
-        for operation, middle, least in ideal:
+        ideal = (
+            (attention, "triton mlp", compute_s),
+            (_operation(read=10**10), "element-wise", 0.01 / gpu.memory_tbytes_per_s),
+        )
+        for operation, name, least in ideal:
             times = [rates_of(gpu, case).seconds(operation) for case in CASES]
             assert times[0] > times[1] > times[2] > least
-            assert times[1] == pytest.approx(least / middle)
+            assert times[1] == pytest.approx(least / TABLE[name].middle)
 
 
 def _moving(
