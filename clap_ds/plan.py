@@ -105,15 +105,12 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     if arguments.find_micro_batch:
         found = largest_micro_batch(peak_gib, run.micro_batch, gpu.memory_gib)
     parts, speed, model = memory(own), _speed(own, gpu, compiled=run.clap.compile != "off"), run.clap.model
-    ran = {
-        operation.name for operation in own.recorded.operations
-    }  # of Triton's kernels, where this machine has Triton
-    torchs = {"clap_ds.window_attention": "sdpa", "clap_ds.mlp": "torch"}
-    attention, mlp = ("triton" if kernel in ran else name for kernel, name in torchs.items())
+    ran = {operation.name for operation in own.recorded.operations}
     return {
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
         "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
-        "attention": attention if model.attention == "auto" else model.attention, "mlp": mlp, "compile": run.clap.compile,
+        "attention": "triton" if "clap_ds.window_attention" in ran else model.attention.replace("auto", "sdpa"),
+        "mlp": "triton" if "clap_ds.mlp" in ran else "torch", "compile": run.clap.compile,
         "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()), **speed,
         "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
         "parameters": own.num_parameters,
@@ -186,17 +183,15 @@ def _scales(
 def _assumed(gpu: Gpu, node_gbytes_per_s: float, classes: dict[str, dict[str, Any]]) -> list[str]:
     from clap_ds.planning import memory, roofline
 
-    total_s = sum(each["kernels_s"] for each in classes.values())
     shares = [
-        f"{name} ({100 * each['kernels_s'] / total_s:.0f} % of the kernels' time) {100 * each['low']:.0f}–"
-        f"{100 * each['high']:.0f} % ({each['source']})"
+        f"{name} {100 * each['low']:.0f}–{100 * each['high']:.0f} % ({1000 * each['kernels_s']:.0f} ms; {each['source']})"
         for name, each in list(classes.items())[:MOST_CLASSES]
     ]
     return [
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
-        f"reached of these rates: {'; '.join(shares)}; others as in clap_ds/planning/efficiency.py",
-        f"the host launches a kernel in {1e6 * roofline.HOST_S['high']:g}–{1e6 * roofline.HOST_S['low']:g} µs",
+        f"reached of these rates: {'; '.join(shares)}; others by clap_ds/planning/efficiency.py; the host launches a kernel in"
+        f" {1e6 * roofline.HOST_S['high']:g}–{1e6 * roofline.HOST_S['low']:g} µs",
         "compiled towers: what lies between products is one kernel that reads and writes once; memory as without",
         f"beyond tensors: {memory.CONTEXT_GIB:g} GiB of context, {memory.NCCL_GIB:g} of NCCL with several ranks,"
         f" {100 * memory.FRAGMENTATION:g} % of fragmentation",

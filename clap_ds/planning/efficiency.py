@@ -1,8 +1,8 @@
 """What share of its data sheet's rates a GPU reaches, by class of operation: low, middle and high, and where that is from.
 
 A share is the time that an operation's FLOPs or bytes need at the data sheet's rates, whatever is more, over the time that its
-kernels take. The table holds for every model and GPU alike; nothing in it was fitted to a rate of this or another model. Where
-`results/<device>/efficiencies.json` holds what was measured on a kind of GPU, that comes first.
+kernels take. The table holds for all models and GPUs alike, and nothing in it is for a single one. What was measured on a kind
+of GPU, in `results/<device>/efficiencies.json`, comes first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ NARROW_ROW, MEDIUM_ROW = 256, 1024
 NARROW_HEAD, NARROW_CHANNELS = 32, 8
 """Most channels of a head, and input channels below which tensor cores have too little to multiply."""
 THIN = 200
-"""FLOPs a byte below which the weight decides a product's time by its traffic: the ridges of an A100 and an H100 are 153 and
-295."""
+"""FLOPs a byte of a product below which it is bound by traffic: the ridges of an A100 and an H100 are 153 and 295."""
 
 
 @dataclass(frozen=True)
@@ -36,97 +35,81 @@ class Efficiency:
 
 
 TABLE: Mapping[str, Efficiency] = {
-    "wide product": Efficiency(0.50, 0.60, 0.72, "80–86 % at the best shapes (mamf-finder), less at K = 768"),
-    "thin product": Efficiency(0.35, 0.55, 0.75, "cuBLAS 40, CUTLASS 70 % of an H100's bandwidth (cutlass #1176, #1139)"),
-    "thin weight gradient": Efficiency(0.20, 0.40, 0.60, "split over the rows, few tiles (cutlass #1586); a guess"),
-    "batched product": Efficiency(0.20, 0.35, 0.55, "small matrices are padded to tiles; a guess"),
-    "convolution": Efficiency(0.30, 0.45, 0.60, "a guess"),
+    "wide product": Efficiency(0.50, 0.65, 0.80, "80–84 % of an H100 at the best shapes (mamf-finder), less at K = 768"),
+    "thin product": Efficiency(0.40, 0.60, 0.80, "cuBLAS 40, CUTLASS 70 % of an H100's bandwidth (cutlass #1176, #1139)"),
+    "thin weight gradient": Efficiency(0.25, 0.45, 0.65, "split over the rows, few tiles (cutlass #1586); a guess"),
+    "batched product": Efficiency(0.30, 0.55, 0.75, "small matrices are padded to tiles; a guess"),
+    "convolution": Efficiency(0.30, 0.50, 0.70, "a guess"),
     "narrow convolution": Efficiency(0.15, 0.30, 0.50, "tensor cores get 8 channels or nothing (cuDNN's guide); a guess"),
-    "depthwise convolution": Efficiency(0.05, 0.10, 0.20, "a guess (pytorch #22302, #192902)"),
+    "depthwise convolution": Efficiency(0.06, 0.12, 0.25, "a guess (pytorch #22302, #192902)"),
     "FFT": Efficiency(0.30, 0.50, 0.70, "a guess"),
-    "flash attention": Efficiency(0.15, 0.30, 0.50, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
-    "flash attention backward": Efficiency(0.10, 0.22, 0.40, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
-    "attention": Efficiency(0.20, 0.35, 0.55, "128–256 tokens on an A100: 23–60 % (xformers #434)"),
-    "attention backward": Efficiency(0.08, 0.15, 0.25, "197 and 512 tokens on an A100: 9–25 % (xformers #467, #587)"),
-    "narrow attention": Efficiency(0.20, 0.35, 0.55, "heads of 32 on an A100: 28–36 % (xformers #434)"),
+    "flash attention": Efficiency(0.20, 0.40, 0.60, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
+    "flash attention backward": Efficiency(0.15, 0.30, 0.50, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
+    "attention": Efficiency(0.20, 0.35, 0.60, "128–256 tokens on an A100: 23–60 % (xformers #434)"),
+    "attention backward": Efficiency(0.08, 0.15, 0.30, "197 and 512 tokens on an A100: 9–25 % (xformers #467, #587)"),
+    "narrow attention": Efficiency(0.20, 0.35, 0.60, "heads of 32 on an A100: 28–36 % (xformers #434)"),
     "narrow attention backward": Efficiency(0.10, 0.20, 0.35, "wider heads on an A100: 9–25 % (xformers #467, #587)"),
     "triton window attention": Efficiency(0.40, 0.60, 0.80, "softmax's instructions (results/triton); a guess"),
     "triton window attention backward": Efficiency(0.25, 0.45, 0.70, "12 warps at a time (results/triton); a guess"),
     "triton mlp": Efficiency(0.18, 0.26, 0.35, "GELU's instructions (results/triton)"),
     "triton mlp backward": Efficiency(0.35, 0.50, 0.75, "GELU's instructions and traffic (results/triton)"),
-    "norm": Efficiency(0.35, 0.50, 0.70, "rows of 1,024 on an A100: 44–58 % (apex #1037)"),
-    "norm backward": Efficiency(0.15, 0.28, 0.45, "rows of 1,024 on an A100: 28–37 % (apex #1037)"),
-    "medium norm": Efficiency(0.15, 0.25, 0.40, "between the others"),
-    "medium norm backward": Efficiency(0.08, 0.15, 0.25, "between the others"),
-    "narrow norm": Efficiency(0.05, 0.09, 0.16, "a block a row (pytorch #143754, #69963), 200 rows a µs on an MI250 (#87635)"),
-    "narrow norm backward": Efficiency(0.03, 0.06, 0.12, "the same, and column sums (pytorch #87635, #148605)"),
-    "softmax": Efficiency(0.55, 0.70, 0.85, "a warp a row; a guess"),
-    "reduction": Efficiency(0.35, 0.55, 0.80, "94 % of an H100's bandwidth along rows (pytorch #132964), less along columns"),
-    "element-wise": Efficiency(0.70, 0.82, 0.92, "copies on an H100: 90 %"),
-    "strided copy": Efficiency(0.30, 0.50, 0.70, "half a contiguous copy's rate (cumo #415, pytorch #194310)"),
-    "gather": Efficiency(0.30, 0.50, 0.70, "a guess"),
+    "norm": Efficiency(0.40, 0.60, 0.80, "rows of 1,024 on an A100: 44–58 % (apex #1037)"),
+    "norm backward": Efficiency(0.20, 0.35, 0.55, "rows of 1,024 on an A100: 28–37 % (apex #1037)"),
+    "medium norm": Efficiency(0.20, 0.35, 0.60, "between the others"),
+    "medium norm backward": Efficiency(0.10, 0.20, 0.40, "between the others"),
+    "narrow norm": Efficiency(0.06, 0.13, 0.28, "a block a row (pytorch #143754, #69963), 200 rows a µs on an MI250 (#87635)"),
+    "narrow norm backward": Efficiency(0.04, 0.09, 0.20, "the same, and column sums (pytorch #87635, #148605)"),
+    "softmax": Efficiency(0.60, 0.75, 0.90, "a warp a row; a guess"),
+    "reduction": Efficiency(0.40, 0.60, 0.85, "94 % of an H100's bandwidth along rows (pytorch #132964), less along columns"),
+    "element-wise": Efficiency(0.75, 0.85, 0.92, "copies on an H100: 90 %"),
+    "strided copy": Efficiency(0.40, 0.60, 0.80, "half a contiguous copy's rate (cumo #415, pytorch #194310)"),
     "scatter": Efficiency(0.06, 0.12, 0.25, "1.25 ms for 16,384 tokens of RoBERTa's size (pytorch #62495)"),
     "optimizer": Efficiency(0.50, 0.70, 0.85, "a guess"),
-    "fused kernel": Efficiency(0.50, 0.65, 0.80, "Inductor's rows and element-wise kernels; a guess"),
+    "fused kernel": Efficiency(0.60, 0.72, 0.85, "Inductor's rows and element-wise kernels; a guess"),
 }  # fmt: skip
 NO_TENSOR_CORES = ("narrow convolution", "depthwise convolution")
-_ATTENTION = {
-    "aten._scaled_dot_product_flash_attention": "flash attention",
-    "aten._scaled_dot_product_cudnn_attention": "flash attention",
-    "torch_attn._varlen_attn": "flash attention",
-    "clap_ds.window_attention": "triton window attention",
-    "clap_ds.mlp": "triton mlp",
-}
-_CLASSES = {
-    "softmax": "_softmax _log_softmax",
-    "reduction": "sum mean amax amin max min var std linalg_vector_norm logsumexp argmax prod nansum",
-    "strided copy": "clone roll cat stack constant_pad_nd slice select unfold repeat flip as_strided im2col",
-    "gather": "embedding index index_select gather upsample_bicubic2d upsample_bilinear2d upsample_nearest2d",
-    "scatter": "embedding_dense index_put index_add scatter scatter_add _index_put_impl",
-    "FFT": "_fft_r2c _fft_c2r _fft_c2c",
+_NAMES = {
+    "product": "mm addmm",
     "batched product": "bmm baddbmm",
+    "convolution": "convolution",
+    "flash attention": "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention _varlen_attn",
+    "attention": "_scaled_dot_product_efficient_attention",
+    "triton window attention": "window_attention",
+    "triton mlp": "mlp",
+    "norm": "native_layer_norm native_batch_norm cudnn_batch_norm native_group_norm",
+    "softmax": "_softmax _log_softmax",
+    "reduction": "sum mean amax amin max min var std linalg_vector_norm logsumexp",
+    "strided copy": "clone roll cat stack constant_pad_nd slice select embedding index gather upsample_bicubic2d",
+    "scatter": "embedding_dense index_put _index_put_impl index_add scatter_add",
+    "FFT": "_fft_r2c _fft_c2r _fft_c2c",
+    "fused kernel": "fused",
 }
-_BY_NAME = {name: each for each, names in _CLASSES.items() for name in names.split()}
+_CLASSES = {name: each for each, names in _NAMES.items() for name in names.split()}
 
 
 def class_of(operation: Operation) -> str:
     """The class in `TABLE` of an operation that launches kernels."""
-    forward, backward = operation.name, ""
-    for ending in ("_backward_data", "_backward"):
-        if forward.endswith(ending):
-            forward, backward = forward.removesuffix(ending), " backward"
-    space, _, kind = forward.rpartition(".")
-    kind, shapes = kind.rstrip("_"), operation.shapes
-    if forward in _ATTENTION:
-        return _ATTENTION[forward] + backward
-    if space == "compiled" or kind == "fused":
-        return "fused kernel"
-    if kind == "_scaled_dot_product_efficient_attention":
-        return "narrow " * (shapes[0][-1] <= NARROW_HEAD) + "attention" + backward
-    if kind in ("mm", "addmm"):
-        return _product(*shapes[-2:])
-    if kind.endswith("convolution"):
-        image, weight = shapes[bool(backward) :][:2]
-        if weight[1] == 1 < image[1]:
-            return "depthwise convolution"
-        return "narrow " * (weight[1] < NARROW_CHANNELS) + "convolution"
-    if kind.endswith("layer_norm") and operation.dtype is not None:
+    space, _, kind = operation.name.rpartition(".")
+    name, is_backward, _ = kind.rstrip("_").partition("_backward")
+    found = "optimizer" if name.startswith(("_foreach", "_fused")) else _CLASSES.get(name, "element-wise")
+    shapes = operation.shapes
+    if space == "compiled":
+        found = "fused kernel"
+    elif found == "product":
+        (rows, inner), (_, columns) = shapes[-2:]
+        first, second, longest = sorted((rows, inner, columns))
+        is_thin = first * second / (first + second) < THIN
+        found = "wide product" if not is_thin else "thin weight gradient" if inner == longest else "thin product"
+    elif found == "attention" and shapes[0][-1] <= NARROW_HEAD:
+        found = "narrow attention"
+    elif found == "convolution":
+        image, weight = shapes[1:3] if is_backward else shapes[:2]
+        found = "narrow convolution" if weight[1] < NARROW_CHANNELS else found
+        found = "depthwise convolution" if weight[1] == 1 < image[1] else found
+    elif name == "native_layer_norm" and operation.dtype is not None:
         row = shapes[0][-1] * operation.dtype.itemsize
-        return ("narrow " if row <= NARROW_ROW else "medium " if row <= MEDIUM_ROW else "") + "norm" + backward
-    if kind.endswith(("batch_norm", "group_norm")):
-        return "norm" + backward
-    if kind.startswith(("_foreach", "_fused_adam", "_fused_sgd")):
-        return "optimizer"
-    return _BY_NAME.get(kind, "element-wise")
-
-
-def _product(left: tuple[int, ...], right: tuple[int, ...]) -> str:
-    """By what a product of matrices of these shapes has to move: two FLOPs for each multiply-add, in 16 bits."""
-    rows, inner, columns = *left, right[-1]
-    first, second, longest = sorted((rows, inner, columns))
-    if first * second / (first + second) >= THIN:
-        return "wide product"
-    return "thin weight gradient" if inner == longest else "thin product"
+        found = "narrow norm" if row <= NARROW_ROW else "medium norm" if row <= MEDIUM_ROW else "norm"
+    return f"{found} backward" if is_backward and f"{found} backward" in TABLE else found
 
 
 def efficiencies_of(gpu: Gpu) -> dict[str, Efficiency]:
@@ -136,14 +119,13 @@ def efficiencies_of(gpu: Gpu) -> dict[str, Efficiency]:
         try:
             measured = read_json(path)
             shares = {name: float(each["efficiency"]) for name, each in measured["classes"].items()}
-            if peak_for(measured["device"]) != gpu:
-                continue
+            if wrong := [name for name, share in shares.items() if name not in TABLE or not share > 0]:
+                raise ValueError(f"{wrong[0]}: {shares[wrong[0]]}")
+            if peak_for(measured["device"]) == gpu:
+                for name, share in shares.items():
+                    spread = ((1 - SPREAD) * share, share, (1 + SPREAD) * share)
+                    found[name] = Efficiency(*spread, f"measured, results/{path.parent.name}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            expected = "a device, and classes with an efficiency each, as make gpu-check writes"
-            raise UserError(f"{path}: expected {expected}: {error!r}") from None
-        for name, share in shares.items():
-            if name not in TABLE or not 0 < share < 10:
-                raise UserError(f"{path}: classes.{name}: expected a class of the plan's and its share, found {share}")
-            spread = ((1 - SPREAD) * share, share, (1 + SPREAD) * share)
-            found[name] = Efficiency(*spread, f"measured, {path.parent.name}")
+            expected = "a device and classes of the plan's, each with an efficiency above 0"
+            raise UserError(f"{path}: expected {expected}, as make gpu-check writes: {error!r}") from None
     return found

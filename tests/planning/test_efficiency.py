@@ -30,7 +30,9 @@ def _work() -> None:
         F.conv2d(leaf(2, 96, 16, 16), leaf(96, 1, 7, 7), groups=96),
         F.conv2d(leaf(2, 96, 16, 16), leaf(96, 96, 3, 3)),
         *(F.layer_norm(leaf(9, width), (width,), leaf(width), leaf(width)) for width in (96, 192, 768)),
-        *(F.scaled_dot_product_attention(*(leaf(2, 3, 64, dim) for _ in range(3))) for dim in (24, 64)),
+        F.scaled_dot_product_attention(*(leaf(2, 3, 64, 24) for _ in range(3)), leaf(1, 3, 64, 64)),
+        F.scaled_dot_product_attention(*(leaf(2, 3, 64, 64) for _ in range(3)), leaf(1, 3, 64, 64)),
+        F.scaled_dot_product_attention(*(leaf(2, 3, 64, 64) for _ in range(3))),
         F.gelu(F.embedding(torch.zeros(7, dtype=torch.long), leaf(50, 96)).transpose(0, 1).contiguous()),
     ]
     torch.autograd.backward([each.float().sum() for each in results])
@@ -40,29 +42,26 @@ def _work() -> None:
 def test_classes_are_those_of_what_is_dispatched() -> None:
     with like_cuda(), FakeTensorMode(), trace() as recorded:
         _work()
-    found = {(op.name.partition(".")[2], op.backward): set[str]() for op in recorded.operations if op.launches}
+    found: dict[tuple[str, bool], set[str]] = {}
     for op in recorded.operations:
         if op.launches:
-            found[op.name.partition(".")[2], op.backward].add(class_of(op))
-    attention = "_scaled_dot_product_efficient_attention"
-    assert found["mm", False] == {"wide product", "thin product"}
-    assert found["mm", True] == {"wide product", "thin product", "thin weight gradient"}
-    assert found["bmm", False] == found["bmm", True] == {"batched product"}
-    assert found["convolution", False] == {"narrow convolution", "depthwise convolution", "convolution"}
-    assert found["convolution_backward", True] == found["convolution", False]
-    assert found["native_layer_norm", False] == {"narrow norm", "medium norm", "norm"}
-    assert found["native_layer_norm_backward", True] == {
-        f"{each} backward" for each in found["native_layer_norm", False]
-    }
-    assert found[attention, False] == {"narrow attention", "attention"}
-    assert found[f"{attention}_backward", True] == {"narrow attention backward", "attention backward"}
-    assert found["embedding", False] == {"gather"}
-    assert found["embedding_dense_backward", True] == {"scatter"}
-    assert found["_softmax", False] == found["_softmax_backward_data", True] == {"softmax"}
-    assert found["clone", False] == {"strided copy"}
-    assert found["sum", False] == {"reduction"}
-    assert found["_fft_r2c", False] == {"FFT"}
-    assert found["gelu", False] == found["gelu_backward", True] == {"element-wise"}
+            found.setdefault((op.name.partition(".")[2], op.backward), set()).add(class_of(op))
+    efficient, flash = (f"_scaled_dot_product_{kernel}_attention" for kernel in ("efficient", "flash"))
+    products, norms = {"wide product", "thin product"}, {"narrow norm", "medium norm", "norm"}
+    convolutions = {"narrow convolution", "depthwise convolution", "convolution"}
+    expected = {
+        ("mm", False): products, ("mm", True): products | {"thin weight gradient"},
+        ("bmm", False): {"batched product"}, ("bmm", True): {"batched product"},
+        ("convolution", False): convolutions, ("convolution_backward", True): convolutions,
+        ("native_layer_norm", False): norms, ("native_layer_norm_backward", True): {f"{norm} backward" for norm in norms},
+        (efficient, False): {"narrow attention", "attention"},
+        (f"{efficient}_backward", True): {"narrow attention backward", "attention backward"},
+        (flash, False): {"flash attention"}, (f"{flash}_backward", True): {"flash attention backward"},
+        ("embedding", False): {"strided copy"}, ("embedding_dense_backward", True): {"scatter"},
+        ("_softmax", False): {"softmax"}, ("_softmax_backward_data", True): {"softmax"}, ("_fft_r2c", False): {"FFT"},
+        ("clone", False): {"strided copy"}, ("sum", False): {"reduction"}, ("gelu_backward", True): {"element-wise"},
+    }  # fmt: skip
+    assert {key: found[key] for key in expected} == expected
     assert set().union(*found.values()) <= set(TABLE)
 
 
@@ -72,37 +71,32 @@ def test_shares_are_in_order_and_say_where_they_are_from() -> None:
         assert each.source, name
 
 
-def test_a_measured_class_comes_before_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of measured shares to be written."""
     monkeypatch.setattr(efficiency, "work_folder", lambda: tmp_path)
+    (tmp_path / "results" / "h100").mkdir(parents=True)
+    return tmp_path / "results" / "h100" / "efficiencies.json"
+
+
+def test_a_measured_class_comes_before_the_table(results: Path) -> None:
     assert efficiencies_of(H100) == TABLE
-    path = tmp_path / "results" / "h100" / "efficiencies.json"
-    path.parent.mkdir(parents=True)
     measured = {"softmax": {"efficiency": 0.5, "seconds": 0.034, "kernels": 120}}
-    path.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "made_by": "", "commit": "", "classes": measured}))
+    results.write_text(
+        json.dumps({"device": "NVIDIA H100 80GB HBM3", "made_by": "", "commit": "", "classes": measured})
+    )
     found = efficiencies_of(H100)["softmax"]
     assert (found.low, found.middle, found.high) == pytest.approx((0.45, 0.5, 0.55))
-    assert "measured, h100" in found.source
+    assert found.source == "measured, results/h100"
     assert {**efficiencies_of(H100), "softmax": TABLE["softmax"]} == TABLE
     assert efficiencies_of(GPUS["h200"]) == TABLE
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "expected a device, and classes"),
-        ('{"device": "NVIDIA H100 80GB HBM3", "classes": {"softmax": 1}}', "expected a device, and classes"),
-        (
-            '{"device": "NVIDIA H100 80GB HBM3", "classes": {"soft": {"efficiency": 1}}}',
-            "classes.soft: expected a class",
-        ),
-        ('{"device": "NVIDIA H100 80GB HBM3", "classes": {"FFT": {"efficiency": 0}}}', "classes.FFT: .* found 0"),
-    ],
+    ("classes", "said"),
+    [("1", "int"), ('{"soft": {"efficiency": 1}}', "soft: 1"), ('{"FFT": {"efficiency": 0}}', "FFT: 0")],
 )
-def test_measured_shares_that_cannot_be_read_are_said(
-    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(efficiency, "work_folder", lambda: tmp_path)
-    (tmp_path / "results" / "h100").mkdir(parents=True)
-    (tmp_path / "results" / "h100" / "efficiencies.json").write_text(text)
-    with pytest.raises(UserError, match=said):
+def test_measured_shares_that_cannot_be_read_are_said(classes: str, said: str, results: Path) -> None:
+    results.write_text(f'{{"device": "NVIDIA H100 80GB HBM3", "classes": {classes}}}')
+    with pytest.raises(UserError, match=f"h100/efficiencies.json: expected a device and classes .*{said}"):
         efficiencies_of(H100)
