@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_json
 from clap_ds.config.places import work_folder
-from clap_ds.flop_count.peaks import Gpu, peak_for
+from clap_ds.flop_count.peaks import GPUS, Gpu, peak_for
 from clap_ds.planning.trace import Operation
 
 SPREAD = 0.1
@@ -35,38 +35,45 @@ class Efficiency:
 
 
 TABLE: Mapping[str, Efficiency] = {
-    "wide product": Efficiency(0.50, 0.65, 0.80, "80–84 % of an H100 at the best shapes (mamf-finder), less at K = 768"),
-    "thin product": Efficiency(0.40, 0.60, 0.80, "cuBLAS 40, CUTLASS 70 % of an H100's bandwidth (cutlass #1176, #1139)"),
-    "thin weight gradient": Efficiency(0.25, 0.45, 0.65, "split over the rows, few tiles (cutlass #1586); a guess"),
-    "batched product": Efficiency(0.30, 0.55, 0.75, "small matrices are padded to tiles; a guess"),
+    "wide product": Efficiency(0.50, 0.62, 0.75, "80–84 % of an H100 at the best shapes (mamf-finder), less at K = 768"),
+    "thin product": Efficiency(0.35, 0.55, 0.75, "cuBLAS 40, CUTLASS 70 % of an H100's bandwidth (cutlass #1176, #1139)"),
+    "thin weight gradient": Efficiency(0.20, 0.40, 0.60, "split over the rows, few tiles (cutlass #1586); a guess"),
+    "batched product": Efficiency(0.30, 0.50, 0.70, "small matrices are padded to tiles; a guess"),
     "convolution": Efficiency(0.30, 0.50, 0.70, "a guess"),
     "narrow convolution": Efficiency(0.15, 0.30, 0.50, "tensor cores get 8 channels or nothing (cuDNN's guide); a guess"),
-    "depthwise convolution": Efficiency(0.06, 0.12, 0.25, "a guess (pytorch #22302, #192902)"),
+    "depthwise convolution": Efficiency(0.05, 0.10, 0.20, "a guess (pytorch #22302, #192902)"),
     "FFT": Efficiency(0.30, 0.50, 0.70, "a guess"),
-    "flash attention": Efficiency(0.20, 0.40, 0.60, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
-    "flash attention backward": Efficiency(0.15, 0.30, 0.50, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
-    "attention": Efficiency(0.20, 0.35, 0.60, "128–256 tokens on an A100: 23–60 % (xformers #434)"),
-    "attention backward": Efficiency(0.08, 0.15, 0.30, "197 and 512 tokens on an A100: 9–25 % (xformers #467, #587)"),
-    "narrow attention": Efficiency(0.20, 0.35, 0.60, "heads of 32 on an A100: 28–36 % (xformers #434)"),
-    "narrow attention backward": Efficiency(0.10, 0.20, 0.35, "wider heads on an A100: 9–25 % (xformers #467, #587)"),
+    "flash attention": Efficiency(0.20, 0.35, 0.55, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
+    "flash attention backward": Efficiency(0.12, 0.25, 0.42, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
+    "attention": Efficiency(0.15, 0.28, 0.50, "128–256 tokens on an A100: 23–60 % (xformers #434)"),
+    "attention backward": Efficiency(0.06, 0.12, 0.22, "197 and 512 tokens on an A100: 9–25 % (xformers #467, #587)"),
+    "narrow attention": Efficiency(0.15, 0.28, 0.50, "heads of 32 on an A100: 28–36 % (xformers #434)"),
+    "narrow attention backward": Efficiency(0.07, 0.15, 0.28, "wider heads on an A100: 9–25 % (xformers #467, #587)"),
     "triton window attention": Efficiency(0.40, 0.60, 0.80, "softmax's instructions (results/triton); a guess"),
     "triton window attention backward": Efficiency(0.25, 0.45, 0.70, "12 warps at a time (results/triton); a guess"),
     "triton mlp": Efficiency(0.18, 0.26, 0.35, "GELU's instructions (results/triton)"),
     "triton mlp backward": Efficiency(0.35, 0.50, 0.75, "GELU's instructions and traffic (results/triton)"),
-    "norm": Efficiency(0.40, 0.60, 0.80, "rows of 1,024 on an A100: 44–58 % (apex #1037)"),
-    "norm backward": Efficiency(0.20, 0.35, 0.55, "rows of 1,024 on an A100: 28–37 % (apex #1037)"),
-    "medium norm": Efficiency(0.20, 0.35, 0.60, "between the others"),
-    "medium norm backward": Efficiency(0.10, 0.20, 0.40, "between the others"),
-    "narrow norm": Efficiency(0.06, 0.13, 0.28, "a block a row (pytorch #143754, #69963), 200 rows a µs on an MI250 (#87635)"),
-    "narrow norm backward": Efficiency(0.04, 0.09, 0.20, "the same, and column sums (pytorch #87635, #148605)"),
-    "softmax": Efficiency(0.60, 0.75, 0.90, "a warp a row; a guess"),
-    "reduction": Efficiency(0.40, 0.60, 0.85, "94 % of an H100's bandwidth along rows (pytorch #132964), less along columns"),
-    "element-wise": Efficiency(0.75, 0.85, 0.92, "copies on an H100: 90 %"),
-    "strided copy": Efficiency(0.40, 0.60, 0.80, "half a contiguous copy's rate (cumo #415, pytorch #194310)"),
+    "norm": Efficiency(0.35, 0.55, 0.75, "rows of 1,024 on an A100: 44–58 % (apex #1037)"),
+    "norm backward": Efficiency(0.15, 0.30, 0.50, "rows of 1,024 on an A100: 28–37 % (apex #1037)"),
+    "medium norm": Efficiency(0.17, 0.30, 0.55, "between the others"),
+    "medium norm backward": Efficiency(0.08, 0.17, 0.35, "between the others"),
+    "narrow norm": Efficiency(0.06, 0.12, 0.25, "a block a row (pytorch #143754, #69963), 200 rows a µs on an MI250 (#87635)"),
+    "narrow norm backward": Efficiency(0.04, 0.08, 0.17, "the same, and column sums (pytorch #87635, #148605)"),
+    "softmax": Efficiency(0.50, 0.70, 0.85, "a warp a row; a guess"),
+    "reduction": Efficiency(0.35, 0.55, 0.80, "94 % of an H100's bandwidth along rows (pytorch #132964), less along columns"),
+    "element-wise": Efficiency(0.72, 0.85, 0.92, "copies on an H100: 90 %"),
+    "strided copy": Efficiency(0.35, 0.55, 0.75, "half a contiguous copy's rate (cumo #415, pytorch #194310)"),
     "scatter": Efficiency(0.06, 0.12, 0.25, "1.25 ms for 16,384 tokens of RoBERTa's size (pytorch #62495)"),
     "optimizer": Efficiency(0.50, 0.70, 0.85, "a guess"),
-    "fused kernel": Efficiency(0.60, 0.72, 0.85, "Inductor's rows and element-wise kernels; a guess"),
+    "fused kernel": Efficiency(0.58, 0.70, 0.83, "Inductor's rows and element-wise kernels; a guess"),
 }  # fmt: skip
+"""Of an H100 (SXM)."""
+PROCESSORS = {
+    "a100-sxm-40gb": 108, "a100-sxm-80gb": 108, "a100-pcie-80gb": 108, "h100-sxm": 132, "h100-pcie": 114, "h200": 132,
+    "gh200": 132, "gh200-144gb": 132, "b200": 148, "mi300x": 304, "rtx-3090": 82,
+}  # fmt: skip
+"""Streaming multiprocessors or compute units."""
+BY_TENSOR_CORES = ("wide product", "convolution")
 NO_TENSOR_CORES = ("narrow convolution", "depthwise convolution")
 _NAMES = {
     "product": "mm addmm",
@@ -112,9 +119,22 @@ def class_of(operation: Operation) -> str:
     return f"{found} backward" if is_backward and f"{found} backward" in TABLE else found
 
 
+def _share_on(gpu: Gpu, name: str, share: float) -> float:
+    """An H100's share on another GPU: the time above the data sheet's is instructions' and latencies', which more bandwidth or
+    larger tensor cores of a processor don't shorten."""
+    of, reference = (
+        (each.bf16_tflops if name in BY_TENSOR_CORES else each.memory_tbytes_per_s) / PROCESSORS[each.name]
+        for each in (gpu, GPUS["h100-sxm"])
+    )
+    return 1 / (1 + (1 / share - 1) * of / reference)
+
+
 def efficiencies_of(gpu: Gpu) -> dict[str, Efficiency]:
-    """The table, with what was measured on such a GPU in place of its own; a UserError where that can't be read."""
+    """The table for a GPU, with what was measured on such a one in place of its own; a UserError where that can't be read."""
     found = dict(TABLE)
+    for name, each in TABLE.items():
+        low, middle, high = (_share_on(gpu, name, share) for share in (each.low, each.middle, each.high))
+        found[name] = Efficiency(low, middle, high, each.source)
     for path in sorted((work_folder() / "results").glob("*/efficiencies.json")):
         try:
             measured = read_json(path)

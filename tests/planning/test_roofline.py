@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from clap_ds.flop_count.peaks import GPUS
-from clap_ds.planning.efficiency import TABLE
+from clap_ds.planning.efficiency import PROCESSORS, TABLE
 from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_class, seconds_by_part
 from clap_ds.planning.trace import Operation
 
@@ -49,18 +49,19 @@ def test_seconds_by_class_are_those_of_kernels() -> None:
     assert seconds_by_class(operations, RATES) == {"triton mlp": 40, "element-wise": 4}
 
 
-def test_a_gpus_cases_are_in_order_and_shares_of_its_data_sheet() -> None:
-    attention = _operation("clap_ds.mlp", 10**13)
-    for gpu in GPUS.values():
-        compute_s = 10 / gpu.bf16_tflops
-        ideal = (
-            (attention, "triton mlp", compute_s),
-            (_operation(read=10**10), "element-wise", 0.01 / gpu.memory_tbytes_per_s),
-        )
-        for operation, name, least in ideal:
+def test_a_gpus_times_are_its_data_sheets_and_what_its_processors_take_besides() -> None:
+    """Which takes as long as on an H100, on as many processors."""
+    product = Operation("aten.mm", "text", False, 10**13, (), (), True, torch.bfloat16, ((4096, 4096), (4096, 4096)))
+    for operation, name in ((product, "wide product"), (_operation(read=10**10), "element-wise")):
+        besides = []
+        for gpu in GPUS.values():
+            ideal_s = 10 / gpu.bf16_tflops if operation.flops else 0.01 / gpu.memory_tbytes_per_s
             times = [rates_of(gpu, case).seconds(operation) for case in CASES]
-            assert times[0] > times[1] > times[2] > least
-            assert times[1] == pytest.approx(least / TABLE[name].middle)
+            assert times[0] > times[1] > times[2] > ideal_s
+            besides.append((times[1] - ideal_s) * PROCESSORS[gpu.name])
+            if gpu.name == "h100-sxm":
+                assert times[1] == pytest.approx(ideal_s / TABLE[name].middle)
+        assert besides == pytest.approx([besides[0]] * len(GPUS))
 
 
 def _moving(
@@ -90,6 +91,20 @@ def test_what_lies_between_products_becomes_one_kernel() -> None:
     assert [operation.name for operation in left] == ["aten.mm", "fused", "aten.mm", "aten.add", "aten.mul"]
     assert dict(left[1].read) == {1: 100, 9: 100}
     assert dict(left[1].written) == {3: 50}  # 2 isn't read by anything later
+
+
+def test_sums_over_rows_read_once_more() -> None:
+    """Of the backward pass: a bias's gradient, between what gives its input and the next product."""
+    chain = [
+        _moving("aten.gelu_backward", {1: 100}, {2: 100}, backward=True),
+        _moving("aten.sum", {2: 100}, {3: 1}, backward=True),
+        _moving("aten.mm", {2: 100}, {4: 100}, flops=1, backward=True),
+        _moving("aten.add_", {3: 1, 5: 1}, {5: 1}, backward=True),
+    ]
+    gelu, summed, *_ = left = fused(chain)
+    assert [each.name for each in left] == ["fused", "fused", "aten.mm", "fused"]
+    assert (dict(gelu.read), dict(gelu.written)) == ({1: 100}, {2: 100, 3: 1})
+    assert (dict(summed.read), dict(summed.written)) == ({2: 100}, {3: 1})
 
 
 def test_fusion_stops_where_the_direction_changes_and_spares_what_is_not_compiled() -> None:
