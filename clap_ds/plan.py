@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from clap_ds.planning.step import Step
 
 MOST_GPUS = 2**16  # whose loss is recorded tile by tile in some 20 s
+MOST_CLASSES = 4  # of operations, whose efficiencies are printed
 DELAYS_FROM = "jupiter_htsat_tiny"
 """The published series whose waiting for the slowest rank is assumed."""
 
@@ -102,28 +104,32 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
     if arguments.find_micro_batch:
         found = largest_micro_batch(peak_gib, run.micro_batch, gpu.memory_gib)
-    parts, speed, kernels = memory(own), _speed(own, gpu, compiled=run.clap.compile != "off"), run.clap.model
+    parts, speed, model = memory(own), _speed(own, gpu, compiled=run.clap.compile != "off"), run.clap.model
+    ran = {operation.name for operation in own.recorded.operations}
     return {
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
         "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
-        "attention": "sdpa" if kernels.attention == "auto" else kernels.attention,
-        "mlp": "torch" if kernels.mlp == "auto" else kernels.mlp, "compile": run.clap.compile,
+        "attention": "triton" if "clap_ds.window_attention" in ran else model.attention.replace("auto", "sdpa"),
+        "mlp": "triton" if "clap_ds.mlp" in ran else "torch", "compile": run.clap.compile,
         "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()), **speed,
         "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
         "parameters": own.num_parameters,
         "scales": _scales(run, gpu, speed["step_s"], own.num_parameters, nodes, arguments),
-        "assumed": _assumed(gpu, arguments.node_gbytes_per_s),
+        "assumed": _assumed(gpu, arguments.node_gbytes_per_s, speed["classes"]),
     }  # fmt: skip
 
 
 def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
     """Of one GPU of the smallest scale, what it sends left out."""
-    from clap_ds.planning.roofline import CASES, fused, rates_of, seconds_by_part
+    from clap_ds.planning.efficiency import efficiencies_of
+    from clap_ds.planning.roofline import CASES, fused, rates_of, seconds_by_class, seconds_by_part
 
     recorded = [each for each in step.recorded.operations if not each.is_collective]
     operations = [(each, step.times(each)) for each in (fused(recorded) if compiled else recorded)]
     by_case = {case: seconds_by_part(operations, rates_of(gpu, case)) for case in CASES}
+    by_class, shares = seconds_by_class(operations, rates_of(gpu, "middle")), efficiencies_of(gpu)
     return {
+        "classes": {name: {"kernels_s": seconds, **asdict(shares[name])} for name, seconds in by_class.items()},
         "samples_per_s_per_gpu": {case: step.num_samples / parts["step"] for case, parts in by_case.items()},
         "step_s": {part: {case: parts[part] for case, parts in by_case.items()} for part in by_case["middle"]},
         "tflop": sum(times * each.flops for each, times in operations) / 1e12,
@@ -174,20 +180,18 @@ def _scales(
     return rows
 
 
-def _assumed(gpu: Gpu, node_gbytes_per_s: float) -> list[str]:
+def _assumed(gpu: Gpu, node_gbytes_per_s: float, classes: dict[str, dict[str, Any]]) -> list[str]:
     from clap_ds.planning import memory, roofline
 
-    product, attention, moved = (
-        f"{100 * share['low']:.0f}–{100 * share['high']:.0f} %"
-        for share in (roofline.PRODUCT_SHARE, roofline.ATTENTION_SHARE, roofline.MEMORY_SHARE)
-    )
+    shares = [
+        f"{name} {100 * each['low']:.0f}–{100 * each['high']:.0f} % ({1000 * each['kernels_s']:.0f} ms; {each['source']})"
+        for name, each in list(classes.items())[:MOST_CLASSES]
+    ]
     return [
-        "`auto` of clap.model.attention and clap.model.mlp is what a GPU takes without Triton's kernels; where these are"
-        " right, the run takes them: name them in the JSON to plan that",
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
-        f"products reach {product} of the peak, fused attention {attention}, memory {moved} of its bandwidth; a kernel takes"
-        f" {1e6 * roofline.KERNEL_S['high']:g}–{1e6 * roofline.KERNEL_S['low']:g} µs at least",
+        f"reached of these rates: {'; '.join(shares)}; others by clap_ds/planning/efficiency.py; the host launches a kernel in"
+        f" {1e6 * roofline.HOST_S['high']:g}–{1e6 * roofline.HOST_S['low']:g} µs",
         "compiled towers: what lies between products is one kernel that reads and writes once; memory as without",
         f"beyond tensors: {memory.CONTEXT_GIB:g} GiB of context, {memory.NCCL_GIB:g} of NCCL with several ranks,"
         f" {100 * memory.FRAGMENTATION:g} % of fragmentation",

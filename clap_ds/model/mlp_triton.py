@@ -243,8 +243,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _autograd(ctx: Any, d_output_TC: Tensor) -> tuple[Tensor | None, ...]:
-    tokens_TC, weight1_MC, bias1_M, weight2_CM = ctx.saved_tensors
-    d_tokens_TC, active_TM, d_hidden_TM, shares = _backward(*ctx.saved_tensors, d_output_TC)
+    tokens_TC, weight1_MC, bias1_M, weight2_CM = saved = ctx.saved_tensors  # activation checkpointing gives them once
+    d_tokens_TC, active_TM, d_hidden_TM, shares = _backward(*saved, d_output_TC)
     d_bias1_M, d_bias2_C = shares.sum(dim=0).to(bias1_M.dtype).split([len(weight1_MC), len(weight2_CM)])
     d_weight1_MC, d_weight2_CM = d_hidden_TM.T @ tokens_TC, d_output_TC.T @ active_TM
     return d_tokens_TC, d_weight1_MC, d_bias1_M, d_weight2_CM, d_bias2_C

@@ -1,7 +1,7 @@
 """Has code on fake CPU tensors dispatch what it would on CUDA, as fake CUDA tensors need a CUDA build of PyTorch.
 
-Where PyTorch or this project looks at the device, what it would take on a GPU stands in: fused attention (the memory-efficient
-kernel, the one that takes a bias with a gradient and any mask), dropout that keeps its mask, products of 16-bit matrices with
+Where PyTorch or this project looks at the device, what it would take on a GPU stands in: fused attention (flash, or where there
+is a mask the memory-efficient kernel, which gives it a gradient), dropout that keeps its mask, products of 16-bit matrices with
 fp32 results, what the loss has compiled into one kernel, and autocast's rules, of which CPUs' differ in layer norm. Recording
 is left to `trace.py`.
 """
@@ -47,7 +47,8 @@ def efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`F.scaled_dot_product_attention` as its memory-efficient kernel computes it, the bias brought into the form it takes."""
+    """`F.scaled_dot_product_attention` by flash attention, or with a mask or in fp32 by the memory-efficient kernel, the mask
+    brought into the form it takes."""
     assert not enable_gqa
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -60,6 +61,11 @@ def efficient_attention(
         if short := -length % MASK_ALIGNMENT:
             attn_mask = F.pad(attn_mask, (0, short))[..., :length]
         attn_mask = attn_mask.expand(*query.shape[:-1], length)
+    elif query.dtype != torch.float32:
+        flash: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+        return flash
     keep_sums = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (query, key, value, attn_mask)
     )

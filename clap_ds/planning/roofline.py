@@ -1,70 +1,68 @@
 """How long recorded operations take on a device of which rates are known: each as long as its FLOPs or its bytes need, whatever
 is more (the roofline, Williams et al. 2009), one after the other.
 
-A GPU reaches only a share of its data sheet's rates. Which share isn't known before a measurement, so that a time has three
-values, of low, middle and high rates. What torch.compile makes of element-wise operations is modelled by `fused`.
+A GPU reaches only a share of its data sheet's rates, which `efficiency.py` has by class of operation: a time has three values,
+of low, middle and high rates. What torch.compile makes of element-wise operations is modelled by `fused`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from clap_ds.flop_count.peaks import Gpu
+from clap_ds.planning.efficiency import NO_TENSOR_CORES, class_of, efficiencies_of
 from clap_ds.planning.trace import Operation
 
 CASES = ("low", "middle", "high")
-PRODUCT_SHARE = {"low": 0.50, "middle": 0.60, "high": 0.70}
-"""Of the peak, in matrix products and convolutions: the models' are narrower than those that reach 80 %."""
-ATTENTION_SHARE = {"low": 0.15, "middle": 0.25, "high": 0.40}
-"""Of the peak, in fused attention: heads are 24 to 64 wide."""
-MEMORY_SHARE = {"low": 0.70, "middle": 0.80, "high": 0.90}
-"""Of the memory's bandwidth, in operations that only move data."""
-KERNEL_S = {"low": 8e-6, "middle": 5e-6, "high": 3e-6}
-"""Least time of a kernel: what Python takes to launch the next."""
+HOST_S = {"low": 12e-6, "middle": 8e-6, "high": 5e-6}
+"""What Python takes to launch an operation: 5 to 25 µs, the less the younger the processor. Waited for only where the GPU has
+nothing left to do."""
+KERNEL_S = 2e-6
+"""Least time of a kernel, the gap before it included."""
 TOWERS = ("audio", "text")
-ATTENTION = tuple(
-    name + direction
-    for name in ("aten._scaled_dot_product_efficient_attention", "clap_ds.window_attention", "torch_attn._varlen_attn")
-    for direction in ("", "_backward")
-)
+ROW_SUMS = ("aten.sum", "aten.native_layer_norm_backward")
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a device reaches: FLOPs a second of matrix products, by dtype, and of operations that reach less, by name; bytes a
-    second that operations read and write; and the least time of one."""
+    """What a device reaches: FLOPs a second by dtype and bytes a second by its data sheet, the share of these by class of
+    operation (all of them for a class that isn't there), the least time of a kernel, and the host's time to launch one."""
 
     flops_per_s: Mapping[torch.dtype, float]
     bytes_per_s: float
     kernel_s: float = 0.0
-    flops_per_s_of: Mapping[str, float] = field(default_factory=dict)
+    host_s: float = 0.0
+    share_of: Mapping[str, float] = field(default_factory=dict)
 
-    def seconds(self, operation: Operation) -> float:
-        """Of one operation; 0 of views, and of collectives, which are another's business."""
+    def ideal_s(self, operation: Operation) -> float:
+        """Of one operation at the data sheet's rates; 0 of views, and of collectives, which are another's business."""
         if not operation.launches or operation.is_collective:
             return 0.0
-        by_dtype = self.flops_per_s[operation.dtype or torch.float32] if operation.flops else 1.0
-        compute_s = operation.flops / self.flops_per_s_of.get(operation.name, by_dtype)
-        memory_s = operation.bytes_moved / self.bytes_per_s
-        return max(compute_s, memory_s, self.kernel_s)
+        dtype = torch.float32 if class_of(operation) in NO_TENSOR_CORES else operation.dtype or torch.float32
+        compute_s = operation.flops / self.flops_per_s[dtype] if operation.flops else 0.0
+        return max(compute_s, operation.bytes_moved / self.bytes_per_s)
+
+    def seconds(self, operation: Operation) -> float:
+        ideal_s = self.ideal_s(operation)
+        return max(ideal_s / self.share_of.get(class_of(operation), 1.0), self.kernel_s) if ideal_s else 0.0
 
 
 def rates_of(gpu: Gpu, case: str) -> DeviceRates:
     """What a GPU is assumed to reach, low, middle or high."""
-    fast, slow = (PRODUCT_SHARE[case] * 1e12 * tflops for tflops in (gpu.bf16_tflops, gpu.fp32_tflops))
+    fast, slow = 1e12 * gpu.bf16_tflops, 1e12 * gpu.fp32_tflops
     by_dtype = {torch.bfloat16: fast, torch.float16: fast, torch.float32: slow, torch.float64: slow / 2}
-    attention = ATTENTION_SHARE[case] * 1e12 * gpu.bf16_tflops
-    memory = MEMORY_SHARE[case] * 1e12 * gpu.memory_tbytes_per_s
-    return DeviceRates(by_dtype, memory, KERNEL_S[case], dict.fromkeys(ATTENTION, attention))
+    shares = {name: getattr(each, case) for name, each in efficiencies_of(gpu).items()}
+    return DeviceRates(by_dtype, 1e12 * gpu.memory_tbytes_per_s, KERNEL_S, HOST_S[case], shares)
 
 
 def fused(operations: Sequence[Operation], parts: Collection[str] = TOWERS) -> list[Operation]:
     """What torch.compile leaves of the operations of some parts: those between two products, FFTs or custom operations become
-    one kernel, which reads once what comes from before and writes only what is used after it.
+    one kernel, which reads once what comes from before and writes only what is used after it. Sums over rows, of biases' and
+    norms' gradients, are kernels of their own, which read their inputs once more.
 
     An optimistic model of Inductor in that it keeps everything in registers, a pessimistic one in that it recomputes nothing.
     """
@@ -75,6 +73,7 @@ def fused(operations: Sequence[Operation], parts: Collection[str] = TOWERS) -> l
     def close(place: int) -> None:
         if group:
             result.append(_merged(group, {number for number, last in last_read.items() if last >= place}))
+            result.extend(replace(each, name="fused") for each in group if each.backward and each.name in ROW_SUMS)
             group.clear()
 
     for place, operation in enumerate(operations):
@@ -103,9 +102,23 @@ def _merged(group: Sequence[Operation], used_later: Collection[int]) -> Operatio
 
 
 def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: DeviceRates) -> dict[str, float]:
-    """Seconds of operations, each done so many times, by `part` and direction: `audio forward`, …, and in all (`step`)."""
+    """Seconds of operations in their order, each done so many times, by `part` and direction: `audio forward`, …, and in all
+    (`step`). The host launches them one after the other ahead of the GPU, which waits where it isn't ahead."""
+    found: defaultdict[str, float] = defaultdict(float)
+    launched_s = done_s = 0.0
+    for operation, times in operations:
+        before_s, kernel_s = done_s, rates.seconds(operation)
+        launched_s += times * rates.host_s * (kernel_s > 0)
+        done_s = max(done_s, launched_s) + times * kernel_s
+        direction = " backward" if operation.backward else " forward"
+        found[operation.part + direction * (operation.part in TOWERS)] += done_s - before_s
+    return {**found, "step": sum(found.values())}
+
+
+def seconds_by_class(operations: Iterable[tuple[Operation, float]], rates: DeviceRates) -> dict[str, float]:
+    """Seconds of kernels, each run so many times, by class of operation, most first."""
     found: defaultdict[str, float] = defaultdict(float)
     for operation, times in operations:
-        direction = " backward" if operation.backward else " forward"
-        found[operation.part + direction * (operation.part in TOWERS)] += times * rates.seconds(operation)
-    return {**found, "step": sum(found.values())}
+        if seconds := times * rates.seconds(operation):
+            found[class_of(operation)] += seconds
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
+from torch.utils._triton import has_triton_package
 
 from clap_ds.config.batch_sizes import ACCUMULATION, MICRO_BATCH
 from clap_ds.config.errors import UserError
@@ -27,6 +28,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch, join
 from clap_ds.engine.building import build_model
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.kernels import FIELDS
 from clap_ds.engine.loss import LOSSES, build_loss
 from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.model import text
@@ -98,6 +100,9 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
         model = build_model(run, torch.device("cuda" if cuda else "cpu"))
     with fakes:
         model.to_empty(device="cpu")
+    for field in FIELDS:
+        if cuda and getattr(run.clap.model, field) == "auto" and has_triton_package():
+            model.audio.use_triton(field)
     for tower in run.clap.train.freeze:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)

@@ -53,6 +53,8 @@ class Operation:
         read, written: of its inputs and results, which storage (a number of its own) and how many bytes of it: each element
             once, broadcast ones as they lie in memory. Empty where nothing is launched, as for views and allocations.
         dtype: of its first floating-point input; without one, of its first such result; None without either.
+        shapes: of its tensor arguments in order: what torch.profiler's `record_shapes` has, empty entries (tensors without
+            dimensions, lists of tensors and what is no tensor) left out.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Operation:
     written: tuple[tuple[int, int], ...]
     launches: bool
     dtype: torch.dtype | None
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def bytes_moved(self) -> int:
@@ -159,7 +162,9 @@ class Recorded(TorchDispatchMode):
         formula = self._formulas.get(name) or flop_registry.get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
         moved = (read, written) if launches else ((), ())
-        self.operations.append(Operation(name, *where, flops, *moved, launches, dtype))
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        shapes = tuple(tuple(tensor.shape) for tensor in given if tensor.dim())
+        self.operations.append(Operation(name, *where, flops, *moved, launches, dtype, shapes))
         for storage in map(self._storage, outputs):
             if storage.where is None and storage.number > before:
                 storage.where = where

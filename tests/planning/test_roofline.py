@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from clap_ds.flop_count.peaks import GPUS
-from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_part
+from clap_ds.planning.efficiency import PROCESSORS, TABLE
+from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_class, seconds_by_part
 from clap_ds.planning.trace import Operation
 
-RATES = DeviceRates({torch.bfloat16: 100.0}, 10.0, 0.5, {"clap_ds.window_attention": 20.0})
+RATES = DeviceRates({torch.bfloat16: 100.0}, 10.0, 0.5, share_of={"triton mlp": 0.2})
 
 
 def _operation(
@@ -21,7 +22,8 @@ def test_an_operation_takes_what_it_needs_most_of() -> None:
     assert RATES.seconds(_operation(flops=400, read=20)) == 4
     assert RATES.seconds(_operation(flops=400, read=50, written=50)) == 10
     assert RATES.seconds(_operation(read=1)) == 0.5
-    assert RATES.seconds(_operation("clap_ds.window_attention", 400)) == 20
+    assert RATES.seconds(_operation("clap_ds.mlp", 400)) == 20
+    assert RATES.ideal_s(_operation("clap_ds.mlp", 400)) == 4
     assert RATES.seconds(_operation(read=100, launches=False)) == 0
     assert RATES.seconds(_operation("c10d.allreduce_", read=100)) == 0
 
@@ -32,16 +34,34 @@ def test_parts_add_up_to_the_step() -> None:
     assert found == {"audio forward": 3, "audio backward": 2, "optimizer": 3, "step": 8}
 
 
-def test_a_gpus_cases_are_in_order_and_shares_of_its_data_sheet() -> None:
-    product, move = _operation(flops=10**13), _operation(read=10**10)
-    attention = _operation("aten._scaled_dot_product_efficient_attention_backward", 10**13)
-    for gpu in GPUS.values():
-        compute_s = 10 / gpu.bf16_tflops
-        ideal = ((product, 0.6, compute_s), (attention, 0.25, compute_s), (move, 0.8, 0.01 / gpu.memory_tbytes_per_s))
-        for operation, middle, least in ideal:
+def test_the_gpu_waits_for_the_host_where_kernels_are_short() -> None:
+    """Ten launches take the host 2 s each: what it does under a long kernel isn't waited for."""
+    rates = DeviceRates({}, 10.0, host_s=2.0)
+    short, long = _operation(read=10), _operation(read=120)
+    assert seconds_by_part([(short, 10)], rates)["step"] == 2 * 10 + 10
+    assert seconds_by_part([(short, 1)] * 10, rates)["step"] == pytest.approx(2 * 10 + 1)
+    # Launched at 2 s, done at 14; three more are launched meanwhile, at 4, 6 and 8 s.
+    assert seconds_by_part([(long, 1), *[(short, 1)] * 3], rates)["step"] == 2 + 12 + 3
+
+
+def test_seconds_by_class_are_those_of_kernels() -> None:
+    operations = [(_operation("clap_ds.mlp", 400), 2), (_operation(read=30), 1), (_operation("aten.relu", read=10), 1)]
+    assert seconds_by_class(operations, RATES) == {"triton mlp": 40, "element-wise": 4}
+
+
+def test_a_gpus_times_are_its_data_sheets_and_what_its_processors_take_besides() -> None:
+    """Which takes as long as on an H100, on as many processors."""
+    product = Operation("aten.mm", "text", False, 10**13, (), (), True, torch.bfloat16, ((4096, 4096), (4096, 4096)))
+    for operation, name in ((product, "wide product"), (_operation(read=10**10), "element-wise")):
+        besides = []
+        for gpu in GPUS.values():
+            ideal_s = 10 / gpu.bf16_tflops if operation.flops else 0.01 / gpu.memory_tbytes_per_s
             times = [rates_of(gpu, case).seconds(operation) for case in CASES]
-            assert times[0] > times[1] > times[2] > least
-            assert times[1] == pytest.approx(least / middle)
+            assert times[0] > times[1] > times[2] > ideal_s
+            besides.append((times[1] - ideal_s) * PROCESSORS[gpu.name])
+            if gpu.name == "h100-sxm":
+                assert times[1] == pytest.approx(ideal_s / TABLE[name].middle)
+        assert besides == pytest.approx([besides[0]] * len(GPUS))
 
 
 def _moving(
@@ -71,6 +91,20 @@ def test_what_lies_between_products_becomes_one_kernel() -> None:
     assert [operation.name for operation in left] == ["aten.mm", "fused", "aten.mm", "aten.add", "aten.mul"]
     assert dict(left[1].read) == {1: 100, 9: 100}
     assert dict(left[1].written) == {3: 50}  # 2 isn't read by anything later
+
+
+def test_sums_over_rows_read_once_more() -> None:
+    """Of the backward pass: a bias's gradient, between what gives its input and the next product."""
+    chain = [
+        _moving("aten.gelu_backward", {1: 100}, {2: 100}, backward=True),
+        _moving("aten.sum", {2: 100}, {3: 1}, backward=True),
+        _moving("aten.mm", {2: 100}, {4: 100}, flops=1, backward=True),
+        _moving("aten.add_", {3: 1, 5: 1}, {5: 1}, backward=True),
+    ]
+    gelu, summed, *_ = left = fused(chain)
+    assert [each.name for each in left] == ["fused", "fused", "aten.mm", "fused"]
+    assert (dict(gelu.read), dict(gelu.written)) == ({1: 100}, {2: 100, 3: 1})
+    assert (dict(summed.read), dict(summed.written)) == ({2: 100}, {3: 1})
 
 
 def test_fusion_stops_where_the_direction_changes_and_spares_what_is_not_compiled() -> None:

@@ -75,13 +75,25 @@ def test_gradients_are_copied_only_where_deepspeed_sends_them(traced: Callable[.
 
 def test_recomputation_trades_memory_for_the_closed_forms_flops(traced: Callable[..., Step]) -> None:
     config = load_preset("demo")
+    model: dict[str, Any] = {"preset": "demo", "mlp": "torch"}  # of which the last product isn't computed again
     plain, again = (
-        traced(clap={"model": {"preset": "demo", "checkpoint_activations": towers}})
-        for towers in ([], ["audio", "text"])
+        traced(clap={"model": {**model, "checkpoint_activations": towers}}) for towers in ([], ["audio", "text"])
     )
     more = again.recorded.total("flops") - plain.recorded.total("flops")
     assert more == pytest.approx(8 * recomputed_flops(config, TextLengths.fixed(16), ("audio", "text"), drop_path=0.1))
     assert _at_peak(again, "audio") < 0.7 * _at_peak(plain, "audio")
+
+
+def test_auto_is_tritons_kernels_also_where_activations_are_computed_again(traced: Callable[..., Step]) -> None:
+    pytest.importorskip("triton", reason="Triton is installed with torch on Linux")
+    for towers in ([], ["audio"]):
+        step = traced(clap={"model": {"preset": "demo", "checkpoint_activations": towers}})
+        ours = {op.name for op in step.recorded.operations if op.name.startswith("clap_ds.")}
+        assert ours == {
+            f"clap_ds.{name}" for name in ("mlp", "mlp_backward", "window_attention", "window_attention_backward")
+        }
+    torchs = traced(clap={"model": {"preset": "demo", "attention": "sdpa", "mlp": "torch"}})
+    assert not any(op.name.startswith("clap_ds.") for op in torchs.recorded.operations)
 
 
 def test_packed_captions_cost_their_own_lengths(traced: Callable[..., Step]) -> None:

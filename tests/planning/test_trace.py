@@ -87,6 +87,24 @@ def test_bytes_and_kernels_of_operations() -> None:
     assert recorded.total("launches") == 3
 
 
+def test_shapes_are_those_that_torchs_profiler_records() -> None:
+    def work() -> None:
+        rows = torch.ones(6, 4, requires_grad=True)
+        normed = nn.functional.layer_norm(torch.cat([rows @ torch.ones(4, 5), torch.ones(2, 5)]) + 1, (5,))
+        normed.index_add(0, torch.tensor([1]), source=torch.ones(1, 5)).sum().backward()
+
+    with trace() as recorded:
+        work()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        work()
+    found: dict[str, list[tuple[tuple[int, ...], ...]]] = {}
+    for event in profile.events():
+        found.setdefault(event.name, []).append(tuple(tuple(shape) for shape in event.input_shapes if shape))
+    kinds = ("mm", "cat", "add", "index_add", "native_layer_norm", "native_layer_norm_backward")
+    for kind in kinds:
+        assert [op.shapes for op in recorded.operations if op.name == f"aten.{kind}"] == found[f"aten::{kind}"], kind
+
+
 def test_the_backward_pass_is_of_the_part_that_it_differentiates() -> None:
     with FakeTensorMode(), trace() as recorded:
         x = torch.empty(8, 8, requires_grad=True)

@@ -1,0 +1,151 @@
+"""What share of its data sheet's rates a GPU reaches, by class of operation: low, middle and high, and where that is from.
+
+A share is the time that an operation's FLOPs or bytes need at the data sheet's rates, whatever is more, over the time that its
+kernels take. The table holds for all models and GPUs alike, and nothing in it is for a single one. What was measured on a kind
+of GPU, in `results/<device>/efficiencies.json`, comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clap_ds.config.errors import UserError
+from clap_ds.config.files import read_json
+from clap_ds.config.places import work_folder
+from clap_ds.flop_count.peaks import GPUS, Gpu, peak_for
+from clap_ds.planning.trace import Operation
+
+SPREAD = 0.1
+"""Of a measured share, either way: other shapes of the class, clocks and temperature."""
+NARROW_ROW, MEDIUM_ROW = 256, 1024
+"""Most bytes of a row that is normalised: PyTorch's kernels have a block of 128 threads for each."""
+NARROW_HEAD, NARROW_CHANNELS = 32, 8
+"""Most channels of a head, and input channels below which tensor cores have too little to multiply."""
+THIN = 200
+"""FLOPs a byte of a product below which it is bound by traffic: the ridges of an A100 and an H100 are 153 and 295."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    low: float
+    middle: float
+    high: float
+    source: str
+
+
+TABLE: Mapping[str, Efficiency] = {
+    "wide product": Efficiency(0.50, 0.62, 0.75, "80–84 % of an H100 at the best shapes (mamf-finder), less at K = 768"),
+    "thin product": Efficiency(0.35, 0.55, 0.75, "cuBLAS 40, CUTLASS 70 % of an H100's bandwidth (cutlass #1176, #1139)"),
+    "thin weight gradient": Efficiency(0.20, 0.40, 0.60, "split over the rows, few tiles (cutlass #1586); a guess"),
+    "batched product": Efficiency(0.30, 0.50, 0.70, "small matrices are padded to tiles; a guess"),
+    "convolution": Efficiency(0.30, 0.50, 0.70, "a guess"),
+    "narrow convolution": Efficiency(0.15, 0.30, 0.50, "tensor cores get 8 channels or nothing (cuDNN's guide); a guess"),
+    "depthwise convolution": Efficiency(0.05, 0.10, 0.20, "a guess (pytorch #22302, #192902)"),
+    "FFT": Efficiency(0.30, 0.50, 0.70, "a guess"),
+    "flash attention": Efficiency(0.20, 0.35, 0.55, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
+    "flash attention backward": Efficiency(0.12, 0.25, 0.42, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
+    "attention": Efficiency(0.15, 0.28, 0.50, "128–256 tokens on an A100: 23–60 % (xformers #434)"),
+    "attention backward": Efficiency(0.06, 0.12, 0.22, "197 and 512 tokens on an A100: 9–25 % (xformers #467, #587)"),
+    "narrow attention": Efficiency(0.15, 0.28, 0.50, "heads of 32 on an A100: 28–36 % (xformers #434)"),
+    "narrow attention backward": Efficiency(0.07, 0.15, 0.28, "wider heads on an A100: 9–25 % (xformers #467, #587)"),
+    "triton window attention": Efficiency(0.40, 0.60, 0.80, "softmax's instructions (results/triton); a guess"),
+    "triton window attention backward": Efficiency(0.25, 0.45, 0.70, "12 warps at a time (results/triton); a guess"),
+    "triton mlp": Efficiency(0.18, 0.26, 0.35, "GELU's instructions (results/triton)"),
+    "triton mlp backward": Efficiency(0.35, 0.50, 0.75, "GELU's instructions and traffic (results/triton)"),
+    "norm": Efficiency(0.35, 0.55, 0.75, "rows of 1,024 on an A100: 44–58 % (apex #1037)"),
+    "norm backward": Efficiency(0.15, 0.30, 0.50, "rows of 1,024 on an A100: 28–37 % (apex #1037)"),
+    "medium norm": Efficiency(0.17, 0.30, 0.55, "between the others"),
+    "medium norm backward": Efficiency(0.08, 0.17, 0.35, "between the others"),
+    "narrow norm": Efficiency(0.06, 0.12, 0.25, "a block a row (pytorch #143754, #69963), 200 rows a µs on an MI250 (#87635)"),
+    "narrow norm backward": Efficiency(0.04, 0.08, 0.17, "the same, and column sums (pytorch #87635, #148605)"),
+    "softmax": Efficiency(0.50, 0.70, 0.85, "a warp a row; a guess"),
+    "reduction": Efficiency(0.35, 0.55, 0.80, "as element-wise along rows (pytorch #132964), less along columns; a guess"),
+    "element-wise": Efficiency(0.72, 0.85, 0.92, "sums on an H100: 94 % (pytorch #132964)"),
+    "strided copy": Efficiency(0.35, 0.55, 0.75, "half a contiguous copy's rate (cumo #415, pytorch #194310)"),
+    "scatter": Efficiency(0.06, 0.12, 0.25, "1.25 ms for 16,384 tokens of RoBERTa's size (pytorch #62495)"),
+    "optimizer": Efficiency(0.50, 0.70, 0.85, "a guess"),
+    "fused kernel": Efficiency(0.58, 0.70, 0.83, "Inductor's rows and element-wise kernels; a guess"),
+}  # fmt: skip
+"""Of an H100 (SXM)."""
+PROCESSORS = {
+    "a100-sxm-40gb": 108, "a100-sxm-80gb": 108, "a100-pcie-80gb": 108, "h100-sxm": 132, "h100-pcie": 114, "h200": 132,
+    "gh200": 132, "gh200-144gb": 132, "b200": 148, "mi300x": 304, "rtx-3090": 82,
+}  # fmt: skip
+"""Streaming multiprocessors or compute units."""
+BY_TENSOR_CORES = ("wide product", "convolution")
+NO_TENSOR_CORES = ("narrow convolution", "depthwise convolution")
+_NAMES = {
+    "product": "mm addmm",
+    "batched product": "bmm baddbmm",
+    "convolution": "convolution",
+    "flash attention": "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention _varlen_attn",
+    "attention": "_scaled_dot_product_efficient_attention",
+    "triton window attention": "window_attention",
+    "triton mlp": "mlp",
+    "norm": "native_layer_norm native_batch_norm cudnn_batch_norm native_group_norm",
+    "softmax": "_softmax _log_softmax",
+    "reduction": "sum mean amax amin max min var std linalg_vector_norm logsumexp",
+    "strided copy": "clone roll cat stack constant_pad_nd slice select embedding index gather upsample_bicubic2d",
+    "scatter": "embedding_dense index_put _index_put_impl index_add scatter_add",
+    "FFT": "_fft_r2c _fft_c2r _fft_c2c",
+    "fused kernel": "fused",
+}
+_CLASSES = {name: each for each, names in _NAMES.items() for name in names.split()}
+
+
+def class_of(operation: Operation) -> str:
+    """The class in `TABLE` of an operation that launches kernels."""
+    space, _, kind = operation.name.rpartition(".")
+    name, is_backward, _ = kind.rstrip("_").partition("_backward")
+    found = "optimizer" if name.startswith(("_foreach", "_fused")) else _CLASSES.get(name, "element-wise")
+    shapes = operation.shapes
+    if space == "compiled":
+        found = "fused kernel"
+    elif found == "product":
+        (rows, inner), (_, columns) = shapes[-2:]
+        first, second, longest = sorted((rows, inner, columns))
+        is_thin = first * second / (first + second) < THIN
+        found = "wide product" if not is_thin else "thin weight gradient" if inner == longest else "thin product"
+    elif found == "attention" and shapes[0][-1] <= NARROW_HEAD:
+        found = "narrow attention"
+    elif found == "convolution":
+        image, weight = shapes[1:3] if is_backward else shapes[:2]
+        found = "narrow convolution" if weight[1] < NARROW_CHANNELS else found
+        found = "depthwise convolution" if weight[1] == 1 < image[1] else found
+    elif name == "native_layer_norm" and operation.dtype is not None:
+        row = shapes[0][-1] * operation.dtype.itemsize
+        found = "narrow norm" if row <= NARROW_ROW else "medium norm" if row <= MEDIUM_ROW else "norm"
+    return f"{found} backward" if is_backward and f"{found} backward" in TABLE else found
+
+
+def _share_on(gpu: Gpu, name: str, share: float) -> float:
+    """An H100's share on another GPU: the time above the data sheet's is instructions' and latencies', which more bandwidth or
+    larger tensor cores of a processor don't shorten."""
+    of, reference = (
+        (each.bf16_tflops if name in BY_TENSOR_CORES else each.memory_tbytes_per_s) / PROCESSORS[each.name]
+        for each in (gpu, GPUS["h100-sxm"])
+    )
+    return 1 / (1 + (1 / share - 1) * of / reference)
+
+
+def efficiencies_of(gpu: Gpu) -> dict[str, Efficiency]:
+    """The table for a GPU, with what was measured on such a one in place of its own; a UserError where that can't be read."""
+    found = dict(TABLE)
+    for name, each in TABLE.items():
+        low, middle, high = (_share_on(gpu, name, share) for share in (each.low, each.middle, each.high))
+        found[name] = Efficiency(low, middle, high, each.source)
+    for path in sorted((work_folder() / "results").glob("*/efficiencies.json")):
+        try:
+            measured = read_json(path)
+            shares = {name: float(each["efficiency"]) for name, each in measured["classes"].items()}
+            if wrong := [name for name, share in shares.items() if name not in TABLE or not share > 0]:
+                raise ValueError(f"{wrong[0]}: {shares[wrong[0]]}")
+            if peak_for(measured["device"]) == gpu:
+                for name, share in shares.items():
+                    spread = ((1 - SPREAD) * share, share, (1 + SPREAD) * share)
+                    found[name] = Efficiency(*spread, f"measured, results/{path.parent.name}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            expected = "a device and classes of the plan's, each with an efficiency above 0"
+            raise UserError(f"{path}: expected {expected}, as make gpu-check writes: {error!r}") from None
+    return found
