@@ -73,7 +73,7 @@ class ModelSettings(Section):
 
 
 class SyntheticData(Section):
-    """Random waveforms and random captions, seeded per rank."""
+    """Random waveforms, in int16 until they are on the device, and random captions, seeded per rank."""
 
     source: Literal["synthetic"]
     """Which of the two kinds of `data` this is."""

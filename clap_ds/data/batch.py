@@ -147,7 +147,7 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
         packed = _pack(pieces, device) if pack_captions else None
         whole = Batch(rows, ids, mask, sum(piece.num_tokens for piece in pieces), packed)
     if whole.audio.dtype == torch.int16:  # after the copy, for the device converts sooner than the host
-        whole.audio = whole.audio.float().div_(INT16_SCALE)
+        whole.audio = whole.audio / INT16_SCALE
     elif whole.audio.dtype == torch.float16:
         whole.audio = whole.audio.float()
     elif whole.audio is pieces[0].audio and device.type == "cpu":

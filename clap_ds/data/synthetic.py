@@ -1,7 +1,8 @@
 """Random batches of the right shapes, so that a benchmark measures the machine and not its disks or decoders.
 
-The audio is white noise, uniform in [-1, 1): bounded as real audio is, and none of the model's cost depends on more. Captions
-are random token ids framed as RoBERTa frames them; only their lengths can matter (packing), so those can be set.
+The audio is white noise, uniform in [-1, 1): bounded as real audio is, and none of the model's cost depends on more. It is in
+int16 until it is on the device, as real audio is. Captions are random token ids framed as RoBERTa frames them; only their
+lengths can matter (packing), so those can be set.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from clap_ds.config.model import PAD_TOKEN_ID
 from clap_ds.config.sections import SyntheticData
-from clap_ds.data.batch import Batch, BatchSpec
+from clap_ds.data.batch import Batch, BatchSpec, to_int16
 
 START_TOKEN_ID, END_TOKEN_ID, FIRST_WORD_ID = 0, 2, 4  # RoBERTa's: <s>, <pad>, </s>, <unk>, then words
 
@@ -37,7 +38,7 @@ class SyntheticPieces:
             drawn = torch.multinomial(weights, spec.micro_batch, replacement=True, generator=on_host)
             captions = _random_captions(lengths[drawn], spec.text_tokens, spec.model.text.vocab_size, on_host)
             noise = torch.empty(spec.micro_batch, spec.model.audio.num_samples, device=spec.device)
-            batch = Batch(noise.uniform_(-1, 1, generator=on_device).cpu(), *captions)
+            batch = Batch(to_int16(noise.uniform_(-1, 1, generator=on_device)).cpu(), *captions)
             if data.placement == "device":
                 batch = batch.to(spec.device)
             elif spec.device.type == "cuda":

@@ -3,7 +3,7 @@
 DeepSpeed reduces after backward, in one go. Torch's own data-parallel reducer does it bucket by bucket as gradients get
 ready, in the order they really do; it is attached to the module DeepSpeed holds (`replicate` keeps parameter names, which
 DistributedDataParallel would change) and DeepSpeed's own reduction is switched off. Only what the reducer leaves open is
-written here: the data type on the wire, and synchronisation at the accumulation boundary alone.
+written here: another data type on the wire than the gradients', and synchronisation at the accumulation boundary alone.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,12 @@ class GradientSync:
                 if (found := getattr(engine._config, name)) != plain:
                     raise ValueError(f"{name}: {found!r} needs clap.gradient_sync 'deepspeed'")
             replicate(self._module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
-            self._module.register_comm_hook(engine.communication_data_type, average_bucket)
+            wire = engine.communication_data_type
+            dtypes = {parameter.dtype for parameter in self._module.parameters() if parameter.requires_grad}
+            # By itself the reducer divides gradients before it adds them, each bucket in its own dtype: the few vectors that
+            # stay fp32 travel so. Only in fp16 that loses digits, of small gradients.
+            if wire == torch.float16 or wire != min(dtypes, key=lambda dtype: dtype.itemsize):
+                self._module.register_comm_hook(wire, average_bucket)
         engine.register_forward_pre_hook(self._settle)  # comes before the module's, where the reducer takes notice
 
     def _settle(self, module: nn.Module, inputs: Any) -> None:

@@ -103,8 +103,14 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(1, config.embed_dim, kernel_size=config.patch_size, stride=config.patch_size)
         self.norm = nn.LayerNorm(config.embed_dim)
 
-    def forward(self, image: Tensor) -> Tensor:
-        return self.norm(self.proj(image).permute(0, 2, 3, 1))
+    def forward(self, image_B1HW: Tensor) -> Tensor:
+        return self.norm(self.project(image_B1HW))
+
+    def project(self, image_B1HW: Tensor) -> Tensor:
+        """The convolution as one matrix product, as patches don't overlap."""
+        size = self.proj.kernel_size[0]
+        patches = image_B1HW[:, 0].unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class HeldLayer(nn.Module):

@@ -54,9 +54,10 @@ class WindowAttention(nn.Module):
         self.register_buffer("relative_position_index", relative_position_index(window), persistent=False)
 
     def position_bias(self) -> Tensor:
-        """(A, N, N)."""
-        index_NN = self.relative_position_index
-        return self.relative_position_bias[index_NN.flatten()].unflatten(0, index_NN.shape).permute(2, 0, 1)
+        """(A, N, N) in fp32 at least: the gradient of a table's row is a sum over up to N places, in that dtype."""
+        index_NN, table = self.relative_position_index, self.relative_position_bias
+        wide = table.to(torch.promote_types(table.dtype, torch.float32))
+        return wide[index_NN.flatten()].unflatten(0, index_NN.shape).permute(2, 0, 1)
 
     def forward(self, tokens_BHWC: Tensor, mask_GNN: Tensor | None, shift: int) -> Tensor:
         qkv_BHWE = self.qkv(tokens_BHWC)

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.model.htsat import PatchEmbed
@@ -88,15 +87,11 @@ class NativeLogMel(LogMel):
 
 
 class NativePatchEmbed(NativeModule, PatchEmbed):
-    """The convolution as a matrix product, then the kernels' layer norm."""
-
     def fits(self) -> bool:
         return fits_norm(self.proj.out_channels)
 
     def run(self, image_B1HW: Tensor) -> Tensor:
-        size = self.proj.kernel_size[0]
-        patches = image_B1HW[:, 0].unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
-        return _norm(F.linear(patches, self.proj.weight.flatten(1), self.proj.bias), self.norm)[0]
+        return _norm(self.project(image_B1HW), self.norm)[0]
 
 
 class NativePatchMerging(NativeModule, PatchMerging):

@@ -19,6 +19,7 @@ from deepspeed.comm import comm
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._composable.replicate import _ReplicateState
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -64,9 +65,22 @@ def faked_by(fakes: FakeTensorMode) -> Iterator[None]:
         mock.patch.object(cached_step, "restore_random_state"),
         mock.patch.object(ddp, "_verify_param_shape_across_processes"),
         mock.patch.object(ddp, "_sync_module_states"),
+        mock.patch.object(_ReplicateState, "register_comm_hook", _register_hooks),
         fakes,
     ):
         yield
+
+
+def _register_hooks(state: Any) -> None:
+    """Those given to `replicate`; where none is, one that sends as torch's reducer does by itself, for which this group has no
+    result."""
+
+    def send(gradients: Tensor) -> torch.futures.Future[Tensor]:
+        return dist.all_reduce(gradients, async_op=True).get_future().then(lambda future: future.value()[0])
+
+    given = [arguments for arguments, _ in state._comm_hook_args]
+    for hook in given or [(None, lambda _, bucket: send(bucket.buffer()))]:
+        state._ddp.register_comm_hook(*hook)
 
 
 @torch.no_grad()

@@ -87,12 +87,16 @@ def set_up_cuda() -> None:
 
     - Attention never by cuDNN: since torch 2.11 its backward gives NaN for some masked lengths (pytorch issue 196678), and it
       takes a bias only where that needs no gradient, so cached accumulation's two passes would go by different kernels.
+    - Products of 16-bit matrices are summed in fp32 throughout: cuBLAS may else split a long sum, as weights' gradients are
+      (over millions of tokens), and round its parts to 16 bits before it adds them.
     - The allocator's segments grow (`expandable_segments`): less memory is lost between tensors as caption lengths change. Not
       where the user has set the allocator by a variable of torch's.
     """
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if not any(map(os.environ.get, ALLOCATOR_VARIABLES)):
         # Versions of torch that don't have the first name have the second, which others warn of.
         own = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

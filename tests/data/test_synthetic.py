@@ -34,7 +34,8 @@ def test_waveforms_are_uniform_noise(draw: Draw) -> None:
     assert (waveforms.shape, waveforms.dtype) == ((100, 480), torch.float32)
     assert abs(waveforms.mean()) < 0.02
     assert abs(waveforms.std() - 3**-0.5) < 0.01
-    assert -1 <= waveforms.min() < -0.99 < 0.99 < waveforms.max() <= 1
+    assert -1 <= waveforms.min() < -0.99 < 0.99 < waveforms.max() < 1
+    assert torch.equal(waveforms * 2**15, (waveforms * 2**15).round()), "travels as int16"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from clap_ds.model.clap import ClapModel
 
 
 class PlainDDP:
-    """Trains `model`, which is on its device; `precision` is fp32, bf16 or autocast, `options` are AdamW's, and gradients are
-    clipped to norm `clip`, 0 for none.
+    """Trains `model`, which is on its device; `precision` is fp32, bf16 or autocast, `sync` is how the engine averages,
+    `options` are AdamW's, and gradients are clipped to norm `clip`, 0 for none.
 
     Attributes:
         masters: fp32 weights by name; in bf16 the model's are their roundings.
@@ -24,7 +24,7 @@ class PlainDDP:
     """
 
     def __init__(
-        self, model: ClapModel, accumulation: int, precision: str, options: dict[str, Any], clip: float = 0.0
+        self, model: ClapModel, accumulation: int, precision: str, sync: str, options: dict[str, Any], clip: float = 0.0
     ) -> None:
         self.precision, self.accumulation, self.clip = precision, accumulation, clip
         self.model = model
@@ -38,7 +38,7 @@ class PlainDDP:
             **options,
         )
         self.ddp = DistributedDataParallel(self.model)
-        if precision == "bf16":
+        if precision == "bf16" and sync == "deepspeed":
             self.ddp.register_comm_hook(None, _send_bf16)  # DeepSpeed, too, sends the few fp32 gradients as bf16
         self.loss = SoftmaxLoss(torch.float32 if precision == "fp32" else torch.bfloat16)
 

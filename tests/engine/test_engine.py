@@ -106,7 +106,7 @@ def _difference(
     fused_adam = "deepspeed" if "FusedAdam" in stepping else "torch"
     run = settings(precision, accumulation, sync, fused_adam=fused_adam, gradient_clipping=clip)
     model, params = model_of(run).to(DEVICE), OPTIMIZER["params"]
-    engine, plain = _engine(run, stepping), PlainDDP(model, accumulation or 2, precision, params, clip)
+    engine, plain = _engine(run, stepping), PlainDDP(model, accumulation or 2, precision, sync, params, clip)
     engine.norm_wanted = True
     batches, plain_batches = batches_of(run), batches_of(run)
     found = []

@@ -78,10 +78,14 @@ def test_cuda_is_set_up_unless_the_user_has(
     given: list[Any] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", given.append)
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    for name in names:
+        setattr(torch.backends.cuda.matmul, name, True)
     for name in accelerator.ALLOCATOR_VARIABLES:
         monkeypatch.setenv(name, "garbage_collection_threshold:0.8" if name == variable else "")
     accelerator.set_up_cuda()
     assert given == [False, *expected]
+    assert [getattr(torch.backends.cuda.matmul, name) for name in names] == [False, False]
 
 
 @pytest.mark.parametrize(
