@@ -39,6 +39,8 @@ SPEAK_S = 20.0  # for the record and the terminal
 FIRST_LINE_BYTES = 400
 STARTING, ENDING = "starting", "ending"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under `nohup`
+    SIGNALS += (signal.SIGHUP,)
 
 
 class Watch:
