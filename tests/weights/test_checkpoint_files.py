@@ -193,6 +193,33 @@ def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, 
         assert sum(score >= max(lost) for score in stay) >= keep_best
 
 
+GOOD: dict[str, float] = {"train_loss": 0.4}
+BAD: dict[str, float] = {"train_loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "resumed_from", "kept"),
+    [
+        ([BAD, GOOD, BAD, BAD, BAD], None, [1, 4]),  # the lowest loss, whatever was resumed from since
+        ([{}, BAD, BAD, BAD, BAD], 0, [0, 4]),  # of an earlier version, without a loss
+        ([BAD, {"train_loss": 0.5}, GOOD, BAD, BAD], 1, [1, 2, 4]),
+        ([BAD, GOOD, BAD, BAD | {"m": 0.1}, BAD], 1, [1, 3, 4]),  # evaluated, but no better
+        ([BAD, GOOD, BAD, {"train_loss": 0.3, "m": 0.1}, BAD], 1, [3, 4]),
+        ([BAD, GOOD | {"m": 0.2}, BAD, BAD | {"m": 0.1}, BAD], 1, [1, 4]),
+        ([BAD, GOOD | {"m": 0.1}, BAD, BAD | {"m": 0.2}, BAD], 1, [3, 4]),
+    ],
+)
+def test_what_was_resumed_from_and_the_lowest_loss_stay_until_one_evaluated_is_better(
+    metrics: list[dict[str, float]], resumed_from: int | None, kept: list[int]
+) -> None:
+    manifests = {
+        f"step-{serial:08d}": Manifest(serial, serial, {}, {}, None, found, {}, resumed_from=resumed_from)
+        for serial, found in reversed(list(enumerate(metrics)))
+    }
+    doomed = checkpoint_files.superfluous(manifests, CheckpointSettings(keep_last=1, keep_best=1, best_by="m"))
+    assert [serial for serial in range(5) if f"step-{serial:08d}" not in doomed] == kept
+
+
 @pytest.mark.parametrize(
     "name",
     [*("../weights.safetensors", "/etc/passwd", "file:///etc/passwd", "tokenizer/../../x", "tokenizer/.ssh", "..", ""),
