@@ -193,31 +193,28 @@ def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, 
         assert sum(score >= max(lost) for score in stay) >= keep_best
 
 
-GOOD: dict[str, float] = {"train_loss": 0.4}
-BAD: dict[str, float] = {"train_loss": 1.0}
+HIGH, LOW = (1.0,), (0.4,)
 
 
 @pytest.mark.parametrize(
-    ("metrics", "resumed_from", "kept"),
+    ("found", "resumed_from", "kept"),
     [
-        ([BAD, GOOD, BAD, BAD, BAD], None, [1, 4]),  # the lowest loss, whatever was resumed from since
-        ([{}, BAD, BAD, BAD, BAD], 0, [0, 4]),  # of an earlier version, without a loss
-        ([BAD, {"train_loss": 0.5}, GOOD, BAD, BAD], 1, [1, 2, 4]),
-        ([BAD, GOOD, BAD, BAD | {"m": 0.1}, BAD], 1, [1, 3, 4]),  # evaluated, but no better
-        ([BAD, GOOD, BAD, {"train_loss": 0.3, "m": 0.1}, BAD], 1, [3, 4]),
-        ([BAD, GOOD | {"m": 0.2}, BAD, BAD | {"m": 0.1}, BAD], 1, [1, 4]),
-        ([BAD, GOOD | {"m": 0.1}, BAD, BAD | {"m": 0.2}, BAD], 1, [3, 4]),
+        ([HIGH, LOW, HIGH, HIGH, HIGH], None, "14"),  # the lowest loss, whatever was resumed from since
+        ([(), HIGH, HIGH, HIGH, HIGH], 0, "04"),  # of an earlier version
+        ([HIGH, (0.5,), LOW, (1.0, 0.1), HIGH], 1, "1234"),  # evaluated, but no better
+        ([HIGH, LOW, HIGH, (0.3, 0.1), HIGH], 1, "34"),
+        ([HIGH, (0.4, 0.2), HIGH, (1.0, 0.1), HIGH], 1, "14"),
+        ([HIGH, (0.4, 0.1), HIGH, (1.0, 0.2), HIGH], 1, "34"),
     ],
 )
 def test_what_was_resumed_from_and_the_lowest_loss_stay_until_one_evaluated_is_better(
-    metrics: list[dict[str, float]], resumed_from: int | None, kept: list[int]
+    found: list[tuple[float, ...]], resumed_from: int | None, kept: str
 ) -> None:
-    manifests = {
-        f"step-{serial:08d}": Manifest(serial, serial, {}, {}, None, found, {}, resumed_from=resumed_from)
-        for serial, found in reversed(list(enumerate(metrics)))
-    }
-    doomed = checkpoint_files.superfluous(manifests, CheckpointSettings(keep_last=1, keep_best=1, best_by="m"))
-    assert [serial for serial in range(5) if f"step-{serial:08d}" not in doomed] == kept
+    metrics = [dict(zip(("train_loss", "m"), each, strict=False)) for each in found]
+    made = [Manifest(at, at, {}, {}, None, each, {}, resumed_from=resumed_from) for at, each in enumerate(metrics)]
+    manifests = {str(each.serial): each for each in reversed(made)}
+    rule = CheckpointSettings(keep_last=1, keep_best=1, best_by="m")
+    assert {*manifests} - {*checkpoint_files.superfluous(manifests, rule)} == {*kept}
 
 
 @pytest.mark.parametrize(
