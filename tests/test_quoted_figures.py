@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -54,6 +55,18 @@ def _log_speed() -> list[float]:
     return [logs["with the breakdown"]["gb"], min(plain), max(plain), *zipped]
 
 
+def _validation() -> list[float]:
+    rows = _json("plan/validation.json")
+    rates = [(row["predicted_rate"]["low"], row["rate"], row["predicted_rate"]["high"]) for row in rows]
+    ratios = [row["ratio"] for row in rows]
+    within = sum(0.67 <= ratio <= 1.5 for ratio in ratios)
+    return [median(ratios), len(rows), within, 0.67, 1.5, sum(low <= rate <= high for low, rate, high in rates)]
+
+
+def _validated(model: str) -> list[dict[str, Any]]:
+    return [row for row in _json("plan/validation.json") if row["device"] == "gh200" and row["model"].startswith(model)]
+
+
 RECORDED: dict[tuple[str, str], Callable[[], list[float]]] = {
     ("cpu/communication/communication.md", "10–16 % stays exposed"): lambda: _exposed("emulated"),
     ("cpu/communication/communication.md", "76–82 %"): lambda: _exposed("real"),
@@ -72,6 +85,16 @@ RECORDED: dict[tuple[str, str], Callable[[], list[float]]] = {
         "avx512_padded", "open_clip's loop", "LAION-CLAP's loop"
     ),
     ("cpu/peers/avx512_packed.md", "2.12 and 2.23"): _peers("avx512_packed", "open_clip's loop", "LAION-CLAP's loop"),
+    (
+        "plan/validation.md",
+        "the median of predicted over published is 1.08 of 27 rows; 26 are between 0.67 and 1.5, 23 within their interval",
+    ): _validation,
+    ("plan/validation.md", "predicted at 1.7 times the 623.7 samples/s"): lambda: [
+        _validated("htsat_tiny")[0][name] for name in ("ratio", "rate")
+    ],
+    ("plan/validation.md", "BERT on that GPU within 21 %"): lambda: [
+        max(abs(100 * (row["ratio"] - 1)) for row in _validated("BERT"))
+    ],
 }
 """By record and quoted text, the values in the order they are quoted."""
 FOUND = [
