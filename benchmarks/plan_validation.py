@@ -3,7 +3,8 @@
     python -m benchmarks.plan_validation [--output FILE.md]
 
 Each row of `published_rates.csv` is a published run. Its training step is recorded on fake tensors, as plans record this
-engine's: a model of `transformers` with the published sizes, precision, kind of attention and optimizer. Nothing is fitted.
+engine's: a model of `transformers` with the published sizes, precision, kind of attention and optimizer. No row has a factor
+of its own.
 
 Where a recorded step differs from the published code: query, key and value are three products where timm's and GPT-2's code has
 one; what NVIDIA's code has as one kernel (LAMB, apex's layer norm) is torch's; Swin and HTSAT pad images by nothing, in a copy;
