@@ -179,7 +179,8 @@ def print_folds(paths: list[Path]) -> None:
     """Mean, standard deviation and values over folds of the metrics in results; a UserError where they aren't such."""
     found: list[Any] = [read_object(path).get("metrics") for path in paths]
     for path, metrics in zip(paths, found, strict=True):
-        if not isinstance(metrics, dict) or metrics.keys() != found[0].keys() or len({*paths}) < max(2, len(paths)):
+        is_known = isinstance(metrics, dict) and metrics.keys() == found[0].keys() and len({*paths}) == len(paths) > 1
+        if not is_known or {*map(type, metrics.values())} != {float}:
             raise UserError(f"{path}: expected what --json wrote of each of two or more folds, with the same metrics")
     for name in found[0]:
         values = [(1 if name == LOSS else 100) * metrics[name] for metrics in found]

@@ -30,7 +30,7 @@ from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.embedding import embed_audio, embed_text
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
-from clap_ds.evaluation.predictions import of_classes, of_pairs
+from clap_ds.evaluation.predictions import by_class, of_clips
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import gather, gather_tensor, on_first, together
@@ -146,7 +146,9 @@ class Evaluator:
             if plan.classes is None:
                 counts, measures = {"captions": len(text)}, self._retrieval(model, features, text, captions)
                 if predictions is not None:
-                    predictions[name] = of_pairs(named, captions, features, text)
+                    at = iter(range(len(text)))
+                    own = [[next(at) for _ in each] for each in captions]
+                    predictions[name] = of_clips(named, own, [*chain(*captions)], features, text)
             else:
                 is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
                 for row, place in zip(is_of_class, used, strict=True):
@@ -155,7 +157,8 @@ class Evaluator:
                 measures = metrics.evaluate_zero_shot(*of, self.ranks, resample=at_length)
                 counts = {"classes": len(captions)}
                 if predictions is not None:
-                    predictions[name] = of_classes(named, plan.names, *of)
+                    own = [plan.classes[place] for place in used]
+                    predictions[name] = by_class(of_clips(named, own, plan.names, *of[:2]), plan.names)
             tasks[name] = TaskResult({"clips": len(used), **counts}, measures)
         return Evaluation(tasks, list(self._broken))
 

@@ -1,12 +1,9 @@
-"""What a model says of each clip and each class, to look behind the metrics: fit for JSON.
-
-The best rank is 1; candidates of equal score share the mean of their ranks.
-"""
+"""What a model says of each clip, to look behind the metrics: fit for JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,41 +11,27 @@ from torch import Tensor
 NUM_BEST = 5
 
 
-def of_pairs(names: Sequence[str], captions: Sequence[list[str]], audio_ND: Tensor, text_MD: Tensor) -> list[Any]:
-    """Of each clip, its captions: their scores, ranks among all captions for the clip, and the clip's among all for them."""
-    audio_ND, text_MD, places = audio_ND.cpu().double(), text_MD.cpu().double(), count()
-    found = []
-    for number, (name, own) in enumerate(zip(names, captions, strict=True)):
-        at = [next(places) for _ in own]
-        back = [_ranked(text_MD[place], audio_ND, [number])[0]["rank"] for place in at]
-        rows = zip(own, _ranked(audio_ND[number], text_MD, at), back, strict=True)
-        found.append({"clip": name, "captions": [{"caption": c, **forth, "rank_of_clip": b} for c, forth, b in rows]})
+def of_clips(
+    clips: Sequence[str], own: Sequence[Sequence[int]], labels: Sequence[str], audio_ND: Tensor, labels_CD: Tensor
+) -> list[dict[str, Any]]:
+    """Of each clip its own labels, captions or classes, and the best, with score and rank: 1 the best, a mean of equal ones."""
+    found, audio_ND, labels_CD = [], audio_ND.cpu().double(), labels_CD.cpu().double()
+    for clip, of, audio_D in zip(clips, own, audio_ND, strict=True):
+        scores_C = (labels_CD @ audio_D).float()
+        best = scores_C.topk(min(NUM_BEST, len(labels))).indices.tolist()
+        score_W = scores_C[[*of, *best], None]
+        rank_W = 0.5 + (scores_C > score_W).sum(1) + (scores_C == score_W).sum(1) / 2
+        each = zip((*of, *best), score_W[:, 0].tolist(), rank_W.tolist(), strict=True)
+        named = [(labels[number], {"score": score, "rank": rank}) for number, score, rank in each]
+        found.append({"clip": clip, "of": dict(named[: len(of)]), "best": dict(named[len(of) :])})
     return found
 
 
-def of_classes(
-    names: Sequence[str], classes: Sequence[str], audio_ND: Tensor, classes_KD: Tensor, is_of_class_NK: Tensor
-) -> dict[str, Any]:
-    """Each clip's classes, and the best, with score and rank; each class's number of clips and the share of them taken for it;
-    the confusion matrix: how many clips of a class (row) were taken for which (column)."""
-    audio_ND, classes_KD, clips = audio_ND.cpu().double(), classes_KD.cpu().double(), []
-    confusion = [[0] * len(classes) for _ in classes]
-    for name, audio_D, is_of_class_K in zip(names, audio_ND, is_of_class_NK.cpu(), strict=True):
-        found = _ranked(audio_D, classes_KD, range(len(classes)))
-        best = sorted(range(len(classes)), key=lambda number: found[number]["rank"])[:NUM_BEST]
-        own = is_of_class_K.nonzero()[:, 0].tolist()
-        of, taken_for = ({classes[number]: found[number] for number in which} for which in (own, best))
-        clips.append({"clip": name, "of": of, "best": taken_for})
-        for number in own:
-            confusion[number][best[0]] += 1
-    heard = [(number, name, sum(confusion[number])) for number, name in enumerate(classes) if any(confusion[number])]
-    by_class = {name: {"clips": total, "top1": confusion[number][number] / total} for number, name, total in heard}
-    return {"clips": clips, "by_class": by_class, "confusion": {"classes": [*classes], "clips": confusion}}
-
-
-def _ranked(query_D: Tensor, candidates_CD: Tensor, wanted: Iterable[int]) -> list[dict[str, float]]:
-    """Score and rank of some of the candidates."""
-    scores_C = (candidates_CD @ query_D).float()
-    own_W = scores_C[[*wanted], None]
-    rank_W = 0.5 + (scores_C > own_W).sum(1) + (scores_C == own_W).sum(1) / 2
-    return [{"score": score, "rank": rank} for score, rank in zip(own_W[:, 0].tolist(), rank_W.tolist(), strict=True)]
+def by_class(clips: Sequence[dict[str, Any]], classes: Sequence[str]) -> dict[str, Any]:
+    """What `of_clips` gives; of each class that has any, their number and the share taken for it; and as what (columns, in the
+    order of classes) those of each (row) were taken."""
+    taken_for = Counter((name, next(iter(clip["best"]))) for clip in clips for name in clip["of"])
+    rows = {name: [taken_for[name, other] for other in classes] for name in classes}
+    heard = {name: sum(row) for name, row in rows.items() if any(row)}
+    results = {name: {"clips": number, "top1": taken_for[name, name] / number} for name, number in heard.items()}
+    return {"clips": clips, "classes": results, "confusion": rows}

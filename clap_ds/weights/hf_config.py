@@ -140,13 +140,12 @@ def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
 
 
 def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
-    """The HF front end with this model's mel settings. It can crop longer clips at random only: it refuses them, in words that
-    it puts between "data_truncating" and "not implemented", unless it is called with that."""
-    seconds = config.num_samples // config.sample_rate
+    """The HF front end with this model's mel settings. It could crop longer clips at random alone, and so refuses them: its
+    error is "data_truncating", what is said here, and "not implemented"."""
     return transformers.ClapFeatureExtractor(
         feature_size=config.mel_bins,
-        max_length_s=seconds,
-        truncation=f"of clips over {seconds} s (crop them first, or say truncation='rand_trunc' for random crops)",
+        max_length_s=config.num_samples // config.sample_rate,
+        truncation="of longer clips (crop them first, or say truncation='rand_trunc' for crops at random)",
         padding="repeatpad",
         **{theirs: getattr(config, ours) for ours, theirs in _FRONT_END.items()},
     )

@@ -3,8 +3,8 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 from unicodedata import normalize
+from unittest import mock
 
 import pytest
 
@@ -94,9 +94,7 @@ def test_several_names_in_a_cell_are_warned_of_and_become_a_list(
     (tmp_path / "list.csv").write_text("\n".join(["fname,labels,title,level", *rows]))
     options = (tmp_path / "list.csv", "--audio_column", "{fname}.wav", "--caption_columns", "labels")
     assert run(*options, "--list_column", "label", "--", tmp_path / "no") == 2
-    assert (
-        "no column 'label'; there are fname, labels, title, level; name one by --list_column" in capsys.readouterr().err
-    )
+    assert "no column 'label'; there are fname, labels, title, level; name one by --list" in capsys.readouterr().err
     assert run(*options, "--", tmp_path / "one") == 0
     assert capsys.readouterr().err.count("warning") == 1
     assert run(*options, "--list_column", "labels", "--", tmp_path / "several") == 0
@@ -108,19 +106,12 @@ def test_several_names_in_a_cell_are_warned_of_and_become_a_list(
 def test_a_folder_that_cannot_be_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Root may read any: so as the system would say it."""
-    (tmp_path / "sounds" / "closed").mkdir(parents=True)
-    (tmp_path / "sounds" / "a.wav").write_bytes(wav(tone(0)))
-    (tmp_path / "sounds" / "a.txt").write_text("a tone")
-
-    def scan(path: str, scandir: Any = os.scandir) -> Any:
-        if str(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", scan)
-    assert run(tmp_path / "sounds", tmp_path / "out") == 2
-    assert "sounds/closed can't be read: Permission denied" in capsys.readouterr().err
+    """Root may read any: so as the system says it to others."""
+    (closed := tmp_path / "closed").mkdir()
+    denied, scan = mock.Mock(side_effect=PermissionError(13, "Permission denied", str(closed))), os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (denied if str(path) == str(closed) else scan)(path))
+    assert run(tmp_path, tmp_path / "out") == 2
+    assert f"{closed} can't be read: Permission denied" in capsys.readouterr().err
 
 
 def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:

@@ -6,22 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.captions import captions_of, joined_names
-
-
-@pytest.mark.parametrize(
-    ("cells", "joined"),
-    [
-        (["Dog,Bark", "Dog", "Bark;Cat", "Cat"], "Dog,Bark"),
-        (["a dog, barking", "a cat", "a dog", "rain, wind"], None),  # whose other parts nothing else has
-        (["Dog,Bark", "Dog,Bark"], None),
-        (["1,5", "5,1"], None),
-        (["Dog,Bark", "Bark", "Dog", "a, b", "c, d"], None),  # most are text
-        ([], None),
-    ],
-)
-def test_names_that_separators_join(cells: list[str], joined: str | None) -> None:
-    assert joined_names(cells) == joined
+from clap_ds.data.captions import captions_of
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,7 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
 
 def run_build(options: argparse.Namespace) -> int:
     """The exit code. UserError where the user made a mistake, or the folder can't be written."""
-    ways = (options.split_column, options.fold_column, options.held_out or options.group_column)
-    if sum(map(bool, ways)) > 1:
+    if sum(map(bool, (options.split_column, options.fold_column, options.held_out or options.group_column))) > 1:
         raise UserError("--split_column, --fold_column and --held_out each say what is held out; expected one of them")
     if bool(options.fold_column) != bool(options.held_out_fold):
         raise UserError("expected --fold_column NAME and --held_out_fold FOLD together")

@@ -10,14 +10,12 @@ import io
 import os
 import re
 import sys
-import unicodedata
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes
@@ -98,31 +96,23 @@ def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
         is_known = name in (audio, *options.list_column) or _CAPTION_COLUMN.fullmatch(name)
         if not is_known and (cell := joined_names(cells)):
             print(
-                f"warning: {cell!r} in {name!r} is one name; of several, --list_column {name} makes a list",
-                file=sys.stderr,
+                f"warning: {cell!r} in {name!r} is one name; --list_column {name} makes a list of it", file=sys.stderr
             )
-    root, listed = options.audio_root or source.parent, cache(_by_composed_name)
     for line, row in rows:
         if not (path := _path_in(row, audio)):
             raise UserError(f"{source}:{line}: no path in {audio}")
         more = {name: value for name, value in row.items() if value is not None and name != audio}
-        if "\\" in path and not os.path.exists(root / path):  # of a list made on Windows
-            path = path.replace("\\", "/")
-        yield Entry(_as_on_disk(root / path, listed), *_divided(more, captions, options.list_column))
+        yield Entry(
+            _as_on_disk(options.audio_root or source.parent, path), *_divided(more, captions, options.list_column)
+        )
 
 
-def _by_composed_name(folder: Path) -> dict[str, Path]:
-    """What is in a folder by its name in one Unicode form: an ü may be one character or two, and macOS has it as two."""
-    with suppress(OSError, ValueError):  # the latter of a path with a zero byte
-        return {unicodedata.normalize("NFC", path.name): path for path in folder.iterdir()}
-    return {}
-
-
-def _as_on_disk(path: Path, listed: Callable[[Path], dict[str, Path]]) -> Path:
-    """A path by the form that its names have on the disk; as it is where there is none in any form."""
-    if str(path).isascii() or os.path.exists(path):
-        return path
-    return listed(_as_on_disk(path.parent, listed)).get(unicodedata.normalize("NFC", path.name), path)
+def _as_on_disk(root: Path, path: str) -> Path:
+    """A file that is there by another spelling: an ü is one character or, on macOS, two, and Windows has backslashes."""
+    if (path.isascii() and "\\" not in path) or os.path.exists(root / path):
+        return root / path
+    others = (root / normalize(form, path.replace("\\", "/")) for form in ("NFC", "NFD"))
+    return next(filter(os.path.exists, others), root / path)
 
 
 def _text_in(path: Path, encoding: str | None, most: int = MOST_BYTES) -> str:
@@ -225,11 +215,11 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
         raise UserError(f"{error.filename} can't be read: {error.strerror}; expected folders that can") from None
 
     found = (Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names)
-    paths, listed = sorted(path for path in found if path.suffix.lower() in AUDIO_SUFFIXES), cache(_by_composed_name)
+    paths = sorted(path for path in found if path.suffix.lower() in AUDIO_SUFFIXES)
     if not paths:
         raise UserError(f"{folder}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
     for path in paths:
-        text, described = (_as_on_disk(path.with_suffix(suffix), listed) for suffix in (".txt", ".json"))
+        text, described = (_as_on_disk(path.parent, path.stem + suffix) for suffix in (".txt", ".json"))
         try:
             if text.is_file():
                 row: Any = {"caption": _text_in(text, options.encoding).splitlines()}
