@@ -155,7 +155,7 @@ class Session:
             self.record.update_summary(data={**found[0], "num_broken_items": len(broken), "broken_items": shown})
             if shown:
                 examples = "; ".join(f"{each['name']}: {each['reason']}" for each in shown)
-                print(f"warning: {len(broken)} items or tars could not be used, the first: {examples}", flush=True)
+                print(f"warning: {len(broken)} item(s) or tar(s) could not be used, the first: {examples}", flush=True)
 
     @property
     def samples_per_step(self) -> int:

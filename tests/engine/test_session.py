@@ -67,7 +67,7 @@ def test_what_any_rank_could_not_use_is_recorded_and_said(capsys: pytest.Capture
     with mock.patch.object(session_module, "gather", lambda value: [value, *others]):
         session.record_data()
     assert summary["data"] == {"num_shards": 2, "num_broken_items": 2, "broken_items": [gone, cut]}
-    said = "warning: 2 items or tars could not be used, the first: a.tar: why; b.tar: 7: why\n"
+    said = "warning: 2 item(s) or tar(s) could not be used, the first: a.tar: why; b.tar: 7: why\n"
     assert capsys.readouterr().out == said
 
 
