@@ -1,6 +1,6 @@
 """Command: settings of a run tried one against the other on this machine, a short run each: which are the quickest here?
 
-    python -m benchmarks.variants ds_configs/htsat_tiny.json --vary clap.compile=off,towers
+    python -m benchmarks.variants ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
 
 Runs every combination and makes a table of samples/s/GPU with its interval and the ratio to the first. One that fails, doesn't
 fit or takes too long is a row like any other. Output, settings and run directory of each are kept in the folder, whose

@@ -107,7 +107,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
         "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
         "attention": "sdpa" if kernels.attention == "auto" else kernels.attention,
-        "mlp": "torch" if kernels.mlp == "auto" else kernels.mlp, "compile": run.clap.compile,
+        "mlp": "torch" if kernels.mlp == "auto" else kernels.mlp, "compile": run.clap.compile.replace("auto", "towers"),
         "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()), **speed,
         "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
         "parameters": own.num_parameters,

@@ -37,8 +37,10 @@ class ClapSettings(Section):
     text: Literal["padded", "packed"] = "padded"
     """How captions go through the text tower: padded to `text_tokens`, as in the published runs, or packed without padding.
     Packed on CUDA in 16 bits, there is no dropout of attention weights."""
-    compile: Literal["off", "towers"] = "off"
-    """What torch.compile is given: nothing, or the mel front end and each tower with its backward pass."""
+    compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
+    """What torch.compile is given before the first step: nothing, or the mel front end and each tower with its backward pass;
+    with `towers-max-autotune` Inductor also times its own matrix products against the libraries', in its mode
+    `max-autotune-no-cudagraphs`. `auto`: `towers` on CUDA, `off` on CPUs. What doesn't compile on some rank runs uncompiled."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
     AMX or AVX-512, `off`: torch's operations."""
