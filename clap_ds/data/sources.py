@@ -7,7 +7,7 @@ micro-batch ahead on a stream of its own, so that the copy runs under the step b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,11 +60,10 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return batch
 
     def _take(self) -> _Ahead:
-        pieces = next(self._pieces)
-        with torch.cuda.stream(self._copy_stream):  # which does nothing where there is none
+        pieces, stream = next(self._pieces), self._copy_stream
+        with torch.cuda.stream(stream) if stream else nullcontext():
             batch = join(pieces, self._device, pack_captions=self._pack_captions)
-        done = None if self._copy_stream is None else self._copy_stream.record_event()
-        return batch, done, self._pieces.state()
+            return batch, stream.record_event() if stream else None, self._pieces.state()
 
     def state(self) -> dict[str, Any]:
         """Where this rank's data stands after the last batch handed out, for `build_batches` to resume. Fit for JSON."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
@@ -26,55 +27,47 @@ from clap_ds.record.schema import Summary
 T = TypeVar("T")
 
 PARTS = {"mel": "the mel front end", "audio": "the audio tower", "text": "the text tower"}
-MODES = {"towers": None, "towers-max-autotune": "max-autotune-no-cudagraphs"}
-"""torch.compile's, by `clap.compile`."""
 
 
 def what_to_compile(asked: str, device: torch.device) -> str:
-    """What `clap.compile` stands for on a device: `off` or one of `MODES`."""
+    """What `clap.compile` stands for on a device, where it is `auto`."""
     return ("towers" if device.type == "cuda" else "off") if asked == "auto" else asked
 
 
 def compile_towers(
     engine: Any, batch: Batch, what: str, *, cached: bool, backend: str | Callable[..., Any] = "inductor"
 ) -> Summary:
-    """Compile HTSAT and RoBERTa, each a graph with its backward pass, and the mel front end, in place, so that parameter names
-    stay. A collective, before the first step.
+    """Compile HTSAT and RoBERTa of DeepSpeed's engine, each a graph with its backward pass, and the mel front end, in place, so
+    that parameter names stay: before the first step, for batches like this one. A collective.
 
     What talks to other ranks stays outside: the projections, behind which features start to be gathered, the loss, and torch's
     reducer, which gets a tower's gradients when that tower's backward pass ends and sends them under the other's.
 
-    Each part goes forward and backward here as it will in a step, and leaves nothing behind: torch compiles a backward graph when
-    it first runs, and in a step a failure there would leave gradients half sent. What fails on one rank runs uncompiled on all.
-
-    Args:
-        engine: DeepSpeed's, around a `ClapModel`.
-        batch: as steps will have them.
-        what: of `MODES`.
-        cached: a step's first pass is without gradients (`clap_ds.engine.cached_step`).
+    Each part goes forward (`cached`: also without gradients) and backward as it will in a step, and leaves nothing behind: a
+    backward graph is compiled when it first runs, and in a step a failure there would leave gradients half sent. What fails on
+    one rank runs uncompiled on all.
     """
     from torch._dynamo import config
 
     # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion where those are below 1 MB.
     config.optimize_ddp = False
     _note_compilations()
+    mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
     model, problems, began_s = engine.module, dict[str, str | None](), time.monotonic()
     statistics = [(buffer, buffer.clone()) for buffer in model.audio.batch_norm.buffers()]
     audio, *text = batch.model_inputs()
-    inputs = ({"mel": [audio]} if audio.ndim == 2 else {}) | {"audio": [audio], "text": text}
     devices = [batch.device] if batch.device.type == "cuda" else []
     with watch.doing("compiling"), torch.random.fork_rng(devices), autocast_if_enabled(engine):
-        for name, tensors in inputs.items():
-            part, part_began_s = model.get_submodule(name), time.monotonic()
+        for name in PARTS if audio.ndim == 2 else ("audio", "text"):
             _say(f"compiling {PARTS[name]} …")
-            part.compile(backend=backend, mode=MODES[what])
-            problems[name] = _problem(part, tensors, cached=cached)
+            part, part_began_s = model.get_submodule(name), time.monotonic()
+            part.compile(backend=backend, mode=mode)
+            problems[name] = _problem(part, text if name == "text" else [audio], cached=cached)
+            _say(f"{'failed' if problems[name] else 'compiled'} in {time.monotonic() - part_began_s:.0f} s")
             if problems[name]:
                 part._compiled_call_impl = None
-            else:
-                _say(f"compiled in {time.monotonic() - part_began_s:.0f} s")
             if name == "mel":
-                inputs["audio"] = [part(audio)]
+                audio = part(audio)
         for buffer, value in statistics:
             buffer.copy_(value)
         everyones = gather((problems, time.monotonic() - began_s))
@@ -95,7 +88,7 @@ def _problem(part: nn.Module, inputs: list[Any], *, cached: bool) -> str | None:
             with torch.no_grad():
                 part(*inputs)
         output = part(*inputs)
-        if trained:  # not `backward`, which would call torch's reducer
+        if trained:  # by `grad`, which calls no hook of torch's reducer
             torch.autograd.grad(output, trained, torch.zeros_like(output))
     except torch.OutOfMemoryError:
         raise
@@ -115,58 +108,49 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
+_failed = set[Callable[..., Any]]()
+
+
 def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:
     """`function` of `arguments`, none of which it changes: compiled where the first of them, a tensor, is on a GPU. Where that
     can't be done (no Triton, no C compiler), which rank 0 says once, it runs as it is."""
-    return _compiled(function)(*arguments) if arguments[0].is_cuda else function(*arguments)
+    if arguments[0].is_cuda and function not in _failed:
+        try:
+            return _compiled(function)(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            _failed.add(function)
+            _say(f"warning: the loss runs slower, as {function.__name__} can't be compiled: {_reason(error)}")
+    return function(*arguments)
 
 
 @cache
 def _compiled(function: Callable[..., T]) -> Callable[..., T]:
-    from torch._dynamo.exc import TorchDynamoException
-
     _note_compilations()
-    run = torch.compile(function)
-
-    def run_or_fall_back(*arguments: Any) -> T:
-        nonlocal run
-        try:
-            return run(*arguments)
-        except TorchDynamoException as error:
-            run = function
-            _say(f"warning: the loss runs slower, as {function.__name__} can't be compiled: {_reason(error)}")
-            return function(*arguments)
-
-    return run_or_fall_back
+    return torch.compile(function)
 
 
 def keep_code(root: Path | None = None) -> None:
     """Have Inductor and Triton keep what they compile where nobody else can write, in `root` if possible, so that the next run
-    there finds it from any node: not in /tmp under the user's name, Inductor's default."""
+    there finds it from any node: not in /tmp under the user's name, Inductor's default, which Dynamo's import has named."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
-        if variable not in os.environ:
+        if os.environ.get(variable, "") in ("", default_cache_dir()):
             try:
                 os.environ[variable] = str(code_folder(name, root))
             except OSError:
                 os.environ[variable] = tempfile.mkdtemp()
 
 
-_noted = ExitStack()
-
-
+@cache
 def _note_compilations() -> None:
     """Have this rank say that it compiles: a step in which it does, as one of other shapes, may take minutes."""
-    keep_code()
     from torch._dynamo.callback import callback_handler
 
-    if _begin_note not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_begin_note)
-        callback_handler.register_end_callback(_end_note)
-
-
-def _begin_note(*_: Any) -> None:
-    _noted.enter_context(watch.doing("compiling"))
-
-
-def _end_note(*_: Any) -> None:
-    _noted.close()
+    keep_code()
+    warnings.filterwarnings(
+        "ignore", "Torchinductor does not support code generation for complex"
+    )  # the FFT's, which is torch's
+    noted = ExitStack()
+    callback_handler.register_start_callback(lambda _: noted.enter_context(watch.doing("compiling")))
+    callback_handler.register_end_callback(lambda _: noted.close())
