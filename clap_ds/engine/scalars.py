@@ -9,7 +9,6 @@ from typing import Any
 
 from deepspeed.monitor.config import TensorBoardConfig
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
 from clap_ds.ranks.agreement import rank
 from clap_ds.record.stream import unless_full
@@ -45,6 +44,8 @@ class Scalars:
                     monitor.tb_monitor = TensorBoardMonitor(TensorBoardConfig(enabled=True, **place))
             monitor.enabled |= "enabled" in section  # whether DeepSpeed writes, too
         if monitor.tb_monitor is not None and (placed_here or engine.global_samples > 0):
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+
             # TensorBoard forgets what is there of samples that will be trained on again.
             event = Event(step=engine.global_samples + 1, session_log=SessionLog(status=SessionLog.START))
             monitor.tb_monitor.summary_writer.file_writer.add_event(event)
