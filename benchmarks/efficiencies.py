@@ -158,7 +158,7 @@ def read(path: Path, gpu: Gpu | None) -> tuple[str, bool, dict[str, float], list
     run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
     step = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda")
     planned = [each for each in step.recorded.operations if not each.is_collective]
-    is_compiled, profiled = run.clap.compile != "off", read_json(path)
+    is_compiled, profiled = "compiled" in summary, read_json(path)
     work = [(each, step.times(each)) for each in (fused(planned) if is_compiled else planned)]
     return device, is_compiled, profiled["ceilings"], join(profiled, work, rates_of(gpu, "middle").ideal_s)
 
