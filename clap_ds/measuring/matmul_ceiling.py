@@ -18,7 +18,7 @@ def measure_matmul_tflops(
 ) -> float:
     """TFLOPS of bf16 square matrix products with random data, median over short windows. `size`: rows and columns (None: as
     many as keep the device busy); `warm_up_s`: for clocks to settle under load."""
-    size = size or (GPU_SIZE if device.type == "cuda" else CPU_SIZE)
+    size = size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     names = {"matmul": torch.matmul, "a": a, "b": b, "product": torch.empty_like(a)}
     timer = Timer("matmul(a, b, out=product)", globals=names, num_threads=torch.get_num_threads())
