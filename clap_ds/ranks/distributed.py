@@ -187,14 +187,16 @@ def initialize(
 
 
 def prepare_debugging(settings: DebugSettings) -> None:
-    """`clap.debug`: have libraries say more, and crashes leave a Python stack on the terminal. Call before the process group is
-    made. Variables that the user has set stay."""
+    """`clap.debug`: have libraries say more, and crashes leave a Python stack on the terminal. Call before CUDA is asked
+    for GPUs, at which it reads its variables. Those that the user has set stay."""
     if settings.enabled:
         faulthandler.enable(all_threads=True)
         os.environ.setdefault("NCCL_DEBUG", settings.nccl_debug)
         os.environ.setdefault("NCCL_DEBUG_SUBSYS", settings.nccl_debug_subsys)
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        if settings.cuda_launch_blocking:
+            os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
 
 
 def keep_freed_memory() -> None:
