@@ -1,4 +1,4 @@
-"""Runs a command on CPUs behind a stand-in for an accelerator of DeepSpeed's, and prints what this project's code asks of it."""
+"""Runs a command on CPUs behind a stand-in for an accelerator of DeepSpeed's; prints what this project's code asks of it."""
 
 import runpy
 import sys
