@@ -39,8 +39,8 @@ LAUNCH = "$(PYTHON)" -m clap_ds.ranks.start
 
 bench: $(READY)
 	@case "$$("$(PYTHON)" -m clap_ds.ranks.accelerator)" in \
-	cuda) set -- clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json ;; \
 	cpu) echo "no GPU in use: two ranks on the CPUs"; export DS_ACCELERATOR=cpu; set -- --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json ;; \
+	?*) set -- clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json ;; \
 	*) exit 2 ;; \
 	esac; echo "deepspeed $$*"; $(LAUNCH) "$$@"
 

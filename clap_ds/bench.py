@@ -18,7 +18,14 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.ranks.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
+from clap_ds.ranks.distributed import (
+    Ranks,
+    check_hostfile,
+    choose_accelerator,
+    prepare_debugging,
+    run_arguments,
+    run_command,
+)
 
 
 def main(ranks: Ranks) -> None:
@@ -26,6 +33,7 @@ def main(ranks: Ranks) -> None:
     run = load_run(arguments.deepspeed_config, ranks.world_size)
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
+    prepare_debugging(run.clap.debug)
     choose_accelerator()
     measure_run(run, ranks)
 

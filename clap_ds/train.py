@@ -20,7 +20,14 @@ if __package__ in (None, ""):
 from clap_ds.config.arguments import add_checkpoint_choices
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.ranks.distributed import Ranks, check_hostfile, choose_accelerator, run_arguments, run_command
+from clap_ds.ranks.distributed import (
+    Ranks,
+    check_hostfile,
+    choose_accelerator,
+    prepare_debugging,
+    run_arguments,
+    run_command,
+)
 from clap_ds.training.checks import problems_for_training
 
 
@@ -37,6 +44,7 @@ def main(ranks: Ranks) -> None:
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
+    prepare_debugging(run.clap.debug)
     choose_accelerator()
     train_run(run, ranks, arguments)
 

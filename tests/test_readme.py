@@ -54,6 +54,7 @@ RULES = {
     r"clap-shards build .*|python (-m clap_ds\.weights\.export|clap_ds/evaluate\.py) .*": (
         "tests/training/test_newcomer_path.py::test_from_sounds_to_an_exported_model"
     ),
+    "(apptainer|docker|enroot) .*": "tests/test_containers.py::test_both_recipes_install_the_same_by_constraints",
     r'make report RUNS=".*"': "tests/analysis/test_report.py::test_",
 }
 HOW = {command: [how for rule, how in RULES.items() if re.fullmatch(rule, command)] for command in COMMANDS}

@@ -173,6 +173,8 @@ class DebugSettings(Section):
     """How much NCCL writes to its log."""
     nccl_debug_subsys: str = "INIT,NET,GRAPH,ENV"
     """Parts of NCCL that write to its log."""
+    cuda_launch_blocking: bool = False
+    """Wait for each kernel, so that an error on the GPU names the line that started it. No rate is worth anything then."""
     collective_timeout_s: PositiveInt = 300
     """Longest a collective may take; without debugging it is half an hour."""
 

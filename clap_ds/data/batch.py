@@ -81,7 +81,7 @@ class Batch:
         audio, input_ids, mask = map(function, self.tensors())
         return Batch(audio, input_ids, mask, self.num_tokens, packed)
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
+    def record_stream(self, stream: torch.Stream) -> None:
         """Tell the allocator that work on `stream` uses these tensors."""
         for tensor in (*self.tensors(), *((self.packed[0], self.packed[1].bounds) if self.packed else ())):
             tensor.record_stream(stream)
@@ -165,7 +165,7 @@ def _hash_factors(text_tokens: int, device: torch.device) -> Tensor:
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device without waiting for it."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return (tensor if device.type == "cpu" else tensor.pin_memory()).to(device, non_blocking=True)
 
 
 def _pack(pieces: Sequence[Batch], device: torch.device) -> tuple[Tensor, Packing]:

@@ -1,6 +1,6 @@
 """The source that has a rank's next batch on the device in time, whatever its rows come from.
 
-Synthetic data and shards hand over rows as pieces on the host. `BatchSource` puts them together on the device, on CUDA one
+Synthetic data and shards hand over rows as pieces on the host. `BatchSource` puts them together on the device, on a GPU one
 micro-batch ahead on a stream of its own, so that the copy runs under the step before it.
 """
 
@@ -17,22 +17,24 @@ from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, Pieces, join
 from clap_ds.data.supply import Supply
 from clap_ds.data.synthetic import SyntheticPieces
+from clap_ds.record.hardware import accelerator_of
 
-_Ahead = tuple[Batch, torch.cuda.Event | None, dict[str, Any]]  # the end of its copy; where its source stood after it
+_Ahead = tuple[Batch, Any, dict[str, Any]]  # the event at its copy's end, or None; where its source stood after it
 
 
 class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     """Endless iterator of batches on the device. Use it as a context manager, or call `close()`.
 
-    With `copy_ahead` (CUDA only) the next batch is copied on a stream of its own whenever one is handed out.
+    With `copy_ahead` (not on CPUs) the next batch is copied on a stream of its own whenever one is handed out.
     """
 
     def __init__(self, pieces: Pieces, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False) -> None:
-        assert device.type == "cuda" or not copy_ahead
+        its = self._accelerator = accelerator_of(device)
+        assert its or not copy_ahead
         self._pieces = pieces
         self._device = device
         self._pack_captions = pack_captions
-        self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
+        self._copy_stream = its.Stream(device) if its and copy_ahead else None
         self._ahead: _Ahead | None = None
         self._state = pieces.state()
 
@@ -43,8 +45,8 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         """
         batch, done, self._state = self._ahead or self._take()
         self._ahead = None
-        if done is not None:
-            compute_stream = torch.cuda.current_stream(self._device)
+        if (its := self._accelerator) and done:
+            compute_stream = its.current_stream(self._device)
             compute_stream.wait_event(done)
             batch.record_stream(compute_stream)
             done.synchronize()  # begun a step ago; its source may use the host's memory again
@@ -60,10 +62,13 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return batch
 
     def _take(self) -> _Ahead:
-        pieces, stream = next(self._pieces), self._copy_stream
-        with torch.cuda.stream(stream) if stream else nullcontext():
+        pieces, its, stream = next(self._pieces), self._accelerator, self._copy_stream
+        done = its.Event() if its and stream else None
+        with its.stream(stream) if its and stream else nullcontext():
             batch = join(pieces, self._device, pack_captions=self._pack_captions)
-            return batch, stream.record_event() if stream else None, self._pieces.state()
+            if done:
+                done.record(stream)
+        return batch, done, self._pieces.state()
 
     def state(self) -> dict[str, Any]:
         """Where this rank's data stands after the last batch handed out, for `build_batches` to resume. Fit for JSON."""
@@ -114,7 +119,7 @@ def build_batches(
         ValueError: settings that can't be met, naming the field: caption lengths, shards, tokenizer. On all ranks alike.
     """
     spec = BatchSpec(model, text_tokens, micro_batch, rank, world_size, seed, device)
-    copy_ahead = device.type == "cuda"
+    copy_ahead = accelerator_of(device) is not None
     if isinstance(data, SyntheticData):
         pieces: Pieces = SyntheticPieces(data, spec, state)
         copy_ahead = copy_ahead and data.placement == "host"

@@ -41,7 +41,7 @@ class SyntheticPieces:
             batch = Batch(to_int16(noise.uniform_(-1, 1, generator=on_device)).cpu(), *captions)
             if data.placement == "device":
                 batch = batch.to(spec.device)
-            elif spec.device.type == "cuda":
+            elif spec.device.type != "cpu":
                 batch = batch.pin_memory()
             self._batches.append(batch)
         self._num_given = (state or {}).get("batches", 0)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from clap_ds.data.batch import Batch
@@ -67,7 +68,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     _, keys, *others = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "cuda": get_accelerator().get_rng_state(device) if device.type != "cpu" else None,  # by whatever name
         "python": random.getstate(),
         "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), *others),
     }
@@ -76,8 +77,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Put `random_state` back. One captured without a GPU leaves the GPU's generator as it is."""
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type != "cpu" and state["cuda"] is not None:
+        get_accelerator().set_rng_state(state["cuda"], device)
     random.setstate(state["python"])
     keys, *others = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *others))

@@ -38,7 +38,6 @@ from clap_ds.record.schema import Environment
 def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
     """Meet the other ranks; this rank's device. Raises UserError, on every rank for a mistake found on any."""
     settings = run.clap.debug
-    distributed.prepare_debugging(settings)
     device = distributed.initialize(
         ranks,
         compile_cpu_collective=run.clap.compile_cpu_collective,

@@ -26,7 +26,7 @@ def measure(megabytes: float, ranks: Ranks, device: torch.device) -> dict[str, A
     num_elements = max(1, int(megabytes * 1e6 / 2))
     wrong, best_s = all_reduce(num_elements, ranks.world_size, device)
     links = _links(min(num_elements, LARGEST_LINK_BUFFER), ranks, device)
-    tflops = measure_matmul_tflops(device, None if device.type == "cuda" else 512, warm_up_s=0.2, measure_s=0.5)
+    tflops = measure_matmul_tflops(device, 512 if device.type == "cpu" else None, warm_up_s=0.2, measure_s=0.5)
     everyone: list[dict[str, Any]] = gather({"wrong": wrong, "seconds": best_s, "tflops": tflops, "links": links})
     # Bytes a ring sends and receives per rank over the time of the slowest rank: comparable between world sizes.
     slowest_s = max(rank["seconds"] for rank in everyone)

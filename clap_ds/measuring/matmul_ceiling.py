@@ -20,7 +20,7 @@ def measure_matmul_tflops(
 ) -> float:
     """TFLOPS of bf16 matrix products with random data, median over short windows. `size`: of all sides, or of a product's rows,
     inner dimension and columns (None: as large as keeps the device busy); `warm_up_s`: for clocks to settle under load."""
-    size = size or (GPU_SIZE if device.type == "cuda" else CPU_SIZE)
+    size = size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)
     m, k, n = (size,) * 3 if isinstance(size, int) else size
     a, b = (torch.randn(*sides, device=device, dtype=torch.bfloat16) for sides in ((m, k), (k, n)))
     names = {"matmul": torch.matmul, "a": a, "b": b, "product": torch.empty(m, n, device=device, dtype=a.dtype)}

@@ -1,11 +1,12 @@
-"""GPU or CPU: what a process of this project computes on, and why not on a GPU that is there.
+"""GPU, CPU or another accelerator: what a process of this project computes on, and why not on a GPU that is there.
 
 Where the driver is older than torch's CUDA, or torch is a build without CUDA, `torch.cuda.is_available()` is just false, and
 a run would go on on the CPUs, hundreds of times slower. Here that is an error. The CPUs are used without asking where the
 machine has no NVIDIA GPU, where `DS_ACCELERATOR=cpu` (DeepSpeed's own variable) wants them, and where `CUDA_VISIBLE_DEVICES`
 hides every GPU. The latter says something of a single process alone: the deepspeed launcher sets it anew for its ranks.
+`DS_ACCELERATOR=xpu` or `npu` takes that accelerator of DeepSpeed's; ROCm's is cuda.
 
-    python -m clap_ds.ranks.accelerator     prints cuda or cpu; an error and exit code 2 where a GPU can't be used
+    python -m clap_ds.ranks.accelerator     prints cuda, cpu or such a name; an error and exit code 2 where a GPU can't be used
 
 Top-level imports: standard library only, for hosts are asked, too, whose Python may lack the rest.
 """
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import UserError, run_alone
 
@@ -32,14 +33,23 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CORES = len(os.sched_getaffinity(0))  # that this process may use, before `stay_near`
 
 
-def choose_accelerator() -> Literal["cuda", "cpu"]:
+def choose_accelerator() -> str:
     """What this process computes on, and DeepSpeed, which chooses while it is imported and warns of a machine without GPUs.
 
     Raises:
         UserError: there is a GPU for this process, nobody asked for the CPUs, and torch can't use it; why, and what to do.
+            Or DeepSpeed can't use the accelerator that `DS_ACCELERATOR` names.
     """
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
+    asked = os.environ.get("DS_ACCELERATOR", "")
+    if asked == "cpu":
         return "cpu"
+    if asked not in ("", "cuda"):
+        try:
+            from deepspeed.accelerator import get_accelerator
+
+            return str(get_accelerator().device_name())
+        except (ValueError, ImportError) as error:
+            raise UserError(f"DS_ACCELERATOR={asked}: {error}") from None
     try:
         import torch
     except ModuleNotFoundError:
@@ -66,20 +76,25 @@ def choose_device(rank: int, local_rank: int) -> torch.device:
     """This rank's device, set up; a UserError where its host has fewer GPUs than ranks, or one that torch can't use."""
     import torch
 
-    if choose_accelerator() == "cpu":
+    kind = choose_accelerator()
+    if kind == "cpu":
         return torch.device("cpu")
-    number, there = local_rank, torch.cuda.device_count()
-    if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
+    from deepspeed.accelerator import get_accelerator
+
+    its = get_accelerator()
+    number, there = local_rank, its.device_count()
+    if there == 1 and "," not in os.environ.get(its.visible_devices_envs()[0], ","):
         number = 0  # it was given one of its own (`--gpus-per-task`); DeepSpeed's launcher names those of all ranks
     if number >= there:
         raise UserError(
             f"rank {rank} is number {number} on {os.uname().nodename}, which has {there} visible GPUs;"
             " the hostfile promises more slots than there are"
         )
-    set_up_cuda()
-    stay_near(number)
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
+    if kind == "cuda":
+        set_up_cuda()
+        stay_near(number)
+    its.set_device(number)
+    return torch.device(kind, number)
 
 
 def set_up_cuda() -> None:

@@ -162,6 +162,7 @@ def initialize(
 
     import deepspeed
     import torch
+    from deepspeed.accelerator import get_accelerator
 
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -173,7 +174,7 @@ def initialize(
         keep_freed_memory()
         if not compile_cpu_collective:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
         # As DeepSpeed does where it makes the group itself.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None
@@ -186,14 +187,16 @@ def initialize(
 
 
 def prepare_debugging(settings: DebugSettings) -> None:
-    """`clap.debug`: have libraries say more, and crashes leave a Python stack on the terminal. Call before the process group is
-    made. Variables that the user has set stay."""
+    """`clap.debug`: have libraries say more, and crashes leave a Python stack on the terminal. Call before CUDA is asked
+    for GPUs, at which it reads its variables. Those that the user has set stay."""
     if settings.enabled:
         faulthandler.enable(all_threads=True)
         os.environ.setdefault("NCCL_DEBUG", settings.nccl_debug)
         os.environ.setdefault("NCCL_DEBUG_SUBSYS", settings.nccl_debug_subsys)
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        if settings.cuda_launch_blocking:
+            os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,6 @@
 """The durations of steps and of their phases.
 
-Their edges are marked without synchronising the device: on CUDA by events on the stream, elsewhere by the host's clock. The
+Their edges are marked without synchronising the device: on a GPU by events on the stream, on CPUs by the host's clock. The
 device is synchronised only where the marks are read, at the edges of a window.
 """
 
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from clap_ds.record.hardware import accelerator_of
+
 ALWAYS_TIMED = "data_wait"
 """The phase that is timed while throughput is measured, too."""
 
@@ -24,8 +26,8 @@ _Mark = Any
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given; nothing to wait for on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if its := accelerator_of(device):
+        its.synchronize(device)
 
 
 def seconds(action: Callable[[], object], device: torch.device) -> float:
@@ -38,15 +40,15 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def _mark(device: torch.device) -> _Mark:
-    if device.type != "cuda":
+    if not (its := accelerator_of(device)):
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = its.Event(enable_timing=True)
     event.record()
     return event
 
 
 def _seconds_between(before: _Mark, after: _Mark) -> float:
-    """On CUDA, once the device has come to both."""
+    """Of events, once the device has come to both."""
     return after - before if isinstance(before, float) else before.elapsed_time(after) / 1000
 
 
@@ -78,7 +80,7 @@ class StepClock:
 class PhaseTimer:
     """Where a step's time goes, by phase.
 
-    On CUDA a phase lasts on the device, from the end of the work queued before it to the end of its own: `data_wait` is how
+    On a GPU a phase lasts on the device, from the end of the work queued before it to the end of its own: `data_wait` is how
     long the device stood still, because the host had no data yet or their copy was late, and 0 where it had other work.
 
     The other phases are timed only when `instrumented`, with the device synchronised at both edges, which slows the step: never

@@ -1,5 +1,6 @@
 """A GPU that torch can't use ends a run with the reason; machines without one, and who wants the CPUs, are left in peace."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,10 +12,14 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import real_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
 from clap_ds.config.errors import UserError
 from clap_ds.ranks import accelerator, distributed
 from clap_ds.ranks.accelerator import choose_accelerator, choose_device
+from tests.conftest import micro_run
+from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040)"
@@ -102,6 +107,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(accelerator, "choose_accelerator", lambda: "cuda")
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", CUDA_Accelerator())
     chosen: list[Any] = []
     monkeypatch.setattr(accelerator, "set_up_cuda", lambda: chosen.append("set up"))
     monkeypatch.setattr(accelerator, "stay_near", lambda gpu: chosen.append(f"near {gpu}"))
@@ -113,6 +119,35 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
     else:
         with pytest.raises(UserError, match=f"rank 7 is number {local_rank} on .*{expected}"):
             choose_device(7, local_rank)
+
+
+def test_another_accelerator_of_deepspeed_is_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    xpu = SimpleNamespace(device_name=lambda: "xpu", device_count=lambda: 2, set_device=chosen.append)
+    xpu.visible_devices_envs = lambda: ["ZE_AFFINITY_MASK"]
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", None)
+    with pytest.raises(UserError, match="DS_ACCELERATOR=xpu: XPU_Accelerator requires PyTorch with XPU support"):
+        choose_device(0, 0)
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", xpu)
+    assert (choose_device(1, 1), chosen) == (torch.device("xpu:1"), [1])
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("command", ["bench", "train"])
+def test_a_run_goes_by_deepspeed_s_accelerator_alone(tmp_path: Path, command: str) -> None:
+    """Without a GPU, where calls of `torch.cuda` raise."""
+    clap: dict[str, Any] = {"output": {"root": str(tmp_path / "runs")}, "train": {"samples": 12}}
+    clap["checkpoint"] = {"folder": str(tmp_path / "kept")}
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps(micro_run(clap=clap)))
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    done = run(["tests/ranks/stand_in.py", f"clap_ds/{command}.py", "--deepspeed_config", config], env=env, check=True)
+    asked = set(re.findall("asked for (.*)", done.stdout))
+    assert asked >= {"Event", "Stream", "stream", "current_stream", "synchronize", "record_stream"}
+    (summary,) = (tmp_path / "runs").glob("*/summary.json")
+    found = json.loads(summary.read_text())
+    assert (found["memory_peak_bytes"], found["memory_reserved_peak_bytes"]) == (5 << 30, 7 << 30)
 
 
 @pytest.mark.parametrize(("cores", "bus", "expected"), [(4, 27, ["near 27"]), (4, 28, []), (2, 27, [])])
@@ -152,6 +187,7 @@ def test_nccl_is_bound_to_the_rank_s_gpu(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(distributed, "choose_device", lambda *_: torch.device(device))
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", CUDA_Accelerator())
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: None)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda *_: None)
     met: list[Any] = []

@@ -150,3 +150,5 @@ def test_debugging_has_libraries_say_more_and_crashes_leave_stacks(monkeypatch: 
     prepare_debugging(DebugSettings(enabled=True, nccl_debug_subsys="NET"))
     others = {"TORCH_DISTRIBUTED_DEBUG": "INFO", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert (os.environ, enabled) == ({"NCCL_DEBUG": "WARN", "NCCL_DEBUG_SUBSYS": "NET", **others}, [True])
+    prepare_debugging(DebugSettings(enabled=True, cuda_launch_blocking=True))
+    assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
