@@ -137,7 +137,7 @@ def read_json(path: Path, name: str, notes: list[str]) -> dict[str, Any]:
     return value
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects in a file's lines; what can't be read, and the last line of a host that was killed, is left out."""
     with contextlib.suppress(OSError):
         for text in files.read_lines(path):
@@ -154,7 +154,7 @@ def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[st
         file = Path(history)
     return [
         _numbers(line) | {"phase": line["phase"]}
-        for line in _json_lines(file) if line.get("phase") in phases and non_negative(line.get("step")) is not None
+        for line in json_lines(file) if line.get("phase") in phases and non_negative(line.get("step")) is not None
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from clap_ds.analysis import efficiency, plot_run, plot_scaling, project
+from clap_ds.analysis import efficiency, monitor, plot_run, plot_scaling, project
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.figure import Picture, page
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
@@ -161,6 +161,8 @@ def main() -> None:
         "Projection": projections(rows, machine),
         "Runs": [provenance(runs)],
     }
+    if watched := monitor.table([Path(source) for source in dict.fromkeys(run.source for run in runs)]):
+        sections["What the GPUs did meanwhile"] = [watched]
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "table.csv", rows)
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"

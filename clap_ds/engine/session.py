@@ -29,7 +29,7 @@ from clap_ds.ranks import distributed, failure, watch
 from clap_ds.ranks.accelerator import CORES
 from clap_ds.ranks.agreement import agreed, gather, on_first
 from clap_ds.ranks.distributed import Ranks
-from clap_ds.record import hardware
+from clap_ds.record import hardware, monitor
 from clap_ds.record.directory import RunDirectory, quiet_deepspeed, start_log
 from clap_ds.record.schema import Environment
 
@@ -196,7 +196,7 @@ def ready_to_step(
             state=data_state,
             needs_epochs=run.clap.train.epochs is not None,
         )
-    with batches:
+    with batches, monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
         try:
             yield Session(run, ranks, engine.device, record, engine, batches, scalars)
         finally:

@@ -1,8 +1,8 @@
 """The run directory: what a run is, how far it got and what came of it, written as it goes.
 
 `config.json`, `environment.json`, `metrics.jsonl` (a line a step), `summary.json` (what analysis reads, with the run's
-state), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`. A run that is killed still tells its story. Leaves what the
-numbers mean to the command.
+state), `monitor/` (by `monitor.py`), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`. A run that is killed still
+tells its story. Leaves what the numbers mean to the command.
 """
 
 from __future__ import annotations

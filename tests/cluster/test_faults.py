@@ -47,6 +47,8 @@ def test_rank_that_stands_still_and_time_that_runs_out(submit: Submit, cluster: 
     limit = 60 * hours + minutes + math.ceil(seconds / 60) + 1
     stopped, variables = sorted(hung.ranks("node2").items())[1]
     cluster.run("node2", "kill", "-STOP", stopped)
+    sampled = lambda: [path.stem for path in timed.runs[0].glob("monitor/*.jsonl") if path.read_text()]  # noqa: E731
+    cluster.wait_until(lambda: len(sampled()) == 2, LONGEST_S, "the monitors' first samples")
     cluster.run("ctl", "scontrol", "update", f"JobId={timed.number}", f"TimeLimit={limit}")
     assert hung.wait(timeout=LONGEST_S)["JobState"] == "FAILED", hung.output
     assert f"rank {variables['SLURM_PROCID']} on node2" in hung.record["error"]

@@ -1,0 +1,67 @@
+"""What held a run's GPUs back: shares of the samples that `clap_ds/record/monitor.py` took while it stepped.
+
+Samples taken while a checkpoint was saved aren't counted. `docs/numbers.md` says what each column is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clap_ds.analysis.record import json_lines, non_negative
+from clap_ds.analysis.table import markdown_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CHECKS = {
+    "SM use < 90 %": ("sm_percent < 90", ["sm_percent"]),
+    # Half of what a 700 W part may draw; a part with a lower limit is not expected to draw it.
+    "< 350 W": ("power_w < 350 and power_limit_w >= 650", ["power_w", "power_limit_w"]),
+    "≥ 85 °C": ("temperature_c >= 85", ["temperature_c"]),
+    "PCIe > 20 GB/s": ("pcie_rx_gb_per_s > 20", ["pcie_rx_gb_per_s"]),
+}
+"""What is flagged, in samples that have these fields."""
+
+
+def load_samples(run_directory: Path) -> list[dict[str, Any]]:
+    """Samples, each with its `source`, `host` or `host:gpu`; lines that were cut or damaged left out."""
+    spans = [line.get("checkpoint") for line in json_lines(run_directory / "metrics.jsonl")]
+    saved = [
+        span for span in spans if isinstance(span, list) and len(span) == 2 and None not in map(non_negative, span)
+    ]
+    samples = []
+    for path in sorted((run_directory / "monitor").glob("*.jsonl")):
+        for line in json_lines(path):
+            sample = {name: number for name, value in line.items() if (number := non_negative(value)) is not None}
+            if "time" in sample and not any(begin <= sample["time"] <= end for begin, end in saved):
+                source = f"{path.stem}:{sample['gpu']:.0f}" if "gpu" in sample else path.stem
+                samples.append({**sample, "source": source})
+    return samples
+
+
+def flagged(samples: pd.DataFrame, check: str) -> str:
+    """Share of samples for which one of `CHECKS` holds, and where it holds most; empty where nothing measures it."""
+    condition, fields = CHECKS[check]
+    if not set(fields) <= set(samples) or (samples := samples.dropna(subset=fields)).empty:
+        return ""
+    bad = samples.eval(condition)
+    return f"{bad.mean():.0%}" + (f" (most {bad.groupby(samples['source']).mean().idxmax()})" if bad.any() else "")
+
+
+def table(run_directories: Sequence[Path]) -> str:
+    """A line for each run that was watched; empty where none was."""
+    import pandas as pd
+
+    rows = []
+    for directory in run_directories:
+        if found := load_samples(directory):
+            samples = pd.DataFrame(found)
+            headroom = ""
+            if {"memory_bytes", "memory_total_bytes"} <= set(samples):
+                free = 1 - samples["memory_bytes"] / samples["memory_total_bytes"]
+                headroom = f"{free.min():.0%} ({samples['source'][free.idxmin()]})"
+            number = f"{len(samples)} of {samples['source'].nunique()}"
+            rows.append([directory.name, number, *(flagged(samples, check) for check in CHECKS), headroom])
+    return markdown_table(["run", "samples of GPUs or hosts", *CHECKS, "memory headroom"], rows) if rows else ""

@@ -1,0 +1,88 @@
+"""A host's GPUs while a run steps: what they drew, held and passed on, every 15 s, by a thread of the host's first rank.
+
+Lines of `monitor/<host>.jsonl` in the run directory, by NVML (nvidia-ml-py), or of processors and memory (psutil) where there
+is no GPU. Neither a missing library nor a broken driver ends a run. Leaves what is made of them to `analysis/monitor.py`.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from clap_ds.record.stream import Stream
+
+INTERVAL_S = 15.0
+Sample = dict[str, Any]
+
+
+@contextmanager
+def watching(run_directory: Path | None, num_gpus: int) -> Iterator[None]:
+    """Take samples in the background until the end; none without a folder. The run has `num_gpus` on this host."""
+    over = threading.Event()
+    if run_directory is not None:
+        threading.Thread(target=_watch, args=(run_directory / "monitor", num_gpus, over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(folder: Path, num_gpus: int, over: threading.Event) -> None:
+    try:
+        sample = _gpu_sampler(num_gpus) or _cpu_sample
+        sample()  # the first busy share would be since the host's start
+        folder.mkdir(exist_ok=True)
+        with closing(Stream(folder / f"{os.uname().nodename}.jsonl")) as stream:
+            while not over.wait(INTERVAL_S):
+                for values in sample():
+                    stream.append({"time": time.time(), **values})
+    except Exception as error:
+        print(f"warning: {os.uname().nodename}: no longer monitored: {error!r}", file=sys.stderr, flush=True)
+
+
+def _gpu_sampler(num_gpus: int) -> Callable[[], list[Sample]] | None:
+    """Reads this run's GPUs; None where NVML isn't there or knows none."""
+    try:
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+        gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        uuids = [nvml.nvmlDeviceGetUUID(gpu) for gpu in gpus]
+    except Exception:  # of whatever type a broken driver has
+        return None
+    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    mine = [gpu for gpu, uuid in enumerate(uuids) if any(word == str(gpu) or (word and word in uuid) for word in words)]
+    chosen = mine if len(mine) >= num_gpus else range(len(gpus))  # a rank may see its own alone
+    rx, tx = nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES  # counted in KB/s
+    fields: dict[str, Callable[[Any], float]] = {
+        "sm_percent": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+        "power_w": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+        "power_limit_w": lambda gpu: nvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1e3,
+        "memory_bytes": lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+        "memory_total_bytes": lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total,
+        "temperature_c": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        "pcie_rx_gb_per_s": lambda gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, rx) / 1e6,
+        "pcie_tx_gb_per_s": lambda gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, tx) / 1e6,
+    }
+
+    def read(index: int) -> Sample:
+        values: Sample = {"gpu": index}
+        for name, field in fields.items():
+            with suppress(nvml.NVMLError):  # not every part measures everything
+                values[name] = field(gpus[index])
+        return values
+
+    return (lambda: [read(index) for index in chosen]) if chosen else None
+
+
+def _cpu_sample() -> list[Sample]:
+    """This host's memory, and the busy share of its processors since the last sample."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    used = {"memory_bytes": memory.total - memory.available, "memory_total_bytes": memory.total}
+    return [{"cpu_percent": psutil.cpu_percent(), **used}]
