@@ -1,6 +1,6 @@
 """A table in a CSV file, as this project writes it, as published, or as Excel saves it → rows.
 
-Commas, semicolons or tabs; UTF-8 or UTF-16; blank rows and comments; decimal points or commas, thousands' separators, per cent
+Commas, semicolons or tabs; UTF-8 or UTF-16; blank rows; decimal points or commas, thousands' separators, per cent
 signs. A number that can be meant in two ways is refused, never guessed.
 """
 
@@ -18,12 +18,6 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_bytes
 from clap_ds.config.model_names import preset_of
 
-_ALIASES = {
-    "node": "nodes", "num_nodes": "nodes", "hosts": "nodes", "gpu": "gpus", "num_gpus": "gpus", "ranks": "gpus",
-    "world_size": "gpus", "samples_per_s_per_rank": "samples_per_s_per_gpu", "preset": "model", "mfu": "mfu_percent",
-    "efficiency": "scaling_efficiency_percent", "efficiency_percent": "scaling_efficiency_percent",
-    "scaling_efficiency": "scaling_efficiency_percent",
-}  # fmt: skip
 _POINT = re.compile(r"[-+]?(\d+|[1-9]\d{0,2}(,\d{3})+)(\.\d*)?(e[-+]?\d+)?")
 _COMMA = re.compile(r"[-+]?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d*)?")
 """Numbers by their decimal mark, the other one between thousands."""
@@ -61,14 +55,13 @@ def _lines(path: Path) -> list[tuple[str, list[str]]]:
     if "\0" in text:
         raise UserError(f"{path}: binary file, not a CSV table")
     lines = text.splitlines()
-    first = next((line for line in lines if line.strip() and not line.startswith("#")), "")
-    declared = re.fullmatch(r"sep=(.)", first.strip(' "'))  # as Excel reads it
-    delimiter = declared[1] if declared else max(",;\t", key=first.count)
+    first = next((line for line in lines if line.strip()), "")
+    delimiter = max(",;\t", key=first.count)
     reader, found = csv.reader(lines, delimiter=delimiter, skipinitialspace=True), []
     try:
         for row in reader:
             cells, where = [cell.strip() for cell in row], f"{path}, line {reader.line_num}"
-            if not any(cells) or cells[0].startswith(("#", "sep=")):
+            if not any(cells):
                 continue
             found.append((where, cells))
             if any(cells[len(found[0][1]) :]):
@@ -81,8 +74,7 @@ def _lines(path: Path) -> list[tuple[str, list[str]]]:
 
 def _column(heading: str) -> str:
     """A heading as this project names columns: `samples/s/GPU` is samples_per_s_per_gpu, `MFU (%)` mfu_percent."""
-    words = re.findall(r"\w+", heading.casefold().replace("/", " per ").replace("%", " percent "))
-    return _ALIASES.get("_".join(words), "_".join(words))
+    return "_".join(re.findall(r"\w+", heading.casefold().replace("/", " per ").replace("%", " percent ")))
 
 
 def _row(path: Path, where: str, cells: Mapping[str, str], marks: Collection[str]) -> Row:
@@ -137,7 +129,7 @@ def read_table_runs(path: Path) -> list[Run]:
     runs = []
     for number, row in enumerate(read_table(path)):
         rate, spread, total = row.rate, row.samples_per_s_per_gpu_2sigma, row.samples_per_s
-        known: dict[str, Any] = {"time_to_target_s": None, "state": row.state or "completed"}
+        known: dict[str, Any] = {"state": row.state or "completed"}
         if rate and total:
             # Both columns round one number: where they agree, the middle of what both allow is nearer to it than either.
             rate, agree = _middle(rate, total / row.gpus, row.gpus)

@@ -6,7 +6,6 @@ A dialect is a pattern. The names of its groups say what each number is:
     average               samples/s of all GPUs since the first timed step: cumulative, so that the rate between any two lines
                           is exact, whatever lies between
     step_s, or step_ms    in place of `average`: time of a step, mean since the line before
-    rate                  samples/s of all GPUs in the last step; it tells the global batch, nothing more
     global_batch          samples of a step of all GPUs
 
 Nothing is anchored to a line's start, so prefixes (pdsh, srun) and merged lines don't matter. A pattern touches a block of
@@ -62,19 +61,6 @@ class Dialect:
         name = next(name for name in ("average", "step_s", "step_ms") if name in columns)
         return position, columns[name] / (1000 if name == "step_ms" else 1)
 
-    def global_batch(self, columns: dict[str, Numbers]) -> int:
-        """Samples of a step as lines say it; 0 where they don't.
-
-        It divides all counts of samples: lines stand after 1, 101, 201, … steps, so that nothing larger does, or after
-        multiples of as many steps as the rate of one tells.
-        """
-        if "samples" not in columns:
-            return int(np.median(columns["global_batch"])) if "global_batch" in columns else 0
-        divisor = int(np.gcd.reduce(columns["samples"].astype(np.int64)))
-        about = columns["rate"] * columns["step_s"] if "rate" in columns else np.zeros(0)
-        about = about[np.isfinite(about) & (about >= 1)]
-        return divisor // max(round(divisor / np.median(about)), 1) if len(about) else divisor
-
     def times(self, position: Numbers, value: Numbers, batch: float) -> tuple[Numbers, Numbers]:
         """(steps, seconds from the first timed step until each); `batch` is the global one, 1 for seconds of one sample."""
         if self.is_cumulative:
@@ -94,12 +80,12 @@ DIALECTS = {
         untimed=2,
         counts_data_wait=False,
     ),
-    # Train Epoch: 0 [ 616/100000 (1%)] Data (t): 0.012 Batch (t): 0.987, 623.7/s, 623.7/s/gpu; LAION-CLAP's have no rates.
+    # Train Epoch: 0 [ 616/100000 (1%)] Data (t): 0.012 Batch (t): 0.987, 623.7/s, 623.7/s/gpu; LAION-CLAP's end after the time.
     "open_clip and LAION-CLAP": Dialect(
         b"Train Epoch: ",
         re.compile(
-            rb"Train Epoch: (?P<epoch>\d{1,6}) \[ *(?P<samples>\d{1,12})/(?P<epoch_samples>\d{1,12}) \(\d+%%\)\] [^\n]{0,400}?"
-            rb"Batch \(t\): (?P<step_s>\d{1,9}\.\d{1,9})(?:, (?P<rate>%s)/s)?(?=[ ,])" % NUMBER
+            rb"Train Epoch: (?P<epoch>\d{1,6}) \[ *(?P<samples>\d{1,12})/(?P<epoch_samples>\d{1,12}) \(\d+%\)\] [^\n]{0,400}?"
+            rb"Batch \(t\): (?P<step_s>\d{1,9}\.\d{1,9})(?=[ ,])"
         ),
     ),
 }

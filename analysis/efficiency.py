@@ -1,10 +1,10 @@
 """Runs → the scaling table: one row per model and scale, with efficiency, MFU, uncertainty and the reasons for the loss.
 
-    python analysis/efficiency.py RUN_OR_LOG… [--baseline_nodes N] [--csv table.csv] [--markdown table.md]
+    python analysis/efficiency.py RUN_OR_LOG… [--csv table.csv]
 
 Plotting, comparing and projecting start from the table written here. Scaling efficiency is samples/s/GPU over that of the
-baseline scale: the smallest that was measured (nodes, then GPUs), or that of `--baseline_nodes` with all its GPUs. What repeats
-are made into, and what ± says, is in `clap_ds.analysis.repeats`.
+smallest scale that was measured (nodes, then GPUs). What repeats are made into, and what ± says, is in
+`clap_ds.analysis.repeats`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from clap_ds.analysis.published import FORWARD_GFLOPS
 from clap_ds.analysis.repeats import RunSpread, combine_repeats, pooled_spread, ratio_uncertainty
-from clap_ds.analysis.runs import INPUT_OPTIONS, parse_options, read_runs
-from clap_ds.analysis.series import scaled_settings, split_series
+from clap_ds.analysis.runs import input_parser, read_runs
+from clap_ds.analysis.series import split_series
 from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, write_csv
-from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.arguments import positive
+from clap_ds.config.errors import run_alone
 
 BELOW = " ▼"
 _COLUMNS = {
@@ -35,23 +37,18 @@ _SPREADS = {
 }
 
 
-def scaling_table(runs: Sequence[Run], baseline_nodes: int | None = None) -> list[Scale]:
+def scaling_table(runs: Sequence[Run]) -> list[Scale]:
     """One row per series and scale, series after series, scales in rising order.
 
     A series is one model on one kind of GPU at one precision and caption length, of the same settings and code, with the
-    batch per GPU constant (weak scaling) or the global batch constant (strong). Raises UserError where no series has the
-    `baseline_nodes` given.
+    batch per GPU constant (weak scaling) or the global batch constant (strong).
     """
     series = [_by_scale(members) for members in by_series(split_series(runs))]
     spreads = {
         device: pooled_spread(scale for scales in series for scale in scales if scale[0].device == device)
         for device in {run.device for run in runs}
     }
-    rows = [row for scales in series for row in _series_rows(scales, baseline_nodes, spreads)]
-    if baseline_nodes is not None and not any(row.rate and row.nodes == baseline_nodes for row in rows):
-        counts = sorted({run.nodes for run in runs if run.rate})
-        raise UserError(f"--baseline_nodes {baseline_nodes}: no measured run has it; node counts measured: {counts}")
-    return rows
+    return [row for scales in series for row in _series_rows(scales, spreads)]
 
 
 def _by_scale(runs: Sequence[Run]) -> list[list[Run]]:
@@ -61,21 +58,14 @@ def _by_scale(runs: Sequence[Run]) -> list[list[Run]]:
     return [members for _, members in sorted(scales.items())]
 
 
-def _series_rows(
-    scales: Sequence[list[Run]], baseline_nodes: int | None, spreads: Mapping[str, RunSpread | None]
-) -> list[Scale]:
+def _series_rows(scales: Sequence[list[Run]], spreads: Mapping[str, RunSpread | None]) -> list[Scale]:
     rows = [combine_repeats(members, spreads[members[0].device]) for members in scales]
-    # The smallest scale by nodes, then GPUs; of a given node count, the row with most GPUs.
-    measured = [row for row in rows if row.rate and baseline_nodes in (None, row.nodes)]
-    fewest = 1 if baseline_nodes is None else -1
-    baseline = min(measured, key=lambda row: (row.nodes, fewest * row.gpus), default=None)
+    baseline = next((row for row in rows if row.rate), None)
     rows = [_with_efficiency(row, baseline) for row in rows]
     if len(rows) == 1 and rows[0].speedup:
         rows[0] = _noted(rows[0], "one scale only: nothing to scale against")
     if len(rows) > 1 and not rows[0].scaling:
         rows[0] = _noted(rows[0], "batch not stated: weak or strong scaling can't be told")
-    if differing := scaled_settings([run for members in scales for run in members]):
-        rows[0] = _noted(rows[0], f"settings differ between scales: {differing}")
     return rows
 
 
@@ -84,9 +74,7 @@ def _noted(row: Scale, note: str) -> Scale:
 
 
 def _with_efficiency(row: Scale, baseline: Scale | None) -> Scale:
-    if baseline is None:
-        return _noted(row, "no baseline: efficiency not given") if row.rate else row
-    if not (row.rate and row.samples_per_s and baseline.rate and baseline.samples_per_s):
+    if not (baseline and baseline.rate and baseline.samples_per_s and row.rate and row.samples_per_s):
         return row
     errors = row.samples_per_s_per_gpu_2sigma, baseline.samples_per_s_per_gpu_2sigma
     error = ratio_uncertainty(row.rate, errors[0], baseline.rate, errors[1])
@@ -138,15 +126,14 @@ def _blocks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
 
 
 def main() -> None:
-    names = ("inputs", "--baseline_nodes", "--target", "--csv", "--markdown", *INPUT_OPTIONS)
-    options = parse_options("Scaling efficiency and MFU of runs, logs or tables.", *names)
-    rows = scaling_table(read_runs(options.inputs, options), options.baseline_nodes)
-    text = render(rows, options.target)
-    print(text, end="")
+    parser = input_parser("Scaling efficiency and MFU of runs, logs or tables.")
+    parser.add_argument("--target", type=positive, metavar="PERCENT", help="mark scales whose efficiency is below it")
+    parser.add_argument("--csv", type=Path, help="write the table here")
+    options = parser.parse_args()
+    rows = scaling_table(read_runs(options.inputs, options))
+    print(render(rows, options.target), end="")
     if options.csv:
         write_csv(options.csv, rows)
-    if options.markdown:
-        options.markdown.write_text(text, encoding="utf-8")
 
 
 def command() -> None:

@@ -9,6 +9,7 @@ and its control, share the axes.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, log_axis, styled
 from clap_ds.analysis.record import non_negative, read_json, read_record, read_steps, section
-from clap_ds.analysis.runs import parse_options
 from clap_ds.analysis.table import Row
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.record.schema import STEP_PHASES
@@ -186,7 +186,10 @@ def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str
 
 
 def main() -> None:
-    options = parse_options("Draw a run, or several of training.", "directories", "--output", required="--output")
+    parser = argparse.ArgumentParser(description="Draw a run, or several of training.")
+    parser.add_argument("directories", nargs="+", type=Path, metavar="RUN_DIRECTORY")
+    parser.add_argument("--output", type=Path, required=True, help="picture to write: .png, .svg or .pdf")
+    options = parser.parse_args()
     draw_runs(options.directories, options.output)
     print(f"wrote {options.output}")
 

@@ -2,8 +2,8 @@
 
     python analysis/plot_scaling.py RUN_OR_TABLE… --output scaling.png|svg|pdf
 
-Draws what `efficiency.py` works out, and for `project.py` the projection, and works out nothing itself. The published
-curve of every model shown is laid under it in grey. Of runs each repeat is a dot; a table knows only their mean.
+Draws what `efficiency.py` works out, and for `project.py` the projection, and works out nothing itself. Each repeat is a dot; a
+table that `efficiency.py` wrote knows only their mean.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, log_axis, styled
-from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
-from clap_ds.analysis.runs import INPUT_OPTIONS, TABLE_SUFFIXES, parse_options, read_runs
+from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Scale, by_series, unit
 from clap_ds.analysis.weak_scaling import Series
 from clap_ds.config.errors import UserError, run_alone
@@ -28,36 +26,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 IDEAL: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
-PUBLISHED_STYLE: dict[str, Any] = {"color": "0.6", "markerfacecolor": "white", "zorder": 1.5}
-"""Of what others published, where there is anything else."""
 Curves = Mapping[str, Sequence[Scale]]
 
 
-def read_curves(
-    paths: Sequence[Path], given: argparse.Namespace, baseline_nodes: int | None = None
-) -> dict[str, list[Scale]]:
-    """Rows with a rate of each series by its title: of each table by itself, and of all that is no table together, `given`
-    what it leaves out (as of `read_runs`). UserError for what can't be read, and where no row of any has a rate."""
-    tables = [path for path in paths if path.suffix.lower() in TABLE_SUFFIXES]
-    inputs = [(str(path), read_table_runs(path)) for path in tables]
-    if others := [path for path in paths if path not in tables]:
-        inputs.append(("runs", read_runs(others, given)))
-    found: dict[str, list[Scale]] = {}
-    for name, runs in inputs:
-        for rows in by_series([row for row in scaling_table(runs, baseline_nodes) if row.rate]):
-            title = rows[0].title
-            found[f"{title} ({name})" if title in found else title] = rows
+def read_curves(options: argparse.Namespace) -> dict[str, list[Scale]]:
+    """Rows with a rate of each series of a command's inputs, by its title; UserError where there is none."""
+    found = by_series([row for row in scaling_table(read_runs(options.inputs, options)) if row.rate])
     if not found:
-        raise UserError(f"{', '.join(map(str, paths))}: no row has a rate")
-    return found
-
-
-def published_curves(curves: Curves) -> dict[str, list[Scale]]:
-    """The published series of the models in these curves, but for those that are among them."""
-    models = {rows[0].model for rows in curves.values()}
-    stems = [stem for stem, facts in PUBLISHED_TABLES.items() if facts["model"] in models]
-    found = [scaling_table(read_table_runs(PUBLISHED_DIR / f"{stem}.csv")) for stem in stems]
-    return {f"{rows[0].title}, published": rows for rows in found if rows[0].title not in curves}
+        raise UserError(f"{', '.join(map(str, options.inputs))}: no row has a rate")
+    return {rows[0].title: rows for rows in found}
 
 
 def answer(rows: Sequence[Scale]) -> str:
@@ -81,8 +58,6 @@ def draw(curves: Curves) -> Picture:
     picture.title("\n".join(f"{label}: {text}" if len(curves) > 1 else text for label, text in answers.items()))
     efficiency, throughput = picture.panels
     shown = [(*each, style) for each, style in zip(curves.items(), cycle(SERIES_STYLES), strict=False)]
-    for mark, each in zip("ds", published_curves(curves).items(), strict=False):
-        shown.append((*each, PUBLISHED_STYLE | {"marker": mark}))
     for label, rows, style in shown:
         _draw_efficiency(efficiency, fill(label, 60), rows, style)
         _draw_totals(throughput, rows, style)
@@ -159,9 +134,10 @@ def _draw_projected(axes: Axes, series: Series, style: Mapping[str, Any]) -> Non
 
 
 def main() -> None:
-    names = ("inputs", "--output", "--baseline_nodes", *INPUT_OPTIONS)
-    options = parse_options("Plot the scaling of runs, logs or tables.", *names, required="--output")
-    draw(read_curves(options.inputs, options, options.baseline_nodes)).save(options.output)
+    parser = input_parser("Plot the scaling of runs, logs or tables.")
+    parser.add_argument("--output", type=Path, required=True, help="picture to write: .png, .svg or .pdf")
+    options = parser.parse_args()
+    draw(read_curves(options)).save(options.output)
     print(f"wrote {options.output}")
 
 

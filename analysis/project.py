@@ -9,9 +9,10 @@ smaller ones is projected, with a 95 % band over all of them, to four times the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from clap_ds.analysis import plot_scaling
-from clap_ds.analysis.runs import INPUT_OPTIONS, MACHINE_OPTIONS, parse_options
+from clap_ds.analysis.runs import add_link_option, input_parser
 from clap_ds.analysis.step_model import Machine
 from clap_ds.analysis.table import markdown_table
 from clap_ds.analysis.weak_scaling import STEP_MODEL, Series, series_of
@@ -95,17 +96,16 @@ def _fitted(series: Series) -> str:
 
 
 def main() -> None:
-    names = "inputs", "--output", "--markdown", *MACHINE_OPTIONS, *INPUT_OPTIONS
-    options = parse_options("Project the scaling of runs and tables to more GPUs.", *names)
+    parser = input_parser("Project the scaling of runs and tables to more GPUs.")
+    parser.add_argument("--output", type=Path, help="picture to write: .png, .svg or .pdf")
+    add_link_option(parser)
+    options = parser.parse_args()
     machine = Machine(1e9 * options.node_gbytes_per_s)
-    curves = plot_scaling.read_curves(options.inputs, options).values()
+    curves = plot_scaling.read_curves(options).values()
     # In many a folder there are strong scaling and single scales, too.
     swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1] or curves
     found = [series_of(rows, machine) for rows in swept]
-    text = "\n".join(render(series) for series in found)
-    print(text, end="")
-    if options.markdown:
-        options.markdown.write_text(text, encoding="utf-8")
+    print("\n".join(render(series) for series in found), end="")
     if options.output:
         title = "\n".join(f"{series.name}: {headline(series)}" for series in found)
         plot_scaling.draw_projection(found, title).save(options.output)

@@ -30,16 +30,14 @@ def is_record(path: Path) -> bool:
     return any(os.path.isfile(path / name) for name in RECORD_FILES)
 
 
-def read_record(path: Path, micro_batch: int | None = None) -> Run:
-    """The run of a run directory; UserError where no file of one can be read. Of a `metrics.jsonl` alone the rate is
-    known where `micro_batch` is given.
+def read_record(path: Path) -> Run:
+    """The run of a run directory; UserError where no file of one can be read.
 
     Its rates are None where it ended before one window was complete, and `notes` says what is missing.
     """
     notes: list[str] = []
-    folder = path.parent if path.suffix == ".jsonl" else path
-    summary, config, environment = (read_json(folder, name, notes) for name in ("summary", "config", "environment"))
-    if not (summary or config or environment or read_steps(path, "window")):
+    summary, config, environment = (read_json(path, name, notes) for name in ("summary", "config", "environment"))
+    if not (summary or config or environment):
         raise UserError(f"{path}: {', '.join(notes) or 'no summary.json, config.json or environment.json'}")
     clap = section(config, "clap")
     accumulated = (whole(values.get("gradient_accumulation_steps")) for values in (summary, config))
@@ -47,8 +45,8 @@ def read_record(path: Path, micro_batch: int | None = None) -> Run:
     of_step = whole(summary.get("micro_batch_per_gpu")) or whole(config.get("train_micro_batch_size_per_gpu"))
     batch, step = of_step and of_step * accumulation, section(summary, "step_time_s")
     rate, fields = _rate_fields(section(summary, "samples_per_s_per_gpu"))
-    if not rate and (told := batch or micro_batch):
-        windows, of_steps = _windows_of_steps(path, told, whole(section(clap, "bench").get("steps_per_window")))
+    if not rate and batch:
+        windows, of_steps = _windows_of_steps(path, batch, whole(section(clap, "bench").get("steps_per_window")))
         step, fields, rate = of_steps or step, interval_fields(windows), rate_over(windows)
         notes += [f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up"] * bool(windows)
     step_s = positive(step.get("median"))
@@ -63,7 +61,7 @@ def read_record(path: Path, micro_batch: int | None = None) -> Run:
     engine, memory = positive(summary.get("deepspeed_samples_per_s")), positive(summary.get("memory_peak_bytes"))
     if engine and summary.get("deepspeed_times_host_alone") is True and unit(device) == "GPUs":
         notes.append(HOST_ALONE)
-    numbers = ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops", "time_to_target_s")
+    numbers = ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops")
     known: dict[str, Any] = {name: non_negative(summary.get(name)) for name in numbers}
     known |= {f"{part}_s": non_negative(parts.get(part)) for part in STEP_PHASES}
     return Run(
@@ -151,7 +149,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` of these phases that have a step (`clap_ds.record.schema.StepLine`), with those of their
     fields that are numbers, true or false, or objects of such. Where the file `history` is there, its lines instead."""
-    file = path if path.suffix == ".jsonl" else path / "metrics.jsonl"
+    file = path / "metrics.jsonl"
     if isinstance(history, str) and "\0" not in history and os.path.isfile(history):
         file = Path(history)
     return [

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from clap_ds.analysis.published import published_mfu_percent
@@ -82,9 +82,7 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
     exposed = breakdown.get("exposed_communication_s")
     half, half_from = _uncertainty(used, spread)
     states = Counter(run.state for run in runs)
-    targets = [run.time_to_target_s for run in runs if run.time_to_target_s]
     notes = [*_notes(runs, used), *doubtful_mfu(mfu, known["mfu_model_percent"])]
-    notes += [f"target reached by {len(targets)} of {len(runs)} runs"] if targets else []
     return Scale(
         runs=tuple(used), **known, **breakdown, mfu_percent=mfu, peak_tflops=peak,
         samples_per_s=total or (rate * first.gpus if rate else None), samples_per_s_per_gpu_2sigma=half,
@@ -92,7 +90,7 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
         exposed_communication_percent=100 * exposed / sum(breakdown.values()) if exposed is not None else None,
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
         state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
-        time_to_target_s=median(targets) if targets else None, notes="; ".join(dict.fromkeys(notes)),
+        notes="; ".join(dict.fromkeys(notes)),
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Everything there is to say about some runs, as one HTML page and as Markdown, to send to a colleague.
 
-    python analysis/report.py RUN_OR_LOG… --output report [--samples 1e9 --price_per_gpu_hour 2.5]
+    python analysis/report.py RUN_OR_LOG… --output report
 
 Puts together what the other commands of this folder work out, says where each number comes from, and works out nothing itself.
 The page holds its figures and refers to nothing outside.
@@ -9,6 +9,8 @@ The page holds its figures and refers to nothing outside.
 from __future__ import annotations
 
 import re
+import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,17 +20,19 @@ from typing import NamedTuple
 from clap_ds.analysis import efficiency, monitor, plot_run, plot_scaling, project
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.figure import Picture, page
-from clap_ds.analysis.provenance import provenance
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
-from clap_ds.analysis.runs import INPUT_OPTIONS, MACHINE_OPTIONS, PRICE_OPTIONS, parse_options, read_runs
+from clap_ds.analysis.runs import add_link_option, input_parser, read_runs
+from clap_ds.analysis.series import short_commit
 from clap_ds.analysis.step_model import Machine
-from clap_ds.analysis.table import Row, Scale, by_series, markdown_table, significant, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, plain_text, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import VERSION
+from clap_ds.config.secrets import redacted_words
 from clap_ds.record.schema import STEP_PHASES
 
 TITLE = "CLAP training: throughput and scaling"
+PACKAGES = ("torch", "deepspeed", "transformers")
 
 
 class Figure(NamedTuple):
@@ -47,7 +51,7 @@ def efficiencies(rows: Sequence[Scale]) -> Blocks:
     yield efficiency.render(rows)
     if series := by_series([row for row in rows if row.rate]):
         picture = plot_scaling.draw({members[0].title: members for members in series})
-        yield Figure("scaling.png", "Efficiency and throughput by scale; published in grey", picture)
+        yield Figure("scaling.png", "Efficiency and throughput by scale", picture)
 
 
 def step_times(rows: Sequence[Scale]) -> Blocks:
@@ -81,24 +85,6 @@ def projections(rows: Sequence[Scale], machine: Machine) -> Blocks:
         yield Figure(f"projection-{number}.png", caption, picture)
 
 
-def costs(rows: Sequence[Row], samples: float, price_per_gpu_hour: float | None) -> Iterator[str]:
-    """Time, GPU-hours and, where there is a price, money in its currency, of `samples`, each pass over them counted; ± is that
-    of the rate."""
-    for members in by_series([row for row in rows if row.rate]):
-        header, body = ["nodes", members[0].unit, "samples/s", "hours", "GPU-hours"], []
-        for row in members:
-            hours = samples / (row.samples_per_s or 1.0) / 3600
-            figures = [hours, hours * row.gpus]
-            figures += [hours * row.gpus * price_per_gpu_hour] if price_per_gpu_hour else []
-            share = (row.samples_per_s_per_gpu_2sigma or 0.0) / (row.rate or 1.0)
-            cells = [significant(value) + f" ± {float(f'{value * share:.2g}'):g}" * (share > 0) for value in figures]
-            body.append([*row.cells("nodes", "gpus", "samples_per_s"), *cells])
-        yield f"### {members[0].title}"
-        price = [f"cost at {price_per_gpu_hour:g} for a GPU-hour"] if price_per_gpu_hour else []
-        yield markdown_table([*header, *price], body)
-    yield "Not in it: queueing, start-up, evaluation, checkpoints, and waiting for data where a rate is of DeepSpeed's timer."
-
-
 def summary(rows: Sequence[Scale], machine: Machine) -> Blocks:
     """The answer: of each series what was measured, how well it scales, and how far it would."""
     for members in by_series(rows):
@@ -123,32 +109,51 @@ def beside_published(row: Row) -> Iterator[str]:
             yield f"{ratio} published on {other.gpus} {facts['device']}."
 
 
+def provenance(runs: Sequence[Run]) -> str:
+    """A table with a line a run, without empty columns; then each command that is known, once."""
+    lines = []
+    commands: dict[str, list[str]] = defaultdict(list)
+    for run in runs:
+        environment = run.environment
+        hosts, versions = [str(host) for host in environment.get("hosts") or ()], environment.get("versions") or {}
+        known = {
+            "run": run.name, "nodes": run.nodes, "GPUs": run.gpus, "samples/s/GPU": run.cell("samples_per_s_per_gpu"),
+            "state": run.state, "device": run.device, **{name: versions.get(name) for name in PACKAGES},
+            "Python": environment.get("python"), "driver": environment.get("driver"),
+            "commit": short_commit(str(environment.get("git_commit") or "")),
+            "hosts": f"{hosts[0]} … {hosts[-1]}" if len(hosts) > 2 else ", ".join(hosts),
+            "finished": run.finished[:19].replace("T", " "),
+        }  # fmt: skip
+        lines.append({name: str(value or "") for name, value in known.items()})
+        if command := environment.get("command"):
+            commands[plain_text(shlex.join(redacted_words(map(str, command))))].append(plain_text(run.name))
+    header = [name for name in lines[0] if any(line[name] for line in lines)]
+    text = markdown_table(header, [[line[name] for name in header] for line in lines])
+    listed = "\n".join(f"- `{command}`: {', '.join(names)}" for command, names in commands.items())
+    return f"{text}\n\nCommands:\n\n{listed}" if listed else text
+
+
 def assemble(sections: Mapping[str, Iterable[str | Figure]], folder: Path) -> str:
-    """The sections as Markdown, each under its heading, with their figures written to `folder`. What can't be made is named in
-    its place."""
+    """The sections as Markdown, each under its heading, with their figures written to `folder`."""
     blocks: list[str] = []
     for heading, section in sections.items():
         blocks.append(f"## {heading}")
-        try:
-            for block in section:
-                if isinstance(block, Figure):
-                    block.picture.save(folder / block.name)
-                    block = f"![{block.caption}]({block.name})"
-                blocks.append(block.strip())
-        except UserError as error:
-            blocks.append(f"**This part can't be made**: {error}.")
+        for block in section:
+            if isinstance(block, Figure):
+                block.picture.save(folder / block.name)
+                block = f"![{block.caption}]({block.name})"
+            blocks.append(block.strip())
     return "\n\n".join(blocks) + "\n"
 
 
 def main() -> None:
-    names = ("inputs", "--output", "--baseline_nodes", *PRICE_OPTIONS, *INPUT_OPTIONS, *MACHINE_OPTIONS)
-    description = "One page about some runs: efficiency, reasons, projection, provenance."
+    parser = input_parser("One page about some runs: efficiency, reasons, projection, provenance.")
     told = "folder to write report.html, report.md, table.csv and the pictures to (default: report)"
-    options = parse_options(description, *names, output={"default": Path("report"), "help": told, "metavar": "FOLDER"})
-    if options.price_per_gpu_hour and not options.samples:
-        raise UserError("--price_per_gpu_hour: needs --samples, the number to train on")
+    parser.add_argument("--output", type=Path, default=Path("report"), metavar="FOLDER", help=told)
+    add_link_option(parser)
+    options = parser.parse_args()
     runs, folder = read_runs(options.inputs, options), options.output
-    rows, machine = efficiency.scaling_table(runs, options.baseline_nodes), Machine(1e9 * options.node_gbytes_per_s)
+    rows, machine = efficiency.scaling_table(runs), Machine(1e9 * options.node_gbytes_per_s)
     sections: dict[str, Iterable[str | Figure]] = {
         "Summary": summary(rows, machine),
         "Efficiency": efficiencies(rows),
@@ -158,8 +163,6 @@ def main() -> None:
     }
     if watched := monitor.table([Path(source) for source in dict.fromkeys(run.source for run in runs)]):
         sections["What the GPUs did meanwhile"] = [watched]
-    if options.samples:
-        sections[f"Cost of {options.samples:g} samples"] = costs(rows, options.samples, options.price_per_gpu_hour)
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "table.csv", rows)
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"

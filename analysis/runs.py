@@ -1,6 +1,6 @@
 """Reads runs from what there is: this project's run directories, logs, and tables of either.
 
-The one way to measured numbers, and the one place of options, for every command here. A run directory's counts come from its
+The one way to measured numbers, and to their options, for every command here. A run directory's counts come from its
 record; a log's from the launcher's or the engine's lines, else from the options.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.record import is_record, read_record
@@ -28,9 +27,9 @@ LOG_SUFFIXES = (".log", ".out", ".err", ".txt", ".gz")
 
 
 def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
-    """Runs of run directories, logs (plain or gzip), folders of them (a sweep's, too), `metrics.jsonl` alone, and CSV tables.
+    """Runs of run directories, logs (plain or gzip), folders of them (a sweep's, too), and CSV tables.
 
-    `given` holds the values of `INPUT_OPTIONS`: what to assume where an input doesn't say. A path without a run is named
+    `given` holds the options of `input_parser`: what to assume where an input doesn't say. A path without a run is named
     on stderr and the rest goes on. An input that comes again, as it is, as a copy or as the log of a run directory, counts
     once, and that is said. UserError where none has a run.
     """
@@ -71,8 +70,8 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     """Runs of one input."""
     if not os.path.lexists(path):
         raise UserError(f"{path}: no such file or directory")
-    if is_record(path) or path.suffix == ".jsonl":
-        return [read_record(path, given.micro_batch)]
+    if is_record(path):
+        return [read_record(path)]
     if path.suffix.lower() in TABLE_SUFFIXES:
         return read_table_runs(path)
     return read_log(path, given.warmup_steps, given.gpus or (given.nodes or 0) * (given.gpus_per_node or 0))
@@ -129,48 +128,29 @@ def _each_once(runs: Sequence[Run]) -> list[Run]:
     return [*found.values()]
 
 
-INPUT_OPTIONS = ("--nodes", "--gpus", "--gpus_per_node", "--model", "--micro_batch", "--peak_tflops", "--warmup_steps")
-MACHINE_OPTIONS = ("--node_gbytes_per_s",)
-PRICE_OPTIONS = ("--samples", "--price_per_gpu_hour")
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "inputs": {"nargs": "+", "type": Path, "help": "run directories, logs, folders of them, sweeps, tables"},
-    "directories": {"nargs": "+", "type": Path, "metavar": "RUN_DIRECTORY"},
-    "a": {"type": Path, "metavar": "A", "help": "run directory, folder of them, DeepSpeed log or table"},
-    "b": {"type": Path, "metavar": "B", "help": "another"},
-    "--nodes": {"type": whole_number(), "help": "node count of inputs that don't state it"},
-    "--gpus": {"type": whole_number(), "help": "GPU count (all nodes together) of inputs that don't state it"},
-    "--gpus_per_node": {"type": whole_number(), "help": "for inputs that don't state nodes or GPUs"},
-    "--model": {"type": preset_of, "help": "of logs that don't state it: a preset, or as published (HTSAT-tiny-Roberta-base)"},
-    "--micro_batch": {"type": whole_number(), "help": "samples per GPU and micro-step where not stated"},
-    "--warmup_steps": {"type": int, "default": 10, "help": "steps of a log to drop at each start (default 10)"},
-    "--baseline_nodes": {"type": whole_number(), "help": "node count that is 100 %% (default: the smallest)"},
-    "--target": {"type": positive, "metavar": "PERCENT", "help": "mark scales whose efficiency is below it"},
-    "--csv": {"type": Path, "help": "write the table here"},
-    "--markdown": {"type": Path, "help": "write what is printed here"},
-    "--output": {"type": Path, "help": "picture to write: .png, .svg or .pdf"},
-    "--samples": {"type": positive, "help": "samples to train on, each pass counted"},
-    "--price_per_gpu_hour": {"type": positive, "help": "money for an hour of one GPU"},
-    "--node_gbytes_per_s": {"type": positive, "default": 80, "help": "of all links into a node (default 80, a GH200 node's)"},
-    "--peak_tflops": {"type": positive, "help": "dense peak of one GPU where not stated"},
-}  # fmt: skip
-"""Every option of every command here."""
+KINDS = "run directories, logs, folders of them, sweeps, tables"
 
 
-def add_options(parser: argparse.ArgumentParser, *names: str, required: str = "", **changes: Mapping[str, Any]) -> None:
-    """Options of those that all commands share, with what a command changes of one by its name; the `required` one is in a
-    group of its own, called so."""
-    for name in dict.fromkeys(names):
-        settings = {**_OPTIONS[name], **changes.get(name.lstrip("-"), {})}
-        if name == required:
-            parser.add_argument_group("required").add_argument(name, **settings, required=True)
-        else:
-            parser.add_argument(name, **settings)
-
-
-def parse_options(
-    description: str, *names: str, required: str = "", **changes: Mapping[str, Any]
-) -> argparse.Namespace:
-    """Options of a command; arguments as of `add_options`."""
+def input_parser(description: str, *inputs: str) -> argparse.ArgumentParser:
+    """Options of a command that reads runs: `inputs`, as many as are given, or those named here, one each; and what to assume
+    where they don't say (`given` of `read_runs`)."""
     parser = argparse.ArgumentParser(description=description)
-    add_options(parser, *names, required=required, **changes)
-    return parser.parse_args()
+    add = parser.add_argument
+    for name in inputs:
+        add(name, type=Path, help=KINDS)
+    if not inputs:
+        add("inputs", nargs="+", type=Path, help=KINDS)
+    add("--nodes", type=whole_number(), help="node count of inputs that don't state it")
+    add("--gpus", type=whole_number(), help="GPU count (all nodes together) of inputs that don't state it")
+    add("--gpus_per_node", type=whole_number(), help="for inputs that don't state nodes or GPUs")
+    add("--model", type=preset_of, help="of logs: a preset, or as published (HTSAT-tiny-Roberta-base)")
+    add("--micro_batch", type=whole_number(), help="samples per GPU and micro-step where not stated")
+    add("--peak_tflops", type=positive, help="dense peak of one GPU where not stated")
+    add("--warmup_steps", type=int, default=10, help="steps of a log to drop at each start (default 10)")
+    return parser
+
+
+def add_link_option(parser: argparse.ArgumentParser) -> None:
+    """`--node_gbytes_per_s`, of commands that foretell."""
+    told = "of all links into a node (default 80, a GH200 node's)"
+    parser.add_argument("--node_gbytes_per_s", type=positive, default=80, help=told)

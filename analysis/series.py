@@ -16,12 +16,10 @@ from clap_ds.config.files import flatten
 
 IGNORED_SETTINGS = (
     "clap.output.", "clap.seed", "clap.checkpoint.folder", "clap.checkpoint.sync_to", "clap.train.resume", "steps_per_print",
-    "train_batch_size", "train_micro_batch_size_per_gpu", "tensorboard.", "comms_logger.",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "tensorboard.", "comms_logger.", "optimizer.params.lr", "scheduler.",
 )  # fmt: skip
-"""Settings that may differ between repeats: names, places, seeds, and batches, which are told apart as such. Of a path only its
-last part counts."""
-SCALED_SETTINGS = ("optimizer.params.lr", "scheduler.", "gradient_accumulation_steps")
-"""Settings that may follow the scale within a series; a word is said then."""
+"""Settings that may differ between repeats: names, places, seeds, the learning rate, which makes no step longer, and batches,
+which are told apart as such. Of a path only its last part counts."""
 PACKAGES = ("clap_ds", "torch", "deepspeed")
 
 
@@ -32,7 +30,7 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
     for run in runs:
         groups[run.model, run.device, run.precision, run.text_tokens or 0, settings_of(run.variant)].append(run)
     found = []
-    for (*_, given), group in sorted(groups.items(), key=lambda item: tuple(map(str, item[0]))):
+    for (*_, given), group in groups.items():
         for settings, alike in split_settings(group):
             parts = split_scaling(alike)
             for scaling, members in parts:
@@ -101,20 +99,14 @@ def _values(facts: Mapping[str, str], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _follows_scale(name: str, group: Sequence[Run], facts: Sequence[Mapping[str, str]]) -> bool:
-    """Whether the scale says which value one of `SCALED_SETTINGS` has."""
+    """Whether it is the accumulation, and the scale says which."""
     scales = [(run.nodes, run.gpus, run.batch_per_gpu) for run in group]
     found = {(scale, of_run.get(name)) for scale, of_run in zip(scales, facts, strict=True)}
-    return name.startswith(SCALED_SETTINGS) and len(found) == len(set(scales))
+    return name == "gradient_accumulation_steps" and len(found) == len(set(scales))
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(name.removeprefix("clap.") for name in names)
-
-
-def scaled_settings(runs: Sequence[Run]) -> str:
-    """Names of settings that differ within a series; not the accumulation, which follows from the batch."""
-    differing = _differing([_facts(run) for run in runs if run.config])
-    return _listed([name for name in differing if name != "gradient_accumulation_steps"])
 
 
 def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:

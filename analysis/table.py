@@ -69,8 +69,6 @@ class Row:
     backward_s: float | None = None
     exposed_communication_s: float | None = None
     optimizer_s: float | None = None
-    time_to_target_s: float | None = None
-    """Median of the training runs that reached their target."""
     state: str = ""
     notes: str = ""
     """Joined by semicolons."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import math
 import re
 import zlib
 from array import array
@@ -50,8 +49,6 @@ class Start:
     positions: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
     """What `Dialect.points` makes of each line that is possible."""
-    told_batch: int = 0
-    """The global batch that lines of progress tell."""
 
     @property
     def is_broken_off(self) -> bool:
@@ -65,7 +62,7 @@ class Start:
     def global_batch(self) -> int:
         """0 where it isn't known."""
         of_parts = self.facts.get("micro_batch", 0) * self.facts.get("gpus", 0) * self.facts.get("accumulation", 1)
-        return of_parts or self.facts.get("global_batch", 0) or self.told_batch
+        return of_parts or self.facts.get("global_batch", 0)
 
     def note(self, kind: str, word: str) -> None:
         """Take in a line of the launcher or of the engine's configuration."""
@@ -153,7 +150,9 @@ class Scan:
                 start = self.starts[-1]
                 start = start if start.dialect in (None, dialect) else self._restart()
                 columns = dialect.columns(lines)
-                start.dialect, start.told_batch = dialect, math.gcd(start.told_batch, dialect.global_batch(columns))
+                start.dialect = dialect
+                if "global_batch" in columns:
+                    start.facts["global_batch"] = int(np.median(columns["global_batch"]))
                 positions, values = dialect.points(columns)
                 possible = (positions > dialect.untimed) & (values >= LEAST) & (values <= MOST)
                 start.positions.frombytes(positions[possible].tobytes())
@@ -235,6 +234,7 @@ def _run(path: Path, starts: Sequence[Start], scan: Scan, warmup_steps: int, giv
         "DeepSpeed's timer: leaves out data loading": by_timer,
         HOST_ALONE: by_timer and "host_alone" in facts,
         "too short to drop the warm-up: the running average is given": averages and not rates,
+        "no rate, as the log doesn't state its batch": not rate and last.positions and not last.global_batch,
         f"{len(pieces)} starts in the log": len(pieces) > 1,
         f"{left_out} throughput lines left out (repeated, damaged or impossible)": left_out,
         "the gzip file is cut or damaged": scan.is_damaged,

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.published import PUBLISHED_DIR
-from clap_ds.analysis.runs import PRICE_OPTIONS, add_options
+from clap_ds.analysis.runs import add_link_option
 from clap_ds.analysis.step_model import Machine, StepModel, Workload, method_of
 from clap_ds.analysis.table import markdown_table, significant
 from clap_ds.analysis.weak_scaling import read_series
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH, MICRO_BATCH
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
@@ -47,7 +47,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--micro_batch", type=whole_number(), metavar="B", help="in place of the run's")
     add("--text_tokens", type=whole_number(2), metavar="L", help="caption length in place of the run's")
     add("--find_micro_batch", action="store_true", help="look for the largest multiple of 8 that fits")
-    add_options(parser, "--node_gbytes_per_s", *PRICE_OPTIONS)
+    add_link_option(parser)
+    add("--samples", type=positive, help="samples to train on, each pass counted")
+    add("--price_per_gpu_hour", type=positive, help="money for an hour of one GPU")
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args(argv)
 

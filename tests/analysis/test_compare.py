@@ -3,14 +3,13 @@
 import math
 import random
 import re
-from pathlib import Path
 
 import pytest
 
 from clap_ds.analysis import compare as compare_command
 from clap_ds.analysis.compare import interval, pairs, verdict
 from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.table import Run, write_csv
+from clap_ds.analysis.table import Run
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, command, run
 
@@ -41,19 +40,19 @@ def test_a_real_difference_is_told(speed: float, found: str) -> None:
     assert all(each.endswith((found, "not told apart")) for each in verdicts)
 
 
-def test_repeats_are_compared_by_what_they_differ_by(tmp_path: Path) -> None:
+def test_repeats_are_compared_by_what_they_differ_by() -> None:
     """By hand: deviations of logs 0.01 and 0.0182, pooled 0.0147; t of 4 degrees 4.604; 0.0147·4.604·√(2/3) = 0.0553."""
-    ((a, b),) = pairs(A, B)
-    assert interval(a, b) == pytest.approx((1.1 * math.exp(-0.056), 1.1 * math.exp(0.056)), rel=2e-3)
+    ((a, b, spread),) = pairs(A, B)
+    assert spread
+    assert interval(a, b, spread) == pytest.approx((1.1 * math.exp(-0.056), 1.1 * math.exp(0.056)), rel=2e-3)
     differ = r"runs of one scale differ by 1.5 %, 4 degrees of freedom\): B is faster$"
-    assert re.match(rf"B / A = 1.100\d \(1.04.*–1.16.*, 99 % interval, of 3 and 3 runs; {differ}", verdict(a, b))
-    for name, row in (("a", a), ("b", b)):
-        write_csv(tmp_path / f"{name}.csv", [row])
-    (of_tables,) = pairs(*(read_table_runs(tmp_path / f"{name}.csv") for name in "ab"))
-    assert interval(*of_tables) == pytest.approx(interval(a, b), rel=2e-3)
-    (one_sided,) = pairs(A, B[1:2])  # 2 degrees: t is 9.925
+    assert re.match(
+        rf"B / A = 1.100\d \(1.04.*–1.16.*, 99 % interval, of 3 and 3 runs; {differ}", verdict(a, b, spread)
+    )
+    ((a, b, spread),) = pairs(A, B[1:2])  # 2 degrees: t is 9.925
+    assert spread
     half = 9.925 * 0.01 * (1 / 3 + 1) ** 0.5
-    assert interval(*one_sided) == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)), rel=2e-3)
+    assert interval(a, b, spread) == pytest.approx((1.1 * math.exp(-half), 1.1 * math.exp(half)), rel=2e-3)
     assert "e+" in compared([run(1, 1.0), run(1, 1e6)], [run(1, 9.0)])  # 1 degree of freedom says nothing
 
 
@@ -67,10 +66,12 @@ def test_rows_are_paired_by_scale_and_variant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = read_table_runs(TINY)
-    assert [(a.gpus, b.gpus) for a, b in pairs(tiny[:4], tiny[2:])] == [(16, 16), (32, 32)]
-    assert [(a.gpus, b.gpus) for a, b in pairs(tiny[:1], tiny[7:])] == [(4, 512)]  # two single ones, whatever they are
+    assert [(a.gpus, b.gpus) for a, b, _ in pairs(tiny[:4], tiny[2:])] == [(16, 16), (32, 32)]
+    assert [(a.gpus, b.gpus) for a, b, _ in pairs(tiny[:1], tiny[7:])] == [
+        (4, 512)
+    ]  # two single ones, whatever they are
     sides = [[run(1, 9.0 + number, variant=name) for number, name in enumerate(names)] for names in ("pq", "qp")]
-    assert [(a.variant, b.variant) for a, b in pairs(*sides)] == [("p", "p"), ("q", "q")]
+    assert [(a.variant, b.variant) for a, b, _ in pairs(*sides)] == [("p", "p"), ("q", "q")]
     failed, where = run(1, None, state="failed"), r"A has .*base on 1 node, 4 GPUs \(published\).*B has .*"
     for b, why in (
         (tiny[2:], r"on 4 nodes.*no model and scale in common"),

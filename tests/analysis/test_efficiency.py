@@ -11,9 +11,9 @@ from clap_ds.analysis import efficiency
 from clap_ds.analysis.csv_table import read_table, read_table_runs
 from clap_ds.analysis.efficiency import render, scaling_table
 from clap_ds.analysis.record import read_record
+from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.table import Row, Run, write_csv
-from clap_ds.config.errors import UserError
-from tests.analysis.samples import DATA, command, run
+from tests.analysis.samples import DATA, command, given, run
 
 PARTS = {"forward_s": 0.4, "backward_s": 0.8, "exposed_communication_s": 0.6, "optimizer_s": 0.2}
 
@@ -50,19 +50,13 @@ def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written
     assert mixed[-1].variant == "batch per GPU not stated"
 
 
-def test_baseline_is_the_smallest_scale_with_a_rate_unless_given() -> None:
-    def percents(runs: list[Run], baseline_nodes: int | None = None) -> list[float | None]:
-        return [row.scaling_efficiency_percent for row in scaling_table(runs, baseline_nodes)]
+def test_baseline_is_the_smallest_scale_with_a_rate() -> None:
+    def percents(runs: list[Run]) -> list[float | None]:
+        return [row.scaling_efficiency_percent for row in scaling_table(runs)]
 
     runs = [run(1, 110.0, gpus=1), run(1, 100.0, gpus=4), run(2, 90.0), run(4, 72.0)]
     assert percents(runs) == pytest.approx([100, 100 / 1.1, 90 / 1.1, 72 / 1.1])
-    assert percents(runs, 1) == pytest.approx([110, 100, 90, 72])
-    assert percents(runs, 2)[2:] == pytest.approx([100, 80])
     assert percents([run(1, None, state="failed"), *runs[2:]]) == [None, 100.0, pytest.approx(80.0)]
-    with pytest.raises(UserError, match=r"--baseline_nodes 3.*\[1, 2, 4\]"):
-        percents(runs, 3)
-    other = replace(run(3, 9.0), model="micro")
-    assert "no baseline: efficiency not given" in scaling_table([*runs, other], 3)[0].notes
 
 
 def test_mfu_needs_a_peak_and_exposed_communication_is_its_share_of_the_parts() -> None:
@@ -86,11 +80,6 @@ def test_figures_that_cannot_be_are_said_to_be_none() -> None:
         rows = scaling_table([run(n, r, interval=interval) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
         assert [("above 100 %" in row.notes) for row in rows] == [False, doubted, False]
         assert rows[1].scaling_efficiency_percent == pytest.approx(rate)
-
-
-def test_times_to_a_target_are_combined() -> None:
-    (row,) = scaling_table([run(1, 10.0, time_to_target_s=time) for time in (31.0, 27.0, 44.0, None)])
-    assert (row.time_to_target_s, "target reached by 3 of 4 runs" in row.notes) == (31.0, True)
 
 
 def configured(nodes: int, rate: float = 90.0, environment: Any = None, batch: int = 8, **settings: Any) -> Run:
@@ -176,19 +165,16 @@ def test_settings_that_are_not_recorded_follow_the_scale_or_are_batches() -> Non
     assert list(titles(accumulated)) == [f"gradient_accumulation_steps={n}, weak scaling" for n in (1, 4)]
     strong = [replace(configured(nodes, batch=8 // nodes), accumulation=2 // nodes) for nodes in (1, 2)]
     assert titles(strong) == {"strong scaling": [(4, 1), (8, 1)]}
-    follows = [configured(nodes, optimizer__params__lr=1e-3 * nodes) for nodes in (1, 2)]
-    assert [row.notes for row in scaling_table(follows)] == ["settings differ between scales: optimizer.params.lr", ""]
-    varied = [*follows, configured(1, optimizer__params__lr=5e-3), configured(2, optimizer__params__lr=5e-3)]
-    assert len(titles(varied)) == 3
+    rates = [configured(nodes, optimizer__params__lr=1e-3 * nodes) for nodes in (1, 2)]
+    assert titles(rates) == {"weak scaling": [(4, 1), (8, 1)]}
 
 
 def test_command_on_a_real_log_and_a_real_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    csv, markdown = tmp_path / "t.csv", tmp_path / "t.md"
-    inputs = [DATA / "deepspeed_2ranks.log", DATA / "record_2ranks"]
-    command(monkeypatch, efficiency.main, *inputs, "--csv", csv, "--markdown", markdown)
-    assert capsys.readouterr().out == markdown.read_text()
+    csv, inputs = tmp_path / "t.csv", [DATA / "deepspeed_2ranks.log", DATA / "record_2ranks"]
+    command(monkeypatch, efficiency.main, *inputs, "--csv", csv)
+    assert capsys.readouterr().out == render(scaling_table(read_runs(inputs, given())))
     assert read_table(csv)[1].rate == pytest.approx(read_record(inputs[1]).rate, rel=1e-3)
 
 

@@ -15,7 +15,7 @@ from clap_ds.analysis import compare, efficiency, project
 from clap_ds.config.errors import USER_ERROR, UserError, exit_code_of
 from tests.analysis.samples import DATA, TINY, command, running_log, write
 
-OPTIONS = ("--nodes", "1", "--gpus", "2", "--peak_tflops", "989", "--csv", "t.csv", "--markdown", "t.md")
+OPTIONS = ("--nodes", "1", "--gpus", "2", "--peak_tflops", "989", "--csv", "t.csv")
 LOGS = [
     (DATA / "deepspeed_2ranks.log").read_text(), (DATA / "deepspeed_failed.log").read_text(), running_log([1.0] * 40),
     "".join(f"| Train Epoch: 0 [ {616 * n}/9999 (1%)] Batch (t): 0.5, 1232./s, 616./s/gpu LR: 1\n" for n in range(1, 30, 4)),

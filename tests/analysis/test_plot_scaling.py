@@ -12,7 +12,7 @@ from clap_ds.analysis.record import read_record
 from clap_ds.analysis.table import Row, Run, Scale, by_series, write_csv
 from clap_ds.analysis.weak_scaling import read_series
 from clap_ds.config.errors import UserError
-from tests.analysis.samples import BASE, DATA, TINY, command, given, run
+from tests.analysis.samples import DATA, TINY, command, given, run
 
 MICRO = [
     Row(nodes, 4 * nodes, rate, rate * 4 * nodes, samples_per_s_per_gpu_2sigma=8.0, uncertainty_from="2σ of 3", repeats=3,
@@ -21,13 +21,13 @@ MICRO = [
 ]  # fmt: skip
 
 
-def curves(*runs: Run, baseline_nodes: int | None = None) -> dict[str, list[Scale]]:
-    return {rows[0].title: rows for rows in by_series(scaling_table(runs, baseline_nodes))}
+def curves(*runs: Run) -> dict[str, list[Scale]]:
+    return {rows[0].title: rows for rows in by_series(scaling_table(runs))}
 
 
 def test_panels_hold_the_tables_numbers_and_the_title_the_answer(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", [*MICRO, Row(8, 32, model="micro", scaling="weak", state="failed")])
-    picture = draw(read_curves([tmp_path / "t.csv"], given()))
+    picture = draw(read_curves(given(inputs=[tmp_path / "t.csv"])))
     efficiency, throughput = picture.panels
     error = 100 * 650 / 700 * ((8 / 650) ** 2 + (8 / 700) ** 2) ** 0.5
     assert picture.figure.get_suptitle().replace("\n", " ") == (
@@ -46,18 +46,7 @@ def test_panels_hold_the_tables_numbers_and_the_title_the_answer(tmp_path: Path)
     assert sorted(named) == ["micro", "±: 2σ of 3"]
 
 
-def test_the_published_curve_of_the_same_model_is_laid_under_in_grey() -> None:
-    efficiency = draw(curves(run(1, 700.0), run(2, 650.0))).panels[0]
-    own, published = (bars.lines[0] for bars in efficiency.containers)
-    assert published.get_color() == "0.6" != own.get_color()
-    assert published.get_xydata()[-1].tolist() == pytest.approx([512, 87.32], abs=0.01)
-    alone = draw(read_curves([TINY, BASE], given())).panels[0].containers
-    assert "0.6" not in [bars.lines[0].get_color() for bars in alone]
-
-
-def test_the_ideal_is_the_baselines_and_answers_above_100_percent_are_doubted() -> None:
-    of_two = curves(run(1, 500.0), run(2, 400.0), run(4, 390.0), baseline_nodes=2)
-    assert draw(of_two).panels[1].lines[0].get_xydata().tolist() == [[4, 1600], [16, 6400]]
+def test_answers_above_100_percent_are_doubted() -> None:
     for last, error, doubted in ((590.0, 30.0, True), (590.0, 60.0, False), (505.0, 0.0, False)):
         intervals = [error and (rate - error, rate + error) for rate in (500.0, last)]
         rows = scaling_table([run(1, 500.0, interval=intervals[0]), run(4, last, interval=intervals[1])])
@@ -70,15 +59,13 @@ def test_each_repeat_is_a_dot_beside_its_mean() -> None:
     assert dots == [pytest.approx([99.0, 101.0]), pytest.approx([90.0, 80.0])]
 
 
-def test_the_command_takes_runs_beside_tables_each_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after, empty = (tmp_path / f"{name}.csv" for name in ("before", "after", "empty"))
-    for path in (before, after):
-        write_csv(path, MICRO)
+def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, empty = (tmp_path / f"{name}.csv" for name in ("table", "empty"))
+    write_csv(table, MICRO)
     write_csv(empty, [Row(1, 4, model="micro", state="failed")])
-    assert list(read_curves([before, after], given())) == ["micro", f"micro ({after})"]
     with pytest.raises(UserError, match="no row has a rate"):
-        read_curves([empty], given())
-    command(monkeypatch, plot_scaling.main, DATA / "record_2ranks", before, "--output", tmp_path / "s.svg")
+        read_curves(given(inputs=[empty]))
+    command(monkeypatch, plot_scaling.main, DATA / "record_2ranks", table, "--output", tmp_path / "s.svg")
     rate = read_record(DATA / "record_2ranks").cell("samples_per_s_per_gpu")
     assert f"{rate} ± " in (tmp_path / "s.svg").read_text()
 

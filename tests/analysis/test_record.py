@@ -65,14 +65,6 @@ def test_a_record_of_schema_3_is_taken_as_it_is(record: Path) -> None:
     assert (run.rate, run.batch_per_gpu) == (pytest.approx(6 / 4), 12)
 
 
-def test_metrics_alone_tell_the_rate_of_a_micro_batch_that_is_given(tmp_path: Path) -> None:
-    alone = write(tmp_path / "n1.jsonl", (RECORD / "metrics.jsonl").read_bytes())
-    run = read_record(alone, micro_batch=4)
-    seconds = sum(step["time_s"] for step in STEPS if step["window"] == 1)
-    assert (run.windows[0], run.batch_per_gpu) == (pytest.approx(8 / seconds), None)
-    assert read_record(alone).rate is None
-
-
 def test_a_killed_run_tells_its_rate_from_its_steps(record: Path) -> None:
     text = "".join(json.dumps(step) + "\n" for step in STEPS if step["step"] <= 7)  # window 3 has one step of two
     write(record / "metrics.jsonl", text + '{"step": 8, "phase": "win')

@@ -75,8 +75,7 @@ def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
     (sweep / "runs" / ".inductor-1000").mkdir()
     write(sweep / "runs" / ".inductor-1000" / "autotuning.log", running_log([1.0] * 20))
     write(tmp_path / "jobs.txt", "hello\n")
-    for inputs in ([sweep], [sweep / "runs" / "n002" / "metrics.jsonl", sweep / "runs" / "n004"]):
-        assert [run.gpus for run in read_runs(inputs, given())] == [2, 4]
+    assert [run.gpus for run in read_runs([sweep], given())] == [2, 4]
     log = write(tmp_path / "slurm-1.out", f"run directory: my runs/n002\n{LOG.read_text()}")
     record(tmp_path / "killed", [], state="running")
     capsys.readouterr()

@@ -167,12 +167,11 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
         file.write(json.dumps({"step": 2, "train_s": 1000.0}) + "\n")
     config, output = run("second", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
     assert "a global batch has 61 pairs, the data 60 items" in output
-    (summary,), (directory,) = commands.summaries(config), commands.run_directories(config)
+    (summary,) = commands.summaries(config)
     (chance,) = [line["chance"] for line in commands.lines(config, "evaluation")]
     assert 0 < chance["zero_shot_top1"] < chance["zero_shot_top5"] <= 1
     assert (summary["state"], summary["step"]) == ("completed", 3)
     assert 1000 < summary["time_to_target_s"] <= summary["train_s"] < 1000 + commands.TIMEOUT_S
-    assert read_record(directory).time_to_target_s == summary["time_to_target_s"]
     _, output = run("third", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
     assert summary["ended_early"] in output
     config, output = run("unreached", samples=5 * micro_batch, stop_at={"zero_shot_top1": 1.0})
