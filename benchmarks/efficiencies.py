@@ -177,7 +177,8 @@ def main(argv: list[str] | None = None) -> None:
     texts, classes, device = list[str](), dict[str, Any](), ""
     for path in sorted(options.folder.rglob("profile.json"), key=lambda path: path.stat().st_mtime):
         device, is_compiled, ceilings_there, rows = read(path, options.gpu)
-        total = sum(row["ms"] for row in rows)
+        if not (total := sum(row["ms"] for row in rows)):
+            raise UserError(f"{path}: no kernel's time is in it; expected CUPTI to let torch.profiler see the GPU's")
         joined = sum(row["ms"] for row in rows if "class" in row) / total
         listed = [{**row, "share": row["ms"] / total} for row in rows if row["ms"] >= LEAST_SHARE * total]
         took = f"{total:.1f} ms a step, {joined:.1%} joined to the plan."

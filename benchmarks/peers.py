@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import choose_device, in_turns, make_parser, show, table
+from benchmarks.common import in_turns, make_parser, show, table
 from benchmarks.sides import EngineSide, Side, make_batch, our_model, our_side, peer_side
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import ClapConfig, load_preset
@@ -108,14 +108,16 @@ def main(argv: list[str] | None = None) -> int:
     add("--rounds", type=int, default=8)
     add("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     arguments = parser.parse_args(argv)
-    device, config = choose_device(), load_preset(arguments.preset)
+    device = initialize(Ranks.from_environment(), compile_cpu_collective=False)
+    config = load_preset(arguments.preset)
     text = (
         f"# {config.title} on {device_name(device)}\n\n{torch.get_num_threads()} threads, micro-batch {arguments.micro_batch},"
         f" {arguments.text_tokens} text tokens, {arguments.text}; torch {torch.__version__}."
     )
     if device.type == "cpu":
-        initialize(Ranks.from_environment(), compile_cpu_collective=False)
         text += f" CPU kernels in bf16: ours {report('auto')}, the others' oneDNN."
+    else:
+        text += " Ours by torch's operations and not compiled, unlike a default run."
     results = [compare(arguments, config, precision, device) for precision in arguments.precision]
     show(arguments.output, "\n\n".join([text, *map(tables, results)]), results)
     return 0 if all(result["loss_agrees"] for result in results) else 1

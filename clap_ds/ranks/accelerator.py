@@ -84,7 +84,9 @@ def choose_device(rank: int, local_rank: int) -> torch.device:
     its = get_accelerator()
     number, there = local_rank, its.device_count()
     if there == 1 and "," not in os.environ.get(its.visible_devices_envs()[0], ","):
-        number = 0  # it was given one of its own (`--gpus-per-task`); DeepSpeed's launcher names those of all ranks
+        # It was given one of its own (`--gpus-per-task`), as DeepSpeed's engine has to know, which goes by the variable;
+        # DeepSpeed's launcher names those of all ranks.
+        number, os.environ["LOCAL_RANK"] = 0, "0"
     if number >= there:
         raise UserError(
             f"rank {rank} is number {number} on {os.uname().nodename}, which has {there} visible GPUs;"

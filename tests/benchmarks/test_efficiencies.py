@@ -77,3 +77,9 @@ def test_a_device_or_a_folder_without_what_is_needed_is_named(tmp_path: Path) ->
     (tmp_path / "eager" / "summary.json").write_text('{"device_name": "NVIDIA T4", "device_type": "cuda"}')
     with pytest.raises(UserError, match=r"no rates for 'NVIDIA T4'"):
         efficiencies.main([str(tmp_path)])
+    (tmp_path / "eager" / "summary.json").write_text('{"device_name": "NVIDIA H200", "device_type": "cuda"}')
+    (tmp_path / "eager" / "profile.json").write_text(
+        '{"steps": 2, "events": [[null, "aten::mm", [], []]], "ceilings": {}}'
+    )
+    with pytest.raises(UserError, match=r"profile.json: no kernel's time"):
+        efficiencies.main([str(tmp_path)])

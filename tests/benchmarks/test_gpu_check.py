@@ -141,6 +141,12 @@ def test_every_run_and_every_file_of_the_calls_exists(tmp_path: Path) -> None:
     assert {"test_triton_kernels", "test_compiled", "test_window_attention", "test_sources"} <= CALLS[2].keys()
 
 
+def test_two_ranks_share_a_gpu_that_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    exec(gpu_check.GLOO.partition("import deepspeed")[0])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
 @pytest.mark.end_to_end
 def test_profile_and_its_shares_on_a_stand_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profiled = {name: CALLS[1][name]._replace(most_s=200) for name in ("profile_eager", "efficiencies")}

@@ -106,6 +106,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
     monkeypatch: pytest.MonkeyPatch, there: int, visible: str, local_rank: int, expected: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setattr(accelerator, "choose_accelerator", lambda: "cuda")
     monkeypatch.setattr(real_accelerator, "ds_accelerator", CUDA_Accelerator())
     chosen: list[Any] = []
@@ -116,6 +117,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
     if expected.startswith("cuda"):
         assert choose_device(7, local_rank) == torch.device(expected)
         assert chosen == ["set up", f"near {expected[-1]}", int(expected[-1])]
+        assert os.environ["LOCAL_RANK"] == expected[-1]  # which DeepSpeed's engine takes
     else:
         with pytest.raises(UserError, match=f"rank 7 is number {local_rank} on .*{expected}"):
             choose_device(7, local_rank)
