@@ -17,6 +17,7 @@ import os
 import sys
 from dataclasses import astuple
 from pathlib import Path
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
@@ -28,7 +29,7 @@ from pydantic import ValidationError
 from clap_ds.config import batch_sizes
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
@@ -58,7 +59,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="clap_ds/evaluate.py", description=description, allow_abbrev=False)
     add, number = parser.add_argument, whole_number()
-    add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights")
+    add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights")
     best = "of a folder of checkpoints, the best by its run's best_by (default: newest)"
     add("--best", action="store_true", help=best)
     add("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
@@ -73,6 +74,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num_workers", type=whole_number(0), metavar="N", help="decoding processes per rank (default: 0)")
     add("--precision", choices=tuple(DTYPES), help="default: the configuration's, else fp32")
     add("--json", help="write the results there, too", type=Path, metavar="FILE")
+    more = "write there, as JSON, each clip's ranks and scores and, of zero-shot, each class's results and the confusion matrix"
+    add("--predictions", help=more, type=Path, metavar="FILE")
+    more = "instead of a CHECKPOINT: what --json wrote for each fold; prints the mean and standard deviation of each metric"
+    add("--folds", help=more, type=Path, nargs="+", metavar="FILE")
     more = "run with clap.evaluation: JSON, or a packaged one's name"
     add("--deepspeed_config", help=more, type=Path, metavar="FILE")
     add_rank_options(parser)
@@ -81,12 +86,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(ranks: Ranks) -> None:
     arguments = parse_arguments()
+    if arguments.folds:
+        return print_folds(arguments.folds) if ranks.is_first else None
+    if arguments.checkpoint is None:
+        raise UserError("expected a CHECKPOINT, or --folds FILE …")
     run = load_run(arguments.deepspeed_config) if arguments.deepspeed_config else None
     settings = evaluation_settings(arguments, run)
     if not Path(arguments.checkpoint).exists():
         raise UserError(f"{arguments.checkpoint}: no such file or folder (working folder: {Path.cwd()})")
-    if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
-        raise UserError(f"--json {arguments.json}: expected a file in a folder that can be written")
+    for name in ("json", "predictions"):
+        if (path := getattr(arguments, name)) is not None and not os.access(path.parent, os.W_OK):
+            raise UserError(f"--{name} {path}: expected a file in a folder that can be written")
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
     choose_accelerator()
@@ -149,8 +159,9 @@ def evaluate_checkpoint(
     model = checkpoint.build(attention=default_kernel(device)).to(device, getattr(torch, DTYPES[precision]))
     if device.type == "cpu":
         convert(model)
+    predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_first else None
     try:
-        evaluation = evaluator.evaluate(model, at_length=True)
+        evaluation = evaluator.evaluate(model, at_length=True, predictions=predictions)
     except ValueError as error:  # on all ranks alike
         raise UserError(str(error)) from None
     if ranks.is_first:
@@ -160,6 +171,21 @@ def evaluate_checkpoint(
         print_evaluation(evaluation, title.format_map({**where, "checkpoint": checkpoint.shown}))
         if arguments.json is not None:
             write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
+        if predictions is not None:
+            write_atomically(arguments.predictions, json.dumps({**where, **predictions}, indent=1) + "\n")
+
+
+def print_folds(paths: list[Path]) -> None:
+    """Mean, standard deviation and values over folds of the metrics in results; a UserError where they aren't such."""
+    found: list[Any] = [read_object(path).get("metrics") for path in paths]
+    for path, metrics in zip(paths, found, strict=True):
+        is_known = isinstance(metrics, dict) and metrics.keys() == found[0].keys() and len({*paths}) == len(paths) > 1
+        if not is_known or {*map(type, metrics.values())} != {float}:
+            raise UserError(f"{path}: expected what --json wrote of each of two or more folds, with the same metrics")
+    for name in found[0]:
+        values = [(1 if name == LOSS else 100) * metrics[name] for metrics in found]
+        each = ", ".join(f"{value:.2f}" for value in values)
+        print(f"{name}: {mean(values):.2f} ± {stdev(values):.2f}{' %' * (name != LOSS)} ({len(values)} folds: {each})")
 
 
 def text_tokens_for(option: int | None, run: RunSettings | None, trained: int | None, config: ClapConfig) -> int:

@@ -44,7 +44,7 @@ def _sparse(path: Path) -> None:
 
 def _built(source: Path) -> None:
     (source / "a.json").write_text('{"caption": "a"}')
-    merge_same(read_entries(source, Namespace(encoding=None, caption_columns=None)), 1)
+    merge_same(read_entries(source, Namespace(encoding=None, caption_columns=None, list_column=[])), 1)
 
 
 BOMBS: dict[str, Callable[[Path], object]] = {
@@ -118,7 +118,7 @@ def test_labels_in_their_millions(tmp_path: Path) -> None:
 def test_captions_beside_audio(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.wav").touch()
     (tmp_path / "a.json").write_text(content)
-    (entry,) = read_entries(tmp_path, Namespace(encoding=None, caption_columns=None))
+    (entry,) = read_entries(tmp_path, Namespace(encoding=None, caption_columns=None, list_column=[]))
     assert "can't be read" in str(entry.problem)
     (tmp_path / "list.jsonl").write_text(content)
     with pytest.raises(UserError, match=r"list.jsonl:1: not valid JSON"):

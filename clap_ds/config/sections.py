@@ -239,7 +239,8 @@ class ZeroShotSettings(Section):
     templates: Annotated[list[Template], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
     """Captions with {} in the class name's place; a class is compared by the mean of its captions' embeddings."""
     classes: dict[str, Annotated[list[NotBlank], Field(min_length=1)]] | None = None
-    """Class name → the names it has in captions; null: the classes found in the shards, by their own names."""
+    """Class name → the names it has in captions; null: the classes found in the shards, by their
+    own names, with spaces for underscores as in captions that `clap-shards build` makes of them."""
 
 
 class EvaluationSettings(Section):

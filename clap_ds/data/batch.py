@@ -112,7 +112,7 @@ class Pieces(Protocol):
         """Where it stands, fit for JSON."""
 
     def statistics(self) -> dict[str, Any]:
-        """For the run's record: `source`, `num_broken_items`, `broken_items` (the first few: name and reason), …"""
+        """For the run's record: `source`, `num_broken_items`, `broken_items` (name and reason of each), …: this rank's."""
 
     def supply(self) -> Supply | None:
         """What its workers can give; None as long as that isn't known, and of what is made without any."""

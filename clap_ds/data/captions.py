@@ -1,8 +1,10 @@
-"""An item's text file becomes its captions."""
+"""An item's text file becomes its captions, and a class's name words of one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from clap_ds.config.files import parse_json
@@ -12,6 +14,24 @@ CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
 MOST_BYTES, MOST_CHARACTERS = 2**20, 2**16
 """Of the file, and of a caption: tokenizers take seconds for millions of characters, of which a model sees the first few."""
+
+
+def in_words(name: str) -> str:
+    """A class's name as captions have it, in training and in evaluation: `low_hum` is "low hum". A text with spaces stays."""
+    return name.strip() if " " in name else name.replace("_", " ").strip()
+
+
+def names_in_cell(cell: str) -> list[str]:
+    """The names that commas, semicolons or bars separate."""
+    return [name for part in re.split(r"[,;|]", cell) if (name := part.strip())]
+
+
+def joined_names(cells: Iterable[str]) -> str | None:
+    """A cell that holds several names, each known from other cells, too: where that is so of half of those with separators."""
+    names = {cell: {*names_in_cell(cell)} for cell in cells}
+    known = Counter(name for each in names.values() for name in each if re.search(r"[^\W\d]", name))
+    several = {cell: all(known[name] > 1 for name in each) for cell, each in names.items() if len(each) > 1}
+    return max(several, key=several.__getitem__) if several and 2 * sum(several.values()) >= len(several) else None
 
 
 def captions_of(members: Mapping[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ from clap_ds.model.tokenizer import load_tokenizer
 
 COUNTED_BYTES = 1e10
 """Local tars without a manifest are counted up to this many bytes in all, which takes a second."""
-NUM_EXAMPLES = 5  # broken items quoted in errors and statistics
+NUM_EXAMPLES = 5  # broken items quoted in errors
 PIECE_SIZE = 32
 """Rows of a piece: tokenizing and sending one costs the same however many it has, and memory waits for whole ones."""
 
@@ -191,7 +191,7 @@ class ShardPieces:
             "epoch_samples": self._num_samples if self._has_epochs else None,
             "num_workers": self.num_workers,
             "num_broken_items": len(self._broken),
-            "broken_items": [asdict(broken) for broken in islice(self._broken.values(), NUM_EXAMPLES)],
+            "broken_items": [asdict(broken) for broken in self._broken.values()],
         }
 
     def close(self) -> None:

@@ -146,6 +146,17 @@ class Session:
     supply_told: bool = False
     quickest: tuple[float, ...] = ()  # rates of the two quickest steps before that was told
 
+    def record_data(self) -> None:
+        """Write down what the data was, and what of it any rank could not use, which is said, too. A collective."""
+        found = gather(self.batches.statistics())
+        broken = {each["name"]: each for of_rank in found for each in of_rank.get("broken_items", ())}
+        if self.ranks.is_first:
+            shown = list(broken.values())[:5]
+            self.record.update_summary(data={**found[0], "num_broken_items": len(broken), "broken_items": shown})
+            if shown:
+                examples = "; ".join(f"{each['name']}: {each['reason']}" for each in shown)
+                print(f"warning: {len(broken)} item(s) or tar(s) could not be used, the first: {examples}", flush=True)
+
     @property
     def samples_per_step(self) -> int:
         """Samples of one rank in one optimiser step."""
@@ -198,11 +209,11 @@ def ready_to_step(
         )
     with batches, monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
         try:
-            yield Session(run, ranks, engine.device, record, engine, batches, scalars)
+            session = Session(run, ranks, engine.device, record, engine, batches, scalars)
+            yield session
         finally:
             watch.ending()
             scalars.write()
         if run.deepspeed.get("comms_logger", {}).get("enabled"):
             log_summary()
-        if ranks.is_first:
-            record.update_summary(data=batches.statistics())
+        session.record_data()

@@ -21,7 +21,7 @@ from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.data.broken import Broken, BrokenItemError
-from clap_ds.data.captions import CAPTION_FORMATS, MOST_BYTES, captions_of
+from clap_ds.data.captions import CAPTION_FORMATS, MOST_BYTES, captions_of, in_words
 from clap_ds.data.front_end import Kind
 from clap_ds.data.items import choose_clip, read_clip
 from clap_ds.data.shard_files import open_shard
@@ -87,11 +87,12 @@ def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
 @dataclass(frozen=True)
 class Plan:
     """What a task uses: numbers of clips among all, the captions of each clip or, for zero-shot, of each class, and there the
-    numbers of the classes that each clip is of."""
+    numbers of the classes that each clip is of, and the classes' names."""
 
     clips: list[int]
     captions: list[list[str]]
     classes: list[list[int]] | None = None
+    names: tuple[str, ...] = ()
 
 
 Numbered = dict[int, Clip]
@@ -104,7 +105,8 @@ def plan_retrieval(clips: Numbered) -> tuple[Plan, list[Broken]]:
 
 
 def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings) -> tuple[Plan, list[Broken]]:
-    """The clips that have a class, and the others. A class has captions by every name in every template.
+    """The clips that have a class, and the others. A class has captions by every name in every template; its own name is put
+    as `clap-shards build` puts it in captions.
 
     Raises:
         ValueError: none has, a class that isn't among those expected, fewer than two classes.
@@ -113,7 +115,7 @@ def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings) -> tuple[Plan, l
     wanted = f"clips with {settings.class_field!r} ({FIELD}.zero_shot.class_field) in a json"
     found, broken = _read(clips, read, f"{FIELD}.zero_shot.shards: expected {wanted}")
     examples = {name: clips[number] for number, names in reversed(found.items()) for name in names}
-    classes = settings.classes or {name: [name] for name in sorted(examples)}
+    classes = settings.classes or {name: [in_words(name)] for name in sorted(examples)}
     shown = ", ".join(map(repr, list(classes)[:NUM_EXAMPLES])) + ", …" * (len(classes) > NUM_EXAMPLES)
     if unknown := sorted(examples.keys() - classes.keys()):
         where = f"the shards have {unknown[0]!r} ({examples[unknown[0]].name})"
@@ -124,7 +126,8 @@ def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings) -> tuple[Plan, l
         [text.replace("{}", name) for name in names for text in settings.templates] for names in classes.values()
     ]
     index = {name: number for number, name in enumerate(classes)}
-    return Plan(list(found), captions, [[index[name] for name in names] for names in found.values()]), broken
+    of_each = [[index[name] for name in names] for names in found.values()]
+    return Plan(list(found), captions, of_each, (*classes,)), broken
 
 
 def _read(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,13 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.broken import Broken
+from clap_ds.data.captions import joined_names
 from clap_ds.data.shard_manifest import kind_of
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.embedding import embed_audio, embed_text
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
+from clap_ds.evaluation.predictions import by_class, of_clips
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import gather, gather_tensor, on_first, together
@@ -105,15 +108,22 @@ class Evaluator:
             plan, broken = plan_zero_shot(clips, settings) if settings else plan_retrieval(clips)
             self._plans[task] = plan
             self._note(broken)
+            if settings and self.ranks.is_first:
+                print(f"captions of classes are such as {max(chain(*plan.captions), key=len)!r}", flush=True)
+                if name := joined_names(plan.names):
+                    print(f"warning: class {name!r} joins others' names: clap-shards build --list_column parts them")
 
     @doing("evaluating")
-    def evaluate(self, model: ClapModel, *, at_length: bool = False) -> Evaluation:
+    def evaluate(
+        self, model: ClapModel, *, at_length: bool = False, predictions: dict[str, Any] | None = None
+    ) -> Evaluation:
         """Metrics of a model with chance levels, intervals and counts. A collective; every rank gets the same.
 
         Leaves the model's mode and the random state as they were.
 
         Args:
             at_length: show progress, and find the interval of zero-shot's mean average precision, too, which takes a while.
+            predictions: filled with those of each task.
 
         Raises:
             ValueError: on all ranks: no clip can be decoded, or embeddings aren't finite.
@@ -129,17 +139,26 @@ class Evaluator:
             if not used:
                 nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
                 raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
-            features = audio[[plan.clips[place] for place in used]]
+            numbers = [plan.clips[place] for place in used]
+            features, named = audio[numbers], [self._clips[number].name for number in numbers]
             captions = plan.captions if plan.classes else [plan.captions[place] for place in used]
             text = self._embed_captions(model, captions)
             if plan.classes is None:
                 counts, measures = {"captions": len(text)}, self._retrieval(model, features, text, captions)
+                if predictions is not None:
+                    at = iter(range(len(text)))
+                    own = [[next(at) for _ in each] for each in captions]
+                    predictions[name] = of_clips(named, own, [*chain(*captions)], features, text)
             else:
                 is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
                 for row, place in zip(is_of_class, used, strict=True):
                     row[plan.classes[place]] = True
-                of = features, metrics.class_features(captions, text), is_of_class.to(audio.device), self.ranks
-                counts, measures = {"classes": len(captions)}, metrics.evaluate_zero_shot(*of, resample=at_length)
+                of = features, metrics.class_features(captions, text), is_of_class.to(audio.device)
+                measures = metrics.evaluate_zero_shot(*of, self.ranks, resample=at_length)
+                counts = {"classes": len(captions)}
+                if predictions is not None:
+                    own = [plan.classes[place] for place in used]
+                    predictions[name] = by_class(of_clips(named, own, plan.names, *of[:2]), plan.names)
             tasks[name] = TaskResult({"clips": len(used), **counts}, measures)
         return Evaluation(tasks, list(self._broken))
 

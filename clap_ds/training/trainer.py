@@ -156,9 +156,9 @@ def _evaluator(session: Session) -> "Evaluator | None":
 
 def _say_stopped(session: Session, stop: Interrupted, saved: SavedCheckpoint, command: str) -> None:
     """Record the state and say how to resume."""
+    session.record_data()
     if not session.ranks.is_first:
         return
-    session.record.update_summary(data=session.batches.statistics())
     lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
     session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
     place = "there" if saved.saved else "the last checkpoint that could be"

@@ -140,11 +140,12 @@ def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
 
 
 def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
-    """The HF front end with this model's mel settings; crops longer clips at random, as unfused models do."""
+    """The HF front end with this model's mel settings. It could crop longer clips at random alone, and so refuses them: its
+    error is "data_truncating", what is said here, and "not implemented"."""
     return transformers.ClapFeatureExtractor(
         feature_size=config.mel_bins,
         max_length_s=config.num_samples // config.sample_rate,
-        truncation="rand_trunc",
+        truncation="of longer clips (crop them first, or say truncation='rand_trunc' for crops at random)",
         padding="repeatpad",
         **{theirs: getattr(config, ours) for ours, theirs in _FRONT_END.items()},
     )

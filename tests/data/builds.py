@@ -28,7 +28,7 @@ def write_list(folder: Path, number: int, more: str = "") -> Path:
 
 
 def run(*arguments: object) -> int:
-    words = ["build", "--workers", "1", *map(str, arguments)]
+    words = ["build", "--workers", "1", "--max_left_out", "1", *map(str, arguments)]
     return exit_code_of(lambda: shards.main(words))
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 from pathlib import Path
+from unicodedata import normalize
+from unittest import mock
 
 import pytest
 
@@ -14,6 +16,8 @@ def described_in(folder: Path) -> dict[str, dict[str, object]]:
     return {name: json.loads(item["json"]) for name, item in items_by_source(folder).items()}
 
 
+COMPOSED = "vaw.äw.wav"  # backwards, too
+DECOMPOSED = normalize("NFD", COMPOSED)
 ROWS = "Dateiname;Caption;Art;;\r\n{};Glöckchen, nah;bell;;\r\n{};Regen;;;\r\n;;;;\r\n\r\n"
 READ = {"a.wav": "Glöckchen, nah", "b.wav": "Regen"}
 EXCEL = "--audio_column Dateiname"
@@ -22,6 +26,15 @@ LISTS = {  # name of the list and its content, encoding, options, captions by th
     "excel": ("x.csv", ROWS, "utf-8-sig", EXCEL, READ),
     "excel_cp1252": ("x.csv", ROWS, "cp1252", f"{EXCEL} --encoding cp1252", READ),
     "excel_unicode_text": ("x.txt", ROWS.replace(";", "\t"), "utf-16", EXCEL, READ),
+    "excel_says_its_separator": (
+        "x.csv", 'sep=;\r\nFile Name;caption\r\n.\\{};"a, b, c, d"\r\n.\\{};e\r\n', "utf-16-le", "",
+        {"a.wav": "a, b, c, d", "b.wav": "e"},
+    ),
+    "other_byte_order": ("x.tsv", "path\tcaption\n{}\tx\n{}\ty\n", "utf-16-be", "", {"a.wav": "x", "b.wav": "y"}),
+    "umlauts": (  # on the disk in one character and in two, in the list the other way round
+        "x.csv", f"path,caption\n{DECOMPOSED},x\n{COMPOSED[::-1]},y\n", "utf-8", "",
+        {COMPOSED: "x", normalize("NFD", COMPOSED[::-1]): "y"},
+    ),
     "pandas": ("x.csv", ",path,caption\n0,{},x\n1,{},y\n", "utf-8", "", {"a.wav": "x", "b.wav": "y"}),
     "several_lines": (
         "x.csv", 'path,caption\r\n{},"' + LINES.replace('"', '""') + '"\r\n{},6 feet of 6" pipes', "utf-8", "",
@@ -69,6 +82,36 @@ def test_lists_as_others_write_them(
     assert not reasons_in(Path("out"))
     if "category" in options:  # for zero-shot evaluation
         assert described["1-100032-A-36.wav"]["category"] == "vacuum_cleaner"
+
+
+def test_several_names_in_a_cell_are_warned_of_and_become_a_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As FSD50K's; neither a text with commas is warned of, nor numbers with them."""
+    for number in range(3):
+        (tmp_path / f"{number}.wav").write_bytes(wav(tone(number)))
+    rows = ['0,"Car_horn,Music","hum, click","1,5"', '1,Music,hum,"5,1"', '2,"Music,Car_horn","loud, high",5']
+    (tmp_path / "list.csv").write_text("\n".join(["fname,labels,title,level", *rows]))
+    options = (tmp_path / "list.csv", "--audio_column", "{fname}.wav", "--caption_columns", "labels")
+    assert run(*options, "--list_column", "label", "--", tmp_path / "no") == 2
+    assert "no column 'label'; there are fname, labels, title, level; name one by --list" in capsys.readouterr().err
+    assert run(*options, "--", tmp_path / "one") == 0
+    assert capsys.readouterr().err.count("warning") == 1
+    assert run(*options, "--list_column", "labels", "--", tmp_path / "several") == 0
+    assert "warning" not in capsys.readouterr().err
+    found = described_in(tmp_path / "several")["0.wav"]
+    assert (found["labels"], found["caption"]) == (["Car_horn", "Music"], ["Car horn", "Music"])
+
+
+def test_a_folder_that_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may read any: so as the system says it to others."""
+    (closed := tmp_path / "closed").mkdir()
+    denied, scan = mock.Mock(side_effect=PermissionError(13, "Permission denied", str(closed))), os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (denied if str(path) == str(closed) else scan)(path))
+    assert run(tmp_path, tmp_path / "out") == 2
+    assert f"{closed} can't be read: Permission denied" in capsys.readouterr().err
 
 
 def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:

@@ -20,7 +20,12 @@ def test_a_newcomer_can_train_on_the_result(
     """The printed settings load; held-out items are apart; the manifest's counts are those of an epoch."""
     out, path = tmp_path / "out", write_list(tmp_path, 20, "audio/gone.wav,x\n")
     (tmp_path / "audio" / "clip 00.wav").write_bytes(b"broken")
-    assert run(path, out, "--held_out", 0.25, "--shards", 3, "--train_tokenizer", 300) == 0
+    options = (path, out, "--held_out", 0.25, "--shards", 3, "--train_tokenizer", 300, "--max_left_out")
+    assert run(*options, 0.09) == 1
+    printed = capsys.readouterr()
+    assert f"2 left out, listed with reasons in {out}/broken.jsonl, the first: {path.parent}/audio/gone" in printed.out
+    assert printed.err.endswith("error: 9.5% left out, more than --max_left_out 0.09\n")
+    assert run(*options, 0.1) == 0
     train, held_out = items_by_source(out, "train-*.tar"), items_by_source(out, "held_out-*.tar")
     assert len({**train, **held_out}) == len(train) + len(held_out) == 19
     assert len(list(out.glob("train-*.tar"))) == 3
@@ -30,7 +35,6 @@ def test_a_newcomer_can_train_on_the_result(
     )
     assert f"train: {len(train)} items in 3 shard(s), 0.1 MB, 0.00 h" in printed
     assert f"held_out: {len(held_out)} items in 1 shard(s)" in printed
-    assert f"2 left out, listed with reasons in {out}/broken.jsonl" in printed
     settings = json.JSONDecoder().raw_decode(printed.partition('"data": ')[2])[0]
     data = ShardData.model_validate({**settings, "num_workers": 0})
     with build_batches(
@@ -68,8 +72,9 @@ def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pyte
     [
         ("--held_out 1", "expected a number from 0 to 0.99"),
         ("--shard_mb 0", "above 0"),
-        ("--split_column split --held_out 0.1", "--split_column says which items are held out"),
+        ("--split_column split --held_out 0.1", "--split_column, --fold_column and --held_out each say what"),
         ("--group_column kind", "expected --held_out SHARE"),
+        ("--held_out_fold 1", "expected --fold_column NAME and --held_out_fold FOLD together"),
         ("--kind mel", "--kind mel: waveform and mel, and these alone, take a --preset, one of demo, "),
         ("--preset micro", "--kind encoded: waveform and mel, and these alone, take a --preset"),
         ("--train_tokenizer 60000", "from 261 to 50265"),

@@ -18,6 +18,7 @@ def entries(values: list[Any], column: str = "speaker") -> list[Entry]:
 
 def divided(items: list[Entry], **options: Any) -> dict[str, Numbered]:
     unsaid = {"split_column": None, "group_column": None, "seed": 0, "shards": None, "shard_mb": 1, "held_out": 0.2}
+    unsaid |= {"fold_column": None}
     check_columns(items, Namespace(**(unsaid | options)))
     return divide(items, Namespace(**(unsaid | options)))
 
@@ -62,6 +63,15 @@ def test_a_column_says_what_is_held_out() -> None:
     """In common words; of files that are the same, whatever is held out once."""
     said = ["train", "Training", "held_out", "valid", "val", "validation", "Test", "dev", ["train", "test"]]
     assert sides(entries(said, "split"), 0, split_column="split") == {"train": {0, 1}, "held_out": set(range(2, 9))}
+
+
+def test_a_fold_is_held_out() -> None:
+    """As text, whatever it was in a JSONL; a sound of two folds is held out of both."""
+    items = entries(["1", "2", 1, [2, 1], "11"], "fold")
+    found = sides(items, 0, fold_column="fold", held_out_fold="1")
+    assert found == {"train": {1, 4}, "held_out": {0, 2, 3}}
+    with pytest.raises(UserError, match="--held_out_fold 3: no such value in 'fold'; there are 1, 11, 2"):
+        divided(items, held_out=0, fold_column="fold", held_out_fold="3")
 
 
 def test_shards_are_as_many_or_as_large_as_wanted() -> None:

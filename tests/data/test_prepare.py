@@ -143,7 +143,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     full = write_tar(tmp_path / "a.tar", [*bad, *good, ("mute.wav", CLIPS["short"]), ("deaf.txt", b"x")]).read_bytes()
     whole = put("memory://prepare/whole.tar", full)
     cut = put("memory://prepare/cut.tar.gz", full[: full.index(b"mute.wav") + 700])
-    assert run(whole, cut, tmp_path / "out", "--kind", "waveform") == 0
+    assert run(whole, cut, tmp_path / "out", "--kind", "waveform") == 1
     said = {
         "garbage": "can't be decoded",
         "long": "can't be decoded",

@@ -13,6 +13,7 @@ from deepspeed.ops.op_builder import FusedAdamBuilder
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.settings import load_run
 from clap_ds.data.supply import Supply
+from clap_ds.engine import session as session_module
 from clap_ds.engine.building import build_model, fetch_from_hub, wrap
 from clap_ds.engine.session import Session, _describe, check_deepspeed_sections
 from clap_ds.model import text
@@ -62,6 +63,20 @@ def _uncompiled() -> str:
 def test_an_optimiser_that_cannot_be_compiled_is_one_line(one_rank: RankPool) -> None:
     line = "clap.fused_adam: Error building extension 'fused_adam'; 'torch' needs no compiler"
     assert one_rank.run(_uncompiled) == [line]
+
+
+def test_what_any_rank_could_not_use_is_recorded_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each once, though another rank than the first met it, or several."""
+    gone, cut = ({"name": name, "reason": "why"} for name in ("a.tar", "b.tar: 7"))
+    own, *others = ({"num_shards": 2, "broken_items": met} for met in ([], [gone], [gone, cut]))
+    data, summary = SimpleNamespace(statistics=lambda: own), dict[str, Any]()
+    record = SimpleNamespace(update_summary=summary.update)
+    session = Session(None, Ranks(0, 3, 0, 3), None, record, None, data, None)  # type: ignore[arg-type]
+    with mock.patch.object(session_module, "gather", lambda value: [value, *others]):
+        session.record_data()
+    assert summary["data"] == {"num_shards": 2, "num_broken_items": 2, "broken_items": [gone, cut]}
+    said = "warning: 2 item(s) or tar(s) could not be used, the first: a.tar: why; b.tar: 7: why\n"
+    assert capsys.readouterr().out == said
 
 
 def test_the_loader_is_compared_with_steps_that_have_warmed_up(

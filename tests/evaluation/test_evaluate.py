@@ -12,7 +12,7 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import ClapSettings, RunSettings, load_run
 from clap_ds.data.broken import Broken
-from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation, text_tokens_for
+from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation, print_folds, text_tokens_for
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import save_safetensors
@@ -89,6 +89,21 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert row in rows
 
 
+def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / f"fold{number}.json" for number in range(3)]
+    for path, top1 in zip(paths, (0.5, 0.6, 0.8), strict=True):
+        path.write_text(json.dumps({"metrics": {"zero_shot_top1": top1, "retrieval_loss": 10 * top1}}))
+    print_folds(paths)
+    assert capsys.readouterr().out.splitlines() == [
+        "zero_shot_top1: 63.33 ± 15.28 % (3 folds: 50.00, 60.00, 80.00)",
+        "retrieval_loss: 6.33 ± 1.53 (3 folds: 5.00, 6.00, 8.00)",
+    ]
+    (other := tmp_path / "other.json").write_text('{"metrics": {"zero_shot_top1": 1.0}}')
+    for wrong in ([*paths, other], paths[:1], [*paths, paths[0]]):
+        with pytest.raises(UserError, match="expected what --json wrote of each of two or more folds"):
+            print_folds(wrong)
+
+
 def test_whose_caption_length_counts() -> None:
     micro = load_preset("micro")
     silent, says = (RunSettings(Path("run.json"), ClapSettings(**content), {}) for content in ({}, {"text_tokens": 20}))
@@ -113,6 +128,7 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
         model, metrics = ClapModel(load_preset("micro")), {"zero_shot_top1": top1}
         checkpoint_of(model, tmp_path / "run", step, Path(clip_tokenizer), metrics=metrics, **told)
     options = ["--best", "--retrieval", *write_clips(5, 4), "--json", str(tmp_path / "found.json")]
+    options += ["--predictions", str(tmp_path / "clips.json")]
     codes, output, errors = on_ranks(2, tmp_path / "run", *options)
     assert codes == [0, 0], errors
     assert ", step 1, zero_shot_top1 0.5: micro on 2 × " in output
@@ -120,6 +136,7 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
     assert output.count("audio to text R@1 ") == output.count("retrieval (9 clips, 14 captions)") == 1
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["world_size"], found["model"], found["num_broken_items"]) == (2, "micro", 0)
+    assert len(json.loads((tmp_path / "clips.json").read_text())["retrieval"]) == 9
 
 
 @pytest.mark.end_to_end
@@ -127,6 +144,7 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
     ("options", "message"),
     [
         ("--preset demo", "holds model micro, this run has demo"),
+        ("--predictions /nowhere/at/all.json", "--predictions /nowhere/at/all.json: expected a file in a folder"),
         ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json: expected a file in a folder"),
         ("--tokenizer TOKENIZER", "error: clap.evaluation.retrieval.shards: no file matches 'nowhere-*.tar'"),
     ],

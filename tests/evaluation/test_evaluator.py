@@ -1,5 +1,6 @@
 """The evaluator on the micro model: the same for any number of ranks, nothing of the model changed, mistakes found at once."""
 
+import json
 import random
 import re
 from pathlib import Path
@@ -14,11 +15,14 @@ import torch.nn.functional as F
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import load_preset
-from clap_ds.config.sections import EvaluationSettings
+from clap_ds.config.sections import EvaluationSettings, ZeroShotSettings
 from clap_ds.data.front_end import FrontEnd
+from clap_ds.data.shard_making.caption_lists import _divided
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from clap_ds.evaluation import ranking
+from clap_ds.evaluation.clips import list_clips, plan_zero_shot
 from clap_ds.evaluation.evaluator import Evaluator, NonFiniteEmbeddingsError
+from clap_ds.evaluation.predictions import of_clips
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize
@@ -107,6 +111,20 @@ def test_equals_the_model_used_by_hand(write_clips: WriteClips, clip_tokenizer: 
     assert found["retrieval_text_to_audio_map10"] == pytest.approx(np.mean([1 / r for r in ranks]))
 
 
+def test_classes_are_asked_for_by_the_words_that_captions_are_built_of(
+    tmp_path: Path, clip_tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classes = ["Drill (tool)", "click", "low_hum", "low_hum,click"]
+    members = [each for n, name in enumerate(classes) for each in clip_members(n, {"kind": name, "caption": "x"})]
+    shards = [str(write_tar(tmp_path / "a.tar", members))]
+    plan, _ = plan_zero_shot(dict(enumerate(list_clips(shards)[0])), ZeroShotSettings(shards=shards, templates=["{}"]))
+    assert plan.captions == [["Drill (tool)"], ["click"], ["low hum"], ["low hum,click"]]
+    assert plan.captions == [_divided({"kind": name}, ["kind"], [])[0] for name in classes]
+    make(settings_for(shards), clip_tokenizer)
+    said = "captions of classes are such as 'a recording of low hum,click'\nwarning: class 'low_hum,click' joins"
+    assert capsys.readouterr().out.startswith(said)
+
+
 def test_features_are_evaluated_as_the_audio_they_were_made_of(
     tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
 ) -> None:
@@ -124,6 +142,23 @@ def test_features_are_evaluated_as_the_audio_they_were_made_of(
         AgreedError, match=r"^clap.evaluation.retrieval.shards and clap.evaluation.zero_shot.sh.* be mixed"
     ):
         make(both, clip_tokenizer)
+
+
+def test_predictions_are_what_the_metrics_are_of(write_clips: WriteClips, clip_tokenizer: str) -> None:
+    predictions: dict[str, Any] = {}
+    evaluation = make(settings_for(write_clips(9)), clip_tokenizer).evaluate(micro_model(), predictions=predictions)
+    pairs, zero_shot = predictions["retrieval"], json.loads(json.dumps(predictions["zero_shot"]))
+    ranks = [min(each["rank"] for each in clip["of"].values()) for clip in pairs]
+    assert evaluation.metrics["retrieval_audio_to_text_r5"] == np.mean([rank <= 5 for rank in ranks])
+    assert (pairs[4]["clip"][-17:], [*pairs[4]["of"]]) == ("clips-0.tar: 0004", description(4)["caption"])
+    is_best = [clip["of"][KINDS[n % 3]]["rank"] == 1 for n, clip in enumerate(zero_shot["clips"])]
+    assert evaluation.metrics["zero_shot_top1"] == np.mean(is_best)
+    assert zero_shot["classes"] == {kind: {"clips": 3, "top1": np.mean(is_best[n::3])} for n, kind in enumerate(KINDS)}
+    best = [max(clip["best"], key=lambda kind: clip["best"][kind]["score"]) for clip in zero_shot["clips"]]
+    rows = [[best[n::3].count(each) for each in sorted(KINDS)] for n in range(3)]
+    assert zero_shot["confusion"] == dict(zip(KINDS, rows, strict=True))
+    same = torch.ones(4, 1)
+    assert of_clips(["a"], [[2]], "wxyz", same[:1], same)[0]["of"] == {"y": {"score": 1.0, "rank": 2.5}}
 
 
 def test_the_model_and_the_random_state_stay_as_they_were(write_clips: WriteClips, clip_tokenizer: str) -> None:

@@ -25,12 +25,12 @@ KINDS = ("hum", "whistle", "click")
 
 
 def write_sounds(folder: Path) -> None:
-    """48 WAVs of tones, and a CSV with two columns of captions and one of classes."""
+    """48 WAVs of tones, longer than the model's clips, and a CSV with two columns of captions and one of classes."""
     (folder / "sounds").mkdir()
     rows = ["path,caption_1,caption_2,kind"]
     for number in range(48):
         kind, frequency = KINDS[number % 3], 100 * (1 + number % 3) ** 3 * (1 + number / 500)
-        wave = 0.5 * np.sin(2 * np.pi * frequency * np.arange(16000) / 16000)
+        wave = 0.5 * np.sin(2 * np.pi * frequency * np.arange(20000) / 16000)
         soundfile.write(folder / "sounds" / f"{number}.wav", wave, 16000)
         rows.append(f"sounds/{number}.wav,a {kind},{kind} number {number},{kind}")
     (folder / "clips.csv").write_text("\n".join(rows))

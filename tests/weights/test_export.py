@@ -118,6 +118,12 @@ def test_captions_are_cut_at_the_trained_length(
     expected = tokenize(["rain " * 400], load_tokenizer(str(tokenizer), vocab_size=512), 12)[0]
     assert torch.equal(inputs["input_ids"], expected)
     assert inputs["input_features"].shape == (1, 1, 101, 16)
+    assert "note: longer clips than the model's are refused" in said
+    long = np.tile(sounds()[0], 2)  # of which a crop at random would be another at each call
+    with pytest.raises(NotImplementedError, match=r"of longer clips \(crop them first, or say truncation='rand_trunc'"):
+        processor(audio=long, sampling_rate=48000)
+    asked = {"truncation": "rand_trunc", "sampling_rate": 48000, "return_tensors": "pt"}
+    assert processor.feature_extractor(long, **asked)["input_features"].shape == (1, 1, 101, 16)
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how to read SOURCE (default: found out)").add_argument
     add("--audio_column", metavar="NAME", help="of paths; or how they are made of columns, such as '{id}_{start}.wav'")
     add("--caption_columns", nargs="+", metavar="NAME", help="of captions; a column of classes makes captions, too")
+    more = "of several names between commas, semicolons or bars, as FSD50K's labels: each becomes a list"
+    add("--list_column", nargs="+", default=[], metavar="NAME", help=more)
     add("--encoding", metavar="NAME", help="such as cp1252 (default: UTF-8, or UTF-16 with its mark)")
     add("--audio_root", type=Path, metavar="DIR", help="what paths are relative to (default: SOURCE's folder)")
     add = parser.add_argument_group("what is kept for evaluation").add_argument
@@ -54,6 +56,8 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--group_column", metavar="NAME", help="recording, speaker, …: items of one value stay on one side")
     add("--split_column", metavar="NAME", help=f"instead of these: says of each item {SIDES}")
+    add("--fold_column", metavar="NAME", help="or: of the fold that each item is of, as ESC-50's and UrbanSound8K's")
+    add("--held_out_fold", metavar="FOLD", help="the fold of that column that is held out")
     add = parser.add_argument_group("shards").add_argument
     more = "size of a shard, about, by the size of SOURCE's files (default 500)"
     add("--shard_mb", type=arguments.positive, default=500.0, metavar="MB", help=more)
@@ -68,10 +72,12 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add_workers(parser)
 
 
-def run_build(options: argparse.Namespace) -> None:
-    """UserError where the user made a mistake, or the folder can't be written."""
-    if options.split_column and (options.held_out or options.group_column):
-        raise UserError("--split_column says which items are held out; expected no other option that does")
+def run_build(options: argparse.Namespace) -> int:
+    """The exit code. UserError where the user made a mistake, or the folder can't be written."""
+    if sum(map(bool, (options.split_column, options.fold_column, options.held_out or options.group_column))) > 1:
+        raise UserError("--split_column, --fold_column and --held_out each say what is held out; expected one of them")
+    if bool(options.fold_column) != bool(options.held_out_fold):
+        raise UserError("expected --fold_column NAME and --held_out_fold FOLD together")
     if options.group_column and not options.held_out:
         raise UserError("--group_column: expected --held_out SHARE, too")
     preparation = preparation_of(options)
@@ -95,6 +101,7 @@ def run_build(options: argparse.Namespace) -> None:
         fits = [name for name in preset_names() if load_preset(name).text.vocab_size >= vocab_size]
         print(f"tokenizer of {vocab_size} tokens for a model trained from nothing, of preset {', '.join(fits)}")
     _report(options.folder, shards, entries, tokenizer, options.preset)
+    return print_left_out(options.folder, shards, broken, options.max_left_out)
 
 
 def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
@@ -130,6 +137,4 @@ def _report(folder: Path, shards: list[BuiltShard], entries: list[Entry], tokeni
         more["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
     if same := [f"{other} (= {entry.path})" for entry in entries for other in entry.others]:
         print(f"{len(same)} file(s) hold the same as another, and are one item with it: {', '.join(same[:8])}")
-    num_unusable = sum(entry.problem is not None for entry in entries)
-    print_left_out(folder, num_unusable + sum(len(shard.broken) for shard in shards))
     print_settings(f"{folder}/train-*.tar", tokenizer, preset, more)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes
+from clap_ds.data.captions import in_words, joined_names, names_in_cell
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "wav", "filepath", "file_path")
@@ -62,7 +66,8 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
     all their captions.
 
     Args:
-        options: how to read them, as in the command's help: `audio_column`, `caption_columns`, `encoding`, `audio_root`.
+        options: how to read them, as in the command's help: `audio_column`, `caption_columns`, `list_column`, `encoding`,
+            `audio_root`.
 
     Raises:
         UserError: a source that is missing, empty, of another kind, in another encoding, or lacks a column; malformed rows.
@@ -84,18 +89,39 @@ def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
     rows = list(readers[source.suffix.lower()](source, _text_in(source, options.encoding, MOST_OF_A_FILE)))
     if not rows:
         raise UserError(f"{source}: no rows in it")
-    audio, captions = _columns(source, list(dict.fromkeys(name for _, row in rows for name in row)), options)
+    names = list(dict.fromkeys(name for _, row in rows for name in row))
+    audio, captions = _columns(source, names, options)
+    for name in names:
+        cells = [cell for _, row in rows if isinstance(cell := row.get(name), str)]
+        is_known = name in (audio, *options.list_column) or _CAPTION_COLUMN.fullmatch(name)
+        if not is_known and (cell := joined_names(cells)):
+            print(
+                f"warning: {cell!r} in {name!r} is one name; --list_column {name} makes a list of it", file=sys.stderr
+            )
     for line, row in rows:
         if not (path := _path_in(row, audio)):
             raise UserError(f"{source}:{line}: no path in {audio}")
         more = {name: value for name, value in row.items() if value is not None and name != audio}
-        yield Entry((options.audio_root or source.parent) / path, *_divided(more, captions))
+        yield Entry(
+            _as_on_disk(options.audio_root or source.parent, path), *_divided(more, captions, options.list_column)
+        )
+
+
+def _as_on_disk(root: Path, path: str) -> Path:
+    """A file that is there by another spelling: an ü is one character or, on macOS, two, and Windows has backslashes."""
+    if (path.isascii() and "\\" not in path) or os.path.exists(root / path):
+        return root / path
+    others = (root / normalize(form, path.replace("\\", "/")) for form in ("NFC", "NFD"))
+    return next(filter(os.path.exists, others), root / path)
 
 
 def _text_in(path: Path, encoding: str | None, most: int = MOST_BYTES) -> str:
     try:
         content = read_bytes(path, most)
-        return content.decode(encoding or ("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"))
+        found = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        if b"\0" in content[:2]:  # UTF-16 without its mark
+            found = "utf-16-be" if content[:1] == b"\0" else "utf-16-le"
+        return content.decode(encoding or found)
     except (OSError, LookupError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read: {error}; name another encoding by --encoding, such as cp1252") from None
 
@@ -114,11 +140,14 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
-    """Rows, each with the line it begins in. The delimiter is the one that is most frequent in the first line; empty rows, and
-    empty columns at the end, don't count. A quote that isn't closed takes in what follows: told by an audio file's name there.
+    """Rows, each with the line it begins in. The delimiter is the one that is most frequent in the first line, or that a line
+    `sep=;` before it says; empty rows, and empty columns at the end, don't count. A quote that isn't closed takes in what
+    follows: told by an audio file's name there.
     """
     csv.field_size_limit(2**31 - 1)
     delimiter = max(_DELIMITERS, key=text.lstrip("\r\n").partition("\n")[0].count)
+    if told := re.match(rf'\s*"?sep=([{_DELIMITERS}])"?[ \t\r]*$', text, re.IGNORECASE | re.MULTILINE):
+        delimiter, text = told[1], "\n" * told[0].count("\n") + text[told.end() :]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
     names: list[str] = []
     line = 1
@@ -147,11 +176,13 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
     """The column of paths, or how they are put together from columns, and the columns of captions."""
-    audio = options.audio_column or next((name for name in names if name.lower() in AUDIO_COLUMNS), "")
+    usual_names = (name for name in names if name.lower().replace(" ", "_") in AUDIO_COLUMNS)
+    audio = options.audio_column or next(usual_names, "")
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
     of_audio = _COLUMN_IN_NAME.findall(audio) or [audio]
     for option, columns, usual, also in (
         ("--audio_column", of_audio, AUDIO_COLUMNS, "also put together, such as '{id}.wav'"),
+        ("--list_column", options.list_column, (), "names between commas"),
         ("--caption_columns", captions or [""], ("caption", "text", "description", "…"), "a column of classes will do"),
     ):
         if missing := [name for name in columns if name not in names or not name]:
@@ -168,22 +199,27 @@ def _path_in(row: Row, audio: str) -> str:
     return path.strip() if isinstance(path, str) else ""
 
 
-def _divided(row: Row, columns: Iterable[str]) -> tuple[list[str], Row]:
+def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[list[str], Row]:
     """The captions in columns, also in lists, each once; and what else is said: columns of classes, too, though captions are
-    made of them (as words, without underscores)."""
+    made of them (`in_words`). Text in columns of `lists` becomes one of names."""
+    row = {name: names_in_cell(cell) if name in lists and isinstance(cell, str) else cell for name, cell in row.items()}
     texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
-    captions = [text.strip() if " " in text else text.replace("_", " ").strip() for text in texts]
     more = {name: value for name, value in row.items() if name not in columns or not _CAPTION_COLUMN.fullmatch(name)}
-    return list(dict.fromkeys(filter(None, captions))), more
+    return list(dict.fromkeys(filter(None, map(in_words, texts)))), more
 
 
 def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
     """Audio files with a .txt (a caption in each line) or .json (field caption or text) of the same name."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in AUDIO_SUFFIXES]
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename} can't be read: {error.strerror}; expected folders that can") from None
+
+    found = (Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names)
+    paths = sorted(path for path in found if path.suffix.lower() in AUDIO_SUFFIXES)
     if not paths:
         raise UserError(f"{folder}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
     for path in paths:
-        text, described = path.with_suffix(".txt"), path.with_suffix(".json")
+        text, described = (_as_on_disk(path.parent, path.stem + suffix) for suffix in (".txt", ".json"))
         try:
             if text.is_file():
                 row: Any = {"caption": _text_in(text, options.encoding).splitlines()}
@@ -193,6 +229,7 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
                 row = None
             if not isinstance(row, dict):
                 raise UserError(f"expected {text.name}, or {described.name} with an object, beside it")
-            yield Entry(path, *_divided(row, options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))))
+            columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))
+            yield Entry(path, *_divided(row, columns, options.list_column))
         except (ValueError, UserError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")

@@ -40,8 +40,8 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
     add_workers(parser)
 
 
-def run_prepare(options: argparse.Namespace) -> None:
-    """UserError or ValueError where the user made a mistake, or FOLDER can't be written."""
+def run_prepare(options: argparse.Namespace) -> int:
+    """The exit code. UserError or ValueError where the user made a mistake, or FOLDER can't be written."""
     preparation = preparation_of(options)
     assert preparation is not None  # of an encoded kind, which isn't among the choices
     tars, folder = _by_name(expand_shards(options.shards)), options.folder
@@ -53,11 +53,11 @@ def run_prepare(options: argparse.Namespace) -> None:
     with resumable(folder):
         shards = fill(folder, plan, members, options.workers, preparation)
     print_amount(preparation.kind, shards)
-    print_left_out(folder, sum(len(shard.broken) for shard in shards))
     tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer"
     if tokenizer.is_dir():
         shutil.copytree(tokenizer, folder / tokenizer.name, dirs_exist_ok=True)
     print_settings(f"{folder}/*.tar", tokenizer_beside(f"{folder}/*.tar"), options.preset)
+    return print_left_out(folder, shards, [], options.max_left_out)
 
 
 def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member]:

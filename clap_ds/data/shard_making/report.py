@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clap_ds.data.shard_making.writing import BROKEN, BuiltShard
+from clap_ds.data.shard_making.writing import BROKEN, BuiltShard, Named
 
 
 def print_amount(title: str, shards: Sequence[BuiltShard]) -> bool:
@@ -20,9 +21,16 @@ def print_amount(title: str, shards: Sequence[BuiltShard]) -> bool:
     return bool(records)
 
 
-def print_left_out(folder: Path, number: int) -> None:
-    if number:
-        print(f"{number} left out, listed with reasons in {folder / BROKEN}")
+def print_left_out(folder: Path, shards: Sequence[BuiltShard], unusable: Sequence[Named], most: float) -> int:
+    """What was left out, with the first reasons; the exit code: 1 where it is more than the share `most` of all."""
+    left_out = [*unusable, *(each for shard in shards for each in shard.broken)]
+    share = len(left_out) / (len(left_out) + sum(shard.record.items for shard in shards if shard.record))
+    if left_out:
+        examples = "; ".join(f"{name}: {reason}" for name, reason in left_out[:3])
+        print(f"{len(left_out)} left out, listed with reasons in {folder / BROKEN}, the first: {examples}")
+    if share > most:
+        print(f"error: {share:.1%} left out, more than --max_left_out {most:g}", file=sys.stderr)
+    return int(share > most)
 
 
 def print_settings(shards: str, tokenizer: str, preset: str | None, more: dict[str, Any] | None = None) -> None:

@@ -19,7 +19,7 @@ Numbered = list[tuple[int, Entry]]
 
 def check_columns(entries: list[Entry], options: Namespace) -> None:
     """UserError where a column that decides an entry's side is empty, or says something else."""
-    column = options.split_column or options.group_column
+    column = options.split_column or options.group_column or options.fold_column
     for entry in entries if column else ():
         said = names_in(entry, column)
         odd = [name for name in said if options.split_column and name.lower() not in TRAIN + HELD_OUT]
@@ -62,16 +62,21 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
 
 def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
     """Numbers of the entries that are held out: those that `split_column` says are (of files that are the same where it says so
-    of one), or about the share `held_out` of them in the order given. Entries that share a value of `group_column`, or each
-    share one with a third, stay together."""
+    of one), those of `held_out_fold` by `fold_column`, or about the share `held_out` of them in the order given. Entries that
+    share a value of `group_column`, or each share one with a third, stay together."""
     if column := options.split_column:
         chosen = {n for n in order if any(name.lower() in HELD_OUT for name in names_in(entries[n], column))}
+    elif column := options.fold_column:
+        chosen = {n for n in order if options.held_out_fold in names_in(entries[n], column)}
+        if not chosen:
+            there = ", ".join(sorted({name for entry in entries for name in names_in(entry, column)})[:20])
+            raise UserError(f"--held_out_fold {options.held_out_fold}: no such value in {column!r}; there are {there}")
     elif options.held_out:
         chosen = _drawn(_groups(entries, order, options.group_column), max(1, round(options.held_out * len(entries))))
     else:
         return set()
     if len(chosen) == len(entries):
-        by = f"--split_column {column}" if column else "--held_out"
+        by = f"--{'split' if options.split_column else 'fold'}_column {column}" if column else "--held_out"
         raise UserError(f"{by}: all of {len(entries)} item(s) would be held out, and none left for training")
     return chosen
 

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 from webdataset.writer import TarWriter
 
-from clap_ds.config.arguments import whole_number
+from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import write_atomically
 from clap_ds.data.shard_making.prepared_audio import Preparation
@@ -167,6 +167,8 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     more, cores = "shards written at a time (default: one for each core)", len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
+    more = "exit code 1 where more than that was left out as it can't be used (default 0.01)"
+    parser.add_argument("--max_left_out", type=number(0, 1), default=0.01, metavar="SHARE", help=more)
 
 
 @contextmanager
@@ -175,6 +177,8 @@ def resumable(folder: Path) -> Iterator[None]:
     again = "the same command resumes"
     try:
         yield
+    except BrokenPipeError:  # nobody reads what is printed: the command ends as quietly
+        raise
     except OSError as error:
         raise UserError(f"{folder} can't be written: {error.strerror or error}; {again}") from None
     except KeyboardInterrupt:
