@@ -53,6 +53,7 @@ RULES = {
     r"clap-shards build .*|python (-m clap_ds\.weights\.export|clap_ds/evaluate\.py) .*": (
         "tests/training/test_newcomer_path.py::test_from_sounds_to_an_exported_model"
     ),
+    r"SBATCH_TIMELIMIT=.* launch/shards\.sh .*": "tests/data/test_shard_parts.py::test_the_scripts_jobs_make_what_one",
     r'make report RUNS=".*"': "tests/analysis/test_report.py::test_",
 }
 HOW = {command: [how for rule, how in RULES.items() if re.fullmatch(rule, command)] for command in COMMANDS}
