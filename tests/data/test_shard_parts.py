@@ -20,11 +20,6 @@ OPTIONS = "--held_out 0.25 --shards 5 --train_tokenizer 300 --min_seconds 0.04 -
 SBATCH = '#!/bin/bash\n{ echo "$*"; tail -n 1; } >> jobs\nwc -l < jobs\n'
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Of all files that a reader sees."""
-    return {path.name: path.read_bytes() for path in folder.rglob("[!.]*.*") if path.parent.name != ".build"}
-
-
 def test_the_scripts_jobs_make_what_one_command_makes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,8 +37,8 @@ def test_the_scripts_jobs_make_what_one_command_makes(
     places = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     subprocess.run([SCRIPT, "3", "build", path, parts, *options], cwd=tmp_path, env=places, check=True)
     jobs = (tmp_path / "jobs").read_text()
-    order = ["--array=1-3 --dependency=afterok:2", "--dependency=afterany:4"]
-    assert re.findall("--array.*|--dep.*", jobs) == order
+    after = ["--array=1-3 --dependency=afterok:2", "--dependency=afterany:4"]
+    assert re.findall("--array.*|--dep.*", jobs) == after
     commands = re.findall("exec clap-shards (.*)", jobs)
 
     def do(job: int, part: int = 0) -> int:
@@ -65,4 +60,5 @@ def test_the_scripts_jobs_make_what_one_command_makes(
     assert do(2) == 0
     said = capsys.readouterr().out.removeprefix("6 of 6 shards are there already\n")
     assert said.replace(str(parts), str(whole)) == expected
-    assert contents(parts) == contents(whole)
+    seen = [{file.name: file.read_bytes() for file in folder.glob("[!.]*.*")} for folder in (parts, whole)]
+    assert seen[0] == seen[1]
