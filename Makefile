@@ -6,8 +6,9 @@
 # make test-processors  unit tests once for each kind of arithmetic this processor can do; TESTS=… for some of them
 # make lint        ruff, mypy, and that rooms import one way
 # make report      RUNS="…" [OUTPUT=report]: one HTML page about runs, logs or tables
-# make gpu-check   what this machine's GPUs do with this project, in 8 minutes, kept under results/
-# make wheelhouse  wheels for a machine without an index; TARGET_PYTHON=3.12, TARGET_MACHINE=aarch64: unlike this one
+# make gpu-check   what this machine's GPU does with this project, in three calls of 9 minutes (CALL=1, 2, 3), kept under results/
+# make wheelhouse  wheels for a machine without an index; TARGET_PYTHON=3.12, TARGET_MACHINE=aarch64: unlike this one;
+#                  FOR=gpu-check: just those that this takes beyond torch, torchaudio and transformers
 # Each sets up .venv by itself. PYTHON=… uses another interpreter's packages instead, installing nothing.
 
 SHELL := bash
@@ -82,12 +83,23 @@ report: $(READY)
 	@test -n "$(RUNS)" || { echo 'give RUNS="run directories, logs or tables"' >&2; exit 2; }
 	"$(PYTHON)" analysis/report.py $(RUNS) --output $(or $(OUTPUT),report)
 
+# With PYTHON=…, what that lacks of a wheelhouse that is here is installed beside it, to runs/packages.
+gpu-check: export PYTHONPATH := $(CURDIR)/runs/packages$(addprefix :,$(PYTHONPATH))
+LACKING = import importlib.metadata, pathlib, sys; plain = lambda name: name.lower().replace("-", "_"); \
+    there = {plain(each.name) for each in importlib.metadata.distributions()}; \
+    print(*(each for each in sys.argv[1:] if plain(pathlib.Path(each).name.split("-")[0]) not in there), sep="\n")
+
 gpu-check: $(READY)
-	"$(PYTHON)" -m benchmarks.gpu_check
+	@$(if $(READY),,"$(PYTHON)" -c '$(LACKING)' $(wildcard $(WHEELHOUSE)/*.whl) | xargs -r "$(PYTHON)" -m pip install \
+	    --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target runs/packages)
+	"$(PYTHON)" -m benchmarks.gpu_check $(STAND_IN) $(or $(CALL),1) $(if $(OUTPUT),--output "$(OUTPUT)")
 
 # This package and all that constraints.txt pins, but for what a GPU machine brings in builds of its own.
 WHEELHOUSE := wheelhouse
 THERE := torch|torchaudio|transformers|triton
+FOR := all
+CHECKED := annotated-types|braceexpand|cffi|einops|hjson|iniconfig|msgpack|ninja|nvidia-ml-py|pluggy|psutil|py-cpuinfo|pycparser|pydantic|pydantic_core|pytest|soundfile|typing-inspection|webdataset
+WANTED = $(if $(filter gpu-check,$(FOR)),$(CHECKED),.*)
 BASE = "$(if $(READY),$(or $(BASE_PYTHON),python3),$(PYTHON))"
 PIP = $(BASE) -m pip --quiet --disable-pip-version-check
 TARGET_PYTHON ?= $(shell $(BASE) -c 'import platform; print(platform.python_version())')
@@ -96,8 +108,8 @@ PLATFORMS = $(patsubst %,--platform %_$(TARGET_MACHINE),manylinux_2_28 manylinux
 
 wheelhouse:
 	rm -rf "$(WHEELHOUSE)" build
-	$(PIP) wheel --no-deps --wheel-dir "$(WHEELHOUSE)" . "$$(grep ^deepspeed== constraints.txt)"
-	grep -E '^[A-Za-z]' constraints.txt | grep -vE '^($(THERE)|deepspeed)==' | xargs $(PIP) download --no-deps \
+	$(PIP) wheel --no-deps --wheel-dir "$(WHEELHOUSE)" $(if $(filter gpu-check,$(FOR)),,.) "$$(grep ^deepspeed== constraints.txt)"
+	grep -E '^($(WANTED))==' constraints.txt | grep -vE '^(#|($(THERE)|deepspeed)==)' | xargs $(PIP) download --no-deps \
 	    --dest "$(WHEELHOUSE)" --only-binary=:all: --implementation cp --python-version $(TARGET_PYTHON) $(PLATFORMS)
 	du -sh "$(WHEELHOUSE)"
 

@@ -85,7 +85,7 @@ def _inputs_in(folder: Path) -> Iterator[Path]:
             inside.clear()
             yield Path(place)
         else:
-            inside.sort()
+            inside[:] = sorted(name for name in inside if not name.startswith("."))  # caches of compiled code
             logs = (Path(place, name) for name in sorted(files) if Path(name).suffix.lower() in LOG_SUFFIXES)
             yield from (log for log in logs if not log.is_symlink())
 

@@ -1,132 +1,204 @@
-"""Command: what a machine's GPUs do with this project, in eight minutes, kept under `results/<device>/`.
+"""Command: what a machine's GPU does with this project, in three calls of nine minutes, kept under `results/<device>/`.
 
-    python -m benchmarks.gpu_check [--minutes 8] [--only NAME…]
+    python -m benchmarks.gpu_check 1 [--minutes 9] [--output FOLDER]
 
-The main number comes first, then two ranks, the variants and whether results are right, then what else there is time for. Each
-step runs by itself: one that fails, hangs or finds no time left is a row of the table like any other, and the rest goes on.
-Leaves what is measured to the commands it starts.
+Call 1 measures the main number, its kernels and what each setting is worth; 2 whether results are right; 3 the other
+published runs, transformers' loop and a loader. Each step runs by itself: one that fails, hangs or finds no time left is a row
+of the table like any other. After each, `call1.md` has the table so far, `call1.tar.xz` all that the steps left,
+`efficiencies.json` what plans take, and `caches.tar.xz` what was compiled, with which another call begins.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import lzma
+import os
 import re
 import shlex
 import shutil
 import sys
-import tempfile
+import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.common import exit_on_sigterm, make_parser, run_for, show, table
+from benchmarks.common import exit_on_sigterm, run_for, show, table
+from benchmarks.variants import last_error
+from clap_ds.config.changes import parse_assignment, read_config, with_field
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.places import work_folder
+from clap_ds.config.files import write_object
+from clap_ds.config.places import code_folder, work_folder
+from clap_ds.flop_count.peaks import peak_for
 from clap_ds.ranks.accelerator import choose_accelerator, nvidia_smi
-from clap_ds.record.schema import RECORD_FILES
 
-ONE_GPU = "-m clap_ds.bench --deepspeed_config ds_configs"
-ALL_GPUS = "-m deepspeed.launcher.runner --quiet clap_ds/bench.py --deepspeed_config ds_configs"
-TESTS = "-m pytest -v -m gpu"
-LENGTHS = (
-    "-m benchmarks.variants ds_configs/htsat_tiny_amp.json --vary clap.text_tokens=77,512 --limit_s 70"
-    " --set clap.bench.warmup_steps=1 --set clap.bench.windows=2 --set clap.bench.steps_per_window=1"
+
+class Step(NamedTuple):
+    """Seconds it may take, the run it is about (a configuration's name and changes of it), and its command after `python`."""
+
+    most_s: float
+    run: str = "htsat_tiny"
+    command: str = "-m clap_ds.bench --deepspeed_config {config}"
+
+
+PROFILE = "-m benchmarks.efficiencies --deepspeed_config {config}"
+JOIN = "-m benchmarks.efficiencies {call} --gpu {gpu} --output {call}/efficiencies.md"
+PLAN = "-m clap_ds.plan --deepspeed_config {config} --gpu {gpu} --gpus_per_node 1 --json"
+TESTS = "-m pytest -v -p no:cacheprovider -m gpu"
+PEERS = "-m benchmarks.peers --preset {preset} --micro_batch {micro_batch} --text_tokens {tokens} --precision bf16 --rounds 3"
+SAME = "clap.model.drop_path=0 clap.model.text_dropout=0 clap.model.spec_augment=false"
+LOSSES = f"htsat_tiny {SAME} clap.bench.warmup_steps=18 clap.bench.steps_per_window=1 clap.bench.windows=2"
+GLOO = """
+import os; os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # to both
+import deepspeed; start = deepspeed.init_distributed
+deepspeed.init_distributed = lambda **options: start(**{**options, "dist_backend": "gloo"})  # NCCL refuses two ranks on a GPU
+from clap_ds.bench import command; command()
+"""
+TWO = "htsat_tiny train_micro_batch_size_per_gpu=128 clap.compile=off clap.gradient_sync"
+RANKS = f"-m torch.distributed.run --standalone --nproc_per_node 2 --no_python {{python}} -c {shlex.quote(GLOO)}"
+SOUNDS = (
+    "-m examples.synthetic_sounds {call}/data --clips {clips} --shards 8 --seconds 10 --sample_rate 48000 --format wav"
 )
-PEERS = "-m benchmarks.peers --micro_batch 128 --precision bf16"
-VARIANTS = (
-    "-m benchmarks.variants ds_configs/htsat_tiny.json --limit_s 100"
-    " --vary clap.compile=off,towers --vary clap.model.attention=sdpa,triton"
-)
-STEPS = {
-    "htsat_tiny": (120, f"{ONE_GPU}/htsat_tiny.json"),
-    "tests_on_two_gpus": (90, f"{TESTS} tests/engine/test_two_gpus.py"),
-    "htsat_tiny_on_all_gpus": (90, f"{ALL_GPUS}/htsat_tiny.json"),
-    "variants": (240, f"{VARIANTS} --output {{output}}/variants.md"),
-    "tests": (150, f"{TESTS} --ignore tests/engine/test_two_gpus.py tests"),
-    **{f"htsat_{name}": (120, f"{ONE_GPU}/htsat_{name}.json") for name in ("base", "tiny_amp", "base_amp")},
-    "peers": (150, f"{PEERS} --output {{output}}/peers.md"),
-    "peers_packed": (150, f"{PEERS} --text packed --caption_lengths 8 32 --output {{output}}/peers_packed.md"),
-    "loss": (60, "-m benchmarks.loss_bench --output {output}/loss.md"),
-    "memory_at_77_and_512_tokens": (150, f"{LENGTHS} --output {{output}}/memory.md"),
-}
-"""The most informative first: seconds each may take, and its command after `python`."""
-SEVERAL = ("tests_on_two_gpus", "htsat_tiny_on_all_gpus")
-"""Steps that need more GPUs than one."""
+PREPARE = "-m clap_ds.shards prepare {call}/data/*.tar {call}/data/prepared --kind waveform --preset {preset}"
+SHARDS = '{"source":"shards","shards":"{call}/data/prepared/*.tar","tokenizer":"{call}/data/tokenizer"}'
+CALLS = {
+    1: {
+        "htsat_tiny": Step(170),
+        "profile_eager": Step(80, "htsat_tiny clap.compile=off", PROFILE),
+        "efficiencies": Step(60, command=JOIN),
+        "compile_off": Step(60, "htsat_tiny clap.compile=off"),
+        "profile_compiled": Step(80, "htsat_tiny clap.compile=towers", PROFILE),
+        "efficiencies_compiled": Step(60, command=JOIN),
+        "attention_sdpa": Step(100, "htsat_tiny clap.model.attention=sdpa"),
+        "mlp_torch": Step(100, "htsat_tiny clap.model.mlp=torch"),
+        "max_autotune": Step(170, "htsat_tiny clap.compile=towers-max-autotune"),
+    },
+    2: {
+        "losses_eager": Step(70, f"{LOSSES} clap.compile=off"),
+        "losses_compiled": Step(140, f"{LOSSES} clap.compile=towers"),
+        **{path.stem: Step(90, command=f"{TESTS} {path}")
+           for path in sorted((work_folder() / "tests").rglob("test_*.py"), reverse=True) if "mark.gpu" in path.read_text()},
+        **{f"two_ranks_{by}": Step(80, f"{TWO}={by}", f"{RANKS} --deepspeed_config {{config}}")
+           for by in ("overlapped", "deepspeed")},
+    },
+    3: {
+        "htsat_base": Step(170, "htsat_base"),
+        "htsat_tiny_amp": Step(70, "htsat_tiny_amp"),
+        "peers": Step(120, command=f"{PEERS} --output {{folder}}/peers.md"),
+        "htsat_base_amp": Step(70, "htsat_base_amp"),
+        "sounds": Step(60, command=SOUNDS),
+        "prepare": Step(60, command=PREPARE),
+        "from_shards": Step(90, f"htsat_tiny 'clap.data={SHARDS}'"),
+        **{f"plan_{run}": Step(60, run, PLAN) for run in ("htsat_tiny", "htsat_base", "htsat_tiny_amp", "htsat_base_amp")},
+    },
+}  # fmt: skip
+"""Of each call the most informative first, but for what another step has to make."""
+SHORT = "tensorboard.enabled=false clap.bench.warmup_steps=5 clap.bench.windows=3 clap.bench.breakdown_steps=2"
+MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.text_tokens=16 clap.cpu_kernels=off"
+"""What a stand-in without a GPU changes in every run."""
 FEWEST_S = 20.0
 """Least time that a step is begun with; also kept for ending the last one."""
+BULKY = (".tar", ".ttir", ".ttgir", ".llir", ".source")
 COLUMNS = (
     "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.1f}"
-    " | interval {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f}"
-    " | its coverage {samples_per_s_per_gpu[coverage]:.1%} | GPUs {world_size} | peak memory, GB {memory_gb:.1f}"
-    " | reserved, GB {reserved_gb:.1f}"
+    " | range {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f} | peak memory, GB {memory_gb:.1f}"
+    " | reserved, GB {reserved_gb:.1f} | compiling, s {compile_s:.0f}"
+    " | exposed communication, s {breakdown_s[exposed_communication]:.4f} | losses off by {loss_difference:.1e} | note {note}"
 )
 
 
-def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str, Any]:
-    """Run one step, show its output, and keep in `target` what a run it makes leaves as evidence, with its command, and the
-    output where it didn't complete. Returns the table's row: the step's name, state and seconds, and the run's summary."""
-    words = [word.format(output=target) for word in shlex.split(command)]
-    print(f"\n== {name}: {shlex.join(words)}", flush=True)
-    started_s = time.monotonic()
-    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
-        state = run_for([sys.executable, *words], Path(log.name), limit_s)
-        output = log.read()
-    row = {"step": name, "state": state, "seconds": time.monotonic() - started_s}
-    print(output, flush=True)
+def run_step(step: Step, folder: Path, limit_s: float, places: Mapping[str, Any], changes: str) -> dict[str, Any]:
+    """Run one step in a new folder and show its output. Returns the table's row: state, seconds, why it isn't complete
+    (`note`), and what its run or its plan says."""
+    places = {**places, "folder": folder, "call": folder.parent, "config": folder / "config.json"}
+
+    def words(text: str) -> list[str]:
+        return [re.sub(r"\{(\w+)\}", lambda found: str(places[found[1]]), word) for word in shlex.split(text)]
+
+    name, *assignments = words(step.run)
+    content = read_config(Path(name))
+    for assignment in (*SHORT.split(), *assignments, *changes.split()):
+        content = with_field(content, *parse_assignment(assignment))
+    folder.mkdir(parents=True)
+    write_object(folder / "config.json", with_field(content, "clap.output", {"root": str(folder), "label": "run"}))
+    places |= {"preset": content["clap"]["model"]["preset"], "tokens": content["clap"]["text_tokens"]}
+    places["micro_batch"] = content["train_micro_batch_size_per_gpu"]
+    command, log, began_s = words(step.command), folder / "output.log", time.monotonic()
+    print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)
+    state = run_for([sys.executable, *command], log, limit_s)
+    print(output := log.read_text(errors="replace"), flush=True)
+    row: dict[str, Any] = {"step": folder.name, "state": state, "seconds": time.monotonic() - began_s}
     if state != "completed":
-        target.mkdir(parents=True, exist_ok=True)
-        (target / "output.log").write_text(output)
-    if not (found := re.search(r"^run directory: (.+)$", output, re.MULTILINE)):
-        return row
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "command.txt").write_text(f"python {command}\n")
-    for path in (Path(found[1]) / file for file in (*RECORD_FILES, "flops_profile.txt")):
-        if path.exists():
-            shutil.copy(path, target)
-    summary = target / "summary.json"
-    return (json.loads(summary.read_text()) if summary.exists() else {}) | row
+        row["note"] = last_error(log).replace("|", "/")
+    elif step.command == PLAN:
+        plan, _ = json.JSONDecoder().raw_decode(output, output.index("{"))
+        tensors_gib = sum(gib for part, gib in plan["memory_gib"].items() if "assumed" not in part)
+        rate = plan["samples_per_s_per_gpu"]
+        row |= {"samples_per_s_per_gpu": {**rate, "mean": rate["middle"]}, "memory_peak_bytes": 2**30 * tensors_gib}
+    for path in folder.glob("run-*/summary.json"):
+        row = json.loads(path.read_text()) | row
+    for path in folder.glob("run-*/metrics.jsonl"):
+        row["losses"] = [json.loads(line)["loss"] for line in path.read_text().splitlines() if '"loss"' in line]
+    return row
 
 
-def report(device: str, num_gpus: int, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown table of all steps."""
-    return (
-        f"# {num_gpus} × {device}, {datetime.now(UTC):%Y-%m-%d}\n\nMade by `make gpu-check`. Versions are in each folder's"
-        f" `environment.json`, the command in `command.txt`.\n\n{table(COLUMNS, rows)}"
-    )
+def archive(folder: Path, target: Path) -> None:
+    """Replace an archive of a folder where something in it is newer; shards and what a compiler goes through are left out."""
+    if target.exists() and all(path.stat().st_mtime < target.stat().st_mtime for path in folder.rglob("*")):
+        return
+    with tarfile.open(part := target.with_name(f".{target.name}"), "w:xz", preset=1) as tar:
+        tar.add(folder, folder.name, filter=lambda member: None if member.name.endswith(BULKY) else member)
+    part.replace(target)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the steps and keep their table as it grows; 1 where one didn't complete, a UserError where no GPU can be used."""
-    parser = make_parser("gpu_check", __doc__)
-    parser.add_argument("--minutes", type=float, default=8.0, help="end what runs when this time is up")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=STEPS, help="just these steps")
-    arguments = parser.parse_args(argv)
-    if not (found := nvidia_smi()):
+    """Run a call's steps and keep what they leave as it grows; 1 where one isn't complete, a UserError without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", allow_abbrev=False)
+    parser.add_argument("call", type=int, choices=CALLS)
+    parser.add_argument("--minutes", type=float, default=9.0, help="end what runs when this time is up; default 9")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: results/<device>")
+    parser.add_argument("--stand_in", action="store_true", help=argparse.SUPPRESS)  # a micro model on CPUs
+    options = parser.parse_args(argv)
+    deadline_s = time.monotonic() + 60 * options.minutes
+    device, gpu, clips, changes = "stand-in", "h100-sxm", 16, MICRO
+    if options.stand_in:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    elif not (found := nvidia_smi()):
         raise UserError("no NVIDIA GPU on this machine: nvidia-smi names none")
-    if choose_accelerator() == "cpu":
+    elif choose_accelerator() == "cpu":
         raise UserError("CUDA_VISIBLE_DEVICES or DS_ACCELERATOR keeps this from the GPUs")
-    import torch
-
-    num_gpus = torch.cuda.device_count()
-    device = found[0].split(",")[0].strip()
-    folder = work_folder() / "results" / re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
-    deadline_s = time.monotonic() + 60 * arguments.minutes
+    else:
+        device, clips, changes = found[0].split(",")[0].strip(), 1232, ""
+        gpu = getattr(peak_for(device), "name", "") or device
     exit_on_sigterm()
-    rows: list[dict[str, Any]] = []
-    # A part doesn't take the place of the whole.
-    output = arguments.output or folder / f"{'-'.join(arguments.only) if arguments.only else 'README'}.md"
-    for name in arguments.only or STEPS:
-        (most_s, command), left_s = STEPS[name], deadline_s - time.monotonic() - FEWEST_S
-        if num_gpus == 1 and name in SEVERAL:
-            rows.append({"step": name, "state": "left out: one GPU", "seconds": 0.0})
-        elif left_s < FEWEST_S:
+    short = re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
+    kept = options.output or work_folder() / "results" / short
+    kept.mkdir(parents=True, exist_ok=True)
+    folder, caches = work_folder() / "runs" / "gpu_check" / short / f"call{options.call}", code_folder("gpu_check")
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError, EOFError, tarfile.TarError, lzma.LZMAError), tarfile.open(kept / "caches.tar.xz") as tar:
+        tar.extractall(caches.parent, filter="data")
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
+    places, rows = {"gpu": gpu, "python": sys.executable, "clips": clips}, list[dict[str, Any]]()
+    for name, step in CALLS[options.call].items():
+        left_s = deadline_s - time.monotonic() - FEWEST_S
+        if left_s < FEWEST_S:
             rows.append({"step": name, "state": "no time left", "seconds": 0.0})
         else:
-            rows.append(run_step(name, command, min(most_s, left_s), folder / name))
-        show(output, report(device, num_gpus, rows), rows)
-    return int(any(row["state"] not in ("completed", "left out: one GPU") for row in rows))
+            rows.append(run_step(step, folder / name, min(step.most_s, left_s), places, changes))
+        if name == "losses_compiled" and rows[0].get("losses") and rows[1].get("losses"):
+            pairs = zip(rows[1]["losses"], rows[0]["losses"], strict=False)
+            rows[1]["loss_difference"] = max(abs(compiled / eager - 1) for compiled, eager in pairs)
+        show(folder / "table.md", f"# {device}, {datetime.now(UTC):%Y-%m-%d}\n\n{table(COLUMNS, rows)}", rows)
+        shutil.copy(folder / "table.md", kept / f"call{options.call}.md")
+        if (shares := folder / "efficiencies.json").exists():
+            shutil.copy(shares, kept)
+        archive(folder, kept / f"call{options.call}.tar.xz")
+        archive(caches, kept / "caches.tar.xz")
+    return int(any(row["state"] != "completed" for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Command: settings of a run tried one against the other on this machine, a short run each: which are the quickest here?
 
-    python -m benchmarks.variants ds_configs/htsat_tiny.json --vary clap.compile=off,towers
+    python -m benchmarks.variants ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
 
 Runs every combination and makes a table of samples/s/GPU with its interval and the ratio to the first. One that fails, doesn't
 fit or takes too long is a row like any other. Output, settings and run directory of each are kept in the folder, whose
@@ -37,9 +37,9 @@ COLUMNS = (
 
 
 def run_bench(content: dict[str, Any], settings: Mapping[str, Any], folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run a benchmark with some settings changed in a folder of its own, with its output in `output.log`. Its row: `settings`,
-    `state` (`failed` where the run has none), `seconds`, rate and memory, or why not in `note`."""
-    for name, value in {**settings, "clap.output": {"root": str(folder), "label": "run"}}.items():
+    """Run a benchmark with some settings changed, its output in `output.log` of a folder, its run directory beside that. Its
+    row: `settings`, `state` (`failed` where the run has none), `seconds`, rate and memory, or why not in `note`."""
+    for name, value in {**settings, "clap.output": {"root": str(folder.parent), "label": folder.name}}.items():
         content = with_field(content, name, value)
     config, log = folder / "config.json", folder / "output.log"
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def run_bench(content: dict[str, Any], settings: Mapping[str, Any], folder: Path
     began_s = time.monotonic()
     ending = run_for([*BENCH, str(config)], log, limit_s)
     row = {"settings": dict(settings), "state": "failed", "seconds": time.monotonic() - began_s, "note": ""}
-    found = sorted(folder.glob("run-*/summary.json"), key=lambda path: path.stat().st_mtime)
+    found = sorted(folder.parent.glob(f"{folder.name}-*/summary.json"), key=lambda path: path.stat().st_mtime)
     summary = json.loads(found[-1].read_text()) if found else {}
     if ending == summary.get("state") == "completed":
         figures = {name: summary.get(name) for name in ("samples_per_s_per_gpu", "memory_peak_bytes")}

@@ -9,7 +9,9 @@ torchrun and, as a single rank, under plain python.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
@@ -28,8 +30,8 @@ def main(ranks: Ranks) -> None:
     measure_run(run, ranks)
 
 
-def measure_run(run: RunSettings, ranks: Ranks) -> None:
-    """The whole run, of checked settings."""
+def measure_run(run: RunSettings, ranks: Ranks, protocol: Callable[[Any], object] | None = None) -> None:
+    """The whole run, of checked settings; `protocol` steps it in place of `measure`."""
     # Loading torch and DeepSpeed takes seconds: only for a run that can start.
     import torch
 
@@ -48,7 +50,7 @@ def measure_run(run: RunSettings, ranks: Ranks) -> None:
         # A profiler would synchronise in every step: `measure` profiles one after those that are timed.
         engine = build_engine(run.without("flops_profiler"), model, ranks, device, record)
         with ready_to_step(run, ranks, record, engine) as session:
-            measure(session)
+            (protocol or measure)(session)
 
 
 def command() -> None:

@@ -110,7 +110,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
         "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
         "attention": "triton" if "clap_ds.window_attention" in ran else model.attention.replace("auto", "sdpa"),
-        "mlp": "triton" if "clap_ds.mlp" in ran else "torch", "compile": run.clap.compile,
+        "mlp": "triton" if "clap_ds.mlp" in ran else "torch", "compile": run.clap.compile.replace("auto", "towers"),
         "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()), **speed,
         "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
         "parameters": own.num_parameters,

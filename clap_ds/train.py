@@ -3,8 +3,8 @@
     deepspeed [--hostfile H] clap_ds/train.py --deepspeed_config my_run.json
 
 Resumes from the newest checkpoint of the same run if there is one; options say what else to do with the checkpoints that are
-there. SIGTERM and SIGUSR1 finish the step under way, save and exit; the same command then resumes. Also runs under torchrun
-and, as a single rank, under plain python.
+there. SIGTERM, SIGUSR1 and SIGHUP finish the step under way, save and exit; the same command then resumes. Also runs under
+torchrun and, as a single rank, under plain python.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
                 train(session, checkpoints, progress, choices)
             if ranks.is_first and progress.step > begun_at:
                 draw(record.path)
+                for text in record.summary().get("warnings", []):
+                    print(f"warning: {text}", flush=True)
 
 
 def draw(directory: Path) -> None:

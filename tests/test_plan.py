@@ -18,7 +18,7 @@ WriteRun = Callable[..., Path]
 
 
 def test_a_plan_hangs_together(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_run(gradient_accumulation_steps=None)
+    path = write_run(gradient_accumulation_steps=None, clap={"compile": "off"})
     options = (
         "--gpu h100-sxm --json --nodes 4 1 --gpus_per_node 2 --find_micro_batch --samples 1e6 --price_per_gpu_hour 2"
     )
@@ -65,7 +65,7 @@ def test_what_is_printed_names_itself_a_prediction(write_run: WriteRun, capsys: 
     model = {"preset": "micro", "attention": "sdpa", "mlp": "torch"}
     plan.main(["--deepspeed_config", str(write_run(train_batch_size=16, clap={"model": model})), *options])
     printed = capsys.readouterr().out
-    run = "micro on gh200, bf16, micro-batch 16, 8 text tokens, padded\n\nsdpa attention, torch MLPs, compile off: **fits**"
+    run = "micro on gh200, bf16, micro-batch 16, 8 text tokens, padded\n\nsdpa attention, torch MLPs, compile towers: **fits**"
     assert printed.startswith(f"## Predicted, nothing measured: {run}")
     assert "Assumed:" in printed
 

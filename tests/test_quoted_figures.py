@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -54,6 +55,24 @@ def _log_speed() -> list[float]:
     return [logs["with the breakdown"]["gb"], min(plain), max(plain), *zipped]
 
 
+def _validation() -> list[float]:
+    rows = _json("plan/validation.json")
+    rates = [(row["predicted_rate"]["low"], row["rate"], row["predicted_rate"]["high"]) for row in rows]
+    ratios = [row["ratio"] for row in rows]
+    within = sum(0.67 <= ratio <= 1.5 for ratio in ratios)
+    return [median(ratios), len(rows), within, 0.67, 1.5, sum(low <= rate <= high for low, rate, high in rates)]
+
+
+def _validated(model: str) -> list[dict[str, Any]]:
+    return [row for row in _json("plan/validation.json") if row["device"] == "gh200" and row["model"].startswith(model)]
+
+
+def _predicted(scale: int, *runs: str) -> list[float]:
+    """Samples/s a GPU, the middle, of runs at the first or the last scale."""
+    scales = (_json("plan/predictions.json")[run]["scales"] for run in runs)
+    return [each[scale]["samples_per_s_per_gpu"]["middle"] for each in scales]
+
+
 RECORDED: dict[tuple[str, str], Callable[[], list[float]]] = {
     ("cpu/communication/communication.md", "10–16 % stays exposed"): lambda: _exposed("emulated"),
     ("cpu/communication/communication.md", "76–82 %"): lambda: _exposed("real"),
@@ -72,6 +91,24 @@ RECORDED: dict[tuple[str, str], Callable[[], list[float]]] = {
         "avx512_padded", "open_clip's loop", "LAION-CLAP's loop"
     ),
     ("cpu/peers/avx512_packed.md", "2.12 and 2.23"): _peers("avx512_packed", "open_clip's loop", "LAION-CLAP's loop"),
+    (
+        "plan/validation.md",
+        "the median of predicted over published is 1.08 of 27 rows; 26 are between 0.67 and 1.5, 23 within their interval",
+    ): _validation,
+    (
+        "plan/predictions.md",
+        "2,765 samples/s a GPU for HTSAT-tiny on an H100, 1,768 for HTSAT-base, 2,026 and 1,311 at 512 GPUs",
+    ): lambda: [
+        *_predicted(0, "htsat_tiny h100-sxm", "htsat_base h100-sxm"),
+        *_predicted(1, "htsat_tiny h100-sxm", "htsat_base h100-sxm"),
+        512,
+    ],
+    ("plan/validation.md", "predicted at 1.7 times the 623.7 samples/s"): lambda: [
+        _validated("htsat_tiny")[0][name] for name in ("ratio", "rate")
+    ],
+    ("plan/validation.md", "BERT on that GPU within 21 %"): lambda: [
+        max(abs(100 * (row["ratio"] - 1)) for row in _validated("BERT"))
+    ],
 }
 """By record and quoted text, the values in the order they are quoted."""
 FOUND = [

@@ -35,6 +35,30 @@ def _machine(tmp_path: Path) -> Path:
     return python
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_gpu_check_installs_what_an_interpreter_lacks_of_a_wheelhouse(tmp_path: Path, given: bool) -> None:
+    python, said = tmp_path / "python", tmp_path / "said"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec "{sys.executable}" "$@"\necho "$PYTHONPATH: $*" >> "{said}"\n')
+    python.chmod(0o755)
+    (tmp_path / "wheels").mkdir()
+    for name in ("pydantic_core-2.0-cp312-cp312-any", "PyYAML-6-py3-none-any", "not_here-1.0-py3-none-any") * given:
+        (tmp_path / "wheels" / f"{name}.whl").touch()
+    command = ["make", "gpu-check", f"PYTHON={python}", f"WHEELHOUSE={tmp_path / 'wheels'}", "CALL=2", "OUTPUT=there"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    *installed, checked = said.read_text().splitlines()
+    assert [line.split()[-1] for line in installed] == [
+        str(tmp_path / "wheels" / "not_here-1.0-py3-none-any.whl")
+    ] * given
+    assert checked.startswith(f"{ROOT}/runs/packages")
+    assert checked.endswith(": -m benchmarks.gpu_check 2 --output there")
+
+
+def test_what_gpu_check_takes_is_pinned() -> None:
+    (wanted,) = re.findall(r"^CHECKED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert set(wanted.split("|")) <= set(pinned)
+
+
 def test_installs_and_runs_without_an_index(tmp_path: Path) -> None:
     needs.package_index()
     command = ["make", "wheelhouse", f"PYTHON={sys.executable}", f"WHEELHOUSE={tmp_path / 'wheelhouse'}"]

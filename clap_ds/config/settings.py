@@ -37,8 +37,9 @@ class ClapSettings(Section):
     text: Literal["padded", "packed"] = "padded"
     """How captions go through the text tower: padded to `text_tokens`, as in the published runs, or packed without padding.
     Packed on CUDA in 16 bits, there is no dropout of attention weights."""
-    compile: Literal["off", "towers"] = "off"
-    """What torch.compile is given: nothing, or the mel front end and each tower with its backward pass."""
+    compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
+    """What torch.compile is given: nothing, or the mel front end and each tower with its backward pass (max-autotune:
+    Inductor's mode `max-autotune-no-cudagraphs`). What fails on a rank runs uncompiled. `auto`: `towers` on CUDA, or `off`."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
     AMX or AVX-512, `off`: torch's operations."""

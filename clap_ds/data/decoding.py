@@ -32,6 +32,7 @@ AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
 _MP3_LEAD_IN_SECONDS = 30
 _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of samples that int16 holds
 _MOST_SEARCHED = 2**24  # frames: hours of silence take a megabyte of FLAC, and gigabytes of memory
+_LOUDEST = 1e15  # the square of the sum of a window of such samples still is finite in 32 bits
 _BLOCK = 65536  # frames mixed at a time, so that they stay in the cache
 
 
@@ -122,9 +123,9 @@ def check_samples(found: int, expected: int, is_silent: bool) -> None:
 
 
 def check_finite(samples: NDArray[np.float32]) -> None:
-    """BrokenItemError unless all are."""
-    if not np.isfinite(samples).all():
-        raise BrokenItemError("audio holds NaN or infinite samples")
+    """BrokenItemError unless all are, and so is their power: a clip without would have every step skipped that it is in."""
+    if not np.abs(samples).max(initial=0) <= _LOUDEST:
+        raise BrokenItemError(f"audio holds NaN or infinite samples: expected none beyond {_LOUDEST:g}")
 
 
 def _quickly(encoded: Encoded, file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[np.int16] | None:

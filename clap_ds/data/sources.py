@@ -7,7 +7,7 @@ micro-batch ahead on a stream of its own, so that the copy runs under the step b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from clap_ds.data.batch import Batch, BatchSpec, Pieces, join
 from clap_ds.data.supply import Supply
 from clap_ds.data.synthetic import SyntheticPieces
 
-_Copy = tuple[Batch, torch.cuda.Event, dict[str, Any]]  # on its way to the device; where its source stood after it
+_Ahead = tuple[Batch, torch.cuda.Event | None, dict[str, Any]]  # the end of its copy; where its source stood after it
 
 
 class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
@@ -33,7 +33,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         self._device = device
         self._pack_captions = pack_captions
         self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
-        self._ahead: _Copy | None = None
+        self._ahead: _Ahead | None = None
         self._state = pieces.state()
 
     def __next__(self) -> Batch:
@@ -41,25 +41,29 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
 
         ValueError where the shards hold nothing that can be used, or a worker process died.
         """
-        if self._copy_stream is None:
-            batch = join(next(self._pieces), self._device, pack_captions=self._pack_captions)
-            self._state = self._pieces.state()
-            return batch
-        batch, done, self._state = self._ahead or self._start_copy(self._copy_stream)
-        compute_stream = torch.cuda.current_stream(self._device)
-        compute_stream.wait_event(done)
-        batch.record_stream(compute_stream)
-        done.synchronize()  # begun a step ago; its source may use the host's memory again
-        self._ahead = self._start_copy(self._copy_stream)
+        batch, done, self._state = self._ahead or self._take()
+        self._ahead = None
+        if done is not None:
+            compute_stream = torch.cuda.current_stream(self._device)
+            compute_stream.wait_event(done)
+            batch.record_stream(compute_stream)
+            done.synchronize()  # begun a step ago; its source may use the host's memory again
+            self._ahead = self._take()
         return batch
 
-    def _start_copy(self, stream: torch.cuda.Stream) -> _Copy:
-        pieces = next(self._pieces)
-        done = torch.cuda.Event()
-        with torch.cuda.stream(stream):
+    def peek(self) -> Batch:
+        """The batch that `next` gives next, complete."""
+        self._ahead = self._ahead or self._take()
+        batch, done, _ = self._ahead
+        if done is not None:
+            done.synchronize()
+        return batch
+
+    def _take(self) -> _Ahead:
+        pieces, stream = next(self._pieces), self._copy_stream
+        with torch.cuda.stream(stream) if stream else nullcontext():
             batch = join(pieces, self._device, pack_captions=self._pack_captions)
-            done.record(stream)
-        return batch, done, self._pieces.state()
+            return batch, stream.record_event() if stream else None, self._pieces.state()
 
     def state(self) -> dict[str, Any]:
         """Where this rank's data stands after the last batch handed out, for `build_batches` to resume. Fit for JSON."""
@@ -73,9 +77,9 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
 
     def close(self) -> None:
         """Stop worker processes and let go of the batches."""
-        if self._ahead:
+        if self._ahead and self._ahead[1]:
             self._ahead[1].synchronize()
-            self._ahead = None
+        self._ahead = None
         self._pieces.close()
 
     def __exit__(self, *error: object) -> None:

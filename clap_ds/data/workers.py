@@ -71,7 +71,7 @@ def _start_worker(worker: int) -> None:
     step to finish, so it lets the first one pass and obeys the next.
     """
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

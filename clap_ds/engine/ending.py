@@ -23,7 +23,7 @@ from clap_ds.ranks.failure import leave_word
 from clap_ds.record.directory import RunDirectory, State
 
 FAILED = 1
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = watch.SIGNALS
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _LOST = re.compile(
     r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"

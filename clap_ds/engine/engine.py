@@ -20,7 +20,6 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.building import wrap
 from clap_ds.engine.cached_step import first_pass, second_pass
-from clap_ds.engine.compiled import compile_towers
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.loss import LOSSES, build_loss
@@ -60,8 +59,6 @@ class ClapEngine:
         self.device, self.model = device, model.to(device)
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
-        if run.clap.compile == "towers":
-            compile_towers(self.model)
         self.loss: Any = build_loss(run.clap.loss, run.precision)
         self._same_caption_positive = run.clap.loss.same_caption == "positive"
         self._cached = run.clap.train.accumulation == "cached"

@@ -257,9 +257,14 @@ def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]
 
 def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
     """As `softmax_rows`, of the sigmoid loss."""
-    share = positive_BB.mean()
-    chance = len(logits_BB) * (torch.special.entr(share) + torch.special.entr(1 - share))
-    return -F.logsigmoid((2 * positive_BB - 1) * logits_BB).sum(1), float(chance)
+    chance = sigmoid_chance(len(logits_BB), float(positive_BB.mean()))
+    return -F.logsigmoid((2 * positive_BB - 1) * logits_BB).sum(1), chance
+
+
+def sigmoid_chance(pairs: int, share: float = 0.0) -> float:
+    """The least that equal similarities of all pairs give where this `share` of them is right; by default each with its own."""
+    share = share or 1 / pairs
+    return -pairs * (share * math.log(share) + (1 - share) * math.log1p(-share))
 
 
 @dataclass(frozen=True)
@@ -270,18 +275,20 @@ class LossKind:
         build: the loss, called as `SoftmaxLoss` is, by the type in which features travel.
         needs_bias: the model learns a logit bias for it.
         gathers_early: it has `gather_early`, for features to travel as soon as a tower is done.
+        chance: number of pairs in a batch → its loss where all similarities are equal.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
     """
 
     build: Callable[[torch.dtype], Callable[..., Tensor]]
     needs_bias: bool
     gathers_early: bool
+    chance: Callable[[int], float]
     evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
 
 
 LOSSES = {
-    "softmax": LossKind(SoftmaxLoss, False, True, softmax_rows),
-    "sigmoid": LossKind(SigmoidLoss, True, False, sigmoid_rows),
+    "softmax": LossKind(SoftmaxLoss, False, True, math.log, softmax_rows),
+    "sigmoid": LossKind(SigmoidLoss, True, False, sigmoid_chance, sigmoid_rows),
 }
 """By `clap.loss.kind`."""
 

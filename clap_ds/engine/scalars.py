@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from deepspeed.monitor.config import TensorBoardConfig
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
 from clap_ds.ranks.agreement import rank
 from clap_ds.record.stream import unless_full
@@ -44,11 +44,13 @@ class Scalars:
                     monitor.tb_monitor = TensorBoardMonitor(TensorBoardConfig(enabled=True, **place))
             monitor.enabled |= "enabled" in section  # whether DeepSpeed writes, too
         if monitor.tb_monitor is not None and (placed_here or engine.global_samples > 0):
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+
             # TensorBoard forgets what is there of samples that will be trained on again.
             event = Event(step=engine.global_samples + 1, session_log=SessionLog(status=SessionLog.START))
             monitor.tb_monitor.summary_writer.file_writer.add_event(event)
         self._waiting: list[Scalar] = []
-        self._write = monitor.write_events
+        self._write, self._tensorboard = monitor.write_events, monitor.tb_monitor
         monitor.write_events = self._waiting.extend
 
     def write(self, scalars: Iterable[Scalar] = ()) -> None:
@@ -56,4 +58,16 @@ class Scalars:
         events = sorted([*self._waiting, *scalars], key=lambda scalar: scalar[2])
         self._waiting.clear()
         with unless_full("what DeepSpeed's monitor keeps"):
-            self._write(events)
+            try:
+                self._write(events)
+            except OSError:
+                self._reopen()
+                self._write(events)
+
+    def _reopen(self) -> None:
+        """TensorBoard's writer gives up for good once a disk is full; where there is room again, have it begin another file."""
+        writer = getattr(self._tensorboard, "summary_writer", None)
+        if writer is not None:
+            with tempfile.TemporaryFile(dir=writer.log_dir, buffering=0) as file:
+                file.write(bytes(2**16))
+            writer.file_writer = None

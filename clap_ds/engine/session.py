@@ -19,6 +19,7 @@ from clap_ds.config.check import missing_monitors
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.data.supply import verdict
+from clap_ds.engine.compiled import compile_towers, keep_code, what_to_compile
 from clap_ds.engine.ending import recorded_ending
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.kernels import choose_kernels
@@ -123,6 +124,8 @@ def build_engine(
     """The engine around the model, with its kernels chosen and this rank's random numbers ahead. A collective."""
     with quiet_deepspeed(), agreed():
         engine = ClapEngine(run, model, device)
+    if device.type == "cuda" or what_to_compile(run.clap.compile, device) != "off":
+        keep_code(record.path.parent)
     if device.type == "cuda":
         kernels = choose_kernels(run, engine.model, device)
         if ranks.is_first:
@@ -209,6 +212,11 @@ def ready_to_step(
         )
     with batches, monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
         try:
+            if (what := what_to_compile(run.clap.compile, engine.device)) != "off":
+                cached = run.clap.train.accumulation == "cached"
+                compiled = compile_towers(engine.deepspeed, batches.peek(), what, cached=cached)
+                if ranks.is_first:
+                    record.update_summary(compiled)
             session = Session(run, ranks, engine.device, record, engine, batches, scalars)
             yield session
         finally:

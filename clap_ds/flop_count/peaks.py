@@ -73,6 +73,7 @@ _TABLE = (
     Gpu("GH200 144G HBM3e, GH200 144GB HBM3e", 989, _GH200, "gh200-144gb", 140.0, 4.9, 67, 450),
     Gpu("B200", 2250, "NVIDIA HGX B200 data sheet (2025), half of its rate with sparsity", "b200", 178.3, 7.7, 75, 900),
     Gpu("GB200", 2500, "NVIDIA GB200 NVL72 data sheet, half of its rate with sparsity"),
+    Gpu("GeForce RTX 3090", 71, "NVIDIA GA102 white paper (2020); PCIe 4.0", "rtx-3090", 23.7, 0.936, 35.6, 32),
     Gpu("MI210", 181, _AMD.format("MI210")),
     Gpu("MI250X", 191.5, _AMD.format("MI250X") + ": 383 TFLOPS a card; one device is one of its two dies"),
     Gpu("MI300A", 980.6, _AMD.format("MI300A")),

@@ -20,6 +20,7 @@ from deepspeed.runtime.engine import EngineTimers
 from torch import nn
 
 from clap_ds.data.batch import Batch
+from clap_ds.engine.compiled import what_to_compile
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import Count, unseen_by_deepspeed
@@ -60,8 +61,8 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     if session.engine.steps < section.profile_step:
         late = f"flops_profiler.profile_step is {section.profile_step}, the run has {session.engine.steps} steps"
         return found, [f"{late}: not profiled"]
-    if run.clap.compile != "off":
-        return found, [f"flops_profiler: clap.compile {run.clap.compile!r} hides operations from it: not profiled"]
+    if (what := what_to_compile(run.clap.compile, session.device)) != "off":
+        return found, [f"flops_profiler: clap.compile {what!r} hides operations from it: not profiled"]
     count, batch = _profile(session, section)
     if count is None:
         return found, []

@@ -2,8 +2,8 @@
 
 Where PyTorch or this project looks at the device, what it would take on a GPU stands in: fused attention (flash, or where there
 is a mask the memory-efficient kernel, which gives it a gradient), dropout that keeps its mask, products of 16-bit matrices with
-fp32 results, what the loss has compiled into one kernel, and autocast's rules, of which CPUs' differ in layer norm. Recording
-is left to `trace.py`.
+fp32 results, what the loss has compiled into one kernel, and autocast's rules, of which CPUs' differ in layer norm and softmax.
+Recording is left to `trace.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clap_ds.model import text_attention
 
 MASK_ALIGNMENT = 16
 """Elements to which PyTorch pads the last dimension of memory-efficient attention's bias."""
-_layer_norm = F.layer_norm
+_layer_norm, _softmax = F.layer_norm, Tensor.softmax
 
 
 @contextmanager
@@ -34,6 +34,7 @@ def like_cuda() -> Iterator[None]:
         (F, "scaled_dot_product_attention", efficient_attention),
         (F, "dropout", _dropout),
         (F, "layer_norm", _autocast_layer_norm),
+        (Tensor, "softmax", _autocast_softmax),
         (text_attention, "_attend_padded", efficient_attention),
         (tiles, "compiled_on_gpu", lambda function, *arguments: _one_kernel(function)(*arguments)),
     ]
@@ -93,3 +94,11 @@ def _autocast_layer_norm(
         input = input.float()
         weight, bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
     return _layer_norm(input, shape, weight, bias, eps)
+
+
+def _autocast_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        dtype = dtype or torch.float32
+    if input.dtype == torch.float16 and dtype == torch.float32:  # one kernel for fp16, two for bf16
+        return torch.ops.aten._softmax(input, dim, True)
+    return _softmax(input, dim, dtype)

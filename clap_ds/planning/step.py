@@ -147,10 +147,10 @@ def trace_loss(run: RunSettings, micro_batch: int, world_size: int) -> Recorded:
 
 
 def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
-    """The run as the engine is given it: towers uncompiled and by torch's operations, AdamW by the project's, and none of
+    """The run as the engine is given it: by torch's operations, AdamW by the project's, and none of
     DeepSpeed's monitors and timers."""
     model = run.clap.model.model_copy(update={"text_from_hub": False})
-    plain = {"compile": "off", "cpu_kernels": "off", "fused_adam": "torch"}
+    plain = {"cpu_kernels": "off", "fused_adam": "torch"}
     clap = run.clap.model_copy(update={"model": model, **plain})
     params = run.deepspeed["optimizer"].get("params", {})
     config = {

@@ -38,7 +38,9 @@ GRACE_S = 8.0  # for the other ranks to write their stacks
 SPEAK_S = 20.0  # for the record and the terminal
 FIRST_LINE_BYTES = 400
 STARTING, ENDING = "starting", "ending"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under `nohup`
+    SIGNALS += (signal.SIGHUP,)
 
 
 class Watch:

@@ -72,6 +72,10 @@ class Summary(TypedDict, total=False):
     device_type: str
     kernels: dict[str, ChosenKernel]
     """On CUDA, by field of `clap.model`, of those that are `auto`."""
+    compiled: dict[str, str | None]
+    """By part of the model that was given to torch.compile (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
+    compile_s: float
+    """Seconds which that took before the first step, on the slowest rank."""
 
     samples_per_s_per_gpu: Rates
     samples_per_s: float

@@ -58,6 +58,7 @@ class CheckpointFolder:
         self._rule = settings or CheckpointSettings()
         self._tokenizer, self._lock, self._run = tokenizer, lock, run
         self._run_id = ""
+        self._resumed_from: int | None = None
         self._damaged: dict[str, str] = {}
         self._sync: BackgroundSync | None = None
         if rank() == 0 and self._rule.sync_to is not None:
@@ -73,7 +74,7 @@ class CheckpointFolder:
         as saved is on the disk and has been read back.
 
         Args:
-            metrics: of the evaluation at this step, for `keep_best`; those that aren't finite are left out.
+            metrics: as `Manifest` has them; those that aren't finite are left out.
 
         Raises:
             NonFiniteError: on all ranks: weights or the optimiser's state hold NaN or infinite numbers; nothing is saved.
@@ -126,7 +127,8 @@ class CheckpointFolder:
     ) -> TrainingProgress:
         """Put the engine, and this rank's random number generators, in the state of a checkpoint that `find` gave, whose run
         goes on. A collective; see `restore`. Raises ValueError: not every rank sees it, or `restore` refuses it."""
-        self._run_id = on_first(lambda: Manifest.read(folder).run)
+        manifest = on_first(lambda: Manifest.read(folder))
+        self._run_id, self._resumed_from = manifest.run, manifest.serial
         blind = [number for number, seen in enumerate(gather((folder / PROGRESS).is_file())) if not seen]
         if blind:
             raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
@@ -175,6 +177,7 @@ class CheckpointFolder:
             run=self._run_id,
             settings=self._run.resolved() if self._run is not None else {},
             best_by=self._rule.best_by,
+            resumed_from=self._resumed_from,
         )
 
     def _contents(

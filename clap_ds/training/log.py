@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.scalars import Scalar
 from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import gather_tensor
@@ -24,7 +25,8 @@ from clap_ds.record.schema import StepLine, StepTime, Summary
 from clap_ds.record.statistics import percentile, rates
 from clap_ds.record.stream import Stream
 from clap_ds.record.terminal import Progress
-from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress
+from clap_ds.training.collapse import LastSteps
+from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress, pairs_together
 
 WINDOWS = 256
 """Most windows that a summary is of: where there would be more, neighbours are taken together."""
@@ -76,10 +78,13 @@ class TrainingLog:
 
     Args:
         folder: of what the run leaves through all its starts.
+
+    Attributes:
+        collapse: on rank 0, what was said of one.
     """
 
     def __init__(self, session: Session, schedule: Schedule, progress: TrainingProgress, folder: Path) -> None:
-        self._session, self._progress = session, progress
+        self._session, self._progress, self._folder = session, progress, folder
         self._is_first = session.ranks.is_first
         self._history = Stream(folder / "history.jsonl")
         if self._is_first:
@@ -90,6 +95,8 @@ class TrainingLog:
             tuple[StepLine, PhaseTimer, Tensor]
         ] = []  # with loss, norm, logit scale, whether it was skipped
         self._pace, self._memory = Pace(), Summary()
+        pairs, kind = pairs_together(session.run, session.ranks.world_size), LOSSES[session.run.clap.loss.kind]
+        self.last_steps, self.collapse = LastSteps(kind.chance(pairs)), list[str]()
         self._checkpoints: list[dict[str, Any]] = []
         self._before_s, self._started_s = progress.train_s, time.monotonic()
         last = progress.step + schedule.ahead(progress.samples)[0]
@@ -156,6 +163,7 @@ class TrainingLog:
         for row, (loss, norm, scale, skipped) in zip(rows, by_step, strict=True):
             if skipped:
                 row["skipped"] = True
+            self.last_steps.add(loss, norm, scale)
             figures = {"loss": loss, "lr": row["lr"], "gradient_norm": norm, "logit_scale": scale}
             self._append(row, **figures)
             scalars += _scalars("train", figures, row["samples"])
@@ -169,6 +177,10 @@ class TrainingLog:
             + (f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""),
         )
         self._session.record.update_summary(self._position(), loss=loss)
+        if not self.collapse and (verdict := self.last_steps.verdict(last["step"], self._folder)):
+            self.collapse.append(verdict)
+            print(f"warning: {verdict}", flush=True)
+            self._session.record.update_summary(warnings=self.collapse)
 
     def evaluated(self, metrics: dict[str, float], chances: dict[str, float], seconds: float) -> None:
         """Note an evaluation of the present weights, and what chance would reach."""
@@ -201,8 +213,7 @@ class TrainingLog:
             return
         self._history.close()
         pace = self._pace.summary(self._session.ranks.world_size)
-        for text in pace.get("warnings", []):
-            print(f"warning: {text}", flush=True)
+        pace["warnings"] = [*pace.get("warnings", []), *self.collapse]
         self._session.record.update_summary(self._position(), pace, self._memory, **fields)
 
     def _position(self) -> Summary:

@@ -2,6 +2,7 @@
 
 import shlex
 
+from clap_ds.config.metrics import names
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import on_first
@@ -49,7 +50,8 @@ def introduce(
 
 def conclude(run: RunSettings, progress: TrainingProgress, schedule: Schedule) -> None:
     """Say what ended the run, what was trained, and what can be done with it."""
-    clap, quoted = run.clap, shlex.quote(str(run.checkpoint_folder))
+    clap, (folder, path) = run.clap, (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
+    evaluation = f"--deepspeed_config {path}" if names(clap.evaluation) else "--retrieval SHARDS"
     if reached := progress.reached(clap.train.stop_at):
         print(reached, flush=True)
     elif not schedule.is_done(progress.samples):
@@ -57,7 +59,7 @@ def conclude(run: RunSettings, progress: TrainingProgress, schedule: Schedule) -
     trained = " and ".join(tower for tower in ("audio", "text") if tower not in clap.train.freeze)
     print(
         f"trained {trained} on {progress.samples:,} samples in {progress.step:,} steps. To evaluate and to export:\n"
-        f"  python clap_ds/evaluate.py {quoted} --retrieval SHARDS\n  python -m clap_ds.weights.export {quoted} FOLDER",
+        f"  clap-evaluate {folder} {evaluation}\n  python -m clap_ds.weights.export {folder} FOLDER",
         flush=True,
     )
 

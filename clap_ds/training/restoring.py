@@ -25,6 +25,8 @@ _OF_NO_CONSEQUENCE = (
     *("clap.train.resume", "clap.train.log_every_steps"),
 )
 _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
+_ROBERTA, _HELLO = ("roberta-base", "FacebookAI/roberta-base"), [0, 31414, 232, 328, 2]
+"""Hub names of its tokenizer, and what that makes of "Hello world!", by which it is known without a hub."""
 
 
 def restore(
@@ -118,7 +120,11 @@ def tokenizer_problem(theirs: str | None, ours: str | None, *, vocab_size: int) 
     if theirs is None or ours is None or theirs == ours:
         return None
     try:
-        one, other = (load_tokenizer(name, vocab_size=vocab_size) for name in (theirs, ours))
+        other = load_tokenizer(ours, vocab_size=vocab_size)
+        if theirs in _ROBERTA:
+            is_one = other("Hello world!")["input_ids"] == _HELLO
+            return None if is_one else f"{ours} isn't RoBERTa's tokenizer, which the weights were trained with"
+        one = load_tokenizer(theirs, vocab_size=vocab_size)
     except ValueError as error:
         return f"{theirs} there and {ours} here can't be compared: {error}"
     if one.get_vocab() != other.get_vocab() or one(_PROBES)["input_ids"] != other(_PROBES)["input_ids"]:

@@ -11,6 +11,7 @@ from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import agreed, gather, on_first
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import doing
@@ -41,18 +42,22 @@ class Choices:
 
 def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: bool = False) -> None:
     """Load `clap.train.initial_weights`, if any; raises ValueError where there are none, or they are another model's or for
-    another tokenizer."""
+    another tokenizer: where theirs isn't known, one of another size than their vocabulary."""
     path, tokenizer = run.clap.train.initial_weights, getattr(run.clap.data, "tokenizer", None)
     if path is None:
         return
     try:
         weights = load_weights(path, model.config)
         weights.load_into(model)
-        problem = tokenizer_problem(weights.tokenizer, tokenizer, vocab_size=model.config.text.vocab_size)
+        theirs, vocab_size = weights.tokenizer, model.config.text.vocab_size
+        problem = tokenizer_problem(theirs, tokenizer, vocab_size=vocab_size)
+        if theirs is None and tokenizer is not None:
+            size = 1 + max(load_tokenizer(tokenizer, vocab_size=vocab_size).get_vocab().values())
+            if size != vocab_size:
+                problem = f"{tokenizer} has {size:,} tokens, {path} a vocabulary of {vocab_size:,}"
         if problem and not accept_changes:
-            raise ValueError(
-                f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}, or accept it by --accept_changes"
-            )
+            right = theirs or "the tokenizer that they were trained with"
+            raise ValueError(f"{problem}. Set clap.data.tokenizer to {right}, or accept it by --accept_changes")
     except ValueError as error:
         raise ValueError(f"{run.path}: clap.train.initial_weights: {error}") from None
 

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGINT while training: all ranks finish the step under way and save."""
+"""SIGTERM, SIGUSR1, SIGINT and SIGHUP while training: all ranks finish the step under way and save."""
 
 import signal
 import socket

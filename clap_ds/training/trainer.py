@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from clap_ds.config.errors import AgreedError
+from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.config.sections import ShardData
 from clap_ds.engine.ending import Interrupted, NonFiniteError
 from clap_ds.engine.engine import ClapEngine
@@ -31,7 +32,8 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
     """Train until `clap.train` is fulfilled.
 
     Raises:
-        AgreedError: evaluation or epochs aren't possible as the settings want them, or the last checkpoint can't be saved.
+        AgreedError: evaluation or epochs aren't possible as the settings want them, the model collapsed and that is to stop
+            the run, or the last checkpoint can't be saved.
         NonFiniteError: loss, gradient or weights became NaN or infinite; says how to go on.
         Interrupted: a signal came; the state is saved.
     """
@@ -100,6 +102,9 @@ def _run(
         to_save = to_save or is_last or _is_due(progress.step, clap.checkpoint.every_steps)
         if to_evaluate or to_save or stopped_by or _is_due(progress.step, clap.train.log_every_steps):
             log.write()
+            if clap.train.stop_on_collapse and (collapse := gather(log.collapse)[0]):
+                checkpoints.close()
+                raise AgreedError(collapse[0])
         metrics: dict[str, float] = {}
         if evaluator is not None and to_evaluate and not stopped_by:
             begun = time.monotonic()
@@ -114,7 +119,10 @@ def _run(
                 continue
             progress.train_s = log.train_s
             progress.data = gather(session.batches.state())
-            saved, to_save = checkpoints.save(engine, progress, metrics=metrics), False
+            saved, to_save = (
+                checkpoints.save(engine, progress, metrics=metrics | {TRAIN_LOSS: log.last_steps.loss}),
+                False,
+            )
             log.saved(saved)
     return stopped_by, saved
 

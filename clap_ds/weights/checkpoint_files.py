@@ -24,7 +24,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, TypeAdapter
 
 from clap_ds.config.files import open_regular, parse_json, read_bytes
-from clap_ds.config.metrics import score
+from clap_ds.config.metrics import TRAIN_LOSS, score
 from clap_ds.config.sections import CheckpointSettings
 
 MANIFEST = "manifest.json"
@@ -66,11 +66,12 @@ class Manifest:
         model: `ClapConfig` as JSON.
         engine: what a run that resumes must have in common (`clap_ds.engine.state.describe`).
         tokenizer: hub name of the captions' tokenizer, or `tokenizer`: the folder of that name in the checkpoint.
-        metrics: of the evaluation at this step, if there was one.
+        metrics: of the evaluation at this step, if there was one, and `TRAIN_LOSS`.
         files: by path relative to the checkpoint.
         run: of the run that saved it, through all its restarts; empty in old checkpoints.
         settings: the run's JSON as resolved; empty in old checkpoints.
         best_by: the evaluation metric that tells the run's best, or None.
+        resumed_from: serial of the checkpoint that the run resumed from when it started last, or None.
     """
 
     serial: int
@@ -83,6 +84,7 @@ class Manifest:
     run: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     best_by: str | None = None
+    resumed_from: int | None = None
 
     def to_json(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
@@ -285,8 +287,16 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
 
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
-    """Names to delete, the oldest first, of manifests with the newest first: all but the last and the best that are kept."""
-    kept = [*manifests][: rule.keep_last] + best_first(manifests, rule.best_by)[: rule.keep_best]
+    """Names to delete, the oldest first, of manifests with the newest first: all but the last and the best that are kept, and
+    two more until one of these best is better: what the run resumed from, and the one with the lowest training loss."""
+    evaluated, by_loss = best_first(manifests, rule.best_by), best_first(manifests, TRAIN_LOSS)
+    kept, best = [*manifests][: rule.keep_last], evaluated[: rule.keep_best]
+    resumed_from = next((each.resumed_from for each in manifests.values()), None)
+    for name in [*(name for name, each in manifests.items() if each.serial == resumed_from), *by_loss[:1]]:
+        order = evaluated if name in evaluated else by_loss
+        if name not in order or {*best}.isdisjoint(order[: order.index(name)]):
+            kept.append(name)
+    kept += best
     return [name for name in reversed(manifests) if name not in kept]
 
 

@@ -9,6 +9,7 @@ import pickle
 import types
 import warnings
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
     layouts, problems = [config] if config else _layouts(), []
     for layout in layouts:
         try:
-            return renamed_checkpoint(layout, tensors, laion_names, str(path))
+            found = renamed_checkpoint(layout, tensors, laion_names, str(path))
+            return replace(found, tokenizer=layout.text.hub_name or None)  # RoBERTa's, as LAION trained them
         except ValueError as error:
             problems.append(str(error))
     others = f". Nor is it {', '.join(each.name for each in layouts[1:])}" if layouts[1:] else ""

@@ -72,6 +72,8 @@ def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
         place.parent.mkdir(parents=True, exist_ok=True)
         record(place, [], state="failed", num_nodes=2**number, world_size=2**number)
         write(place / "other.log", running_log([1.0] * 20))  # of the run, so no input of its own
+    (sweep / "runs" / ".inductor-1000").mkdir()
+    write(sweep / "runs" / ".inductor-1000" / "autotuning.log", running_log([1.0] * 20))
     write(tmp_path / "jobs.txt", "hello\n")
     for inputs in ([sweep], [sweep / "runs" / "n002" / "metrics.jsonl", sweep / "runs" / "n004"]):
         assert [run.gpus for run in read_runs(inputs, given())] == [2, 4]

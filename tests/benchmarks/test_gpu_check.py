@@ -1,32 +1,56 @@
-"""The GPU check's bookkeeping: how every step ended, and what is kept of it."""
+"""The GPU check's bookkeeping: how every step ended, what is kept of it, and all of it once with a micro model on CPUs."""
 
 import json
+import os
 import shlex
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from benchmarks import common, gpu_check
+from benchmarks.gpu_check import CALLS, Step
+from clap_ds.config.changes import parse_assignment, read_config, with_field
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import work_folder
+from clap_ds.config.settings import load_run
+
+PLACES = {"gpu": "h100-sxm", "python": "python", "clips": 16}
+
+
+def names_in(path: Path) -> list[str]:
+    with tarfile.open(path) as archive:
+        return archive.getnames()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a check on a stand-in leaves everything."""
+    for name in ("DS_ACCELERATOR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # and as it was afterwards
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gpu_check, "work_folder", lambda: tmp_path)
+    monkeypatch.setattr(gpu_check, "exit_on_sigterm", lambda: None)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("code", "limit_s", "state"),
+    ("code", "limit_s", "state", "note"),
     [
-        ("raise SystemExit(3)", 60, "exit code 3"),
-        ("import time; time.sleep(600)", 2, "stopped after 2 s"),
-        ("import sys; open(sys.argv[1], 'w').close()", 60, "completed"),
+        ("print('b'); print('ValueError: a|b'); raise SystemExit(3)", 60, "exit code 3", "ValueError: a/b"),
+        ("import time; print('so far', flush=True); time.sleep(600)", 3, "stopped after 3 s", "so far"),
+        ("import sys; open(sys.argv[1], 'w').close()", 60, "completed", None),
     ],
 )
-def test_steps_end_as_completed_failed_or_out_of_time(tmp_path: Path, code: str, limit_s: float, state: str) -> None:
-    (target := tmp_path / "kept").mkdir()
-    row = gpu_check.run_step("step", f"-c {shlex.quote(code)} {{output}}/x.json", limit_s, target)
-    assert row["state"] == state
-    assert (target / "x.json").exists() == (state == "completed") != (target / "output.log").exists()
+def test_steps_end_as_completed_failed_or_out_of_time(
+    tmp_path: Path, code: str, limit_s: float, state: str, note: str | None
+) -> None:
+    step = Step(60, command=f"-c {shlex.quote(code)} {{call}}/x.json")
+    row = gpu_check.run_step(step, tmp_path / "step", limit_s, PLACES, "")
+    assert (row["step"], row["state"], row.get("note")) == ("step", state, note)
+    assert (tmp_path / "x.json").exists() == (state == "completed")
 
 
 STUBBORN = """
@@ -47,72 +71,91 @@ def test_nothing_outlives_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("num_gpus", [1, 8])
-def test_steps_by_gpus_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_a_deadline_in_the_middle_of_a_call(here: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """What is left has a row, and each step that ran left the table and both archives as they were then."""
     limits: dict[str, float] = {}
 
-    def run_step(name: str, command: str, limit_s: float, target: Path) -> dict[str, Any]:
-        limits[name] = limit_s
-        return {"step": name, "state": "completed", "seconds": limit_s}
+    def run_step(step: Step, folder: Path, limit_s: float, *_: object) -> dict[str, Any]:
+        if limits:
+            assert folder.parent.name in names_in(here / "out" / f"call{call}.tar.xz")
+            assert len((here / "out" / f"call{call}.md").read_text().splitlines()) == 6 + len(limits)
+        limits[folder.name] = limit_s
+        (folder / "run-x").mkdir(parents=True)
+        (folder / "sounds.tar").touch()
+        (here / "cache" / "clap_ds" / "gpu_check" / folder.name).touch()
+        return {"step": folder.name, "state": "completed", "seconds": limit_s, "losses": [2.0, 4.0 + len(limits) / 100]}
 
     monkeypatch.setattr(gpu_check, "run_step", run_step)
     monkeypatch.setattr(gpu_check.time, "monotonic", lambda: sum(limits.values()))
-    monkeypatch.setattr(gpu_check, "exit_on_sigterm", lambda: None)
-    monkeypatch.setattr(gpu_check, "nvidia_smi", lambda: ["NVIDIA H200, 143771 MiB, 580.65"])
-    monkeypatch.setattr(gpu_check, "choose_accelerator", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert gpu_check.main(["--output", str(tmp_path / "x.md")]) == 1  # no time for all of it
-    states = {row["step"]: row["state"] for row in json.loads((tmp_path / "x.json").read_text())}
-    assert list(states) == list(gpu_check.STEPS)
-    assert next(iter(limits)) == "htsat_tiny"
-    assert sum(limits.values()) <= 8 * 60 - gpu_check.FEWEST_S
-    assert {states[name] for name in gpu_check.SEVERAL} == {"left out: one GPU" if num_gpus == 1 else "completed"}
+    options = [str(call), "--stand_in", "--output", str(here / "out"), "--minutes"]
+    assert gpu_check.main([*options, "3"]) == 1
+    rows = json.loads((here / "runs" / "gpu_check" / "stand-in" / f"call{call}" / "table.json").read_text())
+    assert [row["step"] for row in rows] == list(CALLS[call])
+    assert {row["state"] for row in rows} == {"completed", "no time left"}
+    assert sum(limits.values()) <= 3 * 60 - gpu_check.FEWEST_S
+    if call == 2:
+        assert rows[1]["loss_difference"] == pytest.approx(4.02 / 4.01 - 1)
+        assert f"| {4.02 / 4.01 - 1:.1e} |" in " ".join((here / "out" / "call2.md").read_text().split())
+    names = names_in(here / "out" / f"call{call}.tar.xz")
+    assert f"call{call}/{next(iter(limits))}/run-x" in names
+    assert not [name for name in names if name.endswith(".tar")]
+    caches = here / "cache" / "clap_ds" / "gpu_check"
+    for path in caches.iterdir():
+        path.unlink()
+    assert gpu_check.main([*options, "0"]) == 1
+    assert {path.name for path in caches.iterdir()} == limits.keys()
 
 
-def test_run_directory_is_found_in_the_output_and_kept_with_its_command(tmp_path: Path) -> None:
-    run, kept = tmp_path / "runs" / "x", tmp_path / "kept" / "htsat"
-    run.mkdir(parents=True)
-    (run / "summary.json").write_text(json.dumps({"state": "completed", "world_size": 1}))
-    (run / "rank0.log").write_text("not kept")
-    row = gpu_check.run_step("htsat", f"-c \"print('run directory: {run}')\"", 60, kept)
-    assert (row["step"], row["state"], row["world_size"]) == ("htsat", "completed", 1)
-    assert sorted(path.name for path in kept.iterdir()) == ["command.txt", "summary.json"]
-    assert (kept / "command.txt").read_text().startswith("python -c")
+def test_rows_say_what_runs_and_plans_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = {"mean": 3456.7, "low": 3400.0, "high": 3500.0}
+    summary = {"samples_per_s_per_gpu": rate, "memory_peak_bytes": 1e9, "memory_reserved_peak_bytes": 1.26e9}
+    summary |= {"compile_s": 41.2, "breakdown_s": {"exposed_communication": 0.0123}, "state": "running"}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"loss": 2.5}\n{"loss": 2.25}\n')
+    run = Step(60, command=f'-c \'import shutil; shutil.copytree("{tmp_path}/run", "{{folder}}/run-1")\'')
+    plan = {"samples_per_s_per_gpu": {"low": 1.0, "middle": 2.0, "high": 3.0}}
+    plan |= {"memory_gib": {"weights": 2.0, "libraries (assumed)": 4.0}}
+    monkeypatch.setattr(gpu_check, "PLAN", f"-c {shlex.quote(f'print({json.dumps(plan)!r})')}")
+    steps = {"run": run, "plan": Step(60, command=gpu_check.PLAN)}
+    rows = [gpu_check.run_step(step, tmp_path / "x" / name, 60, PLACES, "") for name, step in steps.items()]
+    assert rows[0]["losses"] == [2.5, 2.25]
+    text = [" ".join(line.split()) for line in common.table(gpu_check.COLUMNS, rows).splitlines()[2:]]
+    assert text[0].startswith("| run | completed |")
+    assert text[0].endswith("| 3,456.7 | 3,400.0–3,500.0 | 1.0 | 1.3 | 41 | 0.0123 | – | – |")
+    assert text[1].endswith("| 2.0 | 1.0–3.0 | 2.1 | – | – | – | – | – |")
 
 
-def test_report_has_a_row_for_every_step_with_its_figures() -> None:
-    rate = {"mean": 3456.7, "low": 3400.0, "high": 3500.0, "coverage": 0.9785}
-    row = {"step": "tiny", "state": "completed", "seconds": 30, "samples_per_s_per_gpu": rate, "memory_peak_bytes": 1e9}
-    row |= {"world_size": 1, "memory_reserved_peak_bytes": 1.26e9}
-    rows = [row, {"step": "base", "state": "exit code 1", "seconds": 2.0}]
-    text = " ".join(gpu_check.report("NVIDIA H200", 2, rows).split())
-    assert "| tiny | completed | 30 | 3,456.7 | 3,400.0–3,500.0 | 97.9% | 1 | 1.0 | 1.3 |" in text
-    assert "| base | exit code 1 | 2 | – | – | – | – | – | – |" in text
-    assert "# 2 × NVIDIA H200" in text
+def test_every_run_and_every_file_of_the_calls_exists(tmp_path: Path) -> None:
+    for name, step in (item for steps in CALLS.values() for item in steps.items()):
+        config, *changes = shlex.split(step.run)
+        content = read_config(Path(config))
+        for change in (*gpu_check.SHORT.split(), *changes):
+            content = with_field(content, *parse_assignment(change))
+        (tmp_path / "run.json").write_text(json.dumps(content))
+        load_run(tmp_path / "run.json", 1)
+        assert all(
+            (work_folder() / word).exists() for word in shlex.split(step.command) if word.startswith("tests/")
+        ), name
+    assert {"test_triton_kernels", "test_compiled", "test_window_attention", "test_sources"} <= CALLS[2].keys()
 
 
-def test_every_file_of_the_plan_exists_and_its_options_are_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their parsers take them; what follows is stopped at the first call."""
-
-    def stop(*_: object, **__: object) -> None:
-        raise InterruptedError
-
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    names = set()
-    for words in (shlex.split(command) for _, command in gpu_check.STEPS.values()):
-        for word in words:
-            if word.startswith(("ds_configs/", "tests/", "clap_ds/")):
-                assert (work_folder() / word).exists(), word
-        if words[1].startswith("benchmarks."):
-            module = __import__(words[1], fromlist=["main"])
-            names.add(words[1].removeprefix("benchmarks."))
-            monkeypatch.setattr(module, "try_all" if words[1].endswith("variants") else "choose_device", stop)
-            with pytest.raises(InterruptedError):
-                module.main(words[2:])
-    assert names == {"variants", "peers", "loss_bench"}
+@pytest.mark.end_to_end
+def test_profile_and_its_shares_on_a_stand_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiled = {name: CALLS[1][name]._replace(most_s=200) for name in ("profile_eager", "efficiencies")}
+    hangs = Step(3, command="-c 'import time; time.sleep(600)'")
+    monkeypatch.setattr(gpu_check, "CALLS", {1: {**profiled, "hangs": hangs}})
+    assert gpu_check.main(["1", "--stand_in", "--output", str(here / "out")]) == 1
+    assert sorted(os.listdir(here / "out")) == ["caches.tar.xz", "call1.md", "call1.tar.xz", "efficiencies.json"]
+    classes = json.loads((here / "out" / "efficiencies.json").read_text())["classes"]
+    assert {"thin product", "element-wise", "narrow norm", "narrow norm backward", "optimizer"} <= classes.keys()
+    assert all(0 < each["efficiency"] < 1 for each in classes.values())  # a processor beside an H100's data sheet
+    table = (here / "out" / "call1.md").read_text()
+    assert [state in table for state in ("completed", "stopped after 3 s", "no time left")] == [True, True, False]
 
 
 def test_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="no NVIDIA GPU"):
-        gpu_check.main([])
+        gpu_check.main(["1"])

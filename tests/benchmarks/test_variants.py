@@ -16,7 +16,8 @@ STAND_IN = """
 import json, sys, time
 from pathlib import Path
 run = json.loads(Path(sys.argv[1]).read_text())
-kind, folder = run["clap"]["compile"], Path(run["clap"]["output"]["root"]) / "run-20260101T000000Z"
+kind, output = run["clap"]["compile"], run["clap"]["output"]
+folder = Path(output["root"], output["label"] + "-20260101T000000Z")
 if kind == "towers":
     sys.exit("error: no compiler here")
 folder.mkdir()

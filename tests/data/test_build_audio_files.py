@@ -111,12 +111,14 @@ def test_other_audio_of_no_use_is_left_out_and_what_training_cannot_read_becomes
         "one.wav": wav(np.ones(1)),
         "mute.wav": wav(np.zeros(99)),
         "nan.wav": wav(np.full(99, np.nan)),
+        "absurd.wav": wav(np.full(99, 1e30)),
     }
     used, reasons = build_one(tmp_path, files | bad)
     assert used == files.keys()
     assert [reasons[name].partition(":")[0] for name in bad] == [
-        "audio can't be decoded", "audio holds a single sample", "audio is silent", "audio holds NaN or infinite samples"
-    ]  # fmt: skip
+        *("audio can't be decoded", "audio holds a single sample", "audio is silent"),
+        *["audio holds NaN or infinite samples"] * 2,
+    ]
     items = items_by_source(tmp_path / "out")
     assert items["a.wav"]["wav"] == files["a.wav"]
     for name, expected in {"b.aiff": stereo, "ten.aiff": stereo.mean(axis=1, keepdims=True)}.items():
@@ -124,3 +126,23 @@ def test_other_audio_of_no_use_is_left_out_and_what_training_cannot_read_becomes
         assert rate == RATE
         np.testing.assert_allclose(found, expected, atol=1e-4)
     assert len(items_in(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize("kind", [(), ("--kind", "waveform", "--preset", "micro")], ids=["encoded", "waveform"])
+def test_what_is_louder_than_full_scale_is_said_and_divided_by_its_peak_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: tuple[str, ...]
+) -> None:
+    path = write_list(tmp_path, 2, "loud.wav,loud\nsquare.wav,louder\n")
+    for name, peak in (("loud", 2), ("square", 16000)):
+        soundfile.write(tmp_path / f"{name}.wav", 2 * peak * tone(0, 0.5), RATE, subtype="FLOAT")
+    assert run(path, tmp_path / "out", *kind) == 0
+    assert (
+        f"2 file(s) are louder than full scale, {tmp_path}/square.wav most, 1.6e+04 times:" in capsys.readouterr().out
+    )
+    assert run(path, tmp_path / "level", "--peak_normalise", *kind) == 0
+    assert "warning" not in capsys.readouterr().out
+    items = items_by_source(tmp_path / "level")
+    for name in ("loud.wav", "square.wav"):
+        samples = np.abs(soundfile.read(io.BytesIO(items[name]["wav" if kind else "flac"]))[0])
+        assert (samples.max(), samples.mean()) == pytest.approx((1, 2 / np.pi), abs=2e-3)  # a sine's; a square's are 1
+    assert run(path, tmp_path / "out", "--peak_normalise", *kind) == 2  # which holds others

@@ -38,6 +38,17 @@ def test_a_source_is_closed_when_the_step_fails() -> None:
     assert pieces.is_closed
 
 
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, needs_gpu])])
+def test_looking_ahead_takes_nothing(device: torch.device) -> None:
+    batches = [random_batch(4, seed) for seed in range(4)]
+    with BatchSource(RecordedPieces([[each] for each in batches]), device, copy_ahead=device.type == "cuda") as source:
+        for number, batch in enumerate(batches[:3]):
+            assert_equal(source.peek().to(CPU), batch)
+            assert source.state() == {"given": number}
+            assert_equal(next(source).to(CPU), batch)
+            assert source.state() == {"given": number + 1}
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("num_pieces", [1, 3])

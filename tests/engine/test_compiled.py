@@ -1,22 +1,36 @@
 """Compiled and checkpointed models against the plain one: the micro preset, with Dynamo and AOT Autograd but no code
 generator."""
 
+import contextlib
+import io
 import itertools
+import os
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from clap_ds.config.model import load_preset
-from clap_ds.engine import compiled
-from clap_ds.engine import engine as engine_module
-from clap_ds.engine.compiled import compile_towers, compiled_on_gpu
+from clap_ds.data.batch import Batch
+from clap_ds.engine import compiled, session
+from clap_ds.engine.compiled import compile_towers, compiled_on_gpu, what_to_compile
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import pack
+from clap_ds.ranks.distributed import Ranks
+from clap_ds.record.directory import RunDirectory
+from clap_ds.record.schema import Summary
 from tests.engine.test_engine import DEVICE, TIMER, batches_of, settings
 from tests.model.reference_clap import captions, clips
 from tests.rank_pool import RankPool
@@ -77,8 +91,10 @@ def test_front_end_and_towers_are_a_graph_each_with_any_kernel(attention: str) -
     if attention == "triton":
         pytest.importorskip("triton")
     forget()
-    model = micro(attention=attention, drop_path=0.5, text_dropout=0.1, spec_augment=True)
-    compile_towers(model, traced_alone)
+    model = micro(attention=attention, drop_path=0.5, text_dropout=0.1, spec_augment=True).requires_grad_(False)
+    engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
+    found = compile_towers(engine, Batch(*batch(False)), "towers", cached=False, backend=traced_alone)
+    assert found["compiled"] == dict.fromkeys(("mel", "audio", "text"))
     model(*batch(False))
     assert statistics() == (3, 0)
     model(*batch(False, num_tokens=24))
@@ -89,15 +105,14 @@ def trained(what: str, packed: bool) -> tuple[list[str], list[Tensor]]:
     """Names of the weights, and what they are after four steps."""
     forget()
     run = settings("fp32", 1)
-    run.clap = run.clap.model_copy(update={"compile": what})
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu":
-            patch.setattr(engine_module, "compile_towers", partial(compile_towers, backend="aot_eager"))
-        engine = ClapEngine(run, micro(), DEVICE)
+    engine = ClapEngine(run, micro(), DEVICE)
     stored = list(itertools.islice(batches_of(run), 4))
     if packed:
         for number, each in enumerate(stored):
             each.packed = pack([(each.input_ids, each.attention_mask)], multiple=(8, 64)[number % 2])
+    if what != "off":
+        backend = "aot_eager" if DEVICE.type == "cpu" else "inductor"
+        compile_towers(engine.deepspeed, stored[0], what, cached=False, backend=backend)
     batches = iter(stored)
     for _ in range(4):
         engine.step(batches, TIMER)
@@ -118,6 +133,112 @@ def test_two_ranks_compile_no_more_than_one_and_train_the_same(two_ranks: RankPo
     for difference, found in two_ranks.run(compared, True):
         assert difference < 1e-5  # four steps of at most 1e-3 a weight, in fp32
         assert found == (4, 1)
+
+
+def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
+    """A backend that notes the graphs it is given, and on rank 1 can't compile those of one direction."""
+
+    def compiler(direction: str) -> Callable[..., Any]:
+        def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+            calls.append(direction)
+            if direction == failing and dist.get_rank() == 1:
+                raise RuntimeError("no such instruction\nat line 3")
+            return boxed_nop(graph, inputs)
+
+        return compile_graph
+
+    return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+
+
+def _compiled_in_steps(precision: str, accumulation: str) -> tuple[dict[str, int], int]:
+    """Graphs compiled before the first step, by direction, and during two."""
+    forget()
+    run, calls = settings(precision, 2), list[str]()
+    run.clap = run.clap.model_copy(update={"train": run.clap.train.model_copy(update={"accumulation": accumulation})})
+    engine, batches = ClapEngine(run, micro(text_dropout=0.1, spec_augment=True), DEVICE), batches_of(run)
+    compile_towers(engine.deepspeed, batches.peek(), "towers", cached=accumulation == "cached", backend=counting(calls))
+    before = {direction: calls.count(direction) for direction in ("forward", "backward")}
+    for _ in range(2):
+        engine.step(batches, TIMER)
+    return before, len(calls) - sum(before.values())
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize(("precision", "accumulation"), [("autocast", "independent"), ("bf16", "cached")])
+def test_steps_compile_nothing_that_was_not_compiled_before(
+    two_ranks: RankPool, precision: str, accumulation: str
+) -> None:
+    expected = {"forward": 6 if accumulation == "cached" else 3, "backward": 2}
+    assert two_ranks.run(_compiled_in_steps, precision, accumulation) == [(expected, 0)] * 2
+
+
+def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tensor], dict[str, str | None], list[str]]:
+    """Losses of three steps on log-mel features by a model that draws random numbers, its state after them, what couldn't be
+    compiled, and what is said."""
+    forget()
+    run, model = settings("bf16", 1), micro(drop_path=0.5, text_dropout=0.1, spec_augment=True)
+    model.audio.batch_norm.momentum = 0.1
+    engine, batches = ClapEngine(run, model, DEVICE), list(itertools.islice(batches_of(run), 3))
+    for each in batches:
+        each.audio = model.mel(each.audio)
+    torch.manual_seed(dist.get_rank())
+    found, said = Summary(compiled={}), io.StringIO()
+    if failing:
+        with contextlib.redirect_stdout(said):
+            found = compile_towers(engine.deepspeed, batches[0], "towers", cached=False, backend=counting([], failing))
+    losses = [float(engine.step(iter([each]), TIMER)) for each in batches]
+    return losses, engine.model.state_dict(), found["compiled"], said.getvalue().splitlines()
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(two_ranks: RankPool, failing: str) -> None:
+    plain, results = (two_ranks.run(_trained_after_a_failure, each) for each in ("", failing))
+    why = "rank 1: no such instruction"
+    for (losses, state, found, _), (plain_losses, plain_state, *_) in zip(results, plain, strict=True):
+        assert found == {"audio": why, "text": why}
+        assert losses == plain_losses
+        assert all(torch.equal(state[name], tensor) for name, tensor in plain_state.items())
+    (*_, said), (*_, by_another) = results
+    assert [re.sub(r"\d+", "1", line) for line in said] == [
+        "compiling the audio tower …", "compiled in 1 s", "compiling the text tower …", "compiled in 1 s",
+        f"warning: the audio tower runs slower, as it can't be compiled: {why}",
+        f"warning: the text tower runs slower, as it can't be compiled: {why}",
+    ]  # fmt: skip
+    assert by_another == []
+
+
+def _of_a_session(asked: str, root: str) -> dict[str, Any]:
+    """What the summary says of it."""
+    forget()
+    run, record = settings("fp32", 1), RunDirectory(RunDirectory.create(Path(root), "run").path)
+    run.clap = run.clap.model_copy(update={"compile": asked})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "compile_towers", partial(compile_towers, backend="aot_eager"))
+        with session.ready_to_step(run, Ranks(0, 1, 0, 1), record, ClapEngine(run, micro(), DEVICE)):
+            return record.summary()
+
+
+def test_what_is_compiled_and_for_how_long_is_recorded(one_rank: RankPool, tmp_path: Path) -> None:
+    (summary,), (by_default,) = (one_rank.run(_of_a_session, asked, str(tmp_path)) for asked in ("towers", "auto"))
+    assert summary["compiled"] == {"mel": None, "audio": None, "text": None}
+    assert summary["compile_s"] > 0
+    assert "compiled" not in by_default  # on a CPU
+
+
+def test_what_is_compiled_is_kept_in_folders_of_this_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "as asked")
+    assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"]  # named by asking, as importing Dynamo does
+    compiled.keep_code(tmp_path)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / f".inductor-{os.geteuid()}")
+    assert os.environ["TRITON_CACHE_DIR"] == "as asked"
+
+
+def test_what_auto_stands_for() -> None:
+    asked = ("auto", "off", "towers", "towers-max-autotune")
+    assert [what_to_compile(each, torch.device("cuda")) for each in asked] == ["towers", *asked[1:]]
+    assert [what_to_compile(each, torch.device("cpu")) for each in asked] == ["off", *asked[1:]]
 
 
 @pytest.mark.gpu
@@ -164,6 +285,7 @@ def test_functions_beside_the_model_are_compiled_on_a_gpu_or_run_as_they_are(
 
     forget()
     compiled._compiled.cache_clear()
+    compiled._failed.clear()
     assert torch.equal(compiled_on_gpu(_twice, torch.ones(3)), torch.full((3,), 2.0))
     assert not used
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))

@@ -265,4 +265,4 @@ def test_files_of_published_runs_differ_only_where_they_should() -> None:
         assert (run.precision, amp.precision) == ("bf16", "torch_autocast_bfloat16")
         same = {key: value for key, value in run.deepspeed.items() if key != "bf16"}
         assert same == {key: value for key, value in amp.deepspeed.items() if key != "torch_autocast"}
-        assert amp.clap == run.clap
+        assert (run.clap.compile, amp.clap) == ("auto", run.clap.model_copy(update={"compile": "off"}))

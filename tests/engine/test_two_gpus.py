@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from clap_ds.engine.compiled import compile_towers
 from clap_ds.engine.engine import ClapEngine
 from tests.engine.test_engine import (
     DEVICE,
@@ -29,8 +30,9 @@ def test_ten_steps_agree_with_plain_ddp_over_nccl(two_gpus: RankPool, precision:
 def _four_steps(what: str) -> tuple[list[float], list[Tensor]]:
     """Losses, and the weights they lead to."""
     run = settings("bf16", 1)
-    run.clap = run.clap.model_copy(update={"compile": what})
     engine, batches = ClapEngine(run, model_of(run), DEVICE), batches_of(run)
+    if what != "off":
+        compile_towers(engine.deepspeed, batches.peek(), what, cached=False)
     losses = [float(engine.step(batches, TIMER)) for _ in range(4)]
     return losses, [parameter.detach().float().cpu() for parameter in engine.model.parameters()]
 

@@ -39,10 +39,10 @@ def test_no_peak_is_guessed_from_a_part_of_a_name() -> None:
 def test_gpus_of_plans_are_complete_and_found_by_their_names() -> None:
     for name, gpu in GPUS.items():
         assert gpu.name == name
-        assert 300 < gpu.bf16_tflops < 3000, name  # dense: none of them has more
-        assert gpu.bf16_tflops / gpu.fp32_tflops > 5, name
-        assert 1 < gpu.memory_tbytes_per_s < 9
-        assert 39 < gpu.memory_gib < 192
+        assert 70 < gpu.bf16_tflops < 3000, name  # dense: none of them has more
+        assert gpu.bf16_tflops / gpu.fp32_tflops > (1.9 if "GeForce" in gpu.names else 5), name
+        assert 0.9 < gpu.memory_tbytes_per_s < 9
+        assert 23 < gpu.memory_gib < 192
         assert gpu.link_gbytes_per_s < 1000 * gpu.memory_tbytes_per_s / 3
         assert "20" in gpu.source
     assert set(ALIASES.values()) <= set(GPUS)

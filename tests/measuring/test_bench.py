@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.config.model import load_preset
 from clap_ds.flop_count.analytic import published_flops
@@ -49,6 +48,8 @@ def _summary(config: Path) -> dict[str, Any]:
 
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Samples and value by tag of the one file there."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     assert len(list(folder.iterdir())) == 1
     events = EventAccumulator(str(folder))
     events.Reload()

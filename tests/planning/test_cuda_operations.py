@@ -1,5 +1,6 @@
 """Operations that stand in for what a CPU would run, and that they are gone afterwards."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,8 +31,13 @@ def test_attention_and_dropout_are_cudas() -> None:
     assert F.dropout.__module__ == F.layer_norm.__module__ == "torch.nn.functional"
 
 
-def test_layer_norm_gives_fp32_under_autocast() -> None:
+@pytest.mark.parametrize(("dtype", "casts"), [(torch.bfloat16, 1), (torch.float16, 0)])
+def test_layer_norm_and_softmax_give_fp32_under_autocast(dtype: torch.dtype, casts: int) -> None:
     norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
-    with like_cuda(), FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16):
+    with like_cuda(), FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", dtype):
         hidden = linear(torch.empty(2, 8))
-        assert (hidden.dtype, norm(hidden).dtype) == (torch.bfloat16, torch.float32)
+        with trace() as recorded:
+            assert [each.dtype for each in (hidden, F.softmax(hidden, -1))] == [dtype, torch.float32]
+        assert norm(hidden).dtype == torch.float32
+    names = [operation.name for operation in recorded.operations]
+    assert (names.count("aten._to_copy"), names.count("aten._softmax")) == (casts, 1)

@@ -17,6 +17,7 @@ from clap_ds.record.directory import RunDirectory
 from clap_ds.training.log import WINDOWS, Pace, TrainingLog
 from clap_ds.training.schedule import TrainingProgress
 from tests.rank_pool import RankPool
+from tests.training import reference_steps as reference
 
 GIB = 2**30
 
@@ -64,7 +65,7 @@ def _logged(folder: str) -> dict[str, Any]:
     scalars: list[Any] = []
     record, nothing = RunDirectory(Path(folder)), SimpleNamespace(supply=lambda: None)
     rest: Any = (record, engine, nothing, SimpleNamespace(write=scalars.extend))
-    session = Session(SimpleNamespace(), ranks, torch.device("cpu"), *rest)  # type: ignore[arg-type]
+    session = Session(reference.settings(), ranks, torch.device("cpu"), *rest)  # type: ignore[arg-type]
     progress = TrainingProgress()
     with (
         mock.patch("clap_ds.record.clock.time.perf_counter", side_effect=lambda: now[0]),

@@ -15,6 +15,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import train_tokenizer
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.lock import FolderLock
+from clap_ds.training import restoring
 from clap_ds.training.restoring import compare, tokenizer_problem
 from clap_ds.training.start import opened_checkpoints, take_initial_weights
 from clap_ds.weights.formats import save_safetensors
@@ -57,7 +58,7 @@ def test_initial_weights_are_taken_over(tmp_path: Path) -> None:
         _taken(other)
 
 
-def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) -> None:
+def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, words in (("one", "a dog barks"), ("copy", "a dog barks"), ("other", "rain on a roof")):
         train_tokenizer([words] * 3, tmp_path / name, vocab_size=280)
     one, copied, other = (str(tmp_path / name) for name in ("one", "copy", "other"))
@@ -68,9 +69,9 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) ->
     assert "can't be compared: " in unknown
     checkpoint = checkpoint_of(ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one")
 
-    def run(tokenizer: str) -> RunSettings:
+    def run(tokenizer: str, weights: Path = checkpoint) -> RunSettings:
         data = {"source": "shards", "shards": "a.tar", "tokenizer": tokenizer}
-        return reference.settings(data=data, train={"initial_weights": str(checkpoint)})
+        return reference.settings(data=data, train={"initial_weights": str(weights)})
 
     said = f"{other} gives captions other token ids than {checkpoint / 'tokenizer'}"
     assert compare(checkpoint, MICRO, {}, run(one)) == ([], [])
@@ -79,6 +80,15 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) ->
     assert _taken(run(one)).config == _taken(run(other), accept_changes=True).config == MICRO
     with pytest.raises(ValueError, match=rf"clap\.train\.initial_weights: {said}.* by --accept_changes"):
         _taken(run(other))
+    save_safetensors(ClapModel(MICRO), tmp_path / "bare.safetensors")  # which doesn't say its tokenizer
+    bare = run(other, tmp_path / "bare.safetensors")
+    with pytest.raises(ValueError, match=r"other has 271 tokens, .*bare\.safetensors a vocabulary of 512\. Set clap"):
+        _taken(bare)
+    assert _taken(bare, accept_changes=True).config == MICRO
+    assert "other isn't RoBERTa's tokenizer" in str(tokenizer_problem("roberta-base", other, vocab_size=50265))
+    hello = {"input_ids": [0, 31414, 232, 328, 2]}  # as fairseq's documentation has it
+    monkeypatch.setattr(restoring, "load_tokenizer", lambda name, vocab_size: lambda text: hello)
+    assert tokenizer_problem("roberta-base", "a local copy", vocab_size=50265) is None
     higher = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fmax": 9000})})
     (change,), _ = compare(checkpoint, higher, {}, None)
     assert "audio.fmax is " in change

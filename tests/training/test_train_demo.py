@@ -36,6 +36,7 @@ def _zero_shot(folder: Path, data: Path, **train: Any) -> float:
     commands.train(config)
     (summary,) = commands.summaries(config)
     assert (summary["epoch_samples"], summary["samples"] // NUM_TRAIN) == (NUM_TRAIN, EPOCHS)
+    assert "collapsed" not in str(summary["warnings"])
     return float(summary["evaluation"]["zero_shot_top1"])
 
 

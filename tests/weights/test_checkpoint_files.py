@@ -193,6 +193,30 @@ def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, 
         assert sum(score >= max(lost) for score in stay) >= keep_best
 
 
+HIGH, LOW = (1.0,), (0.4,)
+
+
+@pytest.mark.parametrize(
+    ("found", "resumed_from", "kept"),
+    [
+        ([HIGH, LOW, HIGH, HIGH, HIGH], None, "14"),  # the lowest loss, whatever was resumed from since
+        ([(), HIGH, HIGH, HIGH, HIGH], 0, "04"),  # of an earlier version
+        ([HIGH, (0.5,), LOW, (1.0, 0.1), HIGH], 1, "1234"),  # evaluated, but no better
+        ([HIGH, LOW, HIGH, (0.3, 0.1), HIGH], 1, "34"),
+        ([HIGH, (0.4, 0.2), HIGH, (1.0, 0.1), HIGH], 1, "14"),
+        ([HIGH, (0.4, 0.1), HIGH, (1.0, 0.2), HIGH], 1, "34"),
+    ],
+)
+def test_what_was_resumed_from_and_the_lowest_loss_stay_until_one_evaluated_is_better(
+    found: list[tuple[float, ...]], resumed_from: int | None, kept: str
+) -> None:
+    metrics = [dict(zip(("train_loss", "m"), each, strict=False)) for each in found]
+    made = [Manifest(at, at, {}, {}, None, each, {}, resumed_from=resumed_from) for at, each in enumerate(metrics)]
+    manifests = {str(each.serial): each for each in reversed(made)}
+    rule = CheckpointSettings(keep_last=1, keep_best=1, best_by="m")
+    assert {*manifests} - {*checkpoint_files.superfluous(manifests, rule)} == {*kept}
+
+
 @pytest.mark.parametrize(
     "name",
     [*("../weights.safetensors", "/etc/passwd", "file:///etc/passwd", "tokenizer/../../x", "tokenizer/.ssh", "..", ""),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from clap_ds.data.front_end import KINDS
 from clap_ds.data.shard_list import HUB_TOKENIZER
 from clap_ds.data.shard_making.audio_files import find_same, merge, save_same
 from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry, read_entries
-from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, as_it_is, preparation_of
+from clap_ds.data.shard_making.prepared_audio import Clip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
 from clap_ds.data.shard_making.splits import SIDES, Numbered, check_columns, divide
 from clap_ds.data.shard_making.writing import RECORDS, BuiltShard, Member, Named, add_work, fill, none_usable, resumable
@@ -65,6 +65,8 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add("--shards", type=arguments.whole_number(), metavar="N", help=more)
     add("--seed", type=int, default=0, metavar="K", help="of the order and of what is held out (default 0)")
     add_preparation_options(parser, KINDS, default="encoded")
+    more = "divide files that are louder than full scale by their peak, in place of clipping them; their audio becomes 16 bits"
+    parser.add_argument("--peak_normalise", action="store_true", help=more)
     largest = max(load_preset(name).text.vocab_size for name in preset_names())
     more = "train a tokenizer of so many tokens on the captions, for a model trained from nothing, without a hub: 261 (bytes, "
     more += "special tokens) and often 1000 to 10000, the more the more captions, up to the model's vocabulary"
@@ -92,11 +94,19 @@ def run_build(options: argparse.Namespace) -> int:
         how = "--audio_root says what paths are relative to, --audio_column '{column}.wav' adds what names in a column lack"
         raise UserError(f"{none_usable(broken)}; {how}")
     divided = divide(usable, options)
-    members = {name: partial(members_of, items, preparation, options.min_seconds) for name, items in divided.items()}
+    loud: list[tuple[float, str]] = []
+    convert = partial(preparation.clip if preparation else as_it_is, peak_normalise=options.peak_normalise)
+    least = options.min_seconds
+    members = {name: partial(members_of, items, convert, loud, least) for name, items in divided.items()}
+    plan = _plan(divided, options.peak_normalise)
     with resumable(options.folder):
-        shards = fill(options.folder, _plan(divided), members, options, preparation, broken)
+        shards = fill(options.folder, plan, members, options, preparation, broken)
         if options.part and not saved.is_file():
             save_same(saved, listed, same)
+    if loud:
+        peak, name = max(loud)
+        remedy = "here or in training (clap.data.waveforms) they are clipped; --peak_normalise divides each by its peak"
+        print(f"warning: {len(loud)} file(s) are louder than full scale, {name} most, {peak:,.4g} times: {remedy}")
     if options.part:
         print_amount("part {}/{}".format(*options.part), shards)
         return 0
@@ -111,8 +121,9 @@ def run_build(options: argparse.Namespace) -> int:
     return print_left_out(options.folder, shards, broken, options.max_left_out)
 
 
-def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
+def _plan(divided: dict[str, Numbered], peak_normalise: bool) -> Iterator[str]:
     """What the shards follow from: their list, its captions and sizes of files."""
+    yield "peak_normalise" * peak_normalise
     for name, items in divided.items():
         yield name
         for number, entry in items:
@@ -120,9 +131,11 @@ def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
             yield json.dumps(parts, default=str)
 
 
-def members_of(items: Numbered, preparation: Preparation | None, least: float, broken: list[Named]) -> Iterator[Member]:
-    """What goes into a shard of each of its items; those that can't be used are added to `broken`."""
-    convert = preparation.clip if preparation else as_it_is
+def members_of(
+    items: Numbered, convert: Callable[..., Clip], loud: list[tuple[float, str]], least: float, broken: list[Named]
+) -> Iterator[Member]:
+    """What goes into a shard of each of its items; those that can't be used are added to `broken`, peaks beyond full scale to
+    `loud`."""
     for number, entry in items:
         names = [entry.path, *entry.others]
         try:
@@ -131,6 +144,7 @@ def members_of(items: Numbered, preparation: Preparation | None, least: float, b
         except (BrokenItemError, OSError) as error:
             broken += [(str(path), str(error)) for path in names]
             continue
+        loud += [(clip.peak, str(entry.path))] * (clip.peak > 1)
         sources = list(dict.fromkeys(path.name for path in names))
         caption, source = (each[0] if len(each) == 1 else each for each in (entry.captions, sources))
         described = {**entry.more, "caption": caption, "source": source}

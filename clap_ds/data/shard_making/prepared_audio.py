@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.config.model_names import preset_names
-from clap_ds.data.batch import INT16_SCALE
+from clap_ds.data.batch import INT16_SCALE, to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.decoding import AUDIO_FORMATS, check_finite, check_samples, decode_audio, open_audio
 from clap_ds.data.features import FEATURES
@@ -40,6 +40,7 @@ class Clip(NamedTuple):
     extension: str
     content: bytes
     seconds: float
+    peak: float = 0.0  # 1 is full scale; 0 where it can't be louder
 
     def of_at_least(self, seconds: float) -> Clip:
         """Itself; BrokenItemError where it is shorter."""
@@ -48,19 +49,26 @@ class Clip(NamedTuple):
         return self
 
 
-def as_it_is(content: bytes, extension: str) -> Clip:
+def as_it_is(content: bytes, extension: str, peak_normalise: bool = False) -> Clip:
     """A file as it is or, where training couldn't read it, as FLAC; BrokenItemError where it can't be used, or its end is
-    missing."""
+    missing. With `peak_normalise` one that is louder than full scale is divided by its peak, and FLAC, too."""
     with open_audio(content) as file:
         rate = file.samplerate
         samples = file.read(dtype="float32", always_2d=True)
         check_whole(content, file, len(samples))
     check_finite(samples)
     check_samples(len(samples), len(samples), not samples.any())
-    if extension not in AUDIO_FORMATS:
-        mixed = samples if samples.shape[1] <= 8 else samples.mean(axis=1)  # FLAC's most channels
+    levelled, peak = _levelled(samples, peak_normalise)
+    if extension not in AUDIO_FORMATS or levelled is not samples:
+        mixed = levelled if levelled.shape[1] <= 8 else levelled.mean(axis=1)  # FLAC's most channels
         extension, content = "flac", _encoded(mixed.clip(-1, 1), rate, "FLAC")
-    return Clip(extension, content, len(samples) / rate)
+    return Clip(extension, content, len(samples) / rate, peak)
+
+
+def _levelled(samples: NDArray[np.float32], peak_normalise: bool) -> tuple[NDArray[np.float32], float]:
+    """Samples and their peak, divided by it where they are to be and it is beyond full scale."""
+    peak = float(np.abs(samples).max())
+    return (samples / np.float32(peak), 1.0) if peak_normalise and peak > 1 else (samples, peak)
 
 
 class Preparation:
@@ -76,16 +84,17 @@ class Preparation:
         self._log_mel = LogMel(audio)
         convert(self._log_mel)
 
-    def clip(self, content: bytes, extension: str = "") -> Clip:
-        """What becomes of an audio file; BrokenItemError where it can't be used, or where its end is missing."""
+    def clip(self, content: bytes, extension: str = "", peak_normalise: bool = False) -> Clip:
+        """What becomes of an audio file, `peak_normalise` as with `as_it_is`; BrokenItemError where it can't be used, or where
+        its end is missing."""
         rate = self.audio.sample_rate
-        waveform = _decode(content, rate)
+        waveform, peak = _decode(content, rate, peak_normalise)
         if not waveform.any():
             raise BrokenItemError("audio is silent: every sample is 0 in 16 bits")
         wav = _encoded(waveform, rate, "WAV")
         if self.kind == "mel":
-            return Clip(FEATURES, _npy(self._features(wav, len(waveform))), len(waveform) / rate)
-        return Clip("wav", wav, len(waveform) / rate)
+            return Clip(FEATURES, _npy(self._features(wav, len(waveform))), len(waveform) / rate, peak)
+        return Clip("wav", wav, len(waveform) / rate, peak)
 
     def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
         """(frames, mel_bins) of what a reader of this WAV would give the model, or of all of it if it is longer."""
@@ -125,14 +134,18 @@ def preparation_of(options: argparse.Namespace) -> Preparation | None:
     return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None
 
 
-def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
-    """All of an audio file (T,), as decoding for training gives it."""
+def _decode(content: bytes, rate: int, peak_normalise: bool) -> tuple[NDArray[np.int16], float]:
+    """All of an audio file (T,), as decoding for training gives it, and its peak before it was clipped."""
     with open_audio(content) as file:
         ratio = resampling_ratio(file.samplerate, rate)
-        row = torch.from_numpy(np.empty(math.ceil(file.frames * ratio), np.int16))  # torch's error isn't a MemoryError
+        dtype = np.int16 if file.subtype.startswith("PCM") else np.float32
+        row = torch.from_numpy(np.empty(math.ceil(file.frames * ratio), dtype))  # torch's error isn't a MemoryError
         length = decode_audio(content, row, sample_rate=rate, rng=random.Random(0))
         check_whole(content, file, file.frames if length == len(row) else math.floor(length / ratio))
-    return row[:length].numpy()
+    if row.dtype == torch.int16:
+        return row[:length].numpy(), 0.0
+    levelled, peak = _levelled(row[:length].numpy(), peak_normalise)
+    return to_int16(torch.from_numpy(levelled)).numpy(), peak
 
 
 def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:

@@ -1,0 +1,62 @@
+"""A model that has collapsed is told from one that has only begun; and what such a run says, keeps and ends with."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clap_ds.engine.loss import LOSSES
+from clap_ds.training.collapse import STRETCH, LastSteps
+from tests.training import training_commands as commands
+
+CHANCE = {"softmax": math.log(8), "sigmoid": math.log(8) + 7 * math.log(8 / 7)}
+Step = tuple[float, float, float]  # loss, gradient norm, logit scale, as they were found with 8 pairs
+STEPS: dict[str, tuple[str, Step, bool]] = {
+    "a flat start": ("softmax", (2.0788, 0.0379, 14.2), False),
+    "a flat start, sigmoid": ("sigmoid", (3.0136, 0.0095, 10.1), False),
+    "learnt by heart": ("softmax", (1e-6, 1e-5, 14.5), False),
+    "norm not known": ("softmax", (2.0794, math.nan, 14.3), False),
+    "lr 0.01": ("softmax", (2.079442, 9e-5, 13.3), True),
+    "lr 1, sigmoid": ("sigmoid", (3.0148, 0.034, 0.029), True),
+}
+
+
+@pytest.mark.parametrize(("kind", "step", "collapses"), STEPS.values(), ids=STEPS)
+def test_what_has_begun_is_told_from_what_has_collapsed(tmp_path: Path, kind: str, step: Step, collapses: bool) -> None:
+    steps = LastSteps(LOSSES[kind].chance(8))
+    assert steps.chance == pytest.approx(CHANCE[kind], rel=1e-6)
+    for number in range(1, 4 * STRETCH):
+        steps.add(*step)
+        assert (steps.verdict(number, tmp_path) is not None) == (collapses and number >= STRETCH)
+    steps.add(0.9 * steps.chance, 1.0, 14.0)
+    assert steps.verdict(4 * STRETCH, tmp_path) is None
+    assert steps.loss == pytest.approx(((STRETCH - 1) * step[0] / steps.chance + 0.9) / STRETCH)
+
+
+@pytest.mark.end_to_end
+def test_a_collapse_is_said_costs_no_good_checkpoint_and_ends_the_run_if_that_is_asked_for(tmp_path: Path) -> None:
+    """A run that learns, goes on at a rate of 1 until it has collapsed, and once more."""
+
+    def start(steps: int, lr: float, code: int, **train: Any) -> tuple[str, str]:
+        clap = {"train": {"samples": 4 * 2 * steps, **train}, "data": {"source": "synthetic", "num_batches": 4}}
+        clap["checkpoint"] = {"folder": str(tmp_path / "checkpoints"), "every_steps": 20, "keep_last": 2}
+        optimizer = {"type": "AdamW", "params": {"lr": lr}}
+        ranks = commands.RunningRanks(
+            commands.write_training(tmp_path, optimizer=optimizer, scheduler={}, clap=clap), 2
+        )
+        assert ranks.wait() == [code, code], ranks.outputs
+        return ranks.processes[0].stdout, ranks.processes[0].stderr
+
+    said = "the model has collapsed: since step "
+    assert said not in start(80, 1e-3, 0)[0]
+    (shown, _), (_, error) = start(160, 1.0, 0), start(300, 1.0, 2, stop_on_collapse=True)
+    good = tmp_path / "checkpoints" / "step-00000080"
+    assert {path.name[-3:] for path in good.parent.glob("step-*")} == {"080", "160", "180", "200"}
+    first, second, third = commands.summaries(tmp_path / "run.json")
+    assert shown.count(f"warning: {said}8") == 2  # at once and, as here, last
+    assert shown.splitlines()[-1] == f"warning: {second['warnings'][-1]}"
+    assert f"of the checkpoints, the lowest loss has {good})" in third["error"]
+    assert error.splitlines()[-1] == f"error: {third['error']}"
+    ends = [(each["state"], each["step"]) for each in (first, second, third)]
+    assert ends == [("completed", 80), ("completed", 160), ("failed", 160 + STRETCH)]
