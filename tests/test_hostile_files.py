@@ -17,7 +17,7 @@ from clap_ds.analysis.record import read_record
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
-from clap_ds.data.shard_making.audio_files import merge_same
+from clap_ds.data.shard_making.audio_files import find_same
 from clap_ds.data.shard_making.caption_lists import read_entries
 from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_items import list_items
@@ -44,7 +44,7 @@ def _sparse(path: Path) -> None:
 
 def _built(source: Path) -> None:
     (source / "a.json").write_text('{"caption": "a"}')
-    merge_same(read_entries(source, Namespace(encoding=None, caption_columns=None, list_column=[])), 1)
+    find_same(read_entries(source, Namespace(encoding=None, caption_columns=None, list_column=[])), 1, None)
 
 
 BOMBS: dict[str, Callable[[Path], object]] = {

@@ -55,6 +55,7 @@ RULES = {
         "tests/training/test_newcomer_path.py::test_from_sounds_to_an_exported_model"
     ),
     "(apptainer|docker|enroot) .*": "tests/test_containers.py::test_both_recipes_install_the_same_by_constraints",
+    r"SBATCH_TIMELIMIT=.* launch/shards\.sh .*": "tests/data/test_shard_parts.py::test_the_scripts_jobs_make_what_one",
     r'make report RUNS=".*"': "tests/analysis/test_report.py::test_",
 }
 HOW = {command: [how for rule, how in RULES.items() if re.fullmatch(rule, command)] for command in COMMANDS}

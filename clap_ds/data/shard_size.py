@@ -24,6 +24,8 @@ ENCODED = {
 """Formats of encoded audio: bytes that a second typically takes, and what that is."""
 RATES = (624.0, 3300.0, 4500.0)
 """Samples per second of one GPU: the published rate, and this project's goals for one H200."""
+READ_BYTES = 2**17
+"""Of a request to the file system: the loader asks for tars in so much at a time."""
 WAV_HEADER, NPY_HEADER = 44, 128
 FOLDER_INODES = 5
 """The folder, its manifest, its list of broken items, and `.build` with the plan; each tar has a record in `.build` besides."""
@@ -71,6 +73,8 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=rate, nargs="+", default=RATES, metavar="R", help="samples/s of one GPU (624 3300 4500)")
     add("--gpus", type=count, default=4, metavar="N", help="in all (default 4)")
     add("--gpus_per_node", type=count, default=4, metavar="N", help="(default 4)")
+    add("--node_mb_per_s", type=rate, metavar="MB", help="that the storage gives a node: whether it is enough is said")
+    add("--node_iops", type=rate, metavar="N", help="reads of 128 KiB a second that it gives a node, likewise")
 
 
 def run_size(options: argparse.Namespace) -> None:
@@ -83,6 +87,7 @@ def run_size(options: argparse.Namespace) -> None:
     gpus = f"{options.gpus:,} GPU(s) on {math.ceil(options.gpus / options.gpus_per_node):,} node(s)"
     per_s, what = ENCODED[options.format]
     print(f"\nRates are what {gpus} ask of the file system: whole items, none in memory.")
+    print("Reads are of 128 KiB, as tars are read; single files would take two an item at least.")
     print(f"encoded: {options.format} of {per_s:,} bytes a second ({what})")
     print("Prepared kinds are exact, with two headers and a JSON of up to 512 bytes an item. Units: GB = 10⁹ bytes.")
 
@@ -107,7 +112,14 @@ def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
         in_all, at = rate * gpus * size / clips, f"at {digits(rate)} samples/s a GPU"
         found[at] = f"{digits(rate * gpus)} items/s"
         found[f"{at}, bytes"] = f"{amount(in_all)}/s"
-        found[f"{at}, to a node"] = f"{amount(in_all * min(options.gpus_per_node, gpus) / gpus)}/s"
+        to_node = in_all * min(options.gpus_per_node, gpus) / gpus
+        found[f"{at}, to a node"] = f"{amount(to_node)}/s"
+        found[f"{at}, reads to a node"] = f"{digits(to_node / READ_BYTES)}/s"
+        given = {"bytes": (options.node_mb_per_s or 0) * 1e6, "reads": (options.node_iops or 0) * READ_BYTES}
+        if shares := {what: to_node / most for what, most in given.items() if most}:
+            what = max(shares, key=lambda each: shares[each])
+            found[f"{at}, of a node's storage"] = f"{digits(100 * shares[what])} % of {what}"
+            found[f"{at}, a node's storage is"] = "enough" if shares[what] <= 1 else "too slow"
     return found
 
 

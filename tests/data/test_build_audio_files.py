@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from clap_ds.data.shard_making.audio_files import merge_same
+from clap_ds.data.shard_making.audio_files import find_same, merge
 from clap_ds.data.shard_making.caption_lists import Entry
 from tests.data.builds import RATE, items_by_source, reasons_in, run, tone, write_list
 from tests.data.tars import items_in, wav
@@ -48,7 +48,8 @@ def test_files_that_differ_anywhere_stay_apart(tmp_path: Path) -> None:
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    merged = merge_same([Entry(tmp_path / name, [name]) for name in contents], 2)
+    entries = [Entry(tmp_path / name, [name]) for name in contents]
+    merged = merge(entries, find_same(entries, 2, None))
     assert [entry.captions for entry in merged] == [["alone"], ["long", "same"], ["nearly"], ["other"]]
 
 

@@ -76,6 +76,8 @@ def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pyte
         ("--group_column kind", "expected --held_out SHARE"),
         ("--held_out_fold 1", "expected --fold_column NAME and --held_out_fold FOLD together"),
         ("--kind mel", "--kind mel: waveform and mel, and these alone, take a --preset, one of demo, "),
+        ("--part 4/3", "expected a part and how many there are, from 1/N to N/N, or 0/N, found '4/3'"),
+        ("--part 1/3 --join 3", "not allowed with argument"),
         ("--preset micro", "--kind encoded: waveform and mel, and these alone, take a --preset"),
         ("--train_tokenizer 60000", "from 261 to 50265"),
     ],

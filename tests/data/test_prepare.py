@@ -205,6 +205,20 @@ def test_the_same_command_resumes(
         assert record.sha256 == digest(out / name)
 
 
+def test_parts_are_what_one_command_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for n in range(3):
+        write_tar(tmp_path / f"{n}.tar", members({f"clip{n}": wav(sound(0.1, seed=n), RATE, "PCM_16")}))
+    parts, whole = ([f"{tmp_path}/*.tar", tmp_path / name, "--kind", "waveform"] for name in ("parts", "whole"))
+    assert [run(*parts, "--part", f"{part}/2") for part in (2, 1, 2)] == [0, 0, 0]
+    assert not (tmp_path / "parts" / "manifest.json").exists()
+    assert run(*parts, "--min_seconds", 0.2, "--join", 2) == 2
+    assert "holds shards of other options" in capsys.readouterr().err
+    assert run(*parts, "--join", 2) == run(*whole) == 0
+    assert read_manifest(f"{tmp_path}/parts") == read_manifest(f"{tmp_path}/whole")
+    assert run(whole[0], tmp_path / "short", *whole[2:], "--min_seconds", 0.2) == 2
+    assert "0.tar: clip0: shorter than --min_seconds 0.2: 0.1 s" in capsys.readouterr().err
+
+
 def test_shards_that_cannot_be_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

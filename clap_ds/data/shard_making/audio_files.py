@@ -6,16 +6,19 @@ Decoders take what is there of a file that was cut off, and files that are the s
 from __future__ import annotations
 
 import hashlib
+import json
 import stat
 from collections import defaultdict
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import soundfile
 from tqdm import tqdm
 
+from clap_ds.config.files import parse_json, read_bytes, write_atomically
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry
 
@@ -24,12 +27,19 @@ _OF_A_STREAM = 0x7FFF0000  # sizes from here on stand in WAVs written to a pipe:
 _FRAMES_LOST = {"FLAC": 0, "MP3": 2 * 1152}  # what decoding may give less than the header states
 
 
-def merge_same(entries: list[Entry], num_threads: int) -> list[Entry]:
-    """Entries whose files hold the same become one: the first, which then has all captions and names the others.
+def find_same(entries: list[Entry], num_threads: int, saved: Path | None) -> list[list[Entry]]:
+    """Groups of entries whose files hold the same. Entries are given their sizes and problems.
 
     What isn't a regular file, also by a link, becomes a problem of its entry and is never opened. Files are read only where
-    they are as long as another: their start, and whole where that is the same, too.
+    they are as long as another: their start, and whole where that is the same, too. Where `save_same` has `saved` all this
+    of as many entries, no file is looked at.
     """
+    if saved and saved.is_file():
+        seen, same = parse_json(read_bytes(saved, MOST_OF_A_FILE))
+        if len(seen) == len(entries):
+            for entry, (size, problem) in zip(entries, seen, strict=True):
+                entry.size, entry.problem = size, problem
+            return [[entries[number] for number in group] for group in same]
     groups = [[entry for entry in entries if not entry.problem]]
     with ThreadPoolExecutor(num_threads) as pool:
         for look in (_size, partial(_digest, num_bytes=_PROBE), partial(_digest, num_bytes=-1)):
@@ -40,8 +50,20 @@ def merge_same(entries: list[Entry], num_threads: int) -> list[Entry]:
                 if not entry.problem:
                     alike[seen].append(entry)
             groups = [group for group in alike.values() if len(group) > 1]
+    return groups
+
+
+def save_same(path: Path, entries: list[Entry], same: list[list[Entry]]) -> None:
+    """Write what `find_same` found of these entries."""
+    numbers = {id(entry): number for number, entry in enumerate(entries)}
+    seen = [(entry.size, entry.problem) for entry in entries]
+    write_atomically(path, json.dumps([seen, [[numbers[id(entry)] for entry in group] for group in same]]))
+
+
+def merge(entries: list[Entry], same: list[list[Entry]]) -> list[Entry]:
+    """Of each group the first entry alone, which then has all captions and names the others."""
     merged = set()
-    for first, *others in groups:
+    for first, *others in same:
         for other in others:
             first.add(other)
             first.others.append(other.path)

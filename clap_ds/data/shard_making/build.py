@@ -26,12 +26,12 @@ from clap_ds.config.model_names import preset_names
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.front_end import KINDS
 from clap_ds.data.shard_list import HUB_TOKENIZER
-from clap_ds.data.shard_making.audio_files import merge_same
+from clap_ds.data.shard_making.audio_files import find_same, merge, save_same
 from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry, read_entries
 from clap_ds.data.shard_making.prepared_audio import Clip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
 from clap_ds.data.shard_making.splits import SIDES, Numbered, check_columns, divide
-from clap_ds.data.shard_making.writing import BuiltShard, Member, Named, add_workers, fill, none_usable, resumable
+from clap_ds.data.shard_making.writing import RECORDS, BuiltShard, Member, Named, add_work, fill, none_usable, resumable
 from clap_ds.model.tokenizer import train_tokenizer
 
 
@@ -71,7 +71,7 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     more = "train a tokenizer of so many tokens on the captions, for a model trained from nothing, without a hub: 261 (bytes, "
     more += "special tokens) and often 1000 to 10000, the more the more captions, up to the model's vocabulary"
     parser.add_argument("--train_tokenizer", type=arguments.whole_number(261, largest), metavar="VOCABULARY", help=more)
-    add_workers(parser)
+    add_work(parser)
 
 
 def run_build(options: argparse.Namespace) -> int:
@@ -85,7 +85,9 @@ def run_build(options: argparse.Namespace) -> int:
     preparation = preparation_of(options)
     entries = read_entries(options.source, options)
     check_columns(entries, options)
-    entries = merge_same(entries, options.workers)
+    saved = options.folder / RECORDS / "files.json"
+    listed, same = entries, find_same(entries, options.workers, saved if options.part or options.join else None)
+    entries = merge(entries, same)
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
@@ -94,10 +96,20 @@ def run_build(options: argparse.Namespace) -> int:
     divided = divide(usable, options)
     loud: list[tuple[float, str]] = []
     convert = partial(preparation.clip if preparation else as_it_is, peak_normalise=options.peak_normalise)
-    members = {name: partial(members_of, items, convert, loud) for name, items in divided.items()}
+    least = options.min_seconds
+    members = {name: partial(members_of, items, convert, loud, least) for name, items in divided.items()}
     plan = _plan(divided, options.peak_normalise)
     with resumable(options.folder):
-        shards = fill(options.folder, plan, members, options.workers, preparation, broken)
+        shards = fill(options.folder, plan, members, options, preparation, broken)
+        if options.part and not saved.is_file():
+            save_same(saved, listed, same)
+    if loud:
+        peak, name = max(loud)
+        remedy = "here or in training (clap.data.waveforms) they are clipped; --peak_normalise divides each by its peak"
+        print(f"warning: {len(loud)} file(s) are louder than full scale, {name} most, {peak:,.4g} times: {remedy}")
+    if options.part:
+        print_amount("part {}/{}".format(*options.part), shards)
+        return 0
     tokenizer = HUB_TOKENIZER
     if options.train_tokenizer:
         tokenizer = str(options.folder / "tokenizer")
@@ -106,10 +118,6 @@ def run_build(options: argparse.Namespace) -> int:
         fits = [name for name in preset_names() if load_preset(name).text.vocab_size >= vocab_size]
         print(f"tokenizer of {vocab_size} tokens for a model trained from nothing, of preset {', '.join(fits)}")
     _report(options.folder, shards, entries, tokenizer, options.preset)
-    if loud:
-        peak, name = max(loud)
-        remedy = "here or in training (clap.data.waveforms) they are clipped; --peak_normalise divides each by its peak"
-        print(f"warning: {len(loud)} file(s) are louder than full scale, {name} most, {peak:,.4g} times: {remedy}")
     return print_left_out(options.folder, shards, broken, options.max_left_out)
 
 
@@ -124,14 +132,15 @@ def _plan(divided: dict[str, Numbered], peak_normalise: bool) -> Iterator[str]:
 
 
 def members_of(
-    items: Numbered, convert: Callable[..., Clip], loud: list[tuple[float, str]], broken: list[Named]
+    items: Numbered, convert: Callable[..., Clip], loud: list[tuple[float, str]], least: float, broken: list[Named]
 ) -> Iterator[Member]:
     """What goes into a shard of each of its items; those that can't be used are added to `broken`, peaks beyond full scale to
     `loud`."""
     for number, entry in items:
         names = [entry.path, *entry.others]
         try:
-            clip = convert(read_bytes(entry.path, MOST_OF_A_FILE), entry.path.suffix.lower().removeprefix("."))
+            content = read_bytes(entry.path, MOST_OF_A_FILE)
+            clip = convert(content, entry.path.suffix.lower().removeprefix(".")).of_at_least(least)
         except (BrokenItemError, OSError) as error:
             broken += [(str(path), str(error)) for path in names]
             continue
@@ -139,8 +148,8 @@ def members_of(
         sources = list(dict.fromkeys(path.name for path in names))
         caption, source = (each[0] if len(each) == 1 else each for each in (entry.captions, sources))
         described = {**entry.more, "caption": caption, "source": source}
-        content = json.dumps(described, ensure_ascii=False, default=str).encode(errors="replace")
-        yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": content}, clip.seconds
+        said = json.dumps(described, ensure_ascii=False, default=str).encode(errors="replace")
+        yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": said}, clip.seconds
 
 
 def _report(folder: Path, shards: list[BuiltShard], entries: list[Entry], tokenizer: str, preset: str | None) -> None:

@@ -26,7 +26,7 @@ from clap_ds.data.items import CLIP_FORMATS, choose_clip
 from clap_ds.data.shard_list import expand_shards, tokenizer_beside
 from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
-from clap_ds.data.shard_making.writing import Member, Named, add_workers, fill, resumable
+from clap_ds.data.shard_making.writing import Member, Named, add_work, fill, resumable
 from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_items import read_items
 
@@ -37,7 +37,7 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help=more)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where these go: new, empty, or begun before")
     add_preparation_options(parser, ("waveform", "mel"), required=True)
-    add_workers(parser)
+    add_work(parser)
 
 
 def run_prepare(options: argparse.Namespace) -> int:
@@ -49,10 +49,12 @@ def run_prepare(options: argparse.Namespace) -> int:
         if read_manifest(place).kind == "mel":
             raise UserError(f"{place} holds features; expected audio")
     plan = (f"{tar} {_size(tar)}" for tar in tars.values())
-    members = {name: partial(members_of, tar, preparation) for name, tar in tars.items()}
+    members = {name: partial(members_of, tar, preparation, options.min_seconds) for name, tar in tars.items()}
     with resumable(folder):
-        shards = fill(folder, plan, members, options.workers, preparation)
-    print_amount(preparation.kind, shards)
+        shards = fill(folder, plan, members, options, preparation)
+    print_amount("part {}/{}".format(*options.part) if options.part else preparation.kind, shards)
+    if options.part:
+        return 0
     tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer"
     if tokenizer.is_dir():
         shutil.copytree(tokenizer, folder / tokenizer.name, dirs_exist_ok=True)
@@ -60,12 +62,12 @@ def run_prepare(options: argparse.Namespace) -> int:
     return print_left_out(folder, shards, [], options.max_left_out)
 
 
-def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member]:
+def members_of(tar: str, preparation: Preparation, least: float, broken: list[Named]) -> Iterator[Member]:
     """What a tar (path or URL) holds, prepared, item by item; what can't be used is added to `broken`."""
     for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
         try:
             captions_of(item)
-            clip = preparation.clip(bytes(choose_clip(item, "encoded")))
+            clip = preparation.clip(bytes(choose_clip(item, "encoded"))).of_at_least(least)
         except BrokenItemError as error:
             broken.append((f"{tar}: {item['__key__']}", str(error)))
             continue

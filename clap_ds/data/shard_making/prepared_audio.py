@@ -31,6 +31,8 @@ from clap_ds.data.shard_making.audio_files import check_whole
 from clap_ds.model.mel import LogMel
 from clap_ds.native.convert import convert
 
+SHORT = "shorter than --min_seconds"
+
 
 class Clip(NamedTuple):
     """Audio as it goes into a shard."""
@@ -39,6 +41,12 @@ class Clip(NamedTuple):
     content: bytes
     seconds: float
     peak: float = 0.0  # 1 is full scale; 0 where it can't be louder
+
+    def of_at_least(self, seconds: float) -> Clip:
+        """Itself; BrokenItemError where it is shorter."""
+        if self.seconds < seconds:
+            raise BrokenItemError(f"{SHORT} {seconds:g}: {self.seconds:.3g} s")
+        return self
 
 
 def as_it_is(content: bytes, extension: str, peak_normalise: bool = False) -> Clip:

@@ -1,5 +1,6 @@
 """Tars written side by side: each under another name until it is whole, then with a record, so that a command that was stopped
-goes on with those that have none; and beside them the manifest, and the list of what could not be used."""
+goes on with those that have none; and beside them the manifest, and the list of what could not be used.
+A part of the work is every Nth shard of the same plan, in the same folder; joining them is resuming."""
 
 from __future__ import annotations
 
@@ -50,29 +51,41 @@ def fill(
     folder: Path,
     plan: Iterable[str],
     shards: Mapping[str, Members],
-    num_workers: int,
+    options: argparse.Namespace,
     preparation: Preparation | None,
     unusable: Sequence[Named] = (),
 ) -> list[BuiltShard]:
     """Write all shards that aren't there yet, in threads; then the manifest and the list of broken items, `unusable` first.
+    With `--part`, only that part's shards.
 
     Args:
-        plan: what the shards follow from, beside the preparation.
+        plan: what the shards follow from, beside the preparation and `--min_seconds`.
+        options: those of `add_work`.
 
     Raises:
-        UserError: no item can be used, or the folder holds something else.
+        UserError: no item can be used, the folder holds something else, or shards of a part to be joined are missing.
         OSError: the folder can't be written, or the disk is full: what is finished stays.
     """
     prepared = (preparation.kind, preparation.front_end) if preparation else ()
-    _claim(folder, chain([repr(prepared)], plan))
+    shortest = [repr(options.min_seconds)] if options.min_seconds else []
+    _claim(folder, chain([repr(prepared)], shortest, plan))
+    if options.part:
+        part, num_parts = options.part
+        shards = {name: members for k, (name, members) in enumerate(shards.items()) if k % num_parts == part - 1}
     built = {name: there for name in shards if (there := _finished(folder, name))}
     waiting = {name: members for name, members in shards.items() if name not in built}
+    if options.join and waiting:
+        parts = sorted({k % options.join + 1 for k, name in enumerate(shards) if name in waiting})
+        again = f"run --part I/{options.join} with I = {','.join(map(str, parts))}, then join"
+        raise UserError(f"{folder}: {len(waiting)} of {len(shards)} shards are missing; {again}")
     if built:
         print(f"{len(built)} of {len(shards)} shards are there already", flush=True)
-    with _alone_in(folder):
-        for done in tqdm(_write_all(folder, waiting, num_workers), total=len(waiting), unit="shard", disable=None):
+    with _locked(folder, shared=bool(options.part)):
+        for done in tqdm(_write_all(folder, waiting, options.workers), total=len(waiting), unit="shard", disable=None):
             built[done.name] = done
     ordered = [built[name] for name in shards]
+    if options.part:
+        return ordered
     broken = [*unusable, *(each for shard in ordered for each in shard.broken)]
     listed = [json.dumps({"file": path, "reason": reason}) + "\n" for path, reason in broken]
     write_atomically(folder / BROKEN, "".join(listed))
@@ -95,10 +108,11 @@ def _claim(folder: Path, plan: Iterable[str]) -> None:
     for part in plan:
         state.update(part.encode())
     mark = folder / RECORDS / "plan"
-    if not mark.is_file():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    is_used = folder.exists() and (not folder.is_dir() or any(path.name != RECORDS for path in folder.iterdir()))
+    if not mark.is_file():  # looked for last, as another part may begin at the same time
+        if is_used:
             raise UserError(f"{folder} exists and isn't an empty folder; name a new one, or empty it first")
-        mark.parent.mkdir(parents=True)
+        mark.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(mark, state.hexdigest())
     elif mark.read_text() != state.hexdigest():
         other = "of other options, or of files or captions that have changed since"
@@ -106,14 +120,17 @@ def _claim(folder: Path, plan: Iterable[str]) -> None:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """UserError where another command writes the folder's shards; not told where the file system has no locks."""
+def _locked(folder: Path, shared: bool) -> Iterator[None]:
+    """UserError where another command writes the folder's shards, unless both write parts; not told where the file system has
+    no locks. Who is alone clears away what killed commands left."""
     with (folder / RECORDS / "plan").open() as mark:
         with suppress(OSError):
             try:
-                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(mark, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(f"{folder}: another command is writing its shards; wait for it, or stop it") from None
+        for left in () if shared else folder.glob("*.partial"):
+            left.unlink(missing_ok=True)
         yield
 
 
@@ -142,29 +159,44 @@ def _finished(folder: Path, name: str) -> BuiltShard | None:
 
 def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> BuiltShard:
     """Write one tar and its record; OSError where the folder can't be written, the disk is full, or it is told to stop."""
-    partial = folder / f"{name}.partial"
+    partial = folder / f"{name}.{os.urandom(8).hex()}.partial"  # another node may write the same shard
     broken: list[Named] = []
     num_items, seconds, record = 0, 0.0, None
-    with partial.open("wb") as file:
-        with TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
-            for content, length in members(broken):
-                tar.write(content)
-                num_items, seconds = num_items + 1, seconds + length
-                if stop.is_set():
-                    raise InterruptedError
-        file.flush()
-        os.fsync(file.fileno())
-    if num_items:
-        record = ShardRecord(num_items, partial.stat().st_size, round(seconds, 3), digest(partial))
-        os.replace(partial, folder / name)
-    else:
-        partial.unlink()
+    try:
+        with partial.open("wb") as file:
+            with TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
+                for content, length in members(broken):
+                    tar.write(content)
+                    num_items, seconds = num_items + 1, seconds + length
+                    if stop.is_set():
+                        raise InterruptedError
+            file.flush()
+            os.fsync(file.fileno())
+        if num_items:
+            record = ShardRecord(num_items, partial.stat().st_size, round(seconds, 3), digest(partial))
+            os.replace(partial, folder / name)
+    finally:
+        partial.unlink(missing_ok=True)
     built = {"record": asdict(record) if record else None, "broken": broken}
     write_atomically(folder / RECORDS / f"{name}.json", json.dumps(built))
     return BuiltShard(name, record, broken)
 
 
-def add_workers(parser: argparse.ArgumentParser) -> None:
+def _part(text: str) -> tuple[int, int]:
+    part, slash, num_parts = text.partition("/")
+    if slash and part.isdecimal() and num_parts.isdecimal() and int(part) <= int(num_parts) > 0:
+        return int(part), int(num_parts)
+    raise argparse.ArgumentTypeError(f"expected a part and how many there are, from 1/N to N/N, or 0/N, found {text!r}")
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    more = "leave out clips that are shorter (default: none)"
+    parser.add_argument("--min_seconds", type=number(0, 1e6), default=0.0, metavar="S", help=more)
+    group = parser.add_argument_group("on many nodes, with the same other options").add_mutually_exclusive_group()
+    more = "write part I of N alone, at the same time as others or again; 0/N first looks at the files, once for all"
+    group.add_argument("--part", type=_part, metavar="I/N", help=more)
+    more = "when all N parts are written: the manifest, and all that is said of the whole"
+    group.add_argument("--join", type=whole_number(), metavar="N", help=more)
     more, cores = "shards written at a time (default: one for each core)", len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
     more = "exit code 1 where more than that was left out as it can't be used (default 0.01)"
