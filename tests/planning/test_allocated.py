@@ -1,13 +1,15 @@
 """A planned step's memory against what the CPU's allocator holds in one of the engine, by torch's profiler."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.common import allocated_peak
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.sources import build_batches
 from clap_ds.engine.building import build_model
@@ -47,6 +49,25 @@ def _second_step(run: RunSettings) -> Callable[[], object]:
     step = partial(engine.step, batches, PhaseTimer(CPU, instrumented=False))
     step()
     return step
+
+
+def allocated_peak(prepare: Callable[[], Callable[[], object]]) -> int:
+    """Most bytes that the CPU's allocator holds while what `prepare` returns runs, of all allocated since before that."""
+    gc.collect()  # what earlier ones left would be freed, and counted, in between
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action = prepare()
+        gc.collect()
+        with record_function("measured"):
+            action()
+    results: Any = profiler.profiler and profiler.profiler.kineto_results
+    events = list(results.events())
+    (window,) = [event for event in events if event.name() == "measured"]
+    live = peak = 0
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        if window.start_ns() <= event.start_ns() <= window.end_ns():
+            peak = max(peak, live)
+    return peak
 
 
 def _allocated(case: str) -> int:
