@@ -92,7 +92,7 @@ LACKING = import importlib.metadata, pathlib, sys; plain = lambda name: name.low
 gpu-check: $(READY)
 	@$(if $(READY),,"$(PYTHON)" -c '$(LACKING)' $(wildcard $(WHEELHOUSE)/*.whl) | xargs -r "$(PYTHON)" -m pip install \
 	    --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target runs/packages)
-	"$(PYTHON)" -m benchmarks.gpu_check $(STAND_IN) $(or $(CALL),1) $(if $(OUTPUT),--output "$(OUTPUT)")
+	"$(PYTHON)" -m benchmarks.gpu_check $(or $(CALL),1) $(if $(OUTPUT),--output "$(OUTPUT)")
 
 # This package and all that constraints.txt pins, but for what a GPU machine brings in builds of its own.
 WHEELHOUSE := wheelhouse

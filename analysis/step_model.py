@@ -20,7 +20,7 @@ from clap_ds.config.settings import ClapSettings
 BACKWARD_SHARE = 0.6
 """Share of a rank's step during which gradients can be reduced."""
 LOSS_PASSES = {"gather_with_grad": (12.5, 17.2), "exact_local": (5.0, 3.4)}
-"""Times that fp32 logits and everybody's features cross the GPU's memory, both ways (`benchmarks.loss_bench --traced`)."""
+"""Times that fp32 logits and everybody's features cross the GPU's memory, both ways, as traced for a GPU."""
 MATMUL_EFFICIENCY = 0.3
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import os
 import signal
 import subprocess
@@ -89,27 +88,6 @@ def in_turns(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: in
         for name in list(actions)[:: -1 if number % 2 else 1]:
             found[name].append(actions[name]())
     return {name: results[warm_up:] for name, results in found.items()}
-
-
-def allocated_peak(prepare: Callable[[], Callable[[], object]]) -> int:
-    """Most bytes that the CPU's allocator holds while what `prepare` returns runs, of all allocated since before that."""
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    gc.collect()  # what earlier ones left would be freed, and counted, in between
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        action = prepare()
-        gc.collect()
-        with record_function("measured"):
-            action()
-    results: Any = profiler.profiler and profiler.profiler.kineto_results
-    events = list(results.events())
-    (window,) = [event for event in events if event.name() == "measured"]
-    live = peak = 0
-    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        if window.start_ns() <= event.start_ns() <= window.end_ns():
-            peak = max(peak, live)
-    return peak
 
 
 def exit_on_sigterm() -> None:

@@ -10,7 +10,6 @@ profiler saw to the operations of the same run's plan, by their names and inputs
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -27,7 +26,6 @@ from clap_ds.flop_count.peaks import Gpu, gpu_named, peak_for
 from clap_ds.ranks.distributed import run_command
 
 WARM_UP, STEPS = 5, 2
-MOST_PRODUCTS = 12
 LEAST_SHARE = 0.001
 """Of the time, that an operation takes to be listed."""
 FUSED = "fused kernel"
@@ -37,7 +35,6 @@ COLUMNS = (
     "operation {name} | inputs {shapes} | kernel {kernel} | a step {calls:g} | ms a step {ms:.3f} | share {share:.1%}"
     " | by the data sheet {ideal_ms:.3f} | efficiency {efficiency:.1%} | class {class}"
 )
-CEILINGS = "ceiling {ceiling} | reached {rate:,.1f}"
 CLASSES = "class {class} | efficiency {efficiency:.1%} | ms a step {ms:.3f} | kernels a step {kernels:g}"
 
 
@@ -61,12 +58,12 @@ def profile(session: Any) -> None:
     for each in found:
         kernels = [("", each.self_cpu_time_total)] if on_cpu else [(own.name, own.duration) for own in each.kernels]
         events.append((place.get(id(each.cpu_parent)), each.name, each.input_shapes, kernels))
-    left = {"steps": STEPS, "events": events, "ceilings": ceilings(session.device, events)}
+    left = {"steps": STEPS, "events": events, "ceilings": ceilings(session.device)}
     (session.record.path / "profile.json").write_text(json.dumps(left))
 
 
-def ceilings(device: Any, events: Iterable[Any]) -> dict[str, float]:
-    """By name: GB/s of copies, and TFLOPS of a large product and of the step's largest, each by itself, in bf16."""
+def ceilings(device: Any) -> dict[str, float]:
+    """By name: TFLOPS of a large product in bf16, and GB/s of copies."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -75,14 +72,10 @@ def ceilings(device: Any, events: Iterable[Any]) -> dict[str, float]:
     on_gpu = device.type == "cuda"
     here = torch.zeros(2**28 if on_gpu else 2**22, device=device)
     names = {"here": here, "there": torch.zeros_like(here), "host": torch.zeros(here.shape, pin_memory=on_gpu)}
-    found = {}
-    for what, times, source in (("copy, read and written", 2, "here"), ("host to device", 1, "host")):
+    found = {"TFLOPS of a product": measure_matmul_tflops(device)}
+    for what, times, source in (("a copy, read and written", 2, "here"), ("a copy from the host", 1, "host")):
         timer = Timer(f"there.copy_({source})", globals=names)
-        found[f"{what}, GB/s"] = times * here.nbytes / 1e9 / timer.blocked_autorange(min_run_time=0.5).median
-    products = {(*shapes[0], shapes[1][1]) for _, name, shapes, _ in events if name == "aten::mm"}
-    for size in (None, *sorted(products, key=math.prod)[-MOST_PRODUCTS:]):
-        what = " × ".join(map(str, size)) if size else "large product"
-        found[f"{what}, TFLOPS"] = measure_matmul_tflops(device, size, warm_up_s=0.1, measure_s=0.2)
+        found[f"GB/s of {what}"] = times * here.nbytes / 1e9 / timer.blocked_autorange(min_run_time=0.5).median
     return found
 
 
@@ -118,13 +111,8 @@ def join(profiled: Any, planned: Iterable[tuple[Any, float]], ideal_s: Callable[
     rows, steps = [], profiled["steps"]
     for (name, shapes), took in sorted(kernels.items(), key=lambda item: -item[1].total()):
         times, ms = len(calls[name, shapes]) / steps, took.total() / 1000 / steps
-        row = {
-            "name": name,
-            "shapes": " ".join("×".join(map(str, shape)) for shape in shapes),
-            "calls": times,
-            "ms": ms,
-        }
-        row["kernel"] = took.most_common(1)[0][0].partition("(")[0]
+        row = {"name": name, "shapes": " ".join("×".join(map(str, shape)) for shape in shapes)}
+        row |= {"calls": times, "ms": ms, "kernel": took.most_common(1)[0][0].partition("(")[0]}
         if ms and (plans := known.get((name, shapes), [])):
             row |= {"class": class_of(plans[0]), "ideal_ms": 1000 * times * sum(map(ideal_s, plans)) / len(plans)}
         elif ms and name == "fused":
@@ -181,9 +169,9 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{path}: no kernel's time is in it; expected CUPTI to let torch.profiler see the GPU's")
         joined = sum(row["ms"] for row in rows if "class" in row) / total
         listed = [{**row, "share": row["ms"] / total} for row in rows if row["ms"] >= LEAST_SHARE * total]
-        took = f"{total:.1f} ms a step, {joined:.1%} joined to the plan."
-        reached = table(CEILINGS, [{"ceiling": name, "rate": rate} for name, rate in ceilings_there.items()])
-        texts += [f"## {path.parent}", took, table(COLUMNS, listed), reached]
+        reached = "; ".join(f"{rate:,.1f} {of}" for of, rate in ceilings_there.items())
+        took = f"{total:.1f} ms a step, {joined:.1%} joined to the plan. This device by itself: {reached}."
+        texts += [f"## {path.parent}", took, table(COLUMNS, listed)]
         # Inductor's kernels are told by the compiled run, the others by the eager one, which has all of them.
         classes |= {name: each for name, each in classes_of(rows).items() if (name == FUSED) == is_compiled}
     if not texts:

@@ -20,7 +20,6 @@ import shutil
 import sys
 import tarfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,10 +47,7 @@ PROFILE = "-m benchmarks.efficiencies --deepspeed_config {config}"
 JOIN = "-m benchmarks.efficiencies {call} --gpu {gpu} --output {call}/efficiencies.md"
 PLAN = "-m clap_ds.plan --deepspeed_config {config} --gpu {gpu} --gpus_per_node 1 --json"
 TESTS = "-m pytest -v -p no:cacheprovider -m gpu"
-PEERS = (
-    "-m benchmarks.peers --preset {preset} --micro_batch {micro_batch} --text_tokens {tokens} --precision bf16 --rounds 3"
-    " --output {folder}/peers.md"
-)
+PEERS = "-m benchmarks.peers --micro_batch {micro_batch} --precision bf16 --rounds 3 --output {folder}/peers.md"
 SAME = "clap.model.drop_path=0 clap.model.text_dropout=0 clap.model.spec_augment=false"
 LOSSES = f"htsat_tiny {SAME} clap.bench.warmup_steps=18 clap.bench.steps_per_window=1 clap.bench.windows=2"
 GLOO = """
@@ -63,9 +59,11 @@ from clap_ds.bench import command; command()
 TWO = "htsat_tiny train_micro_batch_size_per_gpu=128 clap.compile=off clap.gradient_sync"
 RANKS = f"-m torch.distributed.run --standalone --nproc_per_node 2 --no_python {{python}} -c {shlex.quote(GLOO)}"
 SOUNDS = (
-    "-m examples.synthetic_sounds {call}/data --clips {clips} --shards 8 --seconds 10 --sample_rate 48000 --format wav"
+    "-m examples.synthetic_sounds {call}/data --clips 1232 --shards 8 --seconds 10 --sample_rate 48000 --format wav"
 )
-PREPARE = "-m clap_ds.shards prepare {call}/data/*.tar {call}/data/prepared --kind waveform --preset {preset}"
+PREPARE = (
+    "-m clap_ds.shards prepare {call}/data/*.tar {call}/data/prepared --kind waveform --preset htsat_tiny_roberta_base"
+)
 SHARDS = '{"source":"shards","shards":"{call}/data/prepared/*.tar","tokenizer":"{call}/data/tokenizer"}'
 CALLS = {
     1: {
@@ -101,8 +99,6 @@ CALLS = {
 }  # fmt: skip
 """Of each call the most informative first, but for what another step has to make."""
 SHORT = "tensorboard.enabled=false clap.bench.warmup_steps=5 clap.bench.windows=3 clap.bench.breakdown_steps=2"
-MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.text_tokens=16 clap.cpu_kernels=off"
-"""What a stand-in without a GPU changes in every run."""
 FEWEST_S = 20.0
 """Least time that a step is begun with; also kept for ending the last one."""
 BULKY = (".tar", ".ttir", ".ttgir", ".llir", ".source")
@@ -114,22 +110,22 @@ COLUMNS = (
 )
 
 
-def run_step(step: Step, folder: Path, limit_s: float, places: Mapping[str, Any], changes: str) -> dict[str, Any]:
+def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, Any]:
     """Run one step in a new folder and show its output. Returns the table's row: state, seconds, why it isn't complete
     (`note`), and what its run or its plan says."""
-    places = {**places, "folder": folder, "call": folder.parent, "config": folder / "config.json"}
+    places: dict[str, Any] = {"gpu": gpu, "python": sys.executable, "call": folder.parent, "folder": folder}
+    places["config"] = folder / "config.json"
 
     def words(text: str) -> list[str]:
         return [re.sub(r"\{(\w+)\}", lambda found: str(places[found[1]]), word) for word in shlex.split(text)]
 
     name, *assignments = words(step.run)
     content = read_config(Path(name))
-    for assignment in (*SHORT.split(), *assignments, *changes.split()):
+    for assignment in (*SHORT.split(), *assignments):
         content = with_field(content, *parse_assignment(assignment))
     folder.mkdir(parents=True)
-    write_object(folder / "config.json", with_field(content, "clap.output", {"root": str(folder), "label": "run"}))
-    places |= {"preset": content["clap"]["model"]["preset"], "tokens": content["clap"]["text_tokens"]}
     places["micro_batch"] = content["train_micro_batch_size_per_gpu"]
+    write_object(places["config"], with_field(content, "clap.output", {"root": str(folder), "label": "run"}))
     command, log, began_s = words(step.command), folder / "output.log", time.monotonic()
     print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)
     state = run_for([sys.executable, *command], log, limit_s)
@@ -164,19 +160,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("call", type=int, choices=CALLS)
     parser.add_argument("--minutes", type=float, default=9.0, help="end what runs when this time is up; default 9")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: results/<device>")
-    parser.add_argument("--stand_in", action="store_true", help=argparse.SUPPRESS)  # a micro model on CPUs
     options = parser.parse_args(argv)
     deadline_s = time.monotonic() + 60 * options.minutes
-    device, gpu, clips, changes = "stand-in", "h100-sxm", 16, MICRO
-    if options.stand_in:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    elif not (found := nvidia_smi()):
+    if not (found := nvidia_smi()):
         raise UserError("no NVIDIA GPU on this machine: nvidia-smi names none")
-    elif choose_accelerator() == "cpu":
+    if choose_accelerator() == "cpu":
         raise UserError("CUDA_VISIBLE_DEVICES or DS_ACCELERATOR keeps this from the GPUs")
-    else:
-        device, clips, changes = found[0].split(",")[0].strip(), 1232, ""
-        gpu = getattr(peak_for(device), "name", "") or device
+    device = found[0].split(",")[0].strip()
+    gpu = getattr(peak_for(device), "name", "") or device
     exit_on_sigterm()
     short = re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
     kept = options.output or work_folder() / "results" / short
@@ -186,13 +177,13 @@ def main(argv: list[str] | None = None) -> int:
     with suppress(OSError, EOFError, tarfile.TarError, lzma.LZMAError), tarfile.open(kept / "caches.tar.xz") as tar:
         tar.extractall(caches.parent, filter="data")
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
-    places, rows = {"gpu": gpu, "python": sys.executable, "clips": clips}, list[dict[str, Any]]()
+    rows: list[dict[str, Any]] = []
     for name, step in CALLS[options.call].items():
         left_s = deadline_s - time.monotonic() - FEWEST_S
         if left_s < FEWEST_S:
             rows.append({"step": name, "state": "no time left", "seconds": 0.0})
         else:
-            rows.append(run_step(step, folder / name, min(step.most_s, left_s), places, changes))
+            rows.append(run_step(step, folder / name, min(step.most_s, left_s), gpu))
         if name == "losses_compiled" and rows[0].get("losses") and rows[1].get("losses"):
             pairs = zip(rows[1]["losses"], rows[0]["losses"], strict=False)
             rows[1]["loss_difference"] = max(abs(compiled / eager - 1) for compiled, eager in pairs)

@@ -62,22 +62,19 @@ def compile_towers(
             _say(f"compiling {PARTS[name]} …")
             part, part_began_s = model.get_submodule(name), time.monotonic()
             part.compile(backend=backend, mode=mode)
-            problems[name] = _problem(part, text if name == "text" else [audio], cached=cached)
-            _say(f"{'failed' if problems[name] else 'compiled'} in {time.monotonic() - part_began_s:.0f} s")
-            if problems[name]:
+            found = gather(_problem(part, text if name == "text" else [audio], cached=cached))
+            problem = next((f"rank {number}: {each}" for number, each in enumerate(found) if each), None)
+            if problem:
                 part._compiled_call_impl = None
+                _say(f"warning: {PARTS[name]} runs slower, as it can't be compiled: {problem}")
+            else:
+                _say(f"compiled in {time.monotonic() - part_began_s:.0f} s")
             if name == "mel":
                 audio = part(audio)
+            problems[name] = problem
         for buffer, value in statistics:
             buffer.copy_(value)
-        everyones = gather((problems, time.monotonic() - began_s))
-    for name in problems:
-        failed = [f"rank {number}: {own[name]}" for number, (own, _) in enumerate(everyones) if own[name]]
-        problems[name] = failed[0] if failed else None
-        if failed:
-            model.get_submodule(name)._compiled_call_impl = None
-            _say(f"warning: {PARTS[name]} runs slower, as it can't be compiled: {failed[0]}")
-    return Summary(compiled=problems, compile_s=max(seconds for _, seconds in everyones))
+    return Summary(compiled=problems, compile_s=time.monotonic() - began_s)
 
 
 def _problem(part: nn.Module, inputs: list[Any], *, cached: bool) -> str | None:

@@ -6,8 +6,6 @@ is random: constant data draws less power and shows a rate no training sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.utils.benchmark import Timer
 
@@ -16,14 +14,13 @@ CPU_SIZE = 1024  # larger ones would take too long
 
 
 def measure_matmul_tflops(
-    device: torch.device, size: int | Sequence[int] | None = None, *, warm_up_s: float = 1.0, measure_s: float = 2.0
+    device: torch.device, size: int | None = None, *, warm_up_s: float = 1.0, measure_s: float = 2.0
 ) -> float:
-    """TFLOPS of bf16 matrix products with random data, median over short windows. `size`: of all sides, or of a product's rows,
-    inner dimension and columns (None: as large as keeps the device busy); `warm_up_s`: for clocks to settle under load."""
+    """TFLOPS of bf16 square matrix products with random data, median over short windows. `size`: rows and columns (None: as
+    many as keep the device busy); `warm_up_s`: for clocks to settle under load."""
     size = size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)
-    m, k, n = (size,) * 3 if isinstance(size, int) else size
-    a, b = (torch.randn(*sides, device=device, dtype=torch.bfloat16) for sides in ((m, k), (k, n)))
-    names = {"matmul": torch.matmul, "a": a, "b": b, "product": torch.empty(m, n, device=device, dtype=a.dtype)}
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    names = {"matmul": torch.matmul, "a": a, "b": b, "product": torch.empty_like(a)}
     timer = Timer("matmul(a, b, out=product)", globals=names, num_threads=torch.get_num_threads())
     timer.blocked_autorange(min_run_time=warm_up_s)
-    return 2 * m * k * n / timer.blocked_autorange(min_run_time=measure_s).median / 1e12
+    return 2 * size**3 / timer.blocked_autorange(min_run_time=measure_s).median / 1e12

@@ -41,7 +41,6 @@ TABLE: Mapping[str, Efficiency] = {
     "batched product": Efficiency(0.30, 0.50, 0.70, "small matrices are padded to tiles; a guess"),
     "convolution": Efficiency(0.30, 0.50, 0.70, "a guess"),
     "narrow convolution": Efficiency(0.15, 0.30, 0.50, "tensor cores get 8 channels or nothing (cuDNN's guide); a guess"),
-    "depthwise convolution": Efficiency(0.05, 0.10, 0.20, "a guess (pytorch #22302, #192902)"),
     "FFT": Efficiency(0.30, 0.50, 0.70, "a guess"),
     "flash attention": Efficiency(0.20, 0.35, 0.55, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
     "flash attention backward": Efficiency(0.12, 0.25, 0.42, "512 tokens on an A100 (arXiv 2307.08691), less at fewer"),
@@ -74,7 +73,7 @@ PROCESSORS = {
 }  # fmt: skip
 """Streaming multiprocessors or compute units."""
 BY_TENSOR_CORES = ("wide product", "convolution")
-NO_TENSOR_CORES = ("narrow convolution", "depthwise convolution")
+NO_TENSOR_CORES = "narrow convolution"
 _NAMES = {
     "product": "mm addmm",
     "batched product": "bmm baddbmm",
@@ -110,9 +109,8 @@ def class_of(operation: Operation) -> str:
     elif found == "attention" and shapes[0][-1] <= NARROW_HEAD:
         found = "narrow attention"
     elif found == "convolution":
-        image, weight = shapes[1:3] if is_backward else shapes[:2]
-        found = "narrow convolution" if weight[1] < NARROW_CHANNELS else found
-        found = "depthwise convolution" if weight[1] == 1 < image[1] else found
+        weight = shapes[2 if is_backward else 1]
+        found = NO_TENSOR_CORES if weight[1] < NARROW_CHANNELS else found
     elif name == "native_layer_norm" and operation.dtype is not None:
         row = shapes[0][-1] * operation.dtype.itemsize
         found = "narrow norm" if row <= NARROW_ROW else "medium norm" if row <= MEDIUM_ROW else "norm"

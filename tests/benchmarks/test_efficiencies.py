@@ -41,7 +41,7 @@ def invent(folder: Path, what: str, share: float) -> tuple[float, float]:
             events.append((len(events) - 1, "aten::mm", [[64, 32], [32, 32]], [["second", 3 * us / 4]]))
     total_us = sum(kernel[1] for *_, kernels in events for kernel in kernels)
     events.append((None, "Memcpy HtoD", [], [["Memcpy HtoD", total_us / 9]]))
-    left = {"steps": efficiencies.STEPS, "events": events, "ceilings": {"copy, GB/s": 4321.0}}
+    left = {"steps": efficiencies.STEPS, "events": events, "ceilings": {"GB/s of a copy": 4321.0}}
     (folder / "profile.json").write_text(json.dumps(left))
     inductors_us = sum(kernels[0][1] for _, name, _, kernels in events if name.startswith("#"))
     return total_us / efficiencies.STEPS / 1000, inductors_us / efficiencies.STEPS / 1000
@@ -64,7 +64,7 @@ def test_every_class_has_the_share_that_its_kernels_reach(tmp_path: Path, capsys
     shown = " ".join(capsys.readouterr().out.split())
     for total_ms in (eager_ms, compiled_ms):
         assert f"{total_ms * 10 / 9:.1f} ms a step, 90.0% joined to the plan" in shown
-    assert shown.count("| copy, GB/s | 4,321.0 |") == 2
+    assert shown.count("by itself: 4,321.0 GB/s of a copy.") == 2
     assert shown.count(f"| Memcpy HtoD | – | Memcpy HtoD | 0.5 | {eager_ms / 9:.3f} | 10.0% | – | – | – |") == 1
     thin = classes["thin product"]
     assert f"| thin product | 0.1% | {1000 * thin['seconds']:.3f} | {thin['kernels']:g} |" in shown

@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from benchmarks.plan_validation import compared, published_rows, render, step_of
-from clap_ds.flop_count.peaks import GPUS
 from clap_ds.planning.efficiency import TABLE
 from clap_ds.planning.roofline import CASES
 from clap_ds.planning.trace import Operation
@@ -16,7 +14,7 @@ ROWS = published_rows()
 KINDS = {
     tuple(str(row[name]) for name in ("class", "precision", "attention", "compiled", "optimizer")): row for row in ROWS
 }
-SMALL = {"DonutSwin": {"depths": [1] * 4}, "ConvNext": {"depths": [1] * 4}, "GPT2": {"n_layer": 1}}
+SMALL = {"DonutSwin": {"depths": [1] * 4}, "GPT2": {"n_layer": 1}}
 ROW: dict[str, Any] = {**ROWS[0], "device": "h100-sxm", "batch": 6, "accumulation": 2, "rate": 100.0}
 
 
@@ -35,17 +33,9 @@ def test_the_ratio_is_what_a_known_law_gives() -> None:
 def test_the_median_is_of_all_rows() -> None:
     rates = {"low": 90.0, "middle": 200.0, "high": 300.0}
     rows = [{**ROW, "ratio": ratio, "predicted_rate": rates} for ratio in (6.0, 1.0, 2.0)]
-    rows[0] |= {"rate": 80.0, "device": "h200"}
+    rows[0] |= {"rate": 80.0}
     last = render(rows).splitlines()[-1]
-    assert "**2.00** of 3 rows (h100-sxm 1.50, h200 6.00); 2 rates are in their interval" in last
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']} {row['device']}")
-def test_a_row_is_complete(row: dict[str, Any]) -> None:
-    assert all(row[name] != "" for name in row)
-    assert (row["device"] in GPUS, row["source"][:8], row["accumulation"] > 0) == (True, "https://", True)
-    assert 10 < row["rate"] < 2000 < row["year"] + 1 < 2028
-    assert hasattr(transformers, row["class"])
+    assert "**2.00** of 3 rows; 2 rates are in their interval" in last
 
 
 @pytest.mark.parametrize("row", KINDS.values(), ids=map(" ".join, KINDS))

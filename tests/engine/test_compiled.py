@@ -87,14 +87,18 @@ def traced_alone(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "triton"])
-def test_front_end_and_towers_are_a_graph_each_with_any_kernel(attention: str) -> None:
+def test_front_end_and_towers_are_a_graph_each_with_any_kernel(
+    attention: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     if attention == "triton":
         pytest.importorskip("triton")
     forget()
     model = micro(attention=attention, drop_path=0.5, text_dropout=0.1, spec_augment=True).requires_grad_(False)
     engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
     found = compile_towers(engine, Batch(*batch(False)), "towers", cached=False, backend=traced_alone)
-    assert found["compiled"] == dict.fromkeys(("mel", "audio", "text"))
+    assert found["compiled"] == dict.fromkeys(compiled.PARTS)
+    said = re.sub(r"\d+", "1", capsys.readouterr().out)
+    assert said == "".join(f"compiling {name} …\ncompiled in 1 s\n" for name in compiled.PARTS.values())
     model(*batch(False))
     assert statistics() == (3, 0)
     model(*batch(False, num_tokens=24))
@@ -200,11 +204,9 @@ def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(two_ranks: R
         assert losses == plain_losses
         assert all(torch.equal(state[name], tensor) for name, tensor in plain_state.items())
     (*_, said), (*_, by_another) = results
-    assert [re.sub(r"\d+", "1", line) for line in said] == [
-        "compiling the audio tower …", "compiled in 1 s", "compiling the text tower …", "compiled in 1 s",
-        f"warning: the audio tower runs slower, as it can't be compiled: {why}",
-        f"warning: the text tower runs slower, as it can't be compiled: {why}",
-    ]  # fmt: skip
+    towers = [compiled.PARTS[name] for name in ("audio", "text")]
+    warnings = [f"warning: {tower} runs slower, as it can't be compiled: {why}" for tower in towers]
+    assert said == [f"compiling {towers[0]} …", warnings[0], f"compiling {towers[1]} …", warnings[1]]
     assert by_another == []
 
 
@@ -242,9 +244,10 @@ def test_what_auto_stands_for() -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_models_train_the_same_on_a_gpu(one_gpu: RankPool) -> None:
-    ((difference, _),) = one_gpu.run(compared, False)
-    assert difference < 1e-3  # TF32 or another order of sums
+@pytest.mark.parametrize("gpus", ["one_gpu", "two_gpus"])
+def test_compiled_models_train_the_same_on_gpus(request: pytest.FixtureRequest, gpus: str) -> None:
+    for difference, _ in request.getfixturevalue(gpus).run(compared, False):
+        assert difference < 1e-3  # TF32 or another order of sums
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -27,7 +27,6 @@ def _work() -> None:
         F.linear(leaf(5000, 96), leaf(288, 96)),
         torch.bmm(leaf(8, 64, 24), leaf(8, 24, 64)).softmax(-1),
         F.conv2d(leaf(2, 1, 16, 16), leaf(96, 1, 4, 4), stride=4),
-        F.conv2d(leaf(2, 96, 16, 16), leaf(96, 1, 7, 7), groups=96),
         F.conv2d(leaf(2, 96, 16, 16), leaf(96, 96, 3, 3)),
         *(F.layer_norm(leaf(9, width), (width,), leaf(width), leaf(width)) for width in (96, 192, 768)),
         F.scaled_dot_product_attention(*(leaf(2, 3, 64, 24) for _ in range(3)), leaf(1, 3, 64, 64)),
@@ -48,7 +47,7 @@ def test_classes_are_those_of_what_is_dispatched() -> None:
             found.setdefault((op.name.partition(".")[2], op.backward), set()).add(class_of(op))
     efficient, flash = (f"_scaled_dot_product_{kernel}_attention" for kernel in ("efficient", "flash"))
     products, norms = {"wide product", "thin product"}, {"narrow norm", "medium norm", "norm"}
-    convolutions = {"narrow convolution", "depthwise convolution", "convolution"}
+    convolutions = {"narrow convolution", "convolution"}
     expected = {
         ("mm", False): products, ("mm", True): products | {"thin weight gradient"},
         ("bmm", False): {"batched product"}, ("bmm", True): {"batched product"},

@@ -1,5 +1,8 @@
 """Times worked out by hand from rates."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -64,17 +67,9 @@ def test_a_gpus_times_are_its_data_sheets_and_what_its_processors_take_besides()
         assert besides == pytest.approx([besides[0]] * len(GPUS))
 
 
-def _moving(
-    name: str,
-    read: dict[int, int],
-    written: dict[int, int],
-    flops: int = 0,
-    *,
-    part: str = "audio",
-    backward: bool = False,
-) -> Operation:
-    places = (tuple(each.items()) for each in (read, written))
-    return Operation(name, part, backward, flops, *places, bool(read or written), torch.bfloat16)
+def _moving(name: str, read: dict[int, int], written: dict[int, int], **its: Any) -> Operation:
+    launches = bool(read or written)
+    return replace(_operation(name, launches=launches, **its), read=(*read.items(),), written=(*written.items(),))
 
 
 def test_what_lies_between_products_becomes_one_kernel() -> None:
