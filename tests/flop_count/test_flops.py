@@ -124,7 +124,8 @@ def test_what_the_profiler_cannot_see_is_said(write_run: WriteRun) -> None:
     late, hidden = "profile_step is 9, the run has 8 steps", "'towers'"
     for steps, clap, said in ((8, {}, late), (9, {"compile": "towers"}, hidden)):
         run, engine = load_run(write_run(flops_profiler=profiler, clap=clap)), SimpleNamespace(steps=steps, model=model)
-        session: Any = SimpleNamespace(run=run, engine=engine, batches=iter([Batch(audio, ids, ids)]))
+        of_run: Any = {"device": torch.device("cpu"), "batches": iter([Batch(audio, ids, ids)])}
+        session: Any = SimpleNamespace(run=run, engine=engine, **of_run)
         (warning,) = measure_flops(session)[1]
         assert said in warning
         assert "not profiled" in warning
