@@ -7,17 +7,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.data import shard_manifest
 from clap_ds.data.front_end import FrontEnd, Kind
 from clap_ds.data.shard_list import Source
-from clap_ds.data.shard_manifest import (
-    ShardManifest,
-    ShardRecord,
-    kind_of,
-    read_manifest,
-    samples_of,
-    warn_of_absent,
-    write_manifest,
-)
+from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, kind_of, read_manifest, samples_of, write_manifest
 from tests.data.tars import marked_item, marked_tars, put, write_tar
 
 
@@ -78,10 +71,10 @@ def test_tars_that_a_manifest_lists_and_that_are_gone(tmp_path: Path, capsys: py
     for name in names[1:]:
         (tmp_path / name).touch()
     read = [str(tmp_path / name) for name in names[1:3]]  # a run may leave out what is there
-    warn_of_absent([*read, "memory://elsewhere/train-0.tar"])
+    shard_manifest.warn_of_absent([*read, "memory://elsewhere/train-0.tar"])
     assert not capsys.readouterr().err
     (tmp_path / names[3]).unlink()
-    warn_of_absent(read)
+    shard_manifest.warn_of_absent(read)
     expected = f"warning: 1 of the 3 tars in {tmp_path}/manifest.json are not there, the first: train-2.tar\n"
     assert capsys.readouterr().err == expected
 
