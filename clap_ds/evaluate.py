@@ -177,11 +177,13 @@ def evaluate_checkpoint(
 
 def print_folds(paths: list[Path]) -> None:
     """Mean, standard deviation and values over folds of the metrics in results; a UserError where they aren't such."""
-    found: list[Any] = [read_object(path).get("metrics") for path in paths]
-    for path, metrics in zip(paths, found, strict=True):
-        is_known = isinstance(metrics, dict) and metrics.keys() == found[0].keys() and len({*paths}) == len(paths) > 1
-        if not is_known or {*map(type, metrics.values())} != {float}:
-            raise UserError(f"{path}: expected what --json wrote of each of two or more folds, with the same metrics")
+    results = [read_object(path) for path in paths]
+    found: list[Any] = [result.get("metrics") for result in results]
+    for path, result, metrics in zip(paths, results, found, strict=True):
+        is_known = isinstance(metrics, dict) and metrics.keys() == found[0].keys() and len(paths) > 1
+        if not is_known or {*map(type, metrics.values())} != {float} or results.count(result) > 1:
+            each = "each of two or more folds, once, with the same metrics"
+            raise UserError(f"{path}: expected what --json wrote of {each}")
     for name in found[0]:
         values = [(1 if name == LOSS else 100) * metrics[name] for metrics in found]
         each = ", ".join(f"{value:.2f}" for value in values)

@@ -27,10 +27,12 @@ def names_in_cell(cell: str) -> list[str]:
 
 
 def joined_names(cells: Iterable[str]) -> str | None:
-    """A cell that holds several names, each known from other cells, too: where that is so of half of those with separators."""
+    """A cell that holds several names, where that is so of half of those with separators: each is known from other cells, too,
+    or they stand without spaces, as in `Bark,Dog`, which a text doesn't."""
     names = {cell: {*names_in_cell(cell)} for cell in cells}
     known = Counter(name for each in names.values() for name in each if re.search(r"[^\W\d]", name))
-    several = {cell: all(known[name] > 1 for name in each) for cell, each in names.items() if len(each) > 1}
+    least = {cell: 2 if re.search(r"[,;|]\s", cell) else 1 for cell in names}
+    several = {cell: all(known[name] >= least[cell] for name in each) for cell, each in names.items() if len(each) > 1}
     return max(several, key=several.__getitem__) if several and 2 * sum(several.values()) >= len(several) else None
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -108,6 +109,17 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
         found = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
         raise ValueError(f"{FIELD}: {found} can't be mixed; prepare all as mel, or none (clap-shards prepare)")
     return next(kind for kind in KINDS if kind in kinds)
+
+
+def warn_of_absent(shards: Iterable[str]) -> None:
+    """A warning where a manifest lists more local tars than there are, of those that go by the name of one that is read, such
+    as `train`: a copy that was not finished."""
+    local = [Path(shard) for shard in shards if not is_remote(shard)]
+    for folder, series in dict.fromkeys((shard.parent, shard.name.rpartition("-")[0]) for shard in local):
+        names = [name for name in read_manifest(str(folder)).shards if name.rpartition("-")[0] == series]
+        if absent := [name for name in names if not (folder / name).exists()]:
+            found = f"{len(absent)} of the {len(names)} tars in {folder / MANIFEST} are not there"
+            print(f"warning: {found}, the first: {absent[0]}", file=sys.stderr, flush=True)
 
 
 def digest(path: Path) -> str:  # SHA-256 of a file, in hex

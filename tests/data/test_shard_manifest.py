@@ -7,6 +7,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.data import shard_manifest
 from clap_ds.data.front_end import FrontEnd, Kind
 from clap_ds.data.shard_list import Source
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, kind_of, read_manifest, samples_of, write_manifest
@@ -62,6 +63,20 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             kind(*names)
+
+
+def test_tars_that_a_manifest_lists_and_that_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["held-0.tar", *(f"train-{number}.tar" for number in range(3))]
+    write_manifest(tmp_path, ShardManifest(dict.fromkeys(names, ShardRecord(1, 0, 0.0, ""))))
+    for name in names[1:]:
+        (tmp_path / name).touch()
+    read = [str(tmp_path / name) for name in names[1:3]]  # a run may leave out what is there
+    shard_manifest.warn_of_absent([*read, "memory://elsewhere/train-0.tar"])
+    assert not capsys.readouterr().err
+    (tmp_path / names[3]).unlink()
+    shard_manifest.warn_of_absent(read)
+    expected = f"warning: 1 of the 3 tars in {tmp_path}/manifest.json are not there, the first: train-2.tar\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,8 @@ def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "retrieval_loss: 6.33 ± 1.53 (3 folds: 5.00, 6.00, 8.00)",
     ]
     (other := tmp_path / "other.json").write_text('{"metrics": {"zero_shot_top1": 1.0}}')
-    for wrong in ([*paths, other], paths[:1], [*paths, paths[0]]):
+    (copy := tmp_path / "copy.json").write_bytes(paths[0].read_bytes())  # as of a fold that was evaluated twice
+    for wrong in ([*paths, other], paths[:1], [*paths, copy]):
         with pytest.raises(UserError, match="expected what --json wrote of each of two or more folds"):
             print_folds(wrong)
 

@@ -111,8 +111,11 @@ def _as_on_disk(root: Path, path: str) -> Path:
     """A file that is there by another spelling: an ü is one character or, on macOS, two, and Windows has backslashes."""
     if (path.isascii() and "\\" not in path) or os.path.exists(root / path):
         return root / path
-    others = (root / normalize(form, path.replace("\\", "/")) for form in ("NFC", "NFD"))
-    return next(filter(os.path.exists, others), root / path)
+    found = root
+    for part in Path(path.replace("\\", "/")).parts:  # a folder may have one spelling, what is in it the other
+        forms = (found / normalize(form, part) for form in ("NFC", "NFD"))
+        found = next(filter(os.path.exists, forms), found / part)
+    return found
 
 
 def _text_in(path: Path, encoding: str | None, most: int = MOST_BYTES) -> str:

@@ -27,7 +27,7 @@ from clap_ds.data.shard_list import expand_shards, tokenizer_beside
 from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
 from clap_ds.data.shard_making.writing import Member, Named, add_work, fill, resumable
-from clap_ds.data.shard_manifest import read_manifest
+from clap_ds.data.shard_manifest import read_manifest, warn_of_absent
 from clap_ds.data.tar_items import read_items
 
 
@@ -45,6 +45,7 @@ def run_prepare(options: argparse.Namespace) -> int:
     preparation = preparation_of(options)
     assert preparation is not None  # of an encoded kind, which isn't among the choices
     tars, folder = _by_name(expand_shards(options.shards)), options.folder
+    warn_of_absent(tars.values())
     for place in dict.fromkeys(tar.rpartition("/")[0] or "." for tar in tars.values()):
         if read_manifest(place).kind == "mel":
             raise UserError(f"{place} holds features; expected audio")
