@@ -145,9 +145,8 @@ def _note_compilations() -> None:
     from torch._dynamo.callback import callback_handler
 
     keep_code()
-    warnings.filterwarnings(
-        "ignore", "Torchinductor does not support code generation for complex"
-    )  # the FFT's, which is torch's
+    # The FFT's, which is torch's.
+    warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
     noted = ExitStack()
     callback_handler.register_start_callback(lambda _: noted.enter_context(watch.doing("compiling")))
     callback_handler.register_end_callback(lambda _: noted.close())

@@ -75,7 +75,7 @@ class Summary(TypedDict, total=False):
     compiled: dict[str, str | None]
     """By part of the model that was given to torch.compile (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
     compile_s: float
-    """Seconds which that took before the first step, on the slowest rank."""
+    """Seconds which that took before the first step, until all ranks had done it."""
 
     samples_per_s_per_gpu: Rates
     samples_per_s: float
