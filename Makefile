@@ -27,7 +27,7 @@ endif
 	@echo "setting up .venv, once: torch with its CUDA libraries is several GB"
 	@test -x .venv/bin/python || "$${BASE_PYTHON:-python3}" -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,test]'
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,embed,probe,test]'
 	@.venv/bin/python -m clap_ds.model.torchaudio_compat
 	@# Linux cuts the first line of a script at a space in the path of its Python.
 	@find .venv/bin -type f -exec sed -i '1s|^#!/.* .*/bin/python[0-9.]*$$|#!/usr/bin/env python|' {} +
