@@ -35,6 +35,7 @@ from clap_ds.config.model import TEXT_TOKENS, ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.inference.options import DTYPES
 from clap_ds.ranks.distributed import (
     Ranks,
     add_rank_options,
@@ -47,7 +48,6 @@ from clap_ds.ranks.distributed import (
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MICRO_BATCH = 32
 NUM_BROKEN_SHOWN = 5
 TITLES = {"retrieval": "retrieval", "zero_shot": "zero-shot classification"}

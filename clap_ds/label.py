@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from clap_ds.inference.vectors import SUFFIXES, Block, block_of, read_table
 
 _BLOCK = 64  # rows that are labelled at a time
 COLUMNS = ("label", "probability")
+Cells: TypeAlias = list[str | float]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,27 +50,27 @@ def main(argv: list[str] | None = None) -> int:
     names: set[str] = set()
     reasons: list[tuple[str, str]] = []
 
-    def rows() -> Iterator[list[str | float]]:
+    def rows() -> Iterator[Cells]:
         yield ["file", "start_s", "end_s", "error", *(f"{what}_{n}" for n in range(1, top + 1) for what in COLUMNS)]
         classes = clap.class_embeddings(labels, arguments.template)
         for block in chain(*(blocks for *_, blocks in tables.values()), (block_of(each, clap.dim) for each in batches)):
             names.update(block.file)
             reasons.extend((block.file[n], block.error[n]) for n in np.flatnonzero(block.error != ""))
-            yield from labelled(block, clap.logit_scale * block.vector.astype(np.float64) @ classes.T, labels, top)
+            yield from labelled(block, clap.probabilities(block.vector, classes), labels, top)
 
     write_csv(arguments.output, rows())
     return options.left_out(len(names), reasons, arguments.max_left_out)
 
 
-def labelled(block: Block, logits: NDArray[np.float64], labels: list[str], top: int) -> Iterator[list[str | float]]:
-    """Rows of the CSV: the `top` labels of each row, the likeliest first, of `logits` (rows, labels)."""
-    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-    probabilities = odds / odds.sum(axis=1, keepdims=True)
+def labelled(block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int) -> Iterator[Cells]:
+    """The CSV's rows of a block, by probabilities (rows, labels): the likeliest `top` labels of each, none where there is no
+    vector."""
     for *said, likely in zip(*block[:4], probabilities, strict=True):
         best: Any = [] if np.isnan(likely).any() else np.argsort(-likely, kind="stable")[:top]
         file, start_s, end_s, error = said
         best_labels = [cell for n in best for cell in (labels[n], round(float(likely[n]), 6))]
-        yield [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error), *best_labels]
+        empty = [""] * (2 * top - len(best_labels))
+        yield [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error), *best_labels, *empty]
 
 
 def labels_of(arguments: argparse.Namespace) -> list[str]:

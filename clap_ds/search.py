@@ -33,11 +33,10 @@ def main(argv: list[str] | None = None) -> None:
     from clap_ds.record.csv_text import printable, write_csv
 
     clap = options.load_model_of(arguments.table, about, arguments)
-    query = (
-        clap.embed_audio([arguments.sound], windows=about.windows)
-        if arguments.sound
-        else clap.embed_text([arguments.query])
-    )
+    if arguments.sound:
+        query = clap.embed_audio(arguments.sound, windows="middle" if about.windows == "middle" else "mean")
+    else:
+        query = clap.embed_text(arguments.query)
     found = nearest(blocks, query[0], arguments.top)
     if not found:
         raise UserError(f"{arguments.table}: none of {num_rows} rows has a vector")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +51,7 @@ def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Names
     from clap_ds.inference.model import Row
 
     broken = (each for each in sources.values() if isinstance(each, Broken))
-    yield from (Row(each.name, math.nan, math.nan, None, each.reason) for each in broken)
+    yield from (Row(each.name, 0.0, 0.0, None, each.reason) for each in broken)
     given = {name: getattr(arguments, name) for name in ("windows", "overlap", "batch_size", "num_workers")}
     yield from clap.iter_windows((each for each in sources.values() if not isinstance(each, Broken)), **given)
 

@@ -1,8 +1,8 @@
 """Tables of vectors: a row for each window of a file, in Parquet (written and read block by block) or NumPy's .npz.
 
-Columns: `file`; `start_s` and `end_s` (float64; null in Parquet and NaN in .npz for a file that can't be used); `error` (why
-it can't, else empty); `vector` (float32, of length 1; null or NaN). What they were made by stands in Parquet's metadata and in
-the .npz array `about`, as JSON. Others may have written the tables that are read.
+Columns: `file`; `start_s` and `end_s` (float64); `error` (why a file can't be used, else empty); `vector` (float32, of length
+1; of what can't be used null in Parquet, NaN in .npz). What they were made by stands in Parquet's metadata and in the .npz
+array `about`, as JSON. Others may have written the tables that are read.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def write_table(file: BinaryIO, suffix: str, about: About, blocks: Iterable[Bloc
     schema = pyarrow.schema(list(zip(Block._fields, (*kinds, vector), strict=True)), metadata={METADATA: said})
     with pyarrow.parquet.ParquetWriter(file, schema, compression="none", use_dictionary=["file", "error"]) as writer:
         for block in blocks:
-            columns = [pyarrow.array(each, kind, from_pandas=True) for each, kind in zip(block, kinds, strict=False)]
+            columns = [pyarrow.array(each, kind) for each, kind in zip(block, kinds, strict=False)]
             none, flat = np.isnan(block.vector).any(axis=1), pyarrow.array(block.vector.reshape(-1))
             columns.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=vector, mask=pyarrow.array(none)))
             writer.write_table(pyarrow.Table.from_arrays(columns, schema=schema), row_group_size=ROWS)

@@ -23,7 +23,7 @@ def rows(number: int, seed: int = 0) -> Block:
     found /= np.linalg.norm(found, axis=1, keepdims=True)
     broken = np.arange(number) % 5 == 3
     found[broken] = np.nan
-    start = np.where(broken, np.nan, np.arange(number, dtype=float))
+    start = np.where(broken, 0.0, np.arange(number))
     names = np.array([f"sounds/ä\n{n}.wav" for n in range(number)])
     return Block(names, start, start + 10, np.where(broken, "audio is silent", ""), found)
 
