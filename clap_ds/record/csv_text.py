@@ -30,9 +30,10 @@ def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]])
     file can't be written."""
     if output is None:
         return _write(sys.stdout, rows, printable if sys.stdout.isatty() else safe_cell)
-    with replacing(output) as file, io.TextIOWrapper(file, "utf-8", newline="", write_through=True) as text:
+    with replacing(output) as file:
+        text = io.TextIOWrapper(file, "utf-8", newline="")
         _write(text, rows, safe_cell)
-        text.detach()
+        text.detach()  # which writes what is left
 
 
 def _write(file: TextIO, rows: Iterable[Sequence[str | float | None]], shown: Callable[[str], str]) -> None:
