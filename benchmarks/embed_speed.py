@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = [row | {"ratio": row["median"] / theirs} for row, theirs in zip(rows, best, strict=True)]
     made = f"{device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads"
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    told = f"{len(files)} files, {options.rounds} rounds; {packages}; the vectors' least cosine with the first way's: {cosine:.6f}"
+    told = f"{len(files)} files, {options.rounds} rounds; {packages}; least cosine with the first way: {cosine:.6f}"
     figures = {"rows": rows, "cosine": cosine, "made": f"{made}; {packages}"}
     show(options.output, f"# Files of 10 s a second on {made}\n\n{table(COLUMNS, rows)}\n\n{told}", figures)
 
