@@ -62,6 +62,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights")
     best = "of a folder of checkpoints, the best by its run's best_by (default: newest)"
     add("--best", action="store_true", help=best)
+    raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
+    add("--raw", action="store_true", help=raw)
     add("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
     add("--class_field", metavar="FIELD", help="member of the json that names the class (default: kind)")
@@ -145,7 +147,7 @@ def evaluate_checkpoint(
     device = initialize(ranks, compile_cpu_collective=False)
     preset = arguments.preset or (run.clap.model.preset if run else None)
     expected = load_preset(preset) if preset else None
-    checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best))
+    checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.raw))
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,

@@ -16,6 +16,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
+Tower = Literal["audio", "text"]
 NotBlank = Annotated[str, Field(pattern=r"\S")]
 Template = Annotated[str, Field(pattern=r"\{\}")]
 
@@ -61,7 +62,7 @@ class ModelSettings(Section):
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
     and keeps no hidden activations: 10.8 GiB less at tiny's published micro-batch. On an A100 it should not pay above 128
     channels. `auto`: on CUDA `triton` where it is right, tried as with `attention`, elsewhere `torch`."""
-    checkpoint_activations: list[Literal["audio", "text"]] = []
+    checkpoint_activations: list[Tower] = []
     """Towers that keep only each block's input and compute the rest again backward: a third more work, much less memory."""
 
     @field_validator("preset")
@@ -191,8 +192,20 @@ class TrainSettings(Section):
     initial_weights: str | None = None
     """Start from these: a folder that `transformers.ClapModel` loads, a LAION-CLAP .pt file, a file of
     `clap_ds.weights.formats.save_safetensors`, or one of this project's checkpoints."""
-    freeze: list[Literal["audio", "text"]] = []
+    freeze: list[Tower] = []
     """Towers (with their projections) that are not trained, by `bench.py`, too."""
+    train_last: dict[Tower, NonNegativeInt] = {}
+    """{"text": 2}: of this tower only the last so many blocks are trained and what follows them: final norm or pooler, and
+    projection. Nothing is computed backward through the others. 0 leaves what follows the blocks."""
+    lr_scale: dict[Tower, PositiveFloat] = {}
+    """{"text": 0.1}: what a tower's learning rate is times the scheduler's, by every scheduler. Its projection and the logit
+    scale have the scheduler's own."""
+    layer_decay: dict[Tower, Annotated[float, Field(gt=0, le=1)]] = {}
+    """{"text": 0.75}: each block of this tower has so many times the learning rate of the next; the last block has 0.75 of the
+    projection's, what comes before the first block (embeddings) the least. `lr_scale` comes on top."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, in fp32, that each step updates: 0.999 averages over about 1,000
+    steps. Evaluations, `weights.safetensors` and exports are then of the average."""
     accumulation: Literal["independent", "cached"] = "independent"
     """What the micro-batches of a step are: `independent` contrastive batches whose gradients are averaged (DeepSpeed's), or
     parts of one large batch whose exact gradient is found with `cached` features (GradCache, arXiv 2101.06983)."""

@@ -96,6 +96,7 @@ class RunSettings:
             return Path(os.path.abspath(clap.checkpoint.folder))
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
         train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze", "shuffle_captions"})
+        train |= {"train_last": clap.train.train_last} if clap.train.train_last else {}
         identity = [clap.model.preset, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
         return Path(os.path.abspath(clap.output.root), f"{self.label}-{digest}-checkpoints")
@@ -163,7 +164,8 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 def _check_together(clap: ClapSettings) -> list[str]:
     """Problems that only show when several fields are seen together."""
-    longest, train, loss, tokens = clap.preset().text.max_tokens, clap.train, clap.loss, clap.text_tokens
+    preset, train, loss, tokens = clap.preset(), clap.train, clap.loss, clap.text_tokens
+    longest, blocks = preset.text.max_tokens, {"audio": sum(preset.audio.depths), "text": preset.text.num_layers}
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
@@ -175,4 +177,11 @@ def _check_together(clap: ClapSettings) -> list[str]:
             loss.same_caption == "positive" and loss.kind == "softmax"
         ),
     }
+    for tower, number in train.train_last.items():
+        most = f"train.train_last: the {tower} tower of {clap.model.preset} has {blocks[tower]} blocks, found {number}"
+        problems[most] = number > blocks[tower]
+    for field in ("train_last", "lr_scale", "layer_decay"):
+        problems |= {
+            f"train.{field}: {each} is in clap.train.freeze": each in train.freeze for each in getattr(train, field)
+        }
     return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

@@ -70,6 +70,10 @@ class TextTower(nn.Module):
             last: Any = self.roberta.encoder.layer[-1]
             last.attention = FirstTokenAttention(last.attention)
 
+    def blocks(self) -> list[nn.Module]:
+        """Its layers, in order."""
+        return list(self.roberta.encoder.layer)
+
     def compute_every_token(self) -> None:
         """Have the last layer compute all tokens after all, as other CLAPs do: to count what they cost. Loses its weights."""
         last: Any = self.roberta.encoder.layer[-1]
@@ -80,7 +84,8 @@ class TextTower(nn.Module):
         """Whether layers keep only their input for the backward pass."""
         if enabled:  # renamed within the versions of transformers this works with
             enable = getattr(self.roberta, "activation_checkpointing_enable", None)
-            (enable or self.roberta.gradient_checkpointing_enable)()
+            (enable or self.roberta.gradient_checkpointing_enable)({"use_reentrant": False})
+            self.roberta.disable_input_require_grads()  # which would have frozen layers computed again, and backward
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
         """One vector per caption, (batch, hidden_size) in the parameters' dtype.

@@ -13,7 +13,7 @@ from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import on_first, rank
 from clap_ds.training.schedule import TrainingProgress
-from clap_ds.weights.checkpoint_files import STATE, WEIGHTS, Manifest, warn
+from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, warn
 from clap_ds.weights.load import check_same_model, differences, load_weights
 from clap_ds.weights.state_file import read_pickled_state, read_state_file
 
@@ -48,8 +48,11 @@ def restore(
     except (OSError, LookupError, TypeError) as error:
         raise ValueError(f"{folder} can't be read: {error}") from error
     engine.steps = progress.step
+    if engine.average is not None:
+        engine.average.load(load_weights(folder / WEIGHTS).state)
     if to_accept:
-        load_weights_alone(engine, load_weights(folder / WEIGHTS), progress.step, progress.samples)
+        weights = load_weights(folder / (RAW if (folder / RAW).exists() else WEIGHTS))
+        load_weights_alone(engine, weights, progress.step, progress.samples)
         return progress
     state = _read_state(folder, convert=convert)
     load_engine_state(engine, state, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
@@ -79,7 +82,7 @@ def compare(
     folder: Path, model: ClapConfig, engine: dict[str, Any], run: RunSettings | None
 ) -> tuple[list[str], list[str]]:
     """What the run that resumes has otherwise than a checkpoint, in words with both values: what makes it another training
-    (tokenizer, front end or sizes of the model, precision, optimizer, loss, the towers that are trained), and every other
+    (tokenizer, front end or sizes of the model, precision, optimizer and its groups, loss, what is trained), and every other
     setting.
 
     Args:
@@ -94,7 +97,7 @@ def compare(
         check_same_model(folder, ClapConfig.model_validate(manifest.model), model)
     except ValueError as error:
         to_accept.append(str(error))
-    for found in differences(engine | manifest.engine, engine):
+    for found in differences(engine | {"learning_rates": 1} | manifest.engine, engine):
         (others if found.startswith("scheduler is") else to_accept).append(found)
     if run is None:
         return to_accept, others

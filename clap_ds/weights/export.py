@@ -1,6 +1,6 @@
 """Command: a checkpoint as a folder that `transformers.ClapModel` and `transformers.ClapProcessor` load.
 
-    python -m clap_ds.weights.export CHECKPOINT FOLDER [--best] [--tokenizer NAME_OR_FOLDER]
+    python -m clap_ds.weights.export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER]
 
 Weights, sizes and front end are `formats.save_transformers`'; the tokenizer, the other half of the processor, comes from the
 checkpoint or the command line.
@@ -73,9 +73,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="to be made")
     parser.add_argument("--best", action="store_true", help="of a folder, the best by its run's best_by instead")
+    raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
+    parser.add_argument("--raw", action="store_true", help=raw)
     parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="of the captions (default: the checkpoint's)")
     arguments = parser.parse_args(argv)
-    found = load_weights(arguments.checkpoint, best=arguments.best)
+    found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.raw)
     for remark in export(found, arguments.folder, arguments.tokenizer):
         print(f"note: {remark}")
     print(f"exported: {found.shown}, model {found.config.name}")

@@ -99,6 +99,7 @@ def test_a_run_counts_what_it_does(write_run: WriteRun, frozen: tuple[str, ...])
     ids, model = torch.ones(2, 16, dtype=torch.long), ClapModel(MICRO)
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
+        model.get_submodule(f"{name}_projection").requires_grad_(False)
     recompute = {"preset": "micro", "checkpoint_activations": ["audio"], "drop_path": 0.2}
     run = load_run(write_run(clap={"model": recompute, "train": {"accumulation": "cached"}}))
     trained = [name for name in ("audio", "text") if name not in frozen]
