@@ -181,7 +181,5 @@ def _check_together(clap: ClapSettings) -> list[str]:
         most = f"train.train_last: the {tower} tower of {clap.model.preset} has {blocks[tower]} blocks, found {number}"
         problems[most] = number > blocks[tower]
     for field in ("train_last", "lr_scale", "layer_decay"):
-        problems |= {
-            f"train.{field}: {each} is in clap.train.freeze": each in train.freeze for each in getattr(train, field)
-        }
+        problems |= {f"train.{field}: {t} is in clap.train.freeze": t in train.freeze for t in getattr(train, field)}
     return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

@@ -30,6 +30,7 @@ from clap_ds.ranks.watch import doing
 
 ADAMS = ("adam", "adamw")
 TOWERS: tuple[Tower, ...] = ("audio", "text")
+_PLAIN = TrainSettings()
 _KINDS = ("decay", "no_decay", "fp32", "logit_scale")
 """Of optimiser groups, in their order."""
 
@@ -57,8 +58,8 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
 
 
 def build_model(run: RunSettings, device: torch.device) -> ClapModel:
-    """A fresh model as `clap.model` describes it, to be run on the device, with what `clap.train` keeps from
-    training frozen.
+    """A fresh model as `clap.model` describes it, to be run on the device, without gradients where
+    `clap.train` freezes it.
 
     Raises:
         ValueError: its text tower's pretrained weights can't be had, or the device can't do what is asked for.
@@ -140,12 +141,8 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
 
     try:
         with doing("building DeepSpeed's engine"):  # which may compile its optimiser
-            engine, *_ = deepspeed.initialize(
-                model=model,
-                model_parameters=parameter_groups(model, rate_scales(model, run.clap.train)),
-                optimizer=optimizer,
-                config=config,
-            )
+            groups = parameter_groups(model, run.clap.train)
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, optimizer=optimizer, config=config)
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
     except RuntimeError as error:
@@ -175,21 +172,17 @@ def takes_flat_adamw(run: RunSettings) -> bool:
     )
 
 
-def rate_scales(model: ClapModel, train: TrainSettings) -> dict[str, float]:
-    """What the learning rate of each parameter of the towers is times the scheduler's, by name."""
-    scale, decay, found = train.lr_scale, train.layer_decay, depths(model).items()
-    return {name: scale.get(tower, 1.0) * decay.get(tower, 1.0) ** left for name, (tower, left) in found}
-
-
-def parameter_groups(model: ClapModel, scales: Mapping[str, float] | None = None) -> Iterator[dict[str, Any]]:
+def parameter_groups(model: ClapModel, train: TrainSettings = _PLAIN) -> Iterator[dict[str, Any]]:
     """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
 
     DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment
     and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
-    position-bias tables and the logit scale have no weight decay, as in LAION's training code. Parameters with a learning rate
-    other than the scheduler's, by `scales`, are in groups of their own, which have it as `lr_scale`.
+    position-bias tables and the logit scale have no weight decay, as in LAION's training code. Parameters whose learning rate
+    isn't the scheduler's are in groups of their own, which have as `lr_scale` what that is times the scheduler's.
     """
     kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
+    scale, decay, places = train.lr_scale, train.layer_decay, depths(model).items()
+    scales = {name: scale.get(tower, 1.0) * decay.get(tower, 1.0) ** left for name, (tower, left) in places}
 
     def group_of(name: str, parameter: nn.Parameter) -> str:
         if parameter is model.logit_scale:
@@ -207,7 +200,7 @@ def parameter_groups(model: ClapModel, scales: Mapping[str, float] | None = None
         named: dict[tuple[str, float], list[nn.Parameter]] = defaultdict(list)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                named[group_of(name, parameter), (scales or {}).get(name, 1.0)].append(parameter)
+                named[group_of(name, parameter), scales.get(name, 1.0)].append(parameter)
         for kind, scale in sorted(named, key=lambda group: (_KINDS.index(group[0]), -group[1])):
             options = ({} if kind == "decay" else {"weight_decay": 0.0}) | ({} if scale == 1 else {"lr_scale": scale})
             yield {"name": kind, "params": named[kind, scale], **options}

@@ -49,14 +49,17 @@ class WeightAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model's weights are the average, in its dtypes, and afterwards again what they were, to the bit."""
-        state, kept = self.state(), dict[str, Tensor]()
-        with torch.no_grad():
-            for name, average in state.items():
-                kept[name] = self._model.get_parameter(name).detach().clone()
-                self._model.get_parameter(name).copy_(average)
+        kept = self._put(self.state())
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, weights in kept.items():
-                    self._model.get_parameter(name).copy_(weights)
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Give the model these; what it had."""
+        parameters = {name: self._model.get_parameter(name) for name in weights}
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+        return before

@@ -16,6 +16,7 @@ from typing import Literal
 from clap_ds.config.model import AudioConfig, ClapConfig, ProjectionConfig
 from clap_ds.config.sections import Tower
 
+Last = Mapping[Tower, int] | None
 Convention = Literal["published", "model"]
 CONVENTIONS: tuple[Convention, ...] = ("published", "model")
 PUBLISHED_ONLY = ("stft_convolution", "tscam_conv")
@@ -51,11 +52,7 @@ def forward_flops(config: ClapConfig, lengths: TextLengths, convention: Conventi
 
 
 def backward_flops(
-    config: ClapConfig,
-    lengths: TextLengths,
-    *,
-    trained: Collection[str] = ("audio", "text"),
-    last: Mapping[Tower, int] | None = None,
+    config: ClapConfig, lengths: TextLengths, *, trained: Collection[str] = ("audio", "text"), last: Last = None
 ) -> float:
     """FLOPs of one sample's backward pass: two products for each of these towers' forward pass, by its input and by its
     weight. The spectrogram has none and the stretch, which isn't learned, one. Of towers in `last`, only so many last blocks
@@ -74,12 +71,7 @@ def backward_flops(
 
 
 def recomputed_flops(
-    config: ClapConfig,
-    lengths: TextLengths,
-    checkpointed: Collection[str],
-    *,
-    drop_path: float,
-    last: Mapping[Tower, int] | None = None,
+    config: ClapConfig, lengths: TextLengths, checkpointed: Collection[str], *, drop_path: float, last: Last = None
 ) -> float:
     """FLOPs of one sample's forward pass that the backward pass does again, with the blocks of these towers (`audio`,
     `text`) checkpointed, of towers in `last` so many of the last. PyTorch stops where it has what it needs: not at an audio

@@ -37,9 +37,7 @@ def introduce(
             f"warning: scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps", flush=True
         )
     if (decay := run.clap.train.ema) is not None:
-        print(
-            f"evaluations and {WEIGHTS} are of a moving average of the weights (clap.train.ema {decay:g})", flush=True
-        )
+        print(f"evaluations and {WEIGHTS} are of a moving average of the weights (decay {decay:g})", flush=True)
         if (span := round(1 / (1 - decay))) > last:
             print(f"warning: clap.train.ema averages over about {span:,} steps, the run has {last:,}", flush=True)
     pairs, items = pairs_together(run, session.ranks.world_size), session.batches.statistics().get("num_samples")

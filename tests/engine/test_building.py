@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime import lr_schedules
+from torch.optim import lr_scheduler
 
 from clap_ds.config.model import load_preset
 from clap_ds.engine.building import build_model
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
+from tests.engine import test_engine as on
 from tests.engine.plain_ddp import PlainDDP
-from tests.engine.test_engine import (
-    DEVICE, LEARNING_RATE, OPTIMIZER, ROUNDINGS, TIMER, _engine, _roundings, batches_of, model_of, settings,
-)  # fmt: skip
 from tests.rank_pool import RankPool
 
 TUNING: dict[str, Any] = {"lr_scale": {"text": 0.1}, "layer_decay": {"audio": 0.5, "text": 0.8}}
@@ -39,28 +38,26 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 def _difference(precision: str, kind: str, stepping: str) -> float:
     """The largest of any weight after any of four clipped steps from torch's DDP and AdamW, by hand, in roundings."""
-    run = settings(
-        precision, 1, gradient_clipping=0.1, scheduler={"type": kind, "params": SCHEDULES[kind]}, clap={"train": TUNING}
-    )
-    plain = PlainDDP(model_of(run), 1, precision, "overlapped", OPTIMIZER["params"], 0.1)
-    nominal = torch.optim.SGD([torch.ones(1)], lr=LEARNING_RATE)
-    schedule = (getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind))(
-        nominal, **SCHEDULES[kind]
-    )
-    engine, batches, plain_batches, found = _engine(run, stepping), batches_of(run), batches_of(run), list[float]()
+    scheduler = {"type": kind, "params": SCHEDULES[kind]}
+    run = on.settings(precision, 1, gradient_clipping=0.1, scheduler=scheduler, clap={"train": TUNING})
+    plain = PlainDDP(on.model_of(run), 1, precision, "overlapped", on.OPTIMIZER["params"], 0.1)
+    nominal = torch.optim.SGD([torch.ones(1)], lr=on.LEARNING_RATE)
+    schedule = (getattr(lr_schedules, kind, None) or getattr(lr_scheduler, kind))(nominal, **SCHEDULES[kind])
+    engine, batches, same_batches = on._engine(run, stepping), on.batches_of(run), on.batches_of(run)
+    found = list[float]()
     decays = {name: p.ndim > 1 and "position_bias" not in name for name, p in plain.masters.items()}
     groups = [{"params": [p], "weight_decay": 0.2 * decays[name]} for name, p in plain.masters.items()]
-    plain.optimizer = torch.optim.AdamW(groups, **{**OPTIMIZER["params"], "weight_decay": 0.0})
+    plain.optimizer = torch.optim.AdamW(groups, **{**on.OPTIMIZER["params"], "weight_decay": 0.0})
     for _ in range(4):
         rate = nominal.param_groups[0]["lr"]
         assert {*engine.deepspeed.get_lr()} == {rate}
         for group, name in zip(plain.optimizer.param_groups, plain.masters, strict=True):
             group["lr"] = rate * next(share for start, share in RATES.items() if name.startswith(start))
-        engine.step(batches, TIMER)
-        plain.step(plain_batches)
+        engine.step(batches, on.TIMER)
+        plain.step(same_batches)
         schedule.step()
         weights = master_weights(engine)
-        found += [_roundings(weights[name], p, LEARNING_RATE) for name, p in plain.masters.items()]
+        found += [on._roundings(weights[name], p, on.LEARNING_RATE) for name, p in plain.masters.items()]
         plain.take(weights)
     return max(found)
 
@@ -77,7 +74,7 @@ def test_updates_are_adamws_with_a_rate_for_each_parameter(
     two_ranks: RankPool, precision: str, kind: str, stepping: str
 ) -> None:
     differences = two_ranks.run(_difference, precision, kind, stepping)
-    assert all(difference <= ROUNDINGS for difference in differences), differences
+    assert all(difference <= on.ROUNDINGS for difference in differences), differences
 
 
 def _backward(accumulation: str, last: dict[str, int]) -> tuple[set[str], set[str], bool, bool]:
@@ -86,17 +83,15 @@ def _backward(accumulation: str, last: dict[str, int]) -> tuple[set[str], set[st
     plain = {"preset": "micro", "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
     model, losses, graph = {**plain, "checkpoint_activations": ["audio", "text"]}, [], set[str]()
     for each in ({}, last):
-        run = settings("bf16", 2, clap={"model": model, "train": {"accumulation": accumulation, "train_last": each}})
+        run = on.settings("bf16", 2, clap={"model": model, "train": {"accumulation": accumulation, "train_last": each}})
         torch.manual_seed(3)
-        engine = ClapEngine(run, build_model(run, DEVICE), DEVICE)
+        engine = ClapEngine(run, build_model(run, on.DEVICE), on.DEVICE)
         graph.clear()
         for name, block in engine.model.named_modules():
             if block in (*engine.model.audio.blocks(), *engine.model.text.blocks()):
-                block.register_forward_hook(
-                    lambda _, __, out, name=name: graph.add(name) if out.requires_grad else None
-                )
+                block.register_forward_hook(lambda _, __, y, name=name: graph.add(name) if y.requires_grad else None)
         before = engine.model.audio.batch_norm.running_mean.clone()
-        losses.append(engine.accumulate(batches_of(run), TIMER))
+        losses.append(engine.accumulate(on.batches_of(run), on.TIMER))
     stays = torch.equal(engine.model.audio.batch_norm.running_mean, before)
     learns = {name for name, parameter in engine.model.named_parameters() if parameter.grad is not None}
     return learns, graph, stays, torch.equal(*losses)
