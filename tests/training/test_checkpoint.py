@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.remote import RemoteFolder
+from clap_ds.training.restoring import compare
 from clap_ds.training.start import Choices
-from clap_ds.weights.checkpoint_files import STATE, Manifest
+from clap_ds.weights.checkpoint_files import MANIFEST, STATE, Manifest
 from tests.rank_pool import RankPool
 from tests.training import checkpoint_ranks as ranks
 from tests.weights.fake_checkpoints import flip_bit, make_checkpoint
@@ -79,6 +81,15 @@ def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
     _, same, loss, _ = found
     assert same
     assert loss < 10
+
+
+def test_a_checkpoint_that_says_nothing_of_learning_rates_has_one(saved: Path, tmp_path: Path) -> None:
+    old = Manifest.read(saved / "step-00000001")
+    now = dict(old.engine) | {"learning_rates": "2 (groups 0)"}
+    old.engine.pop("learning_rates")
+    (tmp_path / MANIFEST).write_text(old.to_json())
+    found = [compare(tmp_path, ClapConfig.model_validate(old.model), each, None)[0] for each in (old.engine, now)]
+    assert found == [[], ["learning_rates is 1 there, '2 (groups 0)' here"]]
 
 
 def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> None:
