@@ -149,7 +149,8 @@ def test_what_only_begins_like_predictions_is_refused(tmp_path: Path, rest: str,
         look.read_predictions(write(tmp_path / "found.json", '{"checkpoint": "x", "model": "m", ' + rest))
 
 
-STAGE = """<link rel="icon" href="data:,"><iframe src="out/report.html" width="390" height="800"></iframe><script>onload = async () => {
+STAGE = """<link rel="icon" href="data:,">
+<iframe src="out/report.html" width="390" height="800"></iframe><script>onload = async () => {
 const page = document.querySelector("iframe").contentDocument, sounds = [...page.querySelectorAll("audio")]
 const known = sound => sound.readyState || sound.error || new Promise(done => sound.onloadedmetadata = sound.onerror = done)
 await Promise.all(sounds.map(known))
