@@ -142,7 +142,7 @@ class Evaluator:
                 nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
                 raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
             numbers = [plan.clips[place] for place in used]
-            features, named = audio[numbers], [self._clips[number].name for number in numbers]
+            features, named = audio[numbers], [self._clips[number] for number in numbers]
             captions = plan.captions if plan.classes else [plan.captions[place] for place in used]
             text = self._embed_captions(model, captions)
             if plan.classes is None:
