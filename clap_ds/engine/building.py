@@ -43,7 +43,7 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
         if isinstance(data, ShardData):
             from clap_ds.model.tokenizer import load_tokenizer
 
-            load_tokenizer(data.tokenizer, vocab_size=text.vocab_size)
+            load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         if run.clap.model.text_from_hub:
             pretrained(text)
 
@@ -151,7 +151,8 @@ def parameter_groups(model: ClapModel) -> Iterator[dict[str, Any]]:
             return "logit_scale"
         if parameter in kept:
             return "fp32"
-        return "no_decay" if parameter.ndim < 2 or name.endswith("relative_position_bias") else "decay"
+        is_table = name.endswith(("relative_position_bias", "relative_attention_bias.weight"))
+        return "no_decay" if parameter.ndim < 2 or is_table else "decay"
 
     def groups() -> Iterator[dict[str, Any]]:
         for parameter, value in kept.items():
