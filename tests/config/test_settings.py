@@ -25,7 +25,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
     (
         {"model": {"preset": "htsat_tiny"}},
-        r"no preset 'htsat_tiny'; there are demo, htsat_base_r.*, htsat_tiny_r.*, micro$",
+        r"no preset 'htsat_tiny'.*; there are demo, htsat_base_r.*, htsat_tiny_r.*, micro; or the path of",
     ),
     ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'shards'"),
     ({"data": {"source": "shards", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),

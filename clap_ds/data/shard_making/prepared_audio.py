@@ -127,7 +127,7 @@ def add_preparation_options(parser: argparse.ArgumentParser, kinds: tuple[Kind, 
 def preparation_of(options: argparse.Namespace) -> Preparation | None:
     """What these options ask for; None for kind `encoded`. UserError where they don't go together."""
     if (options.kind == "encoded") == bool(options.preset):
-        raise UserError(f"--kind {options.kind}: waveform and mel, and these alone, take a --preset: {PRESETS}")
+        raise UserError(f"--kind {options.kind}: waveform and mel, and these alone, take a --preset, one of {PRESETS}")
     return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None
 
 
