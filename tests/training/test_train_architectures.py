@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import tokenizers
 
 from clap_ds.config.model import load_preset
 from tests import processes
@@ -13,21 +12,7 @@ from tests.training import training_commands as commands
 import transformers  # isort: skip
 
 pytestmark = pytest.mark.end_to_end
-MICRO = load_preset("micro")
-
-
-def bert_tokenizer(folder: Path) -> str:
-    """Letters as BERT frames them."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    letters = dict.fromkeys("abcdefghijklmnopqrstuvwxyz ")
-    vocabulary = {token: number for number, token in enumerate([*special, *letters])}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    ends = [(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
-    words.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
-    return str(folder)
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop", *(f"##{letter}" for letter in "eiou")]
 
 
 @pytest.fixture(scope="module")
@@ -38,36 +23,35 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("architecture", "text"), [("bert", "packed"), ("mpnet", "padded")])
 def test_trained_resumed_and_evaluated(tmp_path: Path, sounds: Path, architecture: str, text: str) -> None:
-    sizes = MICRO.model_copy(update={"text": MICRO.text.model_copy(update={"architecture": architecture})})
-    own, data = tmp_path / "own.json", commands.shard_data(sounds)
-    own.write_text(json.dumps(sizes.model_dump(mode="json", exclude={"name"})))
+    sizes, data = load_preset("micro").model_dump(mode="json", exclude={"name"}), commands.shard_data(sounds)
+    sizes["text"]["architecture"] = architecture
+    (own := tmp_path / "own.json").write_text(json.dumps(sizes))
     wrong = data["tokenizer"]
     if architecture == "bert":
-        data["tokenizer"] = bert_tokenizer(tmp_path / "tokenizer")
+        data["tokenizer"] = str(tmp_path / "tokenizer")
+        vocabulary = {token: number for number, token in enumerate(VOCABULARY)}
+        transformers.BertTokenizer(vocab=vocabulary).save_pretrained(tmp_path / "tokenizer")
     clap = {"model": {"preset": str(own)}, "text": text, "data": data, "train": {"samples": 8}}
     clap |= {"checkpoint": {"folder": str(tmp_path / "saved")}, "text_tokens": 24}
-    config = commands.write_training(tmp_path, bf16={"enabled": True}, clap=clap)
-    commands.train(config, 1)
+    commands.train(config := commands.write_training(tmp_path, bf16={"enabled": True}, clap=clap), 1)
     own.unlink()
-    (first,) = commands.run_directories(config)
-    resolved = json.loads((first / "config.json").read_text())
-    assert resolved["clap"]["model"]["preset"]["text"]["architecture"] == architecture
+    resolved = json.loads((commands.run_directories(config)[0] / "config.json").read_text())
     resolved["clap"]["train"]["samples"] = 16
-    (tmp_path / "again.json").write_text(json.dumps(resolved))
-    commands.train(tmp_path / "again.json", 1)
-    assert [row["step"] for row in commands.lines(tmp_path / "again.json")] == [3, 4]
-    options = ["saved", "--retrieval", *sorted(map(str, sounds.glob("*.tar"))), "--json", "found.json"]
-    evaluate = ["-m", "clap_ds.evaluate", *options]
-    processes.run(evaluate, cwd=tmp_path, env=commands.environment(), check=True)
-    assert json.loads((tmp_path / "found.json").read_text())["model"] == "own"
-    export = ["-m", "clap_ds.weights.export", "saved", "hf"]
-    refused = processes.run(export, cwd=tmp_path, env=commands.environment())
-    assert refused.returncode == 2
-    assert f"own can't be a transformers.ClapModel: its text tower is a {architecture}" in refused.stderr
-    assert not (tmp_path / "hf").exists()
+    (again := tmp_path / "again.json").write_text(json.dumps(resolved))
+    commands.train(again, 1)
+    assert [row["step"] for row in commands.lines(again)] == [3, 4]
+
+    def run(*command: str) -> tuple[int, str]:
+        done = processes.run(["-m", *command], cwd=tmp_path, env=commands.environment())
+        return done.returncode, done.stdout + done.stderr
+
+    evaluate = ["clap_ds.evaluate", "saved", "--retrieval", str(sounds / "*.tar")]
+    code, output = run(*evaluate)
+    assert (code, "step 4: own on 1 × " in output) == (0, True), output
+    code, output = run("clap_ds.weights.export", "saved", "hf")
+    assert (code, (tmp_path / "hf").exists()) == (2, False)
+    assert f"own can't be a transformers.ClapModel: its text tower is a {architecture}" in output
     if architecture == "bert":
-        refused = processes.run([*evaluate, "--tokenizer", wrong], cwd=tmp_path, env=commands.environment())
-        assert refused.returncode == 2
-        assert (
-            "pads with id 1, as RoBERTa's and MPNet's do; expected the text tower's, 0, as BERT's do" in refused.stderr
-        )
+        code, output = run(*evaluate, "--tokenizer", wrong)
+        assert code == 2
+        assert "pads with id 1, as RoBERTa's and MPNet's do; expected the text tower's, 0, as BERT's do" in output

@@ -93,6 +93,8 @@ WRONG_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
 
 
 def test_what_does_not_fit_is_refused_and_listed(hf_folder: Path) -> None:
+    for path in (hf_folder, hf_folder / "config.json"):
+        assert load_preset(str(path)) == load_transformers(hf_folder).config
     state = load_file(hf_folder / "model.safetensors")
     for tensors, reason in WRONG_TENSORS:
         changed = {name: tensor for name, tensor in {**state, **tensors}.items() if tensor is not None}
