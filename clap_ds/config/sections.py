@@ -53,7 +53,7 @@ class ModelSettings(Section):
     drop_path: Probability = 0.1
     """Stochastic depth of the last audio block; earlier blocks have linearly less (LAION's training default)."""
     text_dropout: Probability = 0.1
-    """Dropout of RoBERTa's hidden states and attention weights."""
+    """Dropout of the text tower's hidden states and attention weights."""
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"

@@ -39,13 +39,11 @@ def test_a_run_keeps_the_sizes_where_the_file_is_gone(write_run: Callable[..., P
     [
         (None, r"no preset '.*own.json'; there are demo, .*; or the path of a preset's JSON"),
         ("{", "own.json:1:2: not valid JSON"),
-        ({}, "audio: Field required; text: Field required; joint_dim: Field required"),
         (changed("audio", embed_dm=8), r"own.json: audio\.embed_dm: no such field; did you mean 'embed_dim'\?"),
         (changed("text", num_heads=3), "text: hidden_size 32 doesn't divide into num_heads 3"),
         (changed("text", architecture="gpt2"), "text.architecture: expected 'roberta', 'bert' or 'mpnet'"),
         (changed("text", max_positions=3), "text: max_positions 3 leaves positions for 1 tokens"),
         ({"model_type": "bert"}, "config.json is of model_type 'bert', expected 'clap'"),
-        ({**CLAP, "projection_dim": "32"}, "expected a valid integer"),
         ({**CLAP, "audio_config": [1]}, "own.json: can't be read: "),
         ({**CLAP, "text_config": {"hidden_act": "relu"}}, "own.json: text_config.hidden_act is 'relu', only 'gelu'"),
     ],
@@ -58,15 +56,3 @@ def test_what_is_wrong_is_said_in_a_line(
     with pytest.raises(UserError, match=rf"run\.json: clap\.model\.preset: .*{message}") as refusal:
         load_run(write_run(clap={"model": {"preset": str(tmp_path / "own.json")}}))
     assert "\n" not in str(refusal.value)
-
-
-def test_mpnet_is_neither_packed_nor_recomputed(write_run: Callable[..., Path]) -> None:
-    model = {"preset": {**changed("text", architecture="mpnet"), "name": "mine"}}
-    assert load_run(write_run(clap={"model": model})).clap.preset().name == "mine"
-    for more, message in (
-        ({"text": "packed"}, "text: mpnet's"),
-        ({}, r"model\.checkpoint_activations: .*not for mpnet"),
-    ):
-        towers = {} if more else {"checkpoint_activations": ["text"]}
-        with pytest.raises(UserError, match=rf"clap\.{message}"):
-            load_run(write_run(clap={"model": {**model, **towers}, **more}))

@@ -17,6 +17,8 @@ from clap_ds.config.reference import reference
 from clap_ds.config.settings import ClapSettings, load_run
 
 WriteRun = Callable[..., Path]
+MPNET = load_preset("micro").model_dump(mode="json")
+MPNET["text"]["architecture"] = "mpnet"
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
     ({"bench": {"windows": "4"}}, r'clap\.bench\.windows: expected a valid integer, found "4"'),
@@ -38,6 +40,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"data": {"source": "shards", "shards": 5}}, r"clap\.data\.shards\.str: expected a valid string, found 5"),
     ({"text_tokens": 600}, r"clap\.text_tokens: micro has positions for 64, found 600"),
     ({"bf16": {}}, r"clap\.bf16: no such field; did you mean bf16 outside of clap\?"),
+    ({"model": {"preset": MPNET}, "text": "packed"}, r"clap\.text: mpnet's attention .* expected 'padded'"),
+    (
+        {"model": {"preset": MPNET, "checkpoint_activations": ["text"]}},
+        r"activations: .* not for mpnet; expected 'audio'",
+    ),
     ({"train": {"samples": 8, "epochs": 1.0}}, r"clap\.train: give samples or epochs, not both"),
     ({"train": {"stop_on_plateau": {"evaluations": 5}}}, r"clap\.train\.stop_on_plateau: no such field"),
     ({"loss": {"same_caption": "positive"}}, r"clap\.loss\.same_caption: 'positive' has no effect .* kind 'sigmoid'"),
