@@ -19,7 +19,6 @@ from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before tr
 from transformers import (  # isort: skip
     AutoConfig, BertConfig, BertModel, MPNetConfig, MPNetModel, PreTrainedModel, RobertaConfig, RobertaModel,
 )  # fmt: skip
-from transformers.models.bert.modeling_bert import BertAttention  # isort: skip
 from transformers.models.roberta.modeling_roberta import RobertaAttention  # isort: skip
 
 FIELD = "clap.model.text_from_hub"
@@ -42,9 +41,8 @@ class FirstTokenAttention(nn.Module):
     """A layer's attention and the projection after it, given out for each caption's first token alone, so that the rest of the
     layer computes only those rows. For the last layer where pooling looks at nothing else. Weights keep their names."""
 
-    def __init__(self, attention: RobertaAttention | BertAttention) -> None:
+    def __init__(self, attention: Any) -> None:
         super().__init__()
-        self.plain = type(attention)
         self.self, self.output = attention.self, attention.output
 
     def forward(self, hidden: Tensor, *args: Any, layout: Layout | None = None, **kwargs: Any) -> tuple[Tensor, None]:
@@ -87,10 +85,11 @@ class TextTower(nn.Module):
             last.attention = FirstTokenAttention(last.attention)
 
     def compute_every_token(self) -> None:
-        """Have the last layer compute all tokens after all, as other CLAPs do: to count what they cost. Loses its weights."""
+        """Have the last layer compute all tokens after all, as other CLAPs do: to count what they cost, of BERT the same.
+        Loses its weights."""
         last: Any = self.roberta.encoder.layer[-1]
         if isinstance(last.attention, FirstTokenAttention):
-            last.attention = last.attention.plain(self.roberta.config).train(last.training)
+            last.attention = RobertaAttention(self.roberta.config).train(last.training)
 
     def checkpoint_activations(self, enabled: bool) -> None:
         """Whether layers keep only their input for the backward pass."""
