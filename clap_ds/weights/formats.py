@@ -82,7 +82,8 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     """A folder that `transformers.ClapModel` saved, without feature fusion: `config.json`, safetensors (whole or in parts) and,
     where they are there, the front end's and the tokenizer's configuration. Raises ValueError where it holds something else."""
     folder, tensors = Path(folder), {}
-    config, tokenizer = parse_sizes(read_clap(folder / "config.json"), folder.name), folder / "tokenizer_config.json"
+    sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
+    config = parse_sizes(read_clap(sizes), folder.name, str(sizes))
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(_read_safetensors(file)[0])
     if not tensors:
