@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from clap_ds.config.model import ClapConfig, load_preset, parse_sizes
 from clap_ds.config.model_names import preset_names, preset_of
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -45,14 +46,15 @@ def sections_of(annotation: Any) -> list[type[Section]]:
 class ModelSettings(Section):
     """Which model, and how its towers run while training."""
 
-    preset: str = "htsat_tiny_roberta_base"
-    """Sizes of the model: one of `clap_ds/config/presets`, also by its published name (`HTSAT-tiny-Roberta-base`)."""
+    preset: str | ClapConfig = "htsat_tiny_roberta_base"
+    """Sizes of the model: one of `clap_ds/config/presets`, also by its published name (`HTSAT-tiny-Roberta-base`); or the path
+    of a JSON like these, or of a `transformers.ClapModel`'s folder or `config.json`: a run's record has its sizes here."""
     text_from_hub: bool = False
     """Start the text tower from the preset's pretrained weights (needs a hub or its local cache)."""
     drop_path: Probability = 0.1
     """Stochastic depth of the last audio block; earlier blocks have linearly less (LAION's training default)."""
     text_dropout: Probability = 0.1
-    """Dropout of RoBERTa's hidden states and attention weights."""
+    """Dropout of the text tower's hidden states and attention weights."""
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
@@ -65,12 +67,14 @@ class ModelSettings(Section):
     checkpoint_activations: list[Tower] = []
     """Towers that keep only each block's input and compute the rest again backward: a third more work, much less memory."""
 
-    @field_validator("preset")
+    @field_validator("preset", mode="before")
     @classmethod
-    def _preset_of(cls, name: str) -> str:
-        if (preset := preset_of(name)) not in preset_names():
-            raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
-        return preset
+    def _preset_of(cls, given: Any) -> Any:
+        """A path is read here and now, so that what the run has is what its record says, wherever it is resumed."""
+        if isinstance(given, dict):
+            return parse_sizes(given, "own")
+        is_path = isinstance(given, str) and preset_of(given) not in preset_names()
+        return load_preset(given) if is_path else preset_of(given) if isinstance(given, str) else given
 
 
 class SyntheticData(Section):

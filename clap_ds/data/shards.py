@@ -73,7 +73,8 @@ class ShardPieces:
         row = audio.feature_shape if is_mel else (audio.num_samples,)
         dtype = torch.float16 if is_mel else getattr(torch, data.waveforms)
         self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
-        tokenizer = load_tokenizer(data.tokenizer, vocab_size=spec.model.text.vocab_size)
+        text = spec.model.text
+        tokenizer = load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
         readers = [
             ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)

@@ -48,7 +48,7 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
         if isinstance(data, ShardData):
             from clap_ds.model.tokenizer import load_tokenizer
 
-            load_tokenizer(data.tokenizer, vocab_size=text.vocab_size)
+            load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         if run.clap.model.text_from_hub:
             pretrained(text)
 
@@ -89,7 +89,9 @@ def depths(model: ClapModel) -> dict[str, tuple[Tower, int]]:
         left = most = len(module.blocks()) + 1
         for name, parameter in module.named_parameters():
             left = most - 1 - number_of[id(parameter)] if id(parameter) in number_of else left
-            found[f"{tower}.{name}"] = tower, left if left > 1 or id(parameter) in number_of else 0
+            place = left if left > 1 or id(parameter) in number_of else 0
+            is_every_blocks = name.endswith("encoder.relative_attention_bias.weight")  # MPNet's, listed after them
+            found[f"{tower}.{name}"] = tower, most if is_every_blocks else place
     return found
 
 
@@ -189,7 +191,8 @@ def parameter_groups(model: ClapModel, train: TrainSettings = _PLAIN) -> Iterato
             return "logit_scale"
         if parameter in kept:
             return "fp32"
-        return "no_decay" if parameter.ndim < 2 or name.endswith("relative_position_bias") else "decay"
+        is_table = name.endswith(("relative_position_bias", "relative_attention_bias.weight"))
+        return "no_decay" if parameter.ndim < 2 or is_table else "decay"
 
     def groups() -> Iterator[dict[str, Any]]:
         for parameter, value in kept.items():

@@ -80,10 +80,11 @@ class Evaluator:
             raise AgreedError(f"{FIELD}: the ranks see different shards (clips by rank: {numbers})")
 
     def _load_tokenizer(self) -> None:
-        field, vocab_size = f"{FIELD}.tokenizer", self.model_config.text.vocab_size
+        field, text = f"{FIELD}.tokenizer", self.model_config.text
         if self.tokenizer_name is None:
             raise ValueError(f"{field}: missing: the tokenizer that the model's captions are for")
-        self._tokenizer = load_tokenizer(self.tokenizer_name, vocab_size=vocab_size, field=field)
+        fit = {"vocab_size": text.vocab_size, "pad_token_id": text.pad_token_id}
+        self._tokenizer = load_tokenizer(self.tokenizer_name, **fit, field=field)
 
     def _prepare(self) -> None:
         if self.ranks.rank:

@@ -181,7 +181,8 @@ def _text_components(config: ClapConfig, lengths: TextLengths, convention: Conve
     text = config.text
     width, rows, has_pooler = text.hidden_size, text.num_layers * lengths.mean, text.pooling == "cls_pooler"
     # Of the last layer, only the first token goes on past the attention.
-    rows_past_attention = rows - (lengths.mean - 1 if convention == "model" and has_pooler else 0)
+    first_alone = convention == "model" and text.ends_with_first_token
+    rows_past_attention = rows - (lengths.mean - 1 if first_alone else 0)
     past_attention = _product(rows_past_attention, width, width + 2 * text.intermediate_size)
     return {
         "text_linears": _product(rows, width, 3 * width) + past_attention,

@@ -184,8 +184,10 @@ def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tupl
         return None, None, {}
     mask = (torch.arange(run.clap.text_tokens) < torch.tensor(lengths)[:, None]).long()
     row, packing = pack([(torch.ones_like(mask), mask)])
-    products = 4 * run.clap.preset().text.hidden_size * sum(n**2 for n in packing.bounds.diff().tolist())
-    packed, layout = tree_map_only(Tensor, fakes.from_tensor, ((row, packing), lay_out(packing, len(row))))
+    sizes = run.clap.preset().text
+    products = 4 * sizes.hidden_size * sum(n**2 for n in packing.bounds.diff().tolist())
+    layout = lay_out(packing, len(row), sizes.first_position)
+    packed, layout = tree_map_only(Tensor, fakes.from_tensor, ((row, packing), layout))
     attention = "torch_attn._varlen_attn"
     return (
         packed,

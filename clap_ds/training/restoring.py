@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.files import flatten, read_bytes
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.model import ClapConfig, TextConfig
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.cached_step import restore_random_state
 from clap_ds.engine.engine import ClapEngine
@@ -102,7 +102,7 @@ def compare(
     if run is None:
         return to_accept, others
     tokenizer = getattr(run.clap.data, "tokenizer", None)
-    if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, vocab_size=model.text.vocab_size):
+    if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text):
         to_accept.append(f"the tokenizer: {problem}")
     if manifest.settings:
         deepspeed = {name: value for name, value in manifest.settings.items() if name != "clap"}
@@ -118,16 +118,16 @@ def compare(
     return to_accept, others
 
 
-def tokenizer_problem(theirs: str | None, ours: str | None, *, vocab_size: int) -> str | None:
+def tokenizer_problem(theirs: str | None, ours: str | None, text: TextConfig) -> str | None:
     """Why two tokenizers (hub names or folders) aren't the same, None where they are, or where there is only one."""
     if theirs is None or ours is None or theirs == ours:
         return None
     try:
-        other = load_tokenizer(ours, vocab_size=vocab_size)
+        other = load_tokenizer(ours, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         if theirs in _ROBERTA:
             is_one = other("Hello world!")["input_ids"] == _HELLO
             return None if is_one else f"{ours} isn't RoBERTa's tokenizer, which the weights were trained with"
-        one = load_tokenizer(theirs, vocab_size=vocab_size)
+        one = load_tokenizer(theirs, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
     except ValueError as error:
         return f"{theirs} there and {ours} here can't be compared: {error}"
     if one.get_vocab() != other.get_vocab() or one(_PROBES)["input_ids"] != other(_PROBES)["input_ids"]:

@@ -42,7 +42,7 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
     tokenizer, text = tokenizer or found.tokenizer, found.config.text
     if tokenizer is None:
         raise ValueError(f"{found.shown} names no tokenizer: give it with --tokenizer")
-    loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size)
+    loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
     length = found.text_tokens or min(loaded.model_max_length, text.max_tokens)
     loaded.model_max_length = length  # what `truncation=True` keeps
     partial = folder.with_name(f".{folder.name}.partial")

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from clap_ds.config import files
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.clap_json import read_clap
+from clap_ds.config.model import ClapConfig, parse_sizes
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.expressible import expressible
-from clap_ds.weights.hf_config import config_from_transformers, config_to_transformers, feature_extractor, read_sizes
+from clap_ds.weights.hf_config import config_to_transformers, feature_extractor
 from clap_ds.weights.names import State, from_names, to_names, transformers_names
 
 import transformers  # isort: skip  (after torchaudio_compat)
@@ -81,12 +82,8 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     """A folder that `transformers.ClapModel` saved, without feature fusion: `config.json`, safetensors (whole or in parts) and,
     where they are there, the front end's and the tokenizer's configuration. Raises ValueError where it holds something else."""
     folder, tensors = Path(folder), {}
-    fields = _read_json(folder / "config.json")
-    if fields.get("model_type") != "clap":
-        raise ValueError(f"{folder}: config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
-    front_end, tokenizer = folder / "preprocessor_config.json", folder / "tokenizer_config.json"
-    given = _read_json(front_end) if front_end.exists() else {}
-    config = config_from_transformers(read_sizes(fields), given, name=folder.name)
+    sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
+    config = parse_sizes(read_clap(sizes), folder.name, str(sizes))
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(_read_safetensors(file)[0])
     if not tensors:
