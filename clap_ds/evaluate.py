@@ -31,7 +31,7 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
-from clap_ds.config.model import PRESETS, ClapConfig, load_preset, preset_argument
+from clap_ds.config.model import PRESETS, TEXT_TOKENS, ClapConfig, load_preset, preset_argument
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.ranks.distributed import (
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MICRO_BATCH = 32
-TEXT_TOKENS = 77
 NUM_BROKEN_SHOWN = 5
 TITLES = {"retrieval": "retrieval", "zero_shot": "zero-shot classification"}
 MEASURES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "map10": "mAP@10", "map": "mean average precision"}
@@ -142,8 +141,6 @@ def evaluate_checkpoint(
     import torch
 
     from clap_ds.evaluation.evaluator import Evaluator
-    from clap_ds.model.window_attention import default_kernel
-    from clap_ds.native.convert import convert
     from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
     from clap_ds.weights.load import load_weights
@@ -155,16 +152,14 @@ def evaluate_checkpoint(
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,
-        tokenizer_name=settings.tokenizer or checkpoint.tokenizer or checkpoint.config.text.hub_name or None,
+        tokenizer_name=settings.tokenizer or checkpoint.tokenizer_name,
         text_tokens=text_tokens_for(arguments.text_tokens, run, checkpoint.text_tokens, checkpoint.config),
         micro_batch=settings.micro_batch or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
         loss_kind=checkpoint.loss_kind,
         ranks=ranks,
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
-    model = checkpoint.build(attention=default_kernel(device)).to(device, getattr(torch, DTYPES[precision]))
-    if device.type == "cpu":
-        convert(model)
+    model = checkpoint.build_for(device, getattr(torch, DTYPES[precision]))
     predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_first else None
     try:
         evaluation = evaluator.evaluate(model, at_length=True, predictions=predictions)

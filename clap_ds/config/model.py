@@ -20,6 +20,8 @@ from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
 PAD_TOKEN_ID = 1  # RoBERTa's and MPNet's
+TEXT_TOKENS = 77
+"""Most tokens of a caption where nothing says how long those of training were: LAION's."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
