@@ -34,6 +34,7 @@ from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import PRESETS, TEXT_TOKENS, ClapConfig, load_preset, preset_argument
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.inference.options import DTYPES
 from clap_ds.ranks.distributed import (
     Ranks,
     add_rank_options,
@@ -46,7 +47,6 @@ from clap_ds.ranks.distributed import (
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MICRO_BATCH = 32
 NUM_BROKEN_SHOWN = 5
 TITLES = {"retrieval": "retrieval", "zero_shot": "zero-shot classification"}
