@@ -1,4 +1,4 @@
-"""Which audio files and clips of shards a command's arguments name. Nothing is decoded here, and torch loaded for shards alone."""
+"""Which audio files and clips of shards a command is given. Nothing is decoded here; torch is loaded for shards alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from clap_ds.config.errors import UserError
 from clap_ds.data.broken import Broken
 from clap_ds.data.shard_list import FIELD, expand_shards
 from clap_ds.data.shard_making.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
+from clap_ds.inference.vectors import text_of
 
 if TYPE_CHECKING:
     from clap_ds.evaluation.clips import Clip
 
 Found: TypeAlias = "Path | Clip | Broken"
 """An audio file, a clip of a shard, or what is known to be neither."""
-
-
-def text_of(name: object) -> str:
-    """A file's or a clip's name as UTF-8 can have it: bytes that aren't, as `\\xff`."""
-    return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def find_sources(inputs: Sequence[str]) -> dict[str, Found]:
@@ -54,7 +50,9 @@ def _sources_in(argument: str) -> Iterable[Found]:
         return read_paths(path)
     if suffix in AUDIO_SUFFIXES and path.exists():
         return [path]
-    kinds = f"a folder, an audio file ({', '.join(AUDIO_SUFFIXES)}), a list of them ({', '.join(LIST_SUFFIXES)}) or .tar"
+    kinds = (
+        f"a folder, an audio file ({', '.join(AUDIO_SUFFIXES)}), a list of them ({', '.join(LIST_SUFFIXES)}) or .tar"
+    )
     raise UserError(f"{argument}: {'' if path.exists() else 'no such file or folder; '}expected {kinds}")
 
 

@@ -33,6 +33,8 @@ def nearest(blocks: Iterable[Block], query: NDArray[np.float32], top: int) -> li
         least = best[-1].score if len(best) == top else -np.inf
         better = np.flatnonzero(scores > least)  # not where NaN
         better = better[np.argsort(-scores[better], kind="stable")[:top]]
-        rows = (Found(float(scores[n]), str(block.file[n]), *map(float, (block.start_s[n], block.end_s[n]))) for n in better)
+        rows = (
+            Found(float(scores[n]), str(block.file[n]), *map(float, (block.start_s[n], block.end_s[n]))) for n in better
+        )
         best = sorted([*best, *rows], key=lambda row: -row.score)[:top]  # stable
     return best

@@ -129,7 +129,8 @@ def _text(cell: Any) -> str:
 def split(data: Labelled, options: Namespace) -> list[tuple[str, Mask, Mask]]:
     """Name, files to train on and to test on (N,): of each fold, stratified ones where none are said, or of those of
     `test_folds` together. UserError for unknown folds, classes that only a test has, and too few to train on."""
-    in_fold, test, train = data.folds, options.test_folds, options.train_folds
+    in_fold: NDArray[Any] = data.folds
+    test, train = options.test_folds, options.train_folds
     if not any(in_fold):
         in_fold, files = np.empty(len(in_fold), "U9"), np.arange(len(in_fold))
         for name, (_, held) in enumerate(_stratified(data.of_class, files, options.folds), start=1):

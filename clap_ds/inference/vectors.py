@@ -1,8 +1,8 @@
 """Tables of vectors: a row for each window of a file, in Parquet (written and read block by block) or NumPy's .npz.
 
-Columns: `file`; `start_s` and `end_s` (float64; null in Parquet and NaN in .npz for a file that can't be used); `error` (why
-it can't, else empty); `vector` (float32, of length 1; null or NaN). What they were made by stands in Parquet's metadata and in
-the .npz array `about`, as JSON. Others may have written the tables that are read.
+Columns: `file`; `start_s` and `end_s` (float64); `error` (why a file can't be used, else empty); `vector` (float32, of length
+1; of what can't be used null in Parquet, NaN in .npz). What they were made by stands in Parquet's metadata and in the .npz
+array `about`, as JSON. Others may have written the tables that are read.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,16 @@ from pydantic import PositiveInt, TypeAdapter
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular, parse_json
 
+if TYPE_CHECKING:
+    from clap_ds.inference.model import Row
+
 PARQUET, NPZ = SUFFIXES = (".parquet", ".npz")
 METADATA = "clap_ds"
 ROWS = 16384
 """Of a block, and of Parquet's row groups: 32 MB of 512 numbers each."""
 
-T = TypeVar("T")
+DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
+"""What reading a table raises that isn't one."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,32 @@ class About:
 
 
 class Block(NamedTuple):
-    """Rows of a table: columns of equal length, `vector` (rows, dim) float32 with NaN where there is none."""
+    """Rows of a table: columns of equal length, texts, float64 and `vector` (rows, dim) float32; NaN where there is none."""
 
     file: NDArray[Any]
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
+    start_s: NDArray[Any]
+    end_s: NDArray[Any]
     error: NDArray[Any]
-    vector: NDArray[np.float32]
+    vector: NDArray[Any]
+
+
+def text_of(name: object) -> str:
+    """A file's or a clip's name as UTF-8 can have it: bytes that aren't, as `\\xff`."""
+    return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def block_of(rows: Sequence[Row], dim: int) -> Block:
+    """Rows as they come of a model."""
+    none = np.full(dim, np.nan, np.float32)
+    vectors = np.stack([none if row.vector is None else row.vector for row in rows])
+    files, errors = (np.array([text_of(getattr(row, name)) for row in rows]) for name in ("source", "error"))
+    start_s, end_s = (np.array([getattr(row, name) for row in rows], np.float64) for name in ("start_s", "end_s"))
+    return Block(files, start_s, end_s, errors, vectors)
+
+
+def joined(blocks: Sequence[Block]) -> Block:
+    """Blocks one after the other as one."""
+    return Block(*map(np.concatenate, zip(*blocks, strict=True)))
 
 
 def check_suffix(path: Path, what: str) -> None:
@@ -77,8 +100,11 @@ def write_table(file: BinaryIO, suffix: str, about: About, blocks: Iterable[Bloc
     """Write a table in the format of a suffix; `more` arrays go into an .npz, which is put together in memory."""
     said = json.dumps(asdict(about))
     if suffix == NPZ:
-        columns = (np.concatenate(each) for each in zip(*blocks, strict=True))
-        np.savez(file, **dict(zip(Block._fields, columns, strict=True)), about=np.array(said), **more)
+        arrays: dict[str, Any] = {**joined(list(blocks))._asdict(), "about": np.array(said), **more}
+        with zipfile.ZipFile(file, "w") as archive:  # np.savez can't take an array named `file`
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
         return
     import pyarrow
     import pyarrow.parquet
@@ -88,7 +114,7 @@ def write_table(file: BinaryIO, suffix: str, about: About, blocks: Iterable[Bloc
     schema = pyarrow.schema(list(zip(Block._fields, (*kinds, vector), strict=True)), metadata={METADATA: said})
     with pyarrow.parquet.ParquetWriter(file, schema, compression="none", use_dictionary=["file", "error"]) as writer:
         for block in blocks:
-            columns = [pyarrow.array(each, kind, from_pandas=True) for each, kind in zip(block, kinds, strict=False)]
+            columns = [pyarrow.array(each, kind) for each, kind in zip(block, kinds, strict=False)]
             none, flat = np.isnan(block.vector).any(axis=1), pyarrow.array(block.vector.reshape(-1))
             columns.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=vector, mask=pyarrow.array(none)))
             writer.write_table(pyarrow.Table.from_arrays(columns, schema=schema), row_group_size=ROWS)
@@ -96,30 +122,32 @@ def write_table(file: BinaryIO, suffix: str, about: About, blocks: Iterable[Bloc
 
 def read_table(path: Path) -> tuple[About, int, Iterator[Block]]:
     """What a table was made by, how many rows it has, and these in blocks of at most `ROWS`, of which Parquet holds one or two
-    in memory at a time. Raises UserError where it can't be read or isn't such a table."""
+    in memory at a time. Raises ValueError where it can't be read or isn't such a table."""
     check_suffix(path, "table")
     try:
-        return _read_parquet(path) if path.suffix == PARQUET else _read_npz(path)
-    except _DAMAGE as error:
-        raise UserError(f"{path}: expected a table of clap-embed: {error}") from None
+        if path.suffix == PARQUET:
+            return _read_parquet(path)
+        about, whole = read_npz(path)
+    except DAMAGE as error:
+        raise ValueError(f"{path}: expected a table of clap-embed: {error}") from None
+    starts = range(0, len(whole.file), ROWS)
+    return about, len(whole.file), (Block(*(each[start : start + ROWS] for each in whole)) for start in starts)
 
 
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
-
-
-def _about(said: str | bytes) -> About:
-    content = parse_json(said)
+def about_of(said: object) -> About:
+    """What JSON in a table says; raises one of `DAMAGE`."""
+    content = parse_json(str(said))
     return TypeAdapter(About).validate_python({each.name: content[each.name] for each in fields(About)})
 
 
-def _read_npz(path: Path) -> tuple[About, int, Iterator[Block]]:
+def read_npz(path: Path) -> tuple[About, Block]:
+    """All of a table in .npz. Raises one of `DAMAGE`."""
     with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
-        about, found = _about(str(arrays["about"])), Block(*(arrays[name] for name in Block._fields))
+        about, found = about_of(arrays["about"]), Block(*(arrays[name] for name in Block._fields))
     lengths, kinds = {len(each) for each in found}, [each.dtype.kind for each in found]
     if len(lengths) != 1 or kinds != ["U", "f", "f", "U", "f"] or found.vector.shape[1:] != (about.dim,):
         raise ValueError(f"its arrays {', '.join(Block._fields)} aren't of one length and of those kinds")
-    starts = range(0, len(found.file), ROWS)
-    return about, len(found.file), (Block(*(each[start : start + ROWS] for each in found)) for start in starts)
+    return about, found
 
 
 def _read_parquet(path: Path) -> tuple[About, int, Iterator[Block]]:
@@ -130,7 +158,7 @@ def _read_parquet(path: Path) -> tuple[About, int, Iterator[Block]]:
     schema = table.schema_arrow
     if METADATA.encode() not in (schema.metadata or {}):
         raise ValueError(f"its metadata lack {METADATA!r}")
-    about = _about(schema.metadata[METADATA.encode()])
+    about = about_of(schema.metadata[METADATA.encode()].decode())
     found = {field.name: field.type for field in schema}
     if found.get("vector") != pyarrow.list_(pyarrow.float32(), about.dim) or not found.keys() >= {*Block._fields}:
         raise ValueError(f"expected columns {', '.join(Block._fields)}, found {', '.join(map(str, schema))}")
@@ -140,12 +168,12 @@ def _read_parquet(path: Path) -> tuple[About, int, Iterator[Block]]:
 def _parquet_blocks(path: Path, table: Any, dim: int) -> Iterator[Block]:
     try:
         for batch in table.iter_batches(ROWS, columns=list(Block._fields)):
-            *columns, vectors = (batch.column(name) for name in Block._fields)
+            *columns, vectors = [batch.column(name) for name in Block._fields]
             found = vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)  # of rows that have one
             if vectors.null_count:
                 none = vectors.is_null().to_numpy(zero_copy_only=False)
                 found, some = np.full((len(vectors), dim), np.nan, np.float32), found
                 found[~none] = some
-            yield Block(*(each.to_numpy(zero_copy_only=False) for each in columns), found)
-    except _DAMAGE as error:
-        raise UserError(f"{path} can't be read to its end: {error}") from None
+            yield Block(*(*(each.to_numpy(zero_copy_only=False) for each in columns), found))
+    except DAMAGE as error:
+        raise ValueError(f"{path} can't be read to its end: {error}") from None
