@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, stdev
@@ -17,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import write_atomically
 from clap_ds.record.csv_text import printable
 
@@ -89,7 +90,7 @@ def lines_of(results: dict[str, Any]) -> Iterator[str]:
 
 def command() -> None:
     """Console command `clap-probe`."""
-    run_alone(main)
+    sys.exit(exit_code_of(main))
 
 
 if __name__ == "__main__":

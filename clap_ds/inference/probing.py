@@ -25,7 +25,7 @@ from sklearn.preprocessing import StandardScaler
 from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.data.captions import names_in_cell
 from clap_ds.data.shard_making.caption_lists import AUDIO_SUFFIXES, COLUMN_IN_NAME, is_of_audio, path_in, rows_of
-from clap_ds.inference.vectors import About, read_table
+from clap_ds.inference.vectors import About, joined, read_table
 
 STRENGTHS = [10.0**power for power in range(-6, 3)]
 """scikit-learn's `C`, the inverse of regularisation, for numbers of variance 1."""
@@ -53,9 +53,11 @@ class Labelled:
 def read_labelled(options: Namespace) -> tuple[About, Labelled]:
     """What `clap-embed` wrote, with labels of the same files. UserError where it or a list can't be read or lacks a column, a
     row may mean two files, rows of one file contradict each other, or no file has both."""
-    about, _, blocks = read_table(options.vectors)
-    read = [(block.file.astype(str), block.vector) for block in blocks]
-    names, vectors = map(np.concatenate, zip(*read, strict=True)) if read else (np.array([""]), np.full((1, 1), np.nan))
+    about, number, blocks = read_table(options.vectors)
+    if not number:
+        raise UserError(f"{options.vectors}: no rows in it")
+    table = joined(list(blocks))
+    names, vectors = table.file.astype(str), table.vector
     is_usable, by_name = np.isfinite(vectors).all(axis=1), dict[str, list[str]]()
     there, heard = dict.fromkeys(names.tolist()), {*names[is_usable].tolist()}
     for file in there:
@@ -133,8 +135,8 @@ def split(data: Labelled, options: Namespace) -> list[tuple[str, Mask, Mask]]:
     test, train = options.test_folds, options.train_folds
     if not any(in_fold):
         in_fold, files = np.empty(len(in_fold), "U9"), np.arange(len(in_fold))
-        for name, (_, held) in enumerate(_stratified(data.of_class, files, options.folds), start=1):
-            in_fold[held] = name
+        for name, (_, rows) in enumerate(_stratified(data.of_class, files, options.folds), start=1):
+            in_fold[rows] = name
     folds, found = sorted({*in_fold.tolist()}, key=lambda name: (len(name), name)), []
     if unknown := [name for name in (*test, *train) if name not in folds]:
         raise UserError(f"no file is of fold {unknown[0]!r}{did_you_mean(unknown[0], folds)}")
@@ -145,9 +147,7 @@ def split(data: Labelled, options: Namespace) -> list[tuple[str, Mask, Mask]]:
         if trained.sum() < 2:
             raise UserError(f"{where}: what is left to train on has {trained.sum()} classes, expected two or more")
         if unseen := [data.classes[number] for number in np.flatnonzero(tested & ~trained)]:
-            raise UserError(
-                f"{where}: only its files are of {', '.join(map(repr, unseen[:5]))}, which can't be learned"
-            )
+            raise UserError(f"{where}: only its files are of {', '.join(map(repr, unseen[:5]))}: they can't be learned")
         found.append((", ".join(held), is_train, is_test))
     return found
 
@@ -164,7 +164,7 @@ def probe(data: Labelled, fold: str, is_train: Mask, is_test: Mask) -> dict[str,
     of, of_class = data.file_of[trained], data.of_class[data.file_of[trained]]
     groups = np.unique(data.folds[of], return_inverse=True)[1]
     inner: Any = LeaveOneGroupOut().split(groups, groups=groups) if groups.max() > 1 else _stratified(of_class, of, 5)
-    one = LogisticRegression(max_iter=1000)
+    one = LogisticRegression(max_iter=1000, tol=1e-6)
     pipeline = Pipeline([("scale", StandardScaler()), ("probe", OneVsRestClassifier(one) if data.is_multi else one)])
     grid = {f"probe__{'estimator__' * data.is_multi}C": STRENGTHS}  # of equals the first is taken
     scoring = "average_precision" if data.is_multi else "accuracy"
@@ -172,10 +172,10 @@ def probe(data: Labelled, fold: str, is_train: Mask, is_test: Mask) -> dict[str,
     with warnings.catch_warnings(
         action="ignore"
     ):  # of classes that an inner fold lacks, and of fits that took 1000 steps
-        search.fit(data.vectors[trained], of_class if data.is_multi else of_class.argmax(axis=1))
+        search.fit(data.vectors[trained].astype(float), of_class if data.is_multi else of_class.argmax(axis=1))
     found = np.zeros(data.of_class.shape)
     columns = np.arange(len(data.classes)) if data.is_multi else search.classes_
-    np.add.at(found, (data.file_of[tested][:, None], columns), search.predict_proba(data.vectors[tested]))
+    np.add.at(found, (data.file_of[tested][:, None], columns), search.predict_proba(data.vectors[tested].astype(float)))
     value, classes = _score(data, found / np.bincount(data.file_of)[:, None], is_test)
     chance, _ = _score(data, np.broadcast_to(data.of_class[is_train].mean(axis=0), found.shape), is_test)
     told = {"fold": fold, "C": search.best_params_.popitem()[1], "files": int(is_test.sum())}
