@@ -190,7 +190,7 @@ def text_tokens_for(option: int | None, run: RunSettings | None, trained: int | 
     model has positions for."""
     said = run.clap.text_tokens if run and "text_tokens" in run.clap.model_fields_set else None
     most = config.text.max_tokens
-    wanted = option or said or trained or config.text.usual_tokens
+    wanted = option or said or trained or min(TEXT_TOKENS, most)
     if not 2 <= wanted <= most:
         where = "--text_tokens" if option else "clap.text_tokens"
         raise UserError(f"{where}: {config.name} has positions for 2 to {most} tokens, found {wanted}")

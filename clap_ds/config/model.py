@@ -128,11 +128,6 @@ class TextConfig(Sizes):
         """Longest caption: RoBERTa numbers positions from the padding index + 1, so two are never used."""
         return self.max_positions - PAD_TOKEN_ID - 1
 
-    @property
-    def usual_tokens(self) -> int:
-        """Caption length where that of training isn't known."""
-        return min(TEXT_TOKENS, self.max_tokens)
-
 
 class ClapConfig(Sizes):
     """A whole CLAP model: both towers and the joint embedding they project to."""

@@ -8,9 +8,8 @@ import math
 import os
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,26 +80,10 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """So many bytes of a file that `read` gives by place and number, as a content of which no part stays in memory."""
-
-    read: Callable[[int, int], bytes]
-    start: int
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, part: slice) -> bytes:
-        first, end, _ = part.indices(self.size)
-        return self.read(self.start + first, max(0, end - first))
-
-
 class _View:
-    """A content as a file: of a mapped tar, only the parts that are decoded are read. io.BytesIO would copy all of it."""
+    """A memoryview as a file: of a mapped tar, only the parts that are decoded are read. io.BytesIO would copy all of it."""
 
-    def __init__(self, content: memoryview | Stretch) -> None:
+    def __init__(self, content: memoryview) -> None:
         self._content, self._place = content, 0
 
     def readinto(self, buffer: Any) -> int:
@@ -117,10 +100,11 @@ class _View:
 
 
 @contextmanager
-def open_audio(encoded: Encoded | Stretch) -> Iterator[soundfile.SoundFile]:
-    """An encoded file for decoding; raises BrokenItemError where that fails, inside the `with` too."""
+def open_audio(encoded: Encoded | str) -> Iterator[soundfile.SoundFile]:
+    """An encoded file, or a path to one, for decoding; raises BrokenItemError where that fails, inside the `with` too."""
+    content = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
     try:
-        with soundfile.SoundFile(io.BytesIO(encoded) if isinstance(encoded, bytes) else _View(encoded)) as file:
+        with soundfile.SoundFile(_View(content) if isinstance(content, memoryview) else content) as file:
             yield file
     except BrokenItemError:
         raise

@@ -56,11 +56,8 @@ def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
 
 
 def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tensor]:
-    """What `resample` makes of the blocks put together, to the rounding of its sums, as further blocks: each is resampled with
-    all the samples about it that its filters reach. Memory is that of a block."""
-    if ratio == 1:
-        yield from blocks
-        return
+    """What `resample` makes of the blocks put together, to the rounding of its sums, in blocks: each is resampled with all the
+    samples about it that the filters reach."""
     period = ratio.denominator  # samples after which the filters come again
     context = -(-_filters(ratio).width // period) * period
     held, before = torch.empty(0), 0  # of the samples held, those before what was given already

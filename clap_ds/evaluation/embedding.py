@@ -26,9 +26,7 @@ def embed_audio(model: ClapModel, clips: Iterable[Tensor], micro_batch: int) -> 
     return torch.cat([_none(model), *audio_batches(model, clips, micro_batch)])
 
 
-def audio_batches(
-    model: ClapModel, clips: Iterable[Tensor], micro_batch: int, *, fill: bool = True
-) -> Iterator[Tensor]:
+def audio_batches(model: ClapModel, clips: Iterable[Tensor], micro_batch: int, fill: bool = True) -> Iterator[Tensor]:
     """The rows of `embed_audio`, a micro-batch of clips at a time."""
 
     def encode(batch: list[Tensor]) -> Tensor:
@@ -39,14 +37,9 @@ def audio_batches(
 
 
 def embed_text(
-    model: ClapModel,
-    captions: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    text_tokens: int,
-    micro_batch: int,
-    *,
+    model: ClapModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int, micro_batch: int,
     fill: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """(N, joint_dim) fp32, rows of length 1, of captions, cut after `text_tokens`."""
 
     def encode(batch: list[str]) -> Tensor:

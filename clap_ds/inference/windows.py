@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import soundfile
@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset
 
 from clap_ds.config.model import AudioConfig
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.decoding import Encoded, Stretch, check_samples, decode_audio, mix, open_audio, repeat
+from clap_ds.data.decoding import Encoded, check_samples, decode_audio, mix, open_audio, repeat
 from clap_ds.data.resampling import resample_blocks, resampling_ratio
 from clap_ds.data.shard_files import open_shard
 from clap_ds.data.tar_items import DAMAGE, Place, words
@@ -32,121 +32,111 @@ from clap_ds.data.workers import Loader
 from clap_ds.evaluation.clips import Clip, Middle, empty_row
 
 _BLOCK = 2**18  # frames decoded at a time
-_WAV_BYTES = 2**32 - 2**16  # more than that, and the header, is RF64's
 
 Which = Literal["each", "mean", "middle"]
 
 
 @dataclass(frozen=True)
 class Sound:
-    """Samples in memory, (channels, num_samples) float32 of full scale ±1 or int16, and what they are called in errors."""
+    """Samples in memory, (channels, num_samples) float32 of full scale ±1 or int16, and what errors call them."""
 
     name: str
     samples: NDArray[Any]
     sample_rate: int
 
-    def encoded(self) -> bytes:
-        """As a file, so that samples in memory and in files are treated by the same code."""
-        kind = "PCM_16" if self.samples.dtype == np.int16 else "FLOAT"
-        container = "WAV" if self.samples.nbytes < _WAV_BYTES else "RF64"
-        try:
-            soundfile.write(file := io.BytesIO(), self.samples.T, self.sample_rate, format=container, subtype=kind)
-        except soundfile.SoundFileError as error:
-            raise BrokenItemError(f"no file can hold such audio: {getattr(error, 'error_string', error)}") from None
-        return file.getvalue()
-
 
 Source = str | Path | Clip | Sound
 
 
-class Piece(NamedTuple):
-    """A window of a source, its waveform (num_samples,) float32; or, without a waveform, the source's end and what, if
-    anything, is wrong with it. Times are of the source."""
+@dataclass(slots=True)
+class Row:
+    """The embedding of a window of a source, or of all of it.
 
+    Attributes:
+        source: its path, or `tar: key` of a clip in a shard.
+        start_s, end_s: of the window; of a row for a whole file 0 and its length; of an error where it came.
+        vector: (dim,) float32 of length 1; None where the file, or the rest of it, can't be used.
+        error: why.
+    """
+
+    source: str
     start_s: float
     end_s: float
-    waveform: Tensor | None
+    vector: NDArray[np.float32] | None = None
     error: str = ""
 
 
-def name_of(source: Source) -> str:
-    return source.name if isinstance(source, (Clip, Sound)) else str(source)
-
-
 def read_windows(
-    sources: Sequence[Source], audio: AudioConfig, *, which: Which, overlap: float, num_workers: int, ahead: int
-) -> Iterator[Piece]:
-    """The windows of the sources in order, those of each followed by its end. Read by `num_workers` processes (0: by this one),
-    which keep `ahead` windows ready between them; a ValueError where one of these was killed."""
+    sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float, *, num_workers: int, ahead: int
+) -> Iterator[tuple[Row, Tensor | None]]:
+    """The windows of the sources in order, waveforms (num_samples,) float32, and after those of each a row without one, with
+    what is wrong with it, if anything is. Read by `num_workers` processes (0: this one), which have `ahead` windows ready."""
     num_streams = max(1, min(num_workers, len(sources)))
-    options = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
+    options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
+    options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
     streams = [_Windows(sources[first::num_streams], audio, which, overlap) for first in range(num_streams)]
-    loaders: list[Loader[Piece]] = [
-        Loader(stream, num_workers=min(1, num_workers), section="inference", batch_size=None, **options)
-        for stream in streams
-    ]
+    loaders: list[Loader[tuple[Row, Tensor | None]]] = [Loader(stream, **options) for stream in streams]
     try:
         for number in range(len(sources)):
-            for piece in loaders[number % num_streams]:
-                yield piece
-                if piece.waveform is None:
+            for row, waveform in loaders[number % num_streams]:
+                yield row, waveform
+                if waveform is None:
                     break
     finally:
         for loader in loaders:
             loader.close()
 
 
-class _Windows(IterableDataset[Piece]):
+class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
     def __init__(self, sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float) -> None:
         self._sources, self._audio, self._which = sources, audio, which
         self._hop = max(1, round((1 - overlap) * audio.num_samples))
         self._open_shard = lru_cache(maxsize=1)(open_shard)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[tuple[Row, Tensor | None]]:
         for source in self._sources:
+            name = source.name if isinstance(source, (Clip, Sound)) else str(source)
             end_s, error = 0.0, ""
             try:
-                for piece in self._windows(source):
-                    yield piece
-                    end_s = piece.end_s
+                for start_s, end_s, waveform in self._windows(source):
+                    yield Row(name, start_s, end_s), waveform
             except BrokenItemError as broken:
                 error = str(broken)
-            except DAMAGE as damage:
+            except (*DAMAGE, soundfile.SoundFileError) as damage:
                 error = f"can't be read: {words(damage)}"
-            yield Piece(end_s, end_s, None, error)
+            yield Row(name, end_s, end_s, error=error), None
 
-    def _windows(self, source: Source) -> Iterator[Piece]:
+    def _windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
         """Windows without sound are held back until there is one with it: a file without any is broken."""
-        encoded, stretch = self._content(source)
+        encoded, path = self._content(source)
         rate, length = self._audio.sample_rate, self._audio.num_samples
-        with open_audio(encoded) as file:
-            ratio, duration_s = resampling_ratio(file.samplerate, rate), file.frames / file.samplerate
-            is_one = self._which == "middle" or file.frames <= math.ceil(length / ratio)
+        with open_audio(encoded) as opened:
+            ratio, duration_s = resampling_ratio(opened.samplerate, rate), opened.frames / opened.samplerate
+            is_one = self._which == "middle" or opened.frames <= math.ceil(length / ratio)
         if is_one:
-            row = empty_row(self._audio, "encoded")
-            decode_audio(encoded, row, sample_rate=rate, rng=Middle())
-            yield Piece(0.0, duration_s, row)
+            decode_audio(encoded, row := empty_row(self._audio, "encoded"), sample_rate=rate, rng=Middle())
+            yield 0.0, duration_s, row
             return
         silence, held_back, is_heard = torch.zeros(length), list[int](), False
-        with open_audio(stretch) as file:
-            for start, waveform in _cut(resample_blocks(_mono(file), ratio), length, self._hop):
-                if not (is_heard := is_heard or bool(waveform.any())):
-                    held_back.append(start)
-                    continue
-                for earlier in held_back:
-                    yield Piece(earlier / rate, (earlier + length) / rate, silence)
-                held_back.clear()
-                yield Piece(start / rate, (start + length) / rate, waveform)
+        with open_audio(path) as opened:
+            blocks = _mono(opened) if ratio == 1 else resample_blocks(_mono(opened), ratio)
+            for start, waveform in _cut(blocks, length, self._hop):
+                is_heard = is_heard or bool(waveform.any())
+                held_back.append(start)
+                while is_heard and held_back:
+                    first = held_back.pop(0)
+                    yield first / rate, (first + length) / rate, silence if first < start else waveform
 
-    def _content(self, source: Source) -> tuple[Encoded, Encoded | Stretch]:
-        """All of a source's file, mapped where it is long; and as what leaves no pages of it with this process."""
-        if isinstance(source, Sound):
-            return (encoded := source.encoded()), encoded
+    def _content(self, source: Source) -> tuple[Encoded, Encoded | str]:
+        """A source's file, mapped where it is long, and it or a path to it, of which no pages stay with this process."""
+        if isinstance(source, Sound):  # by the same code as files
+            subtype = "PCM_16" if source.samples.dtype == np.int16 else "FLOAT"
+            soundfile.write(to := io.BytesIO(), source.samples.T, source.sample_rate, format="RF64", subtype=subtype)
+            return (encoded := to.getvalue()), encoded
         file = self._open_shard(source.shard if isinstance(source, Clip) else str(source))
-        place = source.place if isinstance(source, Clip) else Place(0, os.fstat(file.number).st_size)
-        if not place.size:
-            raise BrokenItemError("the file is empty")
-        return place.read(file), Stretch(file.read, place.start, place.size)
+        if isinstance(source, Clip):
+            return (content := source.place.read(file)), content
+        return Place(0, os.fstat(file.number).st_size).read(file), f"/proc/self/fd/{file.number}"
 
 
 def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
@@ -172,9 +162,7 @@ def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int,
         passed = max(0, len(held) - length)
         held, at = held[passed:], at + passed
     if len(held) < length:
-        row = torch.zeros(length)
-        row[: len(held)] = held
-        repeat(row.numpy(), len(held))
-        yield 0, row
-    elif following - hop < at:
+        found, held = len(held), torch.cat([held, torch.zeros(length - len(held))])
+        repeat(held.numpy(), found)
+    if following - hop < at:
         yield at, held
