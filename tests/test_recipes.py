@@ -70,12 +70,13 @@ def write_list(path: Path, header: str, rows: Iterable[Iterable[object]]) -> Non
 
 
 def sounds_in(folder: Path, names: Iterable[str], seconds: float = 0.2) -> None:
-    """Noises, no two alike, each in the next encoding, in one or two channels."""
+    """Noises, no two alike, each in the next encoding and at the next rate, in one or two channels."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, name in enumerate(names):
         seed = [*str(folder / name).encode()]
-        noise = np.random.default_rng(seed).uniform(-0.5, 0.5, (round(seconds * 44100), 1 + number // 8 % 2))
-        soundfile.write(folder / name, noise, 44100, subtype=ENCODINGS[number % 8])
+        rate = (44100, 8000, 96000)[number % 3]
+        noise = np.random.default_rng(seed).uniform(-0.5, 0.5, (round(seconds * rate), 1 + number // 8 % 2))
+        soundfile.write(folder / name, noise, rate, subtype=ENCODINGS[number % 8])
 
 
 def write_captioned(place: Path) -> None:
