@@ -14,8 +14,10 @@ import soundfile
 import torch
 
 from clap_ds.config.model import load_preset
+from clap_ds.config.settings import load_run
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import train_tokenizer
+from clap_ds.training.checks import problems_for_training
 from tests import processes
 from tests.data.builds import items_by_source
 from tests.training.training_commands import ROOT, environment
@@ -121,7 +123,9 @@ def write_runs(place: Path) -> None:
     template = json.loads((ROOT / "ds_configs" / "fine_tune.json").read_text())
     blocks = [block for kind, block in BLOCKS if kind == "json"]
     for name, block in zip(re.findall(r"`(\w+\.json)`[^`]*\n\n```json", PAGE), blocks, strict=True):
-        (place / name).write_text(json.dumps(merged(merged(template, json.loads(block)), TINY), indent=2))
+        (place / name).write_text(json.dumps(full := merged(template, json.loads(block))))
+        assert problems_for_training(load_run(place / name), 1) == []
+        (place / name).write_text(json.dumps(merged(full, TINY), indent=2))
 
 
 def typed(command: str, place: Path) -> list[str]:
