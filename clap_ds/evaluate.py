@@ -31,10 +31,11 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
-from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model import TEXT_TOKENS, ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.inference.options import DTYPES
 from clap_ds.ranks.distributed import (
     Ranks,
     add_rank_options,
@@ -47,9 +48,7 @@ from clap_ds.ranks.distributed import (
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MICRO_BATCH = 32
-TEXT_TOKENS = 77
 NUM_BROKEN_SHOWN = 5
 TITLES = {"retrieval": "retrieval", "zero_shot": "zero-shot classification"}
 MEASURES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "map10": "mAP@10", "map": "mean average precision"}
@@ -136,8 +135,6 @@ def evaluate_checkpoint(
     import torch
 
     from clap_ds.evaluation.evaluator import Evaluator
-    from clap_ds.model.window_attention import default_kernel
-    from clap_ds.native.convert import convert
     from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
     from clap_ds.weights.load import load_weights
@@ -149,16 +146,14 @@ def evaluate_checkpoint(
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,
-        tokenizer_name=settings.tokenizer or checkpoint.tokenizer or checkpoint.config.text.hub_name or None,
+        tokenizer_name=settings.tokenizer or checkpoint.tokenizer_name,
         text_tokens=text_tokens_for(arguments.text_tokens, run, checkpoint.text_tokens, checkpoint.config),
         micro_batch=settings.micro_batch or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
         loss_kind=checkpoint.loss_kind,
         ranks=ranks,
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
-    model = checkpoint.build(attention=default_kernel(device)).to(device, getattr(torch, DTYPES[precision]))
-    if device.type == "cpu":
-        convert(model)
+    model = checkpoint.build_for(device, getattr(torch, DTYPES[precision]))
     predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_first else None
     try:
         evaluation = evaluator.evaluate(model, at_length=True, predictions=predictions)
@@ -195,7 +190,7 @@ def text_tokens_for(option: int | None, run: RunSettings | None, trained: int | 
     model has positions for."""
     said = run.clap.text_tokens if run and "text_tokens" in run.clap.model_fields_set else None
     most = config.text.max_tokens
-    wanted = option or said or trained or min(TEXT_TOKENS, most)
+    wanted = option or said or trained or config.text.usual_tokens
     if not 2 <= wanted <= most:
         where = "--text_tokens" if option else "clap.text_tokens"
         raise UserError(f"{where}: {config.name} has positions for 2 to {most} tokens, found {wanted}")

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
 PAD_TOKEN_ID = 1  # RoBERTa's
+TEXT_TOKENS = 77
+"""Most tokens of a caption where nothing says how long those of training were: LAION's."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
@@ -125,6 +127,11 @@ class TextConfig(Sizes):
     def max_tokens(self) -> int:
         """Longest caption: RoBERTa numbers positions from the padding index + 1, so two are never used."""
         return self.max_positions - PAD_TOKEN_ID - 1
+
+    @property
+    def usual_tokens(self) -> int:
+        """Caption length where that of training isn't known."""
+        return min(TEXT_TOKENS, self.max_tokens)
 
 
 class ClapConfig(Sizes):

@@ -8,8 +8,9 @@ import math
 import os
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,22 +69,38 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
         samples = _quickly(encoded, file, start, expected)
         if samples is None:
             samples = _read_at(file, start, expected, in_integers)
-        found, is_silent = _mix(samples, mixed)
+        found, is_silent = mix(samples, mixed)
         if expected < file.frames and found and is_silent:
-            found, is_silent = _mix(_about_loudest(file, expected), mixed)
+            found, is_silent = mix(_about_loudest(file, expected), mixed)
     check_samples(found, expected, is_silent)
     if ratio != 1:
         waveform = resample(torch.from_numpy(mixed[:found]), ratio)[: len(target)]
         found = len(waveform)
         row[:found] = to_int16(waveform) if row.dtype == torch.int16 else waveform
-    _repeat(target, found)
+    repeat(target, found)
     return found
 
 
-class _View:
-    """A memoryview as a file: of a mapped tar, only the parts that are decoded are read. io.BytesIO would copy all of it."""
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """So many bytes of a file that `read` gives by place and number, as a content of which no part stays in memory."""
 
-    def __init__(self, content: memoryview) -> None:
+    read: Callable[[int, int], bytes]
+    start: int
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> bytes:
+        first, end, _ = part.indices(self.size)
+        return self.read(self.start + first, max(0, end - first))
+
+
+class _View:
+    """A content as a file: of a mapped tar, only the parts that are decoded are read. io.BytesIO would copy all of it."""
+
+    def __init__(self, content: memoryview | Stretch) -> None:
         self._content, self._place = content, 0
 
     def readinto(self, buffer: Any) -> int:
@@ -100,10 +117,10 @@ class _View:
 
 
 @contextmanager
-def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
+def open_audio(encoded: Encoded | Stretch) -> Iterator[soundfile.SoundFile]:
     """An encoded file for decoding; raises BrokenItemError where that fails, inside the `with` too."""
     try:
-        with soundfile.SoundFile(_View(encoded) if isinstance(encoded, memoryview) else io.BytesIO(encoded)) as file:
+        with soundfile.SoundFile(io.BytesIO(encoded) if isinstance(encoded, bytes) else _View(encoded)) as file:
             yield file
     except BrokenItemError:
         raise
@@ -172,7 +189,7 @@ def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.flo
     return samples[start : start + num_frames]
 
 
-def _mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
+def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
     """Write the mean of the channels of frames (frames, channels), float32 of full scale ±1 or int16, to `mixed` (frames,),
     int16 as `to_int16` rounds or float32: block by block, so that all of it is done in the cache. Returns how many frames there
     were, and whether each was 0."""
@@ -212,7 +229,7 @@ def _mean_of_pairs(samples: NDArray[np.int16], out: NDArray[np.int16]) -> None:
     out += differing
 
 
-def _repeat(target: NDArray[Any], length: int) -> None:
+def repeat(target: NDArray[Any], length: int) -> None:
     """Repeat the first `length` samples as often as they fit, in place; zeros follow."""
     whole = len(target) // length * length
     while length < whole:

@@ -28,7 +28,7 @@ from clap_ds.data.captions import joined_names
 from clap_ds.data.shard_manifest import kind_of, warn_of_absent
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
-from clap_ds.evaluation.embedding import embed_audio, embed_text
+from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.evaluation.predictions import by_class, of_clips
 from clap_ds.model.clap import ClapModel
@@ -155,7 +155,7 @@ class Evaluator:
                 is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
                 for row, place in zip(is_of_class, used, strict=True):
                     row[plan.classes[place]] = True
-                of = features, metrics.class_features(captions, text), is_of_class.to(audio.device)
+                of = features, class_features(captions, text), is_of_class.to(audio.device)
                 measures = metrics.evaluate_zero_shot(*of, self.ranks, resample=at_length)
                 counts = {"classes": len(captions)}
                 if predictions is not None:

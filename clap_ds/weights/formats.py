@@ -4,6 +4,7 @@ Every reader gives a `Checkpoint`, checked against the model's own names and sha
 Optimiser state and resuming a run belong to `clap_ds.training`.
 """
 
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from torch import Tensor
 from clap_ds.config import files
 from clap_ds.config.model import ClapConfig
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.window_attention import default_kernel
+from clap_ds.native.convert import convert
 from clap_ds.weights.expressible import expressible
 from clap_ds.weights.hf_config import config_from_transformers, config_to_transformers, feature_extractor, read_sizes
 from clap_ds.weights.names import State, from_names, to_names, transformers_names
@@ -62,6 +65,29 @@ class Checkpoint:
     def shown(self) -> str:
         """Where it is from and what it is, for people."""
         return f"{self.path}, {self.reached}" if self.reached else self.path
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """The tokenizer of its captions: its own, or the hub's that its sizes belong to."""
+        return self.tokenizer or self.config.text.hub_name or None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digits that weights share which embed alike in fp32, in whatever file they lie: of the sizes and, by name, of the
+        tensors in fp32 that an embedding depends on. Takes a second for a GB."""
+        digest = hashlib.sha256(self.config.model_dump_json(exclude={"name": True, "text": {"hub_name"}}).encode())
+        for name in sorted(self.state):
+            if not name.startswith((*_NOT_IN_OTHERS, "logit_scale")):
+                digest.update(name.encode())
+                digest.update(self.state[name].float().contiguous().numpy().data)
+        return digest.hexdigest()[:32]
+
+    def build_for(self, device: torch.device, dtype: torch.dtype) -> ClapModel:
+        """A `ClapModel` to be used, not trained, by the quickest kernels that need no compiling at each start."""
+        model = self.build(attention=default_kernel(device)).to(device, dtype).eval()
+        if device.type == "cpu":
+            convert(model)
+        return model
 
     def build(self, **options: Any) -> ClapModel:
         """A `ClapModel` with these weights; `options` are its keyword arguments."""

@@ -3,18 +3,25 @@
 Reading and checking them is `clap_ds.weights.formats`'; resuming training from a checkpoint is `clap_ds.training.checkpoint`'s.
 """
 
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
 from clap_ds.config.model import ClapConfig
+from clap_ds.model.hub import load_by_name
 from clap_ds.weights.checkpoint_files import MANIFEST, WEIGHTS, Manifest, find_checkpoint
 from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, load_safetensors, load_transformers, some
 from clap_ds.weights.laion import load_laion
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_OF_A_MODEL = ["*.json", "*.txt", "model*.safetensors"]
+"""Files of a repository that are wanted."""
 
 
 def load_weights(path: str | Path, config: ClapConfig | None = None, *, best: bool = False) -> Checkpoint:
@@ -22,7 +29,8 @@ def load_weights(path: str | Path, config: ClapConfig | None = None, *, best: bo
 
     Args:
         path: one of this project's checkpoints, or the folder they lie in (its newest good one is taken); a file of
-            `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads; a LAION-CLAP .pt file.
+            `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads, or the id of such a
+            repository on the hub, whose cache on this host comes first; a LAION-CLAP .pt file.
         config: sizes to expect; by default their own, which a LAION file doesn't name: those that its tensors have.
         best: of a folder of checkpoints the best by its run's `best_by` instead of the newest.
 
@@ -57,8 +65,16 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool) -> tuple[Path, C
     if path.is_dir():
         path = find_checkpoint(path, best=best)
         return path, _with_manifest(path, load_safetensors(path / WEIGHTS))
+    if not path.exists() and _HUB_ID.fullmatch(str(path)) and path.suffix not in (*_PICKLES, ".safetensors"):
+        return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
     what = "expected" if path.exists() else "no such file or folder; expected"
     raise ValueError(f"{path}: {what} a folder, a .safetensors file or LAION-CLAP's {', '.join(_PICKLES)}")
+
+
+def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
+    folder = snapshot_download(str(path), local_files_only=local_files_only, allow_patterns=_OF_A_MODEL)
+    found = load_transformers(folder)
+    return replace(found, config=found.config.model_copy(update={"name": path.name}))
 
 
 def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
