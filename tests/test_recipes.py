@@ -26,7 +26,8 @@ from tests.weights.fake_checkpoints import checkpoint_of
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = [line.removeprefix("$ ") for kind, block in BLOCKS if kind == "console" for line in block.splitlines()]
-PROGRAMS = {"clap-shards": "clap_ds.shards", "clap-evaluate": "clap_ds.evaluate", "deepspeed": "clap_ds.train"}
+PROGRAMS = {f"clap-{name}": f"clap_ds.{name}" for name in ("shards", "evaluate", "embed", "probe", "search")}
+PROGRAMS["deepspeed"] = "clap_ds.train"
 FEWER = {"in 1 2 3 4 5;": "in 1 2;", "in 2 3 4 5;": "in 2;"}  # folds of ESC-50 that are built, trained and tested
 TINY = {
     "train_micro_batch_size_per_gpu": 4,
@@ -47,8 +48,8 @@ SAID = [
     *("train: 7 items", "held_out: 4 items", "held_out: 4 items"),  # AudioCaps
     *("train: 4 items", "held_out: 4 items", "held_out: 4 items", CAPTIONED, "step 2/2", CAPTIONED, CAPTIONED),
     *("train: 24 items", CLASSIFIED(30, 3), "", "step 2/2", CLASSIFIED(6, 3), "zero_shot_top1: "),  # ESC-50
-    *("train: 18 items", CLASSIFIED(20, 2)),
-    *("train: 6 items", "held_out: 12 items", CLASSIFIED(12, 7), "", "step 2/2", CLASSIFIED(12, 7)),
+    *("", "30 files", ".wav", "train: 18 items", CLASSIFIED(20, 2), "", "20 files"),
+    *("train: 6 items", "held_out: 12 items", CLASSIFIED(12, 7), "", "step 2/2", CLASSIFIED(12, 7), "", "24 files"),
 ]
 """Part of what each command prints, in the document's order."""
 
