@@ -84,7 +84,8 @@ def freeze(model: ClapModel, towers: Sequence[str]) -> None:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)
     if "audio" in towers:
-        model.audio.batch_norm.momentum = 0.0
+        for norm in model.audio.batch_norms():
+            norm.momentum = 0.0
 
 
 def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def embed_audio(model: ClapModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:
-    """(N, joint_dim) fp32, rows of length 1, of waveforms (num_samples,) or log-mel features (num_frames, mel_bins)."""
+    """(N, joint_dim) fp32, rows of length 1, of clips as `ClapModel.encode_audio` takes a batch of them."""
 
     def encode(batch: list[Tensor]) -> Tensor:
         audio = torch.stack(batch + [torch.zeros_like(batch[0])] * (micro_batch - len(batch)))

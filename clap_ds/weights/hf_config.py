@@ -12,7 +12,6 @@ import transformers  # isort: skip
 
 # What HTSAT and RoBERTa here are, whatever their sizes.
 _FIXED_AUDIO = {
-    "enable_fusion": False,
     "hidden_act": "gelu",
     "qkv_bias": True,
     "patch_embed_input_channels": 1,
@@ -30,7 +29,9 @@ _AUDIO = {
     "depths": "depths",
     "num_heads": "num_attention_heads",
     "num_classes": "num_classes",
+    "fusion": "enable_fusion",
 }
+_OF_FUSION: dict[str, list[Any]] = {"fusion_type": [None, "aff_2d"], "aff_block_r": [4]}
 _TEXT = {
     "vocab_size": "vocab_size",
     "max_positions": "max_position_embeddings",
@@ -50,7 +51,7 @@ _FRONT_END = {
 
 def read_sizes(fields: dict[str, Any]) -> transformers.ClapConfig:
     """Of a `config.json`, what is looked at here: of the rest, a number of labels becomes as many names."""
-    audio = {*_FIXED_AUDIO, *_AUDIO.values(), "patch_size", "patch_stride", "mlp_ratio"}
+    audio = {*_FIXED_AUDIO, *_OF_FUSION, *_AUDIO.values(), "patch_size", "patch_stride", "mlp_ratio"}
     known = {"audio_config": audio, "text_config": {*_FIXED_TEXT, *_TEXT.values(), "layer_norm_eps"}}
     sizes: dict[str, Any] = {
         name: fields[name] for name in ("projection_dim", "projection_hidden_act") if name in fields
@@ -70,7 +71,7 @@ def config_from_transformers(
         name: what to call the model in messages.
 
     Raises:
-        ValueError: feature fusion, or another architecture than HTSAT + RoBERTa; names the field.
+        ValueError: another kind of feature fusion, or another architecture than HTSAT + RoBERTa; names the field.
     """
     audio: Any = config.audio_config
     text: Any = config.text_config
@@ -79,6 +80,11 @@ def config_from_transformers(
     checks: list[tuple[str, Any, list[Any]]] = [
         *((f"audio_config.{fixed}", getattr(audio, fixed), [value]) for fixed, value in _FIXED_AUDIO.items()),
         *((f"text_config.{fixed}", getattr(text, fixed), [value]) for fixed, value in _FIXED_TEXT.items()),
+        *(
+            (f"audio_config.{its}", getattr(audio, its), values)
+            for its, values in _OF_FUSION.items()
+            if audio.enable_fusion
+        ),
         ("audio_config.patch_stride", _side(audio.patch_stride), [patch]),
         ("audio_config.mlp_ratio", ratio, [round(ratio)]),
         ("projection_hidden_act", activation, ["relu", "gelu"]),
@@ -140,12 +146,13 @@ def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
 
 
 def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
-    """The HF front end with this model's mel settings. It could crop longer clips at random alone, and so refuses them: its
-    error is "data_truncating", what is said here, and "not implemented"."""
+    """The HF front end with this model's mel settings. Without feature fusion it could crop longer clips at random alone, and
+    so refuses them: its error is "data_truncating", what is said here, and "not implemented"."""
+    cropping = "of longer clips (crop them first, or say truncation='rand_trunc' for crops at random)"
     return transformers.ClapFeatureExtractor(
         feature_size=config.mel_bins,
         max_length_s=config.num_samples // config.sample_rate,
-        truncation="of longer clips (crop them first, or say truncation='rand_trunc' for crops at random)",
+        truncation="fusion" if config.fusion else cropping,
         padding="repeatpad",
         **{theirs: getattr(config, ours) for ours, theirs in _FRONT_END.items()},
     )

@@ -131,6 +131,9 @@ def preparation_of(options: argparse.Namespace) -> Preparation | None:
     if (options.kind == "encoded") == bool(options.preset):
         names = ", ".join(preset_names())
         raise UserError(f"--kind {options.kind}: waveform and mel, and these alone, take a --preset, one of {names}")
+    if options.kind == "mel" and load_preset(options.preset).audio.fusion:
+        why = "has feature fusion, for which features are made of whole files while training: expected --kind waveform"
+        raise UserError(f"--kind mel: {options.preset} {why}")
     return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None
 
 
