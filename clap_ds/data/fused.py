@@ -24,7 +24,8 @@ _NUDGE_DB = 0.5  # beyond the rounding of float16
 
 def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
     """Write a file's features to `row`, (4, num_frames, mel_bins) float32 or float16: the whole shrunk to a clip's frames,
-    and a clip from each third of the places where one fits, drawn from `rng`; of a file no longer than a clip four times the same.
+    and a clip from each third of the places where one fits, drawn from `rng`; of a file not longer than a clip four times the
+    same.
 
     Raises:
         BrokenItemError: as `decode_audio`.

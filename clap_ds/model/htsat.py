@@ -154,7 +154,7 @@ class HTSAT(nn.Module):
         return [buffer for norm in self.batch_norms() for buffer in norm.buffers()]
 
     def forward(self, log_mel: Tensor) -> Tensor:
-        """(B, num_frames, mel_bins) or, with fusion, (B, 4, num_frames, mel_bins), dB → (B, output_dim), the parameters' dtype."""
+        """(B, num_frames, mel_bins) or, with fusion, (B, 4, num_frames, mel_bins) dB → (B, output_dim), the weights' dtype."""
         is_longer = (longer_rows(log_mel),) if log_mel.ndim == 4 else ()
         mel = self.spec_augment(self.batch_norm(log_mel.flatten(0, -3)).unflatten(0, log_mel.shape[:-2]))
         images = self.fold(mel.flatten(0, -3).to(self.norm.weight.dtype))

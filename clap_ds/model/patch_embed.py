@@ -1,10 +1,10 @@
 """From image to tokens, with LAION-CLAP's feature fusion where a model has it: it hears files longer than its clips (arXiv
 2211.06687; attentional feature fusion is of arXiv 2009.14082).
 
-A file then comes as `CHANNELS` spectrograms of a clip's length: the whole file shrunk to it, and parts from its front, middle and
-back (`clap_ds.data.fused` makes them). Of a file that isn't longer all are the same, and only the first is used. Tokens of the
-parts are weighed against the whole's, channel by channel and place by place. All rows are computed and the longer ones' results
-kept, so that shapes don't depend on values; batch norm takes its statistics from the longer ones alone, as if there were no others.
+A file then comes as four spectrograms of a clip's length: the whole file shrunk to it, and parts from front, middle and back
+(`clap_ds.data.fused` makes them). Of a file that isn't longer all are the same, and only the first is used. Tokens of the parts
+are weighed against the whole's, channel by channel and place by place. All rows are computed and the longer ones' results kept,
+so that shapes don't depend on values; batch norm takes its statistics from the longer ones alone, as if there were no others.
 Shape letters as in `htsat.py`.
 """
 
@@ -98,7 +98,7 @@ def _apply(layers: nn.Sequential, x_BHWC: Tensor, counts_B: Tensor) -> Tensor:
 
 
 class FusedPatchEmbed(PatchEmbed):
-    """`PatchEmbed` of images of all channels, (B, 4, image, image), by which of them are of longer files, (B,) → (B, H, W, C)."""
+    """`PatchEmbed` of images of all channels, (B, 4, image, image), and of which are of longer files, (B,) → (B, H, W, C)."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__(config)
