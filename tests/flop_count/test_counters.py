@@ -36,7 +36,10 @@ def odd_config() -> ClapConfig:
 
 
 MICRO = load_preset("micro")
-CASES = [(MICRO, 66), (odd_config(), 17)]
+FUSED = odd_config().model_copy(
+    update={"name": "fused", "audio": odd_config().audio.model_copy(update={"fusion": True})}
+)
+CASES = [(MICRO, 66), (odd_config(), 17), (FUSED, 17)]
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
