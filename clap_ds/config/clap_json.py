@@ -13,7 +13,6 @@ from clap_ds.config.model_names import PRESET_DIR
 
 # What HTSAT and RoBERTa here are, whatever their sizes; transformers' defaults, too.
 FIXED_AUDIO = {
-    "enable_fusion": False,
     "hidden_act": "gelu",
     "qkv_bias": True,
     "patch_embed_input_channels": 1,
@@ -21,6 +20,7 @@ FIXED_AUDIO = {
     "enable_patch_layer_norm": True,
     "layer_norm_eps": 1e-5,
 }
+OF_FUSION: dict[str, list[Any]] = {"fusion_type": [None, "aff_2d"], "aff_block_r": [4]}
 FIXED_TEXT = {"hidden_act": "gelu", "type_vocab_size": 1, "pad_token_id": 1}
 # Our field → theirs, in one of transformers' objects each.
 AUDIO = {
@@ -31,6 +31,7 @@ AUDIO = {
     "depths": "depths",
     "num_heads": "num_attention_heads",
     "num_classes": "num_classes",
+    "fusion": "enable_fusion",
 }
 TEXT = {
     "vocab_size": "vocab_size",
@@ -57,16 +58,18 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
         front_end: of its `preprocessor_config.json`; LAION-CLAP's front end (48 kHz, 10 s, 50-14000 Hz) where absent.
 
     Raises:
-        ValueError: feature fusion, or another architecture than HTSAT + RoBERTa; names the field.
+        ValueError: another kind of feature fusion, or another architecture than HTSAT + RoBERTa; names the field.
     """
     if fields.get("model_type") != "clap":
         raise ValueError(f"config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
     audio, text = ({**(fields.get(f"{tower}_config") or {})} for tower in ("audio", "text"))
     patch, ratio = _side(audio.get("patch_size", 4)), audio.get("mlp_ratio", 4.0)
+    fusion = bool(audio.get("enable_fusion", False))
     activation, joint_dim = fields.get("projection_hidden_act", "relu"), fields.get("projection_dim", 512)
     checks: list[tuple[str, Any, list[Any]]] = [
         *((f"audio_config.{fixed}", audio.get(fixed, value), [value]) for fixed, value in FIXED_AUDIO.items()),
         *((f"text_config.{fixed}", text.get(fixed, value), [value]) for fixed, value in FIXED_TEXT.items()),
+        *((f"audio_config.{its}", audio.get(its, known[-1]), known) for its, known in OF_FUSION.items() if fusion),
         ("audio_config.patch_stride", _side(audio.get("patch_stride", 4)), [patch]),
         ("audio_config.mlp_ratio", ratio, [round(ratio)]),
         ("projection_hidden_act", activation, ["relu", "gelu"]),
@@ -77,6 +80,7 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
             raise ValueError(f"{field} is {found!r}, only {only} is supported")
     tiny = read_json(PRESET_DIR / "htsat_tiny_roberta_base.json")
     projection = {"hidden_dim": joint_dim, "activation": activation, "bias": True}
+    tiny["audio"]["fusion"] = False
     own_audio = {ours: audio.get(theirs, tiny["audio"][ours]) for ours, theirs in AUDIO.items()}
     own_audio |= {ours: front_end.get(theirs, tiny["audio"][ours]) for ours, theirs in FRONT_END.items()}
     own_audio |= {"patch_size": patch, "mlp_ratio": round(ratio), "projection": projection}

@@ -22,6 +22,10 @@ from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 PAD_TOKEN_ID = 1  # RoBERTa's and MPNet's
 TEXT_TOKENS = 77
 """Most tokens of a caption where nothing says how long those of training were: LAION's."""
+CHANNELS = 4
+"""Spectrograms of a file for a model with feature fusion: the whole of it, and parts from its front, middle and back."""
+NARROWING = 4
+"""By how much the attention of feature fusion narrows its channels."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
@@ -67,6 +71,8 @@ class AudioConfig(Sizes):
     mlp_ratio: PositiveInt
     num_classes: PositiveInt
     projection: ProjectionConfig
+    fusion: bool = False
+    """LAION-CLAP's feature fusion, by which files longer than a clip are heard whole (`clap_ds.model.patch_embed`)."""
 
     @property
     def num_frames(self) -> int:
@@ -77,6 +83,11 @@ class AudioConfig(Sizes):
     def feature_shape(self) -> tuple[int, int]:
         """Of one clip's log-mel features."""
         return self.num_frames, self.mel_bins
+
+    @property
+    def clip_shape(self) -> tuple[int, ...]:
+        """Of one clip as audio files are read for this model: a waveform or, with fusion, log-mel features."""
+        return (CHANNELS, *self.feature_shape) if self.fusion else (self.num_samples,)
 
     @property
     def num_stages(self) -> int:
@@ -109,6 +120,8 @@ class AudioConfig(Sizes):
             raise ValueError(f"image_size {self.image_size} is not a multiple of mel_bins {self.mel_bins}")
         if self.num_frames > self.image_size * self.freq_ratio:
             raise ValueError(f"{self.num_frames} frames don't fit in an image of {self.image_size}×{self.freq_ratio}")
+        if self.fusion and self.stage_grids[0] < 3:
+            raise ValueError(f"fusion: tokens of three patches don't fit in a grid of {self.stage_grids[0]}")
         for stage, (dim, grid, heads) in enumerate(zip(self.stage_dims, self.stage_grids, self.num_heads, strict=True)):
             if dim % heads:
                 raise ValueError(f"stage {stage}: {dim} channels don't divide into {heads} heads")

@@ -37,8 +37,9 @@ class SyntheticPieces:
         for _ in range(data.num_batches):
             drawn = torch.multinomial(weights, spec.micro_batch, replacement=True, generator=on_host)
             captions = _random_captions(lengths[drawn], spec.text_tokens, spec.model.text, on_host)
-            noise = torch.empty(spec.micro_batch, spec.model.audio.num_samples, device=spec.device)
-            batch = Batch(to_int16(noise.uniform_(-1, 1, generator=on_device)).cpu(), *captions)
+            noise = torch.empty(spec.micro_batch, *spec.model.audio.clip_shape, device=spec.device)
+            noise.uniform_(-1, 1, generator=on_device)
+            batch = Batch((noise.half() if spec.model.audio.fusion else to_int16(noise)).cpu(), *captions)
             if data.placement == "device":
                 batch = batch.to(spec.device)
             elif spec.device.type != "cpu":

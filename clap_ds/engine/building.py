@@ -110,7 +110,8 @@ def freeze(model: ClapModel, towers: Collection[str], last: Mapping[Tower, int] 
         if depth > last.get(tower, depth):
             model.get_parameter(name).requires_grad_(False)
     if "audio" in {*towers, *last}:
-        model.audio.batch_norm.momentum = 0.0
+        for norm in model.audio.batch_norms():
+            norm.momentum = 0.0
 
 
 def trained_towers(model: ClapModel) -> list[str]:

@@ -88,7 +88,7 @@ class ClapEngine:
     def step(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
         """One optimiser step: what `accumulate` does and returns, then the update."""
         skipped_before = self.deepspeed.skipped_steps
-        statistics = [buffer.clone() for buffer in self.model.audio.batch_norm.buffers()]
+        statistics = [buffer.clone() for buffer in self.model.audio.running_statistics()]
         loss_mean = self.accumulate(batches, timer)
         self._update(timer)
         self._bound_logit_scale()
@@ -207,7 +207,7 @@ class ClapEngine:
             self.is_skipped = self._flat_step.skipped
             self._skipped[0].add_(self.is_skipped)
         self._skipped[1].add_(1).mul_(self.is_skipped)
-        for buffer, before in zip(self.model.audio.batch_norm.buffers(), statistics, strict=True):
+        for buffer, before in zip(self.model.audio.running_statistics(), statistics, strict=True):
             buffer.copy_(torch.where(self.is_skipped, before, buffer))  # a batch with a NaN is in by now
         is_bad = ~loss.isfinite()
         if self.norm_wanted:  # who wants no norm measures, and a loss of NaN is no workload
@@ -248,5 +248,5 @@ class ClapEngine:
 
     def share_statistics(self) -> None:
         """Give every rank the running statistics of rank 0's batch norm, as checkpoints hold them. A collective."""
-        for buffer in self.model.audio.batch_norm.buffers():
+        for buffer in self.model.audio.running_statistics():
             dist.broadcast(buffer, src=0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from clap_ds.config.model import AudioConfig, ClapConfig, ProjectionConfig
+from clap_ds.config.model import CHANNELS, NARROWING, AudioConfig, ClapConfig, ProjectionConfig
 from clap_ds.config.sections import Tower
 
 Last = Mapping[Tower, int] | None
@@ -133,7 +133,7 @@ def _product(rows: float, inputs: int, outputs: int) -> float:
 def _audio_components(audio: AudioConfig) -> dict[str, float]:
     """Those of both conventions, the projection left out."""
     num_bins, last_grid = audio.stft_window // 2 + 1, audio.stage_grids[-1]
-    width = audio.image_size * audio.freq_ratio
+    width, channels = audio.image_size * audio.freq_ratio, CHANNELS if audio.fusion else 1
     # The AudioSet head's kernel spans the frequencies and three steps of time.
     kernel_height = max(1, last_grid // audio.freq_ratio)
     num_steps = last_grid * (last_grid // kernel_height)
@@ -144,8 +144,9 @@ def _audio_components(audio: AudioConfig) -> dict[str, float]:
         "fft": audio.num_frames * fft_flops(audio.stft_window),
         "mel": _product(audio.num_frames, num_bins, audio.mel_bins),
         # In time, bicubic, which `htsat.FoldToImage` holds as a dense matrix.
-        "stretch": _product(audio.mel_bins, audio.num_frames, width) if audio.num_frames < width else 0.0,
+        "stretch": channels * _product(audio.mel_bins, audio.num_frames, width) if audio.num_frames < width else 0.0,
         "patch_embedding": _product(audio.stage_grids[0] ** 2, audio.patch_size**2, audio.embed_dim),
+        **({"fusion": _fusion(audio)} if audio.fusion else {}),
         **{f"stage_{i}": sum(parts) for i, parts in enumerate(zip(linears, attention, mergings, strict=True))},
         **dict(zip(STAGE_VIEWS, map(sum, (linears, attention, mergings)), strict=True)),
         "tscam_conv": _product(num_steps, audio.output_dim * kernel_height * 3, audio.num_classes),
@@ -175,6 +176,13 @@ def _blocks(config: ClapConfig, lengths: TextLengths, *, mergings: bool = True) 
     found["text"] = [every / config.text.num_layers] * config.text.num_layers
     found["text"][-1] -= every - own  # which computes less of the last alone
     return found
+
+
+def _fusion(audio: AudioConfig) -> float:
+    """Tokens of the file's parts, and twice two layers of attention: of each place and of their mean."""
+    grid, part = audio.stage_grids[0], 3 * audio.patch_size
+    tokens = _product((CHANNELS - 1) * grid * (audio.image_size // part), part * audio.patch_size, audio.embed_dim)
+    return tokens + 2 * _product(grid**2 + 1, audio.embed_dim, audio.embed_dim // NARROWING)
 
 
 def _text_components(config: ClapConfig, lengths: TextLengths, convention: Convention) -> dict[str, float]:

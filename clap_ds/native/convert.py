@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from clap_ds.model.htsat import PatchEmbed
 from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Layout
+from clap_ds.model.patch_embed import PatchEmbed
 from clap_ds.model.swin import DropPath, PatchMerging, SwinBlock
 from clap_ds.model.text import FirstTokenAttention
 from clap_ds.native.library import executable, unavailable

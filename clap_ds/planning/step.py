@@ -198,17 +198,18 @@ def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tupl
 
 def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *, cuda: bool) -> Iterator[Batch]:
     """As `BatchSource` has them. On a GPU one more is on its way, and beside it what comes from the host in 16 bits."""
-    data, num_samples = run.clap.data, run.clap.preset().audio.num_samples
+    data, audio = run.clap.data, run.clap.preset().audio
+    narrow = torch.float16 if audio.fusion else torch.int16
 
     def make(dtype: torch.dtype = torch.float32) -> Batch:
         ids, mask = (torch.empty(micro_batch, run.clap.text_tokens, dtype=torch.long) for _ in range(2))
-        return Batch(torch.empty(micro_batch, num_samples, dtype=dtype), ids, mask, num_tokens, packed)
+        return Batch(torch.empty(micro_batch, *audio.clip_shape, dtype=dtype), ids, mask, num_tokens, packed)
 
     if isinstance(data, SyntheticData) and (data.placement == "device" or not cuda):
-        kept = [make(torch.int16) for _ in range(data.num_batches)]
+        kept = [make(narrow) for _ in range(data.num_batches)]
         yield from (join([each], CPU) for each in itertools.cycle(kept))
     is_narrow = getattr(data, "waveforms", "int16") == "int16"
-    ahead, _from_host = make(), torch.empty(micro_batch * is_narrow, num_samples, dtype=torch.int16)
+    ahead, _from_host = make(), torch.empty(micro_batch * is_narrow, *audio.clip_shape, dtype=narrow)
     while True:
         batch, ahead = ahead, make()
         yield batch

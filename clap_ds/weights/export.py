@@ -62,7 +62,11 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
     which = "length of training" if found.text_tokens else "model's most, as that of training isn't known"
     cut = "are only cut where the processor is told: text_kwargs={'padding': True, 'truncation': True}"
     remarks = [*changes(found.config), f"captions beyond {length} tokens, the {which}, {cut}"]
-    remarks.append("longer clips than the model's are refused, as ClapFeatureExtractor crops at random alone")
+    at_random = (
+        "of longer clips ClapFeatureExtractor takes parts at random, and it takes a clip for longer where none is"
+    )
+    refused = "longer clips than the model's are refused, as ClapFeatureExtractor crops at random alone"
+    remarks.append(at_random if found.config.audio.fusion else refused)
     if LOGIT_BIAS in found.state:
         remarks.append("the sigmoid loss's logit bias has no place in ClapModel; embeddings do without it")
     return remarks

@@ -105,8 +105,8 @@ class Checkpoint:
 
 
 def load_transformers(folder: str | Path) -> Checkpoint:
-    """A folder that `transformers.ClapModel` saved, without feature fusion: `config.json`, safetensors (whole or in parts) and,
-    where they are there, the front end's and the tokenizer's configuration. Raises ValueError where it holds something else."""
+    """A folder that `transformers.ClapModel` saved: `config.json`, safetensors (whole or in parts) and, where they are there,
+    the front end's and the tokenizer's configuration. Raises ValueError where it holds something else."""
     folder, tensors = Path(folder), {}
     sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
     config = parse_sizes(read_clap(sizes), folder.name, str(sizes))
@@ -179,9 +179,6 @@ def renamed_checkpoint(
     config: ClapConfig, tensors: Mapping[str, Tensor], names: Callable[[str], list[str]], label: str
 ) -> Checkpoint:
     """A checkpoint from tensors under other names; raises ValueError where they aren't those of these sizes."""
-    if any("fusion_model" in name or "mel_conv" in name for name in tensors):
-        instead = "take one without, such as 630k-audioset-best.pt or laion/clap-htsat-unfused"
-        raise ValueError(f"{label}: a CLAP with feature fusion, which isn't supported: {instead}")
     expected = _expected(config.model_dump_json())
     _check(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
     return Checkpoint(config, from_names(expected, names, tensors))

@@ -42,12 +42,13 @@ def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
 
 
 def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
-    """The HF front end with this model's mel settings. It could crop longer clips at random alone, and so refuses them: its
-    error is "data_truncating", what is said here, and "not implemented"."""
+    """The HF front end with this model's mel settings. Without feature fusion it could crop longer clips at random alone, and
+    so refuses them: its error is "data_truncating", what is said here, and "not implemented"."""
+    cropping = "of longer clips (crop them first, or say truncation='rand_trunc' for crops at random)"
     return transformers.ClapFeatureExtractor(
         feature_size=config.mel_bins,
         max_length_s=config.num_samples // config.sample_rate,
-        truncation="of longer clips (crop them first, or say truncation='rand_trunc' for crops at random)",
+        truncation="fusion" if config.fusion else cropping,
         padding="repeatpad",
         **{theirs: getattr(config, ours) for ours, theirs in FRONT_END.items()},
     )

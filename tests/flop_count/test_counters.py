@@ -37,7 +37,15 @@ def odd_config() -> ClapConfig:
 
 MICRO = load_preset("micro")
 OTHERS = [MICRO.text.model_copy(update={"architecture": name}) for name in ("bert", "mpnet")]
-CASES = [(MICRO, 66), (odd_config(), 17), *((MICRO.model_copy(update={"text": text}), 23) for text in OTHERS)]
+FUSED = odd_config().model_copy(
+    update={"name": "fused", "audio": odd_config().audio.model_copy(update={"fusion": True})}
+)
+CASES = [
+    (MICRO, 66),
+    (odd_config(), 17),
+    (FUSED, 17),
+    *((MICRO.model_copy(update={"text": text}), 23) for text in OTHERS),
+]
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)

@@ -73,9 +73,29 @@ def test_ours_to_transformers_and_back_is_exact(tmp_path: Path, dtype: torch.dty
     assert again.config.model_dump(exclude={"name", "text"}) == MICRO.model_dump(exclude={"name", "text"})
 
 
+def test_feature_fusion_goes_there_and_back(tmp_path: Path) -> None:
+    config = transformers.ClapConfig(
+        audio_config={**MICRO_AUDIO, "enable_fusion": True}, text_config=MICRO_TEXT, projection_dim=32
+    )
+    theirs = transformers.ClapModel(config)
+    randomise(theirs.state_dict(), 6)
+    theirs.save_pretrained(tmp_path / "hf")
+    transformers.ClapFeatureExtractor(feature_size=16, max_length_s=1).save_pretrained(tmp_path / "hf")
+    model = load_transformers(tmp_path / "hf").build()
+    save_transformers(model, tmp_path / "back")
+    back = transformers.ClapModel.from_pretrained(tmp_path / "back")
+    assert (model.config.audio.fusion, back.config.audio_config.enable_fusion) == (True, True)
+    assert_same(back.state_dict(), {**theirs.state_dict(), "logit_scale_t": theirs.logit_scale_a.detach()})
+    assert transformers.ClapFeatureExtractor.from_pretrained(tmp_path / "back").truncation == "fusion"
+
+
 KEY = "audio_model.audio_encoder.layers.0.blocks.1.attention.self.key.weight"
 WRONG_SIZES: list[tuple[str, dict[str, Any], str]] = [
-    ("audio_config", {"enable_fusion": True}, "audio_config.enable_fusion is True, only False is supported"),
+    (
+        "audio_config",
+        {"enable_fusion": True, "fusion_type": "channel_map"},
+        "fusion_type is 'channel_map', only None or",
+    ),
     ("audio_config", {"patch_stride": [2, 2]}, "audio_config.patch_stride is 2, only 4 is supported"),
     ("audio_config", {"patch_size": [4, 2]}, r"patches must be square, got \[4, 2\]"),
     ("audio_config", {"mlp_ratio": 3.5}, "audio_config.mlp_ratio is 3.5, only 4 is supported"),
@@ -84,7 +104,10 @@ WRONG_SIZES: list[tuple[str, dict[str, Any], str]] = [
     ("", {"model_type": "bert"}, "config.json is of model_type 'bert', expected 'clap'"),
 ]
 WRONG_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
-    ({"audio_model.audio_encoder.patch_embed.mel_conv2d.weight": torch.zeros(1)}, "feature fusion"),
+    (
+        {"audio_model.audio_encoder.patch_embed.mel_conv2d.weight": torch.zeros(1)},
+        r"unexpected: \S*mel_conv2d\.weight$",
+    ),
     (
         {KEY: None, "surplus.weight": torch.zeros(2), "audio_projection.linear2.bias": torch.zeros(31)},
         rf"missing: {KEY}\. unexpected: surplus\.weight\. .*audio_projection\.linear2\.bias \(31,\) instead of \(32,\)",

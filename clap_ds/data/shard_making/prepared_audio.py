@@ -128,6 +128,9 @@ def preparation_of(options: argparse.Namespace) -> Preparation | None:
     """What these options ask for; None for kind `encoded`. UserError where they don't go together."""
     if (options.kind == "encoded") == bool(options.preset):
         raise UserError(f"--kind {options.kind}: waveform and mel, and these alone, take a --preset, one of {PRESETS}")
+    if options.kind == "mel" and load_preset(options.preset).audio.fusion:
+        why = "has feature fusion, for which features are made of whole files while training: expected --kind waveform"
+        raise UserError(f"--kind mel: {options.preset} {why}")
     return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None
 
 
