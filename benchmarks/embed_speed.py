@@ -3,7 +3,7 @@
     python -m benchmarks.embed_speed --output results/cpu/embed_speed/NAME.md
 
 HTSAT-tiny + RoBERTa-base with random weights, exported for transformers; WAV files of 10 s at the model's rate, which
-transformers is given as soundfile reads them. Each way embeds all files, from paths to vectors; of `clap-embed` also to a table.
+transformers is given as soundfile reads them. Each way embeds all files, from paths to vectors; `clap-embed` to a table.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     source, files = make(folder, options.files)
     theirs = transformers.ClapModel.from_pretrained(source).eval()
     extractor = transformers.ClapFeatureExtractor.from_pretrained(source)
-    pipe = transformers.pipeline("zero-shot-audio-classification", model=str(source), device="cpu")
+    pipe: Any = transformers.pipeline("zero-shot-audio-classification", model=str(source), device="cpu")
     ours = {name: clap_ds.load(source, device="cpu", dtype=name) for name in ("float32", "bfloat16")}
 
     def read(paths: list[Path]) -> list[Any]:
@@ -117,14 +117,14 @@ def main(argv: list[str] | None = None) -> None:
         return len(files) / (time.perf_counter() - begun_s)
 
     rates = in_turns({name: partial(rate, way) for name, way in ways.items()}, options.rounds)
-    rows = [{"name": name, **median_interval(each)._asdict()} for name, each in rates.items()]
+    rows: list[dict[str, Any]] = [{"name": name} | dict(median_interval(each)) for name, each in rates.items()]
     for number, row in enumerate(rows):
         row["ratio"] = row["median"] / (rows[4]["median"] if number > 3 else max(row["median"] for row in rows[:2]))
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     title = (
         f"# Files of 10 s on {device_name(torch.device('cpu'))}, {options.threads} threads, {date.today()}; {packages}"
     )
-    agree = f"{len(files)} files, {options.rounds} rounds in turns; the vectors' smallest cosine with transformers': {cosine:.6f}"
+    agree = f"{len(files)} files, {options.rounds} rounds in turns; vectors' smallest cosine with transformers': {cosine:.6f}"
     show(options.output, f"{title}\n\n{table(COLUMNS, rows)}\n\n{agree}", {"rates": rows, "cosine": cosine})
 
 

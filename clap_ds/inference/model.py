@@ -87,7 +87,7 @@ class Clap:
                 what is shorter than a window is repeated.
             sample_rate: of the arrays, Hz; files say their own.
             windows: of what is longer than a window the normalised mean of its windows' embeddings ("mean"), or the
-                embedding of its middle ("middle"), which evaluation takes.
+                embedding of its middle ("middle"), which evaluation takes; with feature fusion that is of all of it.
             overlap: share of a window that is in the next one, too, from 0 to below 1.
             batch_size, num_workers: windows at a time; processes that decode files (0: none).
 
