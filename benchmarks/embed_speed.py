@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import soundfile
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         return len(files) / (time.perf_counter() - begun_s)
 
     rates = in_turns({name: partial(rate, way) for name, way in ways.items()}, options.rounds)
-    rows: list[dict[str, Any]] = [{"name": name} | dict(median_interval(each)) for name, each in rates.items()]
+    rows = [{"name": name, **cast("dict[str, Any]", median_interval(each))} for name, each in rates.items()]
     for number, row in enumerate(rows):
         row["ratio"] = row["median"] / (rows[4]["median"] if number > 3 else max(row["median"] for row in rows[:2]))
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))

@@ -70,8 +70,9 @@ class Row:
 def read_windows(
     sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float, *, num_workers: int, ahead: int
 ) -> Iterator[tuple[Row, Tensor | None]]:
-    """The windows of the sources in order, waveforms (num_samples,) float32 (of "middle" as `empty_row` is), and after each's a row without one, with
-    what is wrong with it, if anything is. Read by `num_workers` processes (0: this one), which have `ahead` windows ready."""
+    """The windows of the sources in order, waveforms (num_samples,) float32 or, of "middle", as `empty_row` is; after those of
+    each a row without one, with what is wrong with it, if anything is. Read by `num_workers` processes (0: this one), which
+    have `ahead` windows ready."""
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
