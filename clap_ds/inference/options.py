@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model import preset_argument
 from clap_ds.data.broken import Broken
 from clap_ds.record.csv_text import printable
 
@@ -31,7 +31,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="of a folder of checkpoints, the best by its run's best_by (default: newest)",
     )
     add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
-    add("--preset", choices=preset_names(), help="the model's sizes, for a file that doesn't say them")
+    add("--preset", type=preset_argument, metavar="PRESET", help="the model's sizes, for a file that doesn't say them")
     add("--precision", choices=tuple(DTYPES), default="fp32", help="of the model (default: fp32)")
 
 

@@ -113,7 +113,7 @@ def made(here: Path) -> Path:
     from clap_ds.inference.vectors import About
 
     clap = clap_ds.load("run")
-    about = About(clap.source, clap.fingerprint, clap.dim, "each", 0.0, "fp32", None, None, "0")
+    about = About(str(Path(clap.source).resolve()), clap.fingerprint, clap.dim, "each", 0.0, "fp32", None, None, "0")
     parts, files = Parts(here / "v.npz", about), {str(path): path for path in sorted(here.glob("sounds/*.wav"))}
     marks, _ = parts.begin(files) or ({}, {})
     assert len(list(parts.write(clap.iter_windows(files.values()), marks))) == 4

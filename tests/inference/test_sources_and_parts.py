@@ -78,7 +78,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def run(output: Path, files: dict[str, Any], world_size: int = 1, stop_after: int | None = None) -> list[str]:
-    """As the command does on so many ranks, one after the other: the files that were embedded, none if the table is there."""
+    """As the command does on so many ranks, one after the other: files that were embedded; none where the table is there."""
     parts, asked_for = Parts(output, BEGUN), list[str]()
     try:
         if (begun := parts.begin(files)) is None:
