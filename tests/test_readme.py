@@ -19,7 +19,15 @@ from clap_ds.launch.sites import load_site
 from clap_ds.training.checks import problems_for_training
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("README.md", "docs/cluster.md", "docs/data.md", "docs/training.md", "docs/coming_from.md", "docs/numbers.md")
+NAMES = (
+    "README.md",
+    "docs/cluster.md",
+    "docs/data.md",
+    "docs/training.md",
+    "docs/coming_from.md",
+    "docs/numbers.md",
+    "docs/using.md",
+)
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 WALKTHROUGH = r"^## From clone to scaling plot\n.*?(?=^## )"
 """tests/cluster/test_walkthrough.py types its lines on a cluster."""

@@ -126,11 +126,17 @@ def test_rows_are_float32_whatever_computes_them(clap: Clap, clap_folder: Path, 
     assert (found @ clap.embed_audio(noise(1.5), 48000).T).item() > 0.999
 
 
-def test_the_docstrings_examples(clap_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.wav", 1.8)):
+def test_the_examples_of_docstring_and_docs(
+    clap_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.wav", 1.8), ("storm.mp3", 1.8)):
         write_sound(tmp_path / name, noise(seconds))
     (tmp_path / clap_folder.name).symlink_to(clap_folder)
+    (tmp_path / "runs").symlink_to(clap_folder.parent)
+    page = Path(__file__).parents[2] / "docs" / "using.md"
     monkeypatch.chdir(tmp_path)
+    exec(page.read_text().split("```python\n")[1].split("```")[0], {})
+    assert capsys.readouterr().out.count("storm.mp3 ") == 3
     results = doctest.testmod(module)
     assert (results.failed, results.attempted) == (0, 5)
 
@@ -146,7 +152,7 @@ def test_a_model_that_overflows_has_no_vectors(clap: Clap) -> None:
     [
         (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: can't be read: No such file or directory"),
         (lambda c: c.embed_audio([noise(1)]), "sample_rate: expected that of the array audio[0], in Hz, found None"),
-        (lambda c: c.embed_audio(noise(1).T, 48000), "expected samples, (T,) or (channels, T), or a path, found shape (48000, 1)"),
+        (lambda c: c.embed_audio(noise(1).T, 48000), "(T,) or (channels, T), or a path, found shape (48000, 1)"),
         (lambda c: c.embed_audio([0.5, 0.25], 48000), "audio[0]: expected samples, (T,) or (channels, T), or a path"),
         (lambda c: c.embed_audio(noise(1).astype(int), 48000), "expected samples in floating point or int16, found int64"),
         (lambda c: c.embed_audio([noise(1) * np.nan], 48000), "audio[0]: audio holds NaN or infinite samples"),
