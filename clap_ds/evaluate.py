@@ -31,10 +31,10 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
-from clap_ds.config.model import TEXT_TOKENS, ClapConfig, load_preset
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model import PRESETS, TEXT_TOKENS, ClapConfig, load_preset, preset_argument
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.inference.options import DTYPES
 from clap_ds.ranks.distributed import (
     Ranks,
     add_rank_options,
@@ -47,7 +47,6 @@ from clap_ds.ranks.distributed import (
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MICRO_BATCH = 32
 NUM_BROKEN_SHOWN = 5
 TITLES = {"retrieval": "retrieval", "zero_shot": "zero-shot classification"}
@@ -61,12 +60,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights")
     best = "of a folder of checkpoints, the best by its run's best_by (default: newest)"
     add("--best", action="store_true", help=best)
+    raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
+    add("--raw", action="store_true", help=raw)
     add("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
     add("--class_field", metavar="FIELD", help="member of the json that names the class (default: kind)")
     add("--template", action="append", metavar="TEXT", help="caption with {} for the class; repeatable")
     add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
-    add("--preset", choices=preset_names(), help="the model's sizes, for a file that doesn't say them")
+    add(
+        "--preset",
+        type=preset_argument,
+        metavar="NAME",
+        help=f"the model's sizes, for a file that doesn't say them: {PRESETS}",
+    )
     told = f"caption length (default: that of training; {TEXT_TOKENS} at most where nothing says)"
     add("--text_tokens", help=told, type=number, metavar="N")
     add("--micro_batch", help=f"clips per rank (default: {MICRO_BATCH})", type=number, metavar="N")
@@ -140,9 +146,9 @@ def evaluate_checkpoint(
     from clap_ds.weights.load import load_weights
 
     device = initialize(ranks, compile_cpu_collective=False)
-    preset = arguments.preset or (run.clap.model.preset if run else None)
-    expected = load_preset(preset) if preset else None
-    checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best))
+    own = run.clap.preset() if run else None
+    expected = load_preset(arguments.preset) if arguments.preset else own
+    checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.raw))
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,

@@ -58,6 +58,13 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
     Raises:
         BrokenItemError: can't be decoded, or nothing in it could be heard (see `check_samples`).
     """
+    found = decode_part(encoded, row, sample_rate=sample_rate, rng=rng)
+    repeat(row.numpy(), found)
+    return found
+
+
+def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
+    """As `decode_audio`, but that the rest of `row` behind the returned number of samples is left as it is."""
     target = row.numpy()
     with open_audio(encoded) as file:
         ratio = resampling_ratio(file.samplerate, sample_rate)
@@ -76,7 +83,6 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
         waveform = resample(torch.from_numpy(mixed[:found]), ratio)[: len(target)]
         found = len(waveform)
         row[:found] = to_int16(waveform) if row.dtype == torch.int16 else waveform
-    repeat(target, found)
     return found
 
 

@@ -26,6 +26,7 @@ class FrontEnd:
     mel_bins: int
     fmin: float
     fmax: int
+    fusion: bool = False
 
     @classmethod
     def of(cls, audio: AudioConfig) -> FrontEnd:

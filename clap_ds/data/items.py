@@ -10,13 +10,14 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from clap_ds.config.model import AudioConfig
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.decoding import AUDIO_FORMATS, Encoded, decode_audio
 from clap_ds.data.features import FEATURES, read_mel
 from clap_ds.data.front_end import Kind
+from clap_ds.data.fused import read_fused
 
 CLIP_FORMATS = (*AUDIO_FORMATS, FEATURES)
 
@@ -31,9 +32,16 @@ def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
     raise BrokenItemError(f"no audio ({', '.join(formats)}) among its files: {', '.join(found) or 'none'}")
 
 
-def read_clip(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> None:
-    """Write a clip to `row`: as `read_mel` does to float16, or else as `decode_audio` does. Raises BrokenItemError."""
-    if row.dtype == torch.float16:
+def kind_of_row(row: Tensor) -> Kind:
+    """The kind of item that is read to it: of features (num_frames, mel_bins) `mel`, else audio."""
+    return "mel" if row.ndim == 2 else "encoded"
+
+
+def read_clip(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
+    """Write a clip to `row`, by its shape: as `read_mel`, `read_fused` or `decode_audio` does. Raises BrokenItemError."""
+    if row.ndim == 2:
         read_mel(encoded, row, rng=rng)
+    elif row.ndim == 3:
+        read_fused(encoded, row, audio=audio, rng=rng)
     else:
-        decode_audio(encoded, row, sample_rate=sample_rate, rng=rng)
+        decode_audio(encoded, row, sample_rate=audio.sample_rate, rng=rng)

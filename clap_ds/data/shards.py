@@ -70,10 +70,12 @@ class ShardPieces:
         ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else 0
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
         audio, is_mel = spec.model.audio, self.kind == "mel"
-        row = audio.feature_shape if is_mel else (audio.num_samples,)
-        dtype = torch.float16 if is_mel else getattr(torch, data.waveforms)
+        row = audio.feature_shape if is_mel else audio.clip_shape
+        in_16_bits = is_mel or (audio.fusion and data.waveforms == "int16")
+        dtype = torch.float16 if in_16_bits else getattr(torch, data.waveforms)
         self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
-        tokenizer = load_tokenizer(data.tokenizer, vocab_size=spec.model.text.vocab_size)
+        text = spec.model.text
+        tokenizer = load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
         readers = [
             ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)

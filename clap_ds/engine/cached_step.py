@@ -34,7 +34,7 @@ def first_pass(
     leaves that want a gradient; and the state of random numbers before each micro-batch, all of which have one size. Running
     statistics of the model behind `forward` stay as they are."""
     outputs, states = [], []
-    kept = [(buffer, buffer.clone()) for buffer in model.audio.batch_norm.buffers()]
+    kept = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
     for batch in micro_batches:
         states.append(random_state(batch.device))
         outputs.append(forward(*batch.model_inputs()))

@@ -54,7 +54,7 @@ def compile_towers(
     _note_compilations()
     mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
     model, problems, began_s = engine.module, dict[str, str | None](), time.monotonic()
-    statistics = [(buffer, buffer.clone()) for buffer in model.audio.batch_norm.buffers()]
+    statistics = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
     audio, *text = batch.model_inputs()
     devices = [batch.device] if batch.device.type == "cuda" else []
     with watch.doing("compiling"), torch.random.fork_rng(devices), autocast_if_enabled(engine):

@@ -20,6 +20,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.building import wrap
 from clap_ds.engine.cached_step import first_pass, second_pass
+from clap_ds.engine.ema import WeightAverage
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.loss import LOSSES, build_loss
@@ -41,6 +42,7 @@ class ClapEngine:
         device: of this rank.
         model: the model being trained.
         deepspeed: DeepSpeed's engine around it.
+        average: of the weights, with `clap.train.ema`; updated by every step, skipped ones included.
         steps: optimiser steps taken, skipped ones included.
         is_skipped: whether the last step was, scalar bool on the device: in 16 bits, weights are left alone where a
             gradient isn't finite.
@@ -69,6 +71,8 @@ class ClapEngine:
             self.deepspeed.tput_timer.config.enabled = False
         optimizer = self.deepspeed.optimizer
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
+        decay = run.clap.train.ema
+        self.average = WeightAverage(self.model, optimizer, decay) if decay is not None else None
         self.deepspeed.clip_fp32_gradients = self._clip_gradients
         overlapped = run.clap.gradient_sync == "overlapped" and dist.get_world_size() > 1
         self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.gradient_bucket_mb)
@@ -84,10 +88,13 @@ class ClapEngine:
     def step(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
         """One optimiser step: what `accumulate` does and returns, then the update."""
         skipped_before = self.deepspeed.skipped_steps
-        statistics = [buffer.clone() for buffer in self.model.audio.batch_norm.buffers()]
+        statistics = [buffer.clone() for buffer in self.model.audio.running_statistics()]
         loss_mean = self.accumulate(batches, timer)
         self._update(timer)
         self._bound_logit_scale()
+        if self.average is not None:
+            with timer("optimizer"):
+                self.average.update()
         self.steps += 1
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
         watch.step(self.steps)
@@ -200,7 +207,7 @@ class ClapEngine:
             self.is_skipped = self._flat_step.skipped
             self._skipped[0].add_(self.is_skipped)
         self._skipped[1].add_(1).mul_(self.is_skipped)
-        for buffer, before in zip(self.model.audio.batch_norm.buffers(), statistics, strict=True):
+        for buffer, before in zip(self.model.audio.running_statistics(), statistics, strict=True):
             buffer.copy_(torch.where(self.is_skipped, before, buffer))  # a batch with a NaN is in by now
         is_bad = ~loss.isfinite()
         if self.norm_wanted:  # who wants no norm measures, and a loss of NaN is no workload
@@ -241,5 +248,5 @@ class ClapEngine:
 
     def share_statistics(self) -> None:
         """Give every rank the running statistics of rank 0's batch norm, as checkpoints hold them. A collective."""
-        for buffer in self.model.audio.batch_norm.buffers():
+        for buffer in self.model.audio.running_statistics():
             dist.broadcast(buffer, src=0)

@@ -2,7 +2,8 @@
 
 Tars are gone through once without reading audio, so that captions and classes can be checked before any work is done. Clips are
 numbered over all shards in the order of files and tars, and ranks take turns, so that each is used exactly once however many
-ranks and workers there are. Audio and features longer than the model's clips are cropped in their middle.
+ranks and workers there are. Audio and features longer than the model's clips are cropped in their middle, or with feature
+fusion heard whole.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class _ClipAudio(Dataset[Tensor | str]):
         clip, row = self._clips[number], empty_row(self._audio, self._kind)
         try:
             encoded = clip.place.read(self._open_shard(clip.shard))
-            read_clip(encoded, row, sample_rate=self._audio.sample_rate, rng=Middle())
+            read_clip(encoded, row, audio=self._audio, rng=Middle())
             return row
         except BrokenItemError as error:
             return str(error)
@@ -172,8 +173,9 @@ class Middle(random.Random):
 
 
 def empty_row(audio: AudioConfig, kind: Kind) -> Tensor:
-    """Zeros for a clip of a kind: features (num_frames, mel_bins) float16 of `mel`, else a waveform (num_samples,) float32."""
-    return torch.zeros(audio.feature_shape, dtype=torch.float16) if kind == "mel" else torch.zeros(audio.num_samples)
+    """Zeros for a clip of a kind: features (num_frames, mel_bins) float16 of `mel`, else float32 a waveform (num_samples,) or,
+    with feature fusion, a file's features (4, num_frames, mel_bins)."""
+    return torch.zeros(audio.feature_shape, dtype=torch.float16) if kind == "mel" else torch.zeros(audio.clip_shape)
 
 
 def load_audio(

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def embed_audio(model: ClapModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:
-    """(N, joint_dim) fp32, rows of length 1, of waveforms (num_samples,) or log-mel features (num_frames, mel_bins)."""
+    """(N, joint_dim) fp32, rows of length 1, of clips as `ClapModel.encode_audio` takes a batch of them."""
     return torch.cat([_none(model), *audio_batches(model, clips, micro_batch)])
 
 

@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clap_ds.config.errors import did_you_mean
 from clap_ds.config.model import TEXT_TOKENS, load_preset
-from clap_ds.config.model_names import preset_names
 from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.data.captions import in_words
 from clap_ds.evaluation.clips import Clip
@@ -72,7 +70,10 @@ class Clap:
         """Found when it is first needed; a ValueError where there is none."""
         if self._tokenizer_name is None:
             raise ValueError("tokenizer: missing: the one that the model's captions are for")
-        return load_tokenizer(self._tokenizer_name, vocab_size=self.config.text.vocab_size, field="tokenizer")
+        text = self.config.text
+        return load_tokenizer(
+            self._tokenizer_name, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id, field="tokenizer"
+        )
 
     def embed_audio(
         self, audio: Audio | Sequence[Audio], sample_rate: int | None = None, *, windows: Which = "mean",
@@ -86,7 +87,7 @@ class Clap:
                 what is shorter than a window is repeated.
             sample_rate: of the arrays, Hz; files say their own.
             windows: of what is longer than a window the normalised mean of its windows' embeddings ("mean"), or the
-                embedding of its middle ("middle"), which evaluation takes.
+                embedding of its middle ("middle"), which evaluation takes; with feature fusion that is of all of it.
             overlap: share of a window that is in the next one, too, from 0 to below 1.
             batch_size, num_workers: windows at a time; processes that decode files (0: none).
 
@@ -237,7 +238,7 @@ def load(
         device: default: a GPU where there is one, else the CPU.
         dtype: float32, bfloat16 or float16, which the model computes in; embeddings are float32.
         tokenizer: hub name or folder; default: the checkpoint's.
-        preset: the model's sizes, to be expected.
+        preset: the model's sizes, to be expected: a preset's name, or a path (`clap_ds.config.model.load_preset`).
 
     Raises:
         ValueError: nothing there, none of these, damaged, not finite, an option that can't be.
@@ -245,10 +246,7 @@ def load(
     """
     if (name := str(dtype).removeprefix("torch.")) not in DTYPES:
         raise ValueError(f"dtype: expected {', '.join(DTYPES)}, found {dtype!r}")
-    try:
-        expected = None if preset is None else load_preset(preset)
-    except KeyError:
-        raise ValueError(f"preset: there is no {preset!r}{did_you_mean(str(preset), preset_names())}") from None
+    expected = None if preset is None else load_preset(preset)
     try:
         where = torch.device(device or choose_accelerator())
         if where.type == "cuda":

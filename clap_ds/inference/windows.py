@@ -24,7 +24,8 @@ from torch.utils.data import IterableDataset
 
 from clap_ds.config.model import AudioConfig
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.decoding import Encoded, check_samples, decode_audio, mix, open_audio, repeat
+from clap_ds.data.decoding import Encoded, check_samples, mix, open_audio, repeat
+from clap_ds.data.items import read_clip
 from clap_ds.data.resampling import resample_blocks, resampling_ratio
 from clap_ds.data.shard_files import open_shard
 from clap_ds.data.tar_items import DAMAGE, Place, words
@@ -69,8 +70,9 @@ class Row:
 def read_windows(
     sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float, *, num_workers: int, ahead: int
 ) -> Iterator[tuple[Row, Tensor | None]]:
-    """The windows of the sources in order, waveforms (num_samples,) float32, and after those of each a row without one, with
-    what is wrong with it, if anything is. Read by `num_workers` processes (0: this one), which have `ahead` windows ready."""
+    """The windows of the sources in order, waveforms (num_samples,) float32 or, of "middle", as `empty_row` is; after those of
+    each a row without one, with what is wrong with it, if anything is. Read by `num_workers` processes (0: this one), which
+    have `ahead` windows ready."""
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
@@ -114,7 +116,8 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
             ratio, duration_s = resampling_ratio(opened.samplerate, rate), opened.frames / opened.samplerate
             is_one = self._which == "middle" or opened.frames <= math.ceil(length / ratio)
         if is_one:
-            decode_audio(encoded, row := empty_row(self._audio, "encoded"), sample_rate=rate, rng=Middle())
+            row = empty_row(self._audio, "encoded") if self._which == "middle" else torch.zeros(length)
+            read_clip(encoded, row, audio=self._audio, rng=Middle())
             yield 0.0, duration_s, row
             return
         silence, held_back, is_heard = torch.zeros(length), list[int](), False

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.config.model import ClapConfig, ProjectionConfig
+from clap_ds.config.model import CHANNELS, ClapConfig, ProjectionConfig
 from clap_ds.model.htsat import HTSAT
 from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Packing
@@ -95,15 +95,22 @@ class ClapModel(nn.Module):
 
     def encode_audio(self, audio: Tensor) -> Tensor:
         """Waveforms (batch, num_samples) at the preset's sample rate, full scale ±1, or what `mel` makes of them, (batch,
-        num_frames, mel_bins), floating → (batch, joint_dim), fp32 rows of length 1.
+        num_frames, mel_bins), or with fusion of whole files (batch, 4, num_frames, mel_bins), see `patch_embed.py`, floating
+        → (batch, joint_dim), fp32 rows of length 1.
 
         Raises:
             ValueError: clips of another length than the model's, features of other sizes.
         """
-        frames, bins = self.config.audio.feature_shape
-        if audio.ndim == 3 and audio.shape[1:] != (frames, bins):
-            raise ValueError(f"features are {tuple(audio.shape)}, expected (batch, {frames} frames, {bins} mel bins)")
-        return self.audio_projection(self.audio(audio if audio.ndim == 3 else self.mel(audio)))
+        sizes = self.config.audio
+        frames, bins = sizes.feature_shape
+        features = audio if audio.ndim > 2 else self.mel(audio)
+        if sizes.fusion and features.ndim == 3:
+            features = features[:, None].expand(-1, CHANNELS, -1, -1)
+        if features.shape[1:] != (sizes.clip_shape if sizes.fusion else sizes.feature_shape):
+            channels = f"{CHANNELS}, " if sizes.fusion and audio.ndim > 3 else ""
+            expected = f"(batch, {channels}{frames} frames, {bins} mel bins)"
+            raise ValueError(f"features are {tuple(audio.shape)}, expected {expected}")
+        return self.audio_projection(self.audio(features))
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
         """(batch, tokens) ids and mask, 1 at real tokens (None: nothing is padded), or (tokens,) ids and where those packed
@@ -123,7 +130,7 @@ class ClapModel(nn.Module):
         """The parameters that stay in fp32 when the rest is cast to 16 bits: casts by `Module.to` leave them alone, an engine
         that casts `.data` must restore them."""
         bias = [] if self.logit_bias is None else [self.logit_bias]
-        return [self.logit_scale, *bias, self.audio.batch_norm.weight, self.audio.batch_norm.bias]
+        return [self.logit_scale, *bias, *(each for norm in self.audio.batch_norms() for each in norm.parameters())]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         keep = at_least_fp32(fn)

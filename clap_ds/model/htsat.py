@@ -1,21 +1,21 @@
 """HTSAT: the Swin transformer over a folded log-mel spectrogram that is CLAP's audio tower (arXiv 2202.00874, 2103.14030).
 
-Follows LAION-CLAP's training code without feature fusion. Takes log-mel spectrograms (`mel.py` makes them) and gives one
-vector per clip; the projection to the joint space is `clap.py`'s, the transformer blocks are in `swin.py`. Shape letters:
-B batch, F mel bins, T frames, H and W the token grid, C channels.
+Follows LAION-CLAP's training code. Takes log-mel spectrograms (`mel.py` makes them) and gives one vector per clip; the
+projection to the joint space is `clap.py`'s, the transformer blocks are in `swin.py`, tokens and feature fusion in
+`patch_embed.py`. Shape letters: B batch, F mel bins, T frames, H and W the token grid, C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.model.precision import at_least_fp32
+from clap_ds.model.patch_embed import FusedPatchEmbed, PatchEmbed, longer_rows
+from clap_ds.model.precision import Fp32BatchNorm
 from clap_ds.model.swin import INIT_STD, Stage, SwinBlock
 from clap_ds.model.window_attention import Kernel
 
@@ -24,16 +24,8 @@ MAX_TIME_STRIPE = 64
 MAX_MEL_STRIPE = 8
 
 
-class MelBatchNorm(nn.BatchNorm1d):
-    """Batch norm over mel bins, kept whole in fp32: casts of the model to 16 bits don't reach it, and it computes in fp32 even
-    where something casts its parameters behind the module's back."""
-
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        return super()._apply(at_least_fp32(fn), recurse)
+class MelBatchNorm(Fp32BatchNorm):
+    """Batch norm over mel bins."""
 
     def forward(self, log_mel_BTF: Tensor) -> Tensor:
         """(B, T, F) dB → (B, F, T) normalised, in the dtype of the statistics."""
@@ -51,21 +43,23 @@ class SpecAugment(nn.Module):
     """Zeroes two stripes of time and two of mel bins, drawn per clip, while training (LAION-CLAP's use of SpecAugment, arXiv
     1904.08779). A stripe's width is uniform in 0 … limit - 1 and its start uniform over the places where it fits."""
 
-    def forward(self, mel_BFT: Tensor) -> Tensor:
+    def forward(self, mel: Tensor) -> Tensor:
+        """(B, F, T), or (B, 4, F, T) with the same stripes in all of a clip's."""
         if not self.training:
-            return mel_BFT
-        keep_BF, keep_BT = _keep(mel_BFT, 1, MAX_MEL_STRIPE), _keep(mel_BFT, 2, MAX_TIME_STRIPE)
-        return mel_BFT * (keep_BF[:, :, None] * keep_BT[:, None, :])
+            return mel
+        keep_BF, keep_BT = _keep(mel, -2, MAX_MEL_STRIPE), _keep(mel, -1, MAX_TIME_STRIPE)
+        keep_BFT = keep_BF[:, :, None] * keep_BT[:, None, :]
+        return mel * (keep_BFT if mel.ndim == 3 else keep_BFT[:, None])
 
 
-def _keep(mel_BFT: Tensor, dim: int, width_limit: int) -> Tensor:
+def _keep(mel: Tensor, dim: int, width_limit: int) -> Tensor:
     """(B, size of the dimension): 0 inside the stripes, 1 elsewhere."""
-    shape, size, device = (len(mel_BFT), NUM_STRIPES, 1), mel_BFT.shape[dim], mel_BFT.device
+    shape, size, device = (len(mel), NUM_STRIPES, 1), mel.shape[dim], mel.device
     width = torch.randint(min(width_limit, size), shape, device=device)
     start = (torch.rand(shape, device=device) * (size - width)).long()
     position = torch.arange(size, device=device)
     inside = (position >= start) & (position < start + width)
-    return (~inside.any(dim=1)).to(mel_BFT.dtype)
+    return (~inside.any(dim=1)).to(mel.dtype)
 
 
 class FoldToImage(nn.Module):
@@ -95,24 +89,6 @@ class FoldToImage(nn.Module):
         return segments.transpose(1, 2).reshape(mel_BFT.shape[0], 1, self.image_size, self.image_size)
 
 
-class PatchEmbed(nn.Module):
-    """Cuts the image into patches and embeds each: (B, 1, image, image) → (B, H, W, C)."""
-
-    def __init__(self, config: AudioConfig) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(1, config.embed_dim, kernel_size=config.patch_size, stride=config.patch_size)
-        self.norm = nn.LayerNorm(config.embed_dim)
-
-    def forward(self, image_B1HW: Tensor) -> Tensor:
-        return self.norm(self.project(image_B1HW))
-
-    def project(self, image_B1HW: Tensor) -> Tensor:
-        """The convolution as one matrix product, as patches don't overlap."""
-        size = self.proj.kernel_size[0]
-        patches = image_B1HW[:, 0].unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
-        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
-
-
 class HeldLayer(nn.Module):
     """Weights that checkpoints carry and nothing computes with: buffers, so that no optimiser or all-reduce sees them."""
 
@@ -136,7 +112,7 @@ class HTSAT(nn.Module):
         self.batch_norm = MelBatchNorm(config.mel_bins)
         self.spec_augment = SpecAugment() if spec_augment else nn.Identity()
         self.fold = FoldToImage(config)
-        self.patch_embed = PatchEmbed(config)
+        self.patch_embed = (FusedPatchEmbed if config.fusion else PatchEmbed)(config)
         rates = torch.linspace(0, drop_path, sum(config.depths), device="cpu").tolist()
         self.stages = nn.ModuleList()
         for stage, depth in enumerate(config.depths):
@@ -169,10 +145,20 @@ class HTSAT(nn.Module):
             elif supports(block.mlp.fc1.in_features, block.mlp.fc1.out_features):
                 block.mlp.kernel = "triton"
 
-    def forward(self, log_mel_BTF: Tensor) -> Tensor:
-        """(B, num_frames, mel_bins) dB → (B, output_dim) in the parameters' dtype."""
-        mel_BFT = self.spec_augment(self.batch_norm(log_mel_BTF))
-        tokens_BHWC = self.patch_embed(self.fold(mel_BFT.to(self.norm.weight.dtype)))
+    def batch_norms(self) -> list[Fp32BatchNorm]:
+        """Over mel bins and, with fusion, those of its attention."""
+        return [module for module in self.modules() if isinstance(module, Fp32BatchNorm)]
+
+    def running_statistics(self) -> list[Tensor]:
+        """Buffers that change while training."""
+        return [buffer for norm in self.batch_norms() for buffer in norm.buffers()]
+
+    def forward(self, log_mel: Tensor) -> Tensor:
+        """(B, num_frames, mel_bins) or, with fusion, (B, 4, num_frames, mel_bins) dB → (B, output_dim), the weights' dtype."""
+        is_longer = (longer_rows(log_mel),) if log_mel.ndim == 4 else ()
+        mel = self.spec_augment(self.batch_norm(log_mel.flatten(0, -3)).unflatten(0, log_mel.shape[:-2]))
+        images = self.fold(mel.flatten(0, -3).to(self.norm.weight.dtype))
+        tokens_BHWC = self.patch_embed(images.unflatten(0, (len(log_mel), -1)).flatten(1, 2), *is_longer)
         for stage in self.stages:
             tokens_BHWC = stage(tokens_BHWC)
         return self.norm(tokens_BHWC).mean(dim=(1, 2))

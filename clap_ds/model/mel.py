@@ -22,7 +22,8 @@ MIN_POWER = 1e-10
 
 class LogMel(nn.Module):
     """Log-mel spectrogram in dB: centred, reflect-padded STFT with a periodic Hann window, squared, Slaney mel filters with
-    Slaney normalisation, 10·log10 with a floor of 1e-10 and no limit on the dynamic range (LAION-CLAP's front end)."""
+    Slaney normalisation or, with feature fusion, HTK's without any, 10·log10 with a floor of 1e-10 and no limit on the dynamic
+    range (LAION-CLAP's front ends)."""
 
     window: Tensor
     mel_filters: Tensor
@@ -32,7 +33,8 @@ class LogMel(nn.Module):
         self.num_samples, self.num_fft, self.hop_size = config.num_samples, config.stft_window, config.hop_size
         sizes = self.num_fft // 2 + 1, float(config.fmin), float(config.fmax), config.mel_bins, config.sample_rate
         with torch.device("cpu"):  # torchaudio can't build filters on the meta device
-            filters = torchaudio.functional.melscale_fbanks(*sizes, norm="slaney", mel_scale="slaney")
+            kind = {"norm": None, "mel_scale": "htk"} if config.fusion else {"norm": "slaney", "mel_scale": "slaney"}
+            filters = torchaudio.functional.melscale_fbanks(*sizes, **kind)
         self.register_buffer("window", torch.hann_window(config.stft_window), persistent=False)
         self.register_buffer("mel_filters", filters.T.contiguous(), persistent=False)
 
@@ -47,6 +49,10 @@ class LogMel(nn.Module):
         """
         if waveforms.ndim != 2 or waveforms.shape[1] != self.num_samples:
             raise ValueError(f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples")
+        return self.of_any_length(waveforms)
+
+    def of_any_length(self, waveforms: Tensor) -> Tensor:
+        """As `forward`, of (batch, samples) longer than half a window: (batch, samples // hop_size + 1, mel_bins)."""
         with torch.autocast(waveforms.device.type, enabled=False):
             padded = _reflect(waveforms.to(self.window.dtype), self.num_fft // 2)
             spectrum_BKT = torch.stft(

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from clap_ds.config import files
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.clap_json import read_clap
+from clap_ds.config.model import ClapConfig, parse_sizes
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
 from clap_ds.native.convert import convert
 from clap_ds.weights.expressible import expressible
-from clap_ds.weights.hf_config import config_from_transformers, config_to_transformers, feature_extractor, read_sizes
+from clap_ds.weights.hf_config import config_to_transformers, feature_extractor
 from clap_ds.weights.names import State, from_names, to_names, transformers_names
 
 import transformers  # isort: skip  (after torchaudio_compat)
@@ -104,15 +105,11 @@ class Checkpoint:
 
 
 def load_transformers(folder: str | Path) -> Checkpoint:
-    """A folder that `transformers.ClapModel` saved, without feature fusion: `config.json`, safetensors (whole or in parts) and,
-    where they are there, the front end's and the tokenizer's configuration. Raises ValueError where it holds something else."""
+    """A folder that `transformers.ClapModel` saved: `config.json`, safetensors (whole or in parts) and, where they are there,
+    the front end's and the tokenizer's configuration. Raises ValueError where it holds something else."""
     folder, tensors = Path(folder), {}
-    fields = _read_json(folder / "config.json")
-    if fields.get("model_type") != "clap":
-        raise ValueError(f"{folder}: config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
-    front_end, tokenizer = folder / "preprocessor_config.json", folder / "tokenizer_config.json"
-    given = _read_json(front_end) if front_end.exists() else {}
-    config = config_from_transformers(read_sizes(fields), given, name=folder.name)
+    sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
+    config = parse_sizes(read_clap(sizes), folder.name, str(sizes))
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(_read_safetensors(file)[0])
     if not tensors:
@@ -182,9 +179,6 @@ def renamed_checkpoint(
     config: ClapConfig, tensors: Mapping[str, Tensor], names: Callable[[str], list[str]], label: str
 ) -> Checkpoint:
     """A checkpoint from tensors under other names; raises ValueError where they aren't those of these sizes."""
-    if any("fusion_model" in name or "mel_conv" in name for name in tensors):
-        instead = "take one without, such as 630k-audioset-best.pt or laion/clap-htsat-unfused"
-        raise ValueError(f"{label}: a CLAP with feature fusion, which isn't supported: {instead}")
     expected = _expected(config.model_dump_json())
     _check(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
     return Checkpoint(config, from_names(expected, names, tensors))

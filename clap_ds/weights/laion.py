@@ -56,7 +56,7 @@ _tensors_only.load = lambda file, **options: _TensorsOnly(file, **options).load(
 
 
 def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint:
-    """Weights of a LAION-CLAP `.pt` file without feature fusion.
+    """Weights of a LAION-CLAP `.pt` file, with feature fusion (`aff_2d`) or without.
 
     Args:
         path: the file: a state dict, bare or under "state_dict", with or without a `module.` prefix.
@@ -70,7 +70,8 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
         for name, value in _read(Path(path)).items()
         if isinstance(value, Tensor) and not name.removeprefix("module.").startswith(_IGNORED)
     }
-    layouts, problems = [config] if config else _layouts(), []
+    has_fusion = any(".mel_conv2d." in name for name in tensors)
+    layouts, problems = [config] if config else _layouts(has_fusion), []
     for layout in layouts:
         try:
             found = renamed_checkpoint(layout, tensors, laion_names, str(path))
@@ -81,14 +82,15 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
     raise ValueError(problems[0] + others)
 
 
-def _layouts() -> list[ClapConfig]:
+def _layouts(has_fusion: bool) -> list[ClapConfig]:
     """What a file may hold, what LAION published first: HTSAT-tiny, HTSAT-base and, for music and speech, HTSAT-base with the
-    tiny one's heads."""
+    tiny one's heads; with feature fusion HTSAT-tiny."""
     tiny, base = load_preset("htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
     music = tiny.model_copy(update={"name": "laion_htsat_base_roberta_base", "audio": audio})
     known = (tiny.name, base.name)
-    return [tiny, base, music, *(load_preset(name) for name in preset_names() if name not in known)]
+    found = [tiny, base, music, *(load_preset(name) for name in preset_names() if name not in known)]
+    return [each for each in found if each.audio.fusion == has_fusion]
 
 
 def _read(path: Path) -> dict[str, Any]:

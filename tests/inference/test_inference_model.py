@@ -163,7 +163,7 @@ def test_a_model_that_overflows_has_no_vectors(clap: Clap) -> None:
         (lambda c: c.class_embeddings(["a"], ["sound"]), "templates: expected {} in the label's place, found 'sound'"),
         (lambda c: clap_ds.load("some/where"), "weights: no CLAP 'some/where'; tried: no such folder in"),
         (lambda c: clap_ds.load(c.source, dtype="int8"), "dtype: expected float32, bfloat16, float16, found 'int8'"),
-        (lambda c: clap_ds.load(c.source, preset="mikro"), "preset: there is no 'mikro'; did you mean 'micro'?"),
+        (lambda c: clap_ds.load(c.source, preset="mikro"), "no preset 'mikro'; did you mean 'micro'?"),
         (lambda c: clap_ds.load(c.source, device="gpu"), "device 'gpu': "),
         (lambda c: clap_ds.load(c.source, tokenizer="/nowhere"), "tokenizer: no tokenizer '/nowhere'"),
     ],

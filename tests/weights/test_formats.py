@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.clap_json import sizes_of_clap
+from clap_ds.config.model import ClapConfig, load_preset, parse_sizes
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import load_safetensors, load_transformers, save_safetensors, save_transformers
-from clap_ds.weights.hf_config import config_from_transformers
 from tests.model.reference_clap import MICRO_AUDIO, MICRO_TEXT, randomise
 
 import transformers  # isort: skip
@@ -73,9 +73,29 @@ def test_ours_to_transformers_and_back_is_exact(tmp_path: Path, dtype: torch.dty
     assert again.config.model_dump(exclude={"name", "text"}) == MICRO.model_dump(exclude={"name", "text"})
 
 
+def test_feature_fusion_goes_there_and_back(tmp_path: Path) -> None:
+    config = transformers.ClapConfig(
+        audio_config={**MICRO_AUDIO, "enable_fusion": True}, text_config=MICRO_TEXT, projection_dim=32
+    )
+    theirs = transformers.ClapModel(config)
+    randomise(theirs.state_dict(), 6)
+    theirs.save_pretrained(tmp_path / "hf")
+    transformers.ClapFeatureExtractor(feature_size=16, max_length_s=1).save_pretrained(tmp_path / "hf")
+    model = load_transformers(tmp_path / "hf").build()
+    save_transformers(model, tmp_path / "back")
+    back = transformers.ClapModel.from_pretrained(tmp_path / "back")
+    assert (model.config.audio.fusion, back.config.audio_config.enable_fusion) == (True, True)
+    assert_same(back.state_dict(), {**theirs.state_dict(), "logit_scale_t": theirs.logit_scale_a.detach()})
+    assert transformers.ClapFeatureExtractor.from_pretrained(tmp_path / "back").truncation == "fusion"
+
+
 KEY = "audio_model.audio_encoder.layers.0.blocks.1.attention.self.key.weight"
 WRONG_SIZES: list[tuple[str, dict[str, Any], str]] = [
-    ("audio_config", {"enable_fusion": True}, "audio_config.enable_fusion is True, only False is supported"),
+    (
+        "audio_config",
+        {"enable_fusion": True, "fusion_type": "channel_map"},
+        "fusion_type is 'channel_map', only None or",
+    ),
     ("audio_config", {"patch_stride": [2, 2]}, "audio_config.patch_stride is 2, only 4 is supported"),
     ("audio_config", {"patch_size": [4, 2]}, r"patches must be square, got \[4, 2\]"),
     ("audio_config", {"mlp_ratio": 3.5}, "audio_config.mlp_ratio is 3.5, only 4 is supported"),
@@ -84,7 +104,10 @@ WRONG_SIZES: list[tuple[str, dict[str, Any], str]] = [
     ("", {"model_type": "bert"}, "config.json is of model_type 'bert', expected 'clap'"),
 ]
 WRONG_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
-    ({"audio_model.audio_encoder.patch_embed.mel_conv2d.weight": torch.zeros(1)}, "feature fusion"),
+    (
+        {"audio_model.audio_encoder.patch_embed.mel_conv2d.weight": torch.zeros(1)},
+        r"unexpected: \S*mel_conv2d\.weight$",
+    ),
     (
         {KEY: None, "surplus.weight": torch.zeros(2), "audio_projection.linear2.bias": torch.zeros(31)},
         rf"missing: {KEY}\. unexpected: surplus\.weight\. .*audio_projection\.linear2\.bias \(31,\) instead of \(32,\)",
@@ -93,6 +116,8 @@ WRONG_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
 
 
 def test_what_does_not_fit_is_refused_and_listed(hf_folder: Path) -> None:
+    for path in (hf_folder, hf_folder / "config.json"):
+        assert load_preset(str(path)) == load_transformers(hf_folder).config
     state = load_file(hf_folder / "model.safetensors")
     for tensors, reason in WRONG_TENSORS:
         changed = {name: tensor for name, tensor in {**state, **tensors}.items() if tensor is not None}
@@ -143,11 +168,18 @@ def test_models_that_transformers_has_no_sizes_for_are_refused(
 
 def test_the_published_layouts_have_configurations() -> None:
     """HF's defaults are the tiny model; larger_clap checkpoints are HTSAT-base with a joint space of 512."""
-    tiny, preset = config_from_transformers(transformers.ClapConfig(), {}), load_preset("htsat_tiny_roberta_base")
+
+    def sizes(**config: Any) -> ClapConfig:
+        return parse_sizes(sizes_of_clap(transformers.ClapConfig(**config).to_dict(), {}), "hf")
+
+    tiny, preset = sizes(), load_preset("htsat_tiny_roberta_base")
+    assert parse_sizes(sizes_of_clap({"model_type": "clap"}, {}), "hf") == tiny, (
+        "what is absent is transformers' default"
+    )
     assert (tiny.audio, tiny.joint_dim) == (preset.audio, preset.joint_dim)
     assert tiny.text == preset.text.model_copy(update={"layer_norm_eps": 1e-12})
-    sizes = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 12, 2], "hidden_size": 1024}
-    larger = config_from_transformers(transformers.ClapConfig(audio_config=sizes), {})
+    changes = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 12, 2], "hidden_size": 1024}
+    larger = sizes(audio_config=changes)
     base = load_preset("htsat_base_roberta_base").audio
     assert larger.audio == base.model_copy(update={"projection": larger.audio.projection})
     assert larger.audio.projection.hidden_dim == larger.joint_dim == 512

@@ -83,7 +83,9 @@ def test_files_as_laion_writes_them_load(tmp_path: Path, save: Callable[..., Non
             assert torch.equal(model.audio.head.bias, bare["audio_branch.head.bias"])
 
 
-@pytest.mark.parametrize("name", ["htsat_tiny_roberta_base", "laion_htsat_base_roberta_base", "demo"])
+@pytest.mark.parametrize(
+    "name", ["htsat_tiny_roberta_base", "laion_htsat_base_roberta_base", "htsat_tiny_roberta_base_fusion", "demo"]
+)
 def test_sizes_are_told_by_the_tensors(tmp_path: Path, name: str) -> None:
     tiny, base = load_preset("htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
@@ -102,9 +104,9 @@ def test_sizes_are_told_by_the_tensors(tmp_path: Path, name: str) -> None:
     torch.save(state, tmp_path / "clap.pt")
     with pytest.raises(ValueError, match=r"doesn't fit .* missing: .*word_embeddings\.weight"):
         load_laion(tmp_path / "clap.pt", config)
-    state["audio_branch.patch_embed.fusion_model.local_att.0.weight"] = torch.zeros(1)
+    state["audio_branch.patch_embed.mel_conv2d.weight"] = torch.zeros(1)
     torch.save(published(state), tmp_path / "clap.pt")
-    with pytest.raises(ValueError, match=r"feature fusion, which isn't supported: take one without"):
+    with pytest.raises(ValueError, match=r"doesn't fit htsat_tiny_roberta_base_fusion\. missing: "):
         load_laion(tmp_path / "clap.pt")
 
 

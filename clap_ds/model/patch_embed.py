@@ -1,0 +1,126 @@
+"""From image to tokens, with LAION-CLAP's feature fusion where a model has it: it hears files longer than its clips (arXiv
+2211.06687; attentional feature fusion is of arXiv 2009.14082).
+
+A file then comes as four spectrograms of a clip's length: the whole file shrunk to it, and parts from front, middle and back
+(`clap_ds.data.fused` makes them). Of a file that isn't longer all are the same, and only the first is used. Tokens of the parts
+are weighed against the whole's, channel by channel and place by place. All rows are computed and the longer ones' results kept,
+so that shapes don't depend on values; batch norm takes its statistics from the longer ones alone, as if there were no others.
+Shape letters as in `htsat.py`.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clap_ds.config.model import NARROWING, AudioConfig
+from clap_ds.model.precision import Fp32BatchNorm
+
+
+class PatchEmbed(nn.Module):
+    """Cuts the image into patches and embeds each: (B, 1, image, image) → (B, H, W, C)."""
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(1, config.embed_dim, kernel_size=config.patch_size, stride=config.patch_size)
+        self.norm = nn.LayerNorm(config.embed_dim)
+
+    def forward(self, image_B1HW: Tensor) -> Tensor:
+        return self.norm(self.project(image_B1HW))
+
+    def project(self, image_B1HW: Tensor) -> Tensor:
+        """The convolution as one matrix product, as patches don't overlap."""
+        size = self.proj.kernel_size[0]
+        patches = image_B1HW[:, 0].unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+def longer_rows(log_mel_B4TF: Tensor) -> Tensor:
+    """(B,) bool: whose channels differ, so that it is a file longer than a clip."""
+    return (log_mel_B4TF[:, 1:] != log_mel_B4TF[:, :1]).flatten(1).any(dim=1)
+
+
+class MaskedBatchNorm(Fp32BatchNorm):
+    """`nn.BatchNorm2d` of some rows with the channels last. Of a single value a channel it keeps the running statistics as they
+    are, where torch refuses it."""
+
+    def forward(self, x_BHWC: Tensor, counts_B: Tensor) -> Tensor:  # type: ignore[override]
+        """Normalised, in the dtype of the statistics; while training, by the rows that count, of which there is one or more."""
+        dtype = self.running_mean.dtype
+        with torch.autocast(x_BHWC.device.type, enabled=False):
+            x_BHWC, mean, variance = x_BHWC.to(dtype), self.running_mean, self.running_var
+            if self.training:
+                share_B111 = counts_B.to(dtype)[:, None, None, None]
+                number = share_B111.sum() * (x_BHWC.shape[1] * x_BHWC.shape[2])
+                mean = (x_BHWC * share_B111).sum(dim=(0, 1, 2)) / number
+                variance = ((x_BHWC - mean).square() * share_B111).sum(dim=(0, 1, 2)) / number
+                assert self.momentum is not None
+                self.num_batches_tracked.add_(1)
+                step = self.momentum * (number > 1)
+                self.running_mean.lerp_(mean.detach(), step)
+                self.running_var.lerp_(variance.detach() * number / (number - 1).clamp(min=1), step)
+            return (x_BHWC - mean) * (self.weight.to(dtype) * (variance + self.eps).rsqrt()) + self.bias.to(dtype)
+
+
+class AttentionalFusion(nn.Module):
+    """Two sets of tokens weighed against each other, by what stands at each place and by the mean over places."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.local_att = nn.Sequential(*_attention(dim))
+        self.global_att = nn.Sequential(
+            nn.Identity(), *_attention(dim)
+        )  # LAION's has the mean there, and its names count it
+
+    def forward(self, whole_BHWC: Tensor, parts_BHWC: Tensor, counts_B: Tensor) -> Tensor:
+        both = whole_BHWC + parts_BHWC
+        score = _apply(self.local_att, both, counts_B) + _apply(self.global_att, both.mean((1, 2), True), counts_B)
+        weight = score.sigmoid()
+        return (2 * whole_BHWC * weight + 2 * parts_BHWC * (1 - weight)).to(whole_BHWC.dtype)
+
+
+def _attention(dim: int) -> list[nn.Module]:
+    narrow = dim // NARROWING
+    first, last = nn.Conv2d(dim, narrow, kernel_size=1), nn.Conv2d(narrow, dim, kernel_size=1)
+    return [first, MaskedBatchNorm(narrow), nn.ReLU(), last, MaskedBatchNorm(dim)]
+
+
+def _apply(layers: nn.Sequential, x_BHWC: Tensor, counts_B: Tensor) -> Tensor:
+    for layer in layers:
+        if isinstance(layer, nn.Conv2d):
+            x_BHWC = F.linear(x_BHWC.to(layer.weight.dtype), layer.weight.flatten(1), layer.bias)
+        else:
+            x_BHWC = layer(x_BHWC, counts_B) if isinstance(layer, MaskedBatchNorm) else layer(x_BHWC)
+    return x_BHWC
+
+
+class FusedPatchEmbed(PatchEmbed):
+    """`PatchEmbed` of images of all channels, (B, 4, image, image), and of which are of longer files, (B,) → (B, H, W, C)."""
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__(config)
+        size = config.patch_size, 3 * config.patch_size
+        self.mel_conv2d = nn.Conv2d(1, config.embed_dim, kernel_size=size, stride=size)
+        self.fusion_model = AttentionalFusion(config.embed_dim)
+
+    def forward(self, images_B4HW: Tensor, is_longer_B: Tensor) -> Tensor:  # type: ignore[override]
+        if (
+            self.training
+        ):  # as LAION takes a short clip for a longer one where there is none, so that all weights get a gradient
+            first_B = torch.arange(len(is_longer_B), device=is_longer_B.device) == 0
+            is_longer_B = is_longer_B | (first_B & ~is_longer_B.any())
+        whole = self.project(images_B4HW[:, :1])
+        fused = self.fusion_model(whole, self._parts(images_B4HW[:, 1:]), is_longer_B)
+        return cast("Tensor", self.norm(torch.where(is_longer_B[:, None, None, None], fused, whole)))
+
+    def _parts(self, images_B3HW: Tensor) -> Tensor:
+        """Tokens three patches wide of each part, side by side, and zeros where they don't fill the grid: (B, H, W, C)."""
+        height, width = self.mel_conv2d.kernel_size
+        num_rows, num_columns = images_B3HW.shape[2] // height, images_B3HW.shape[3] // width
+        cells = images_B3HW[..., : num_columns * width].unflatten(3, (-1, width)).unflatten(2, (-1, height))
+        cells = cells.permute(0, 2, 1, 4, 3, 5).flatten(4)  # (B, rows, parts, columns, pixels)
+        tokens = F.linear(cells, self.mel_conv2d.weight.flatten(1), self.mel_conv2d.bias).flatten(2, 3)
+        return F.pad(tokens, (0, 0, 0, num_rows - tokens.shape[2]))

@@ -1,0 +1,107 @@
+"""Feature fusion against transformers' own, which computes longer clips' rows alone: forward, gradients, statistics."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.model.clap import ClapModel
+from clap_ds.weights.formats import renamed_checkpoint
+from clap_ds.weights.names import to_names, transformers_names
+from tests.model.reference_clap import MICRO_AUDIO, MICRO_TEXT, HfClap, clips, randomise
+
+MICRO = load_preset("micro")
+FUSED = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion": True})})
+IS_LONGER = torch.tensor([True, False, True, True, False])
+
+
+def reference() -> HfClap:
+    theirs = HfClap(audio={**MICRO_AUDIO, "enable_fusion": True}, text=MICRO_TEXT, joint_dim=32)
+    randomise(theirs.named(), 3)
+    for name, buffer in theirs.named_buffers():
+        if "_att" in name and name.endswith(("mean", "var")):  # of tokens, unlike of decibels
+            buffer.uniform_(0.5, 1.5)
+    for module in theirs.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return theirs
+
+
+def ours(theirs: HfClap, config: ClapConfig = FUSED) -> ClapModel:
+    state = {name: tensor.detach().clone() for name, tensor in theirs.named().items()}
+    if not config.audio.fusion:
+        state = {
+            name: tensor for name, tensor in state.items() if "fusion_model" not in name and "mel_conv" not in name
+        }
+    return renamed_checkpoint(config, state, transformers_names, "HF").build(drop_path=0.0, spec_augment=False)
+
+
+def features(is_longer: Tensor = IS_LONGER) -> Tensor:
+    """(B, 4, frames, bins) dB: four channels alike but of longer files."""
+    made = -30 + 20 * torch.randn(len(is_longer), *FUSED.audio.clip_shape, generator=torch.Generator().manual_seed(0))
+    return made.where(is_longer[:, None, None, None], made[:, :1])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_equals_transformers_in_values_gradients_and_statistics(training: bool) -> None:
+    theirs, inputs = reference(), features()
+    model = ours(theirs).train(training)
+    theirs.clap.audio_model.train(training)
+    found = model.encode_audio(inputs)
+    pooled = theirs.clap.get_audio_features(input_features=inputs, is_longer=IS_LONGER[:, None]).pooler_output
+    torch.testing.assert_close(found, F.normalize(pooled, dim=-1), rtol=0, atol=1e-6)  # 8 roundings of 1
+    probe = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    for output in (found, F.normalize(pooled, dim=-1)):
+        (output * probe).sum().backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    expected = {name: each.grad for name, each in theirs.clap.named_parameters() if each.grad is not None}
+    own = to_names(gradients, transformers_names)
+    assert own.keys() == expected.keys()
+    for name, gradient in expected.items():  # of a bias before a norm or of keys it is 0, and what is found rounding
+        torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) + 1e-6)
+    buffers, statistics = dict(theirs.clap.named_buffers()), to_names(dict(model.named_buffers()), transformers_names)
+    for name, value in statistics.items():
+        if "running" in name or "num_batches" in name:
+            torch.testing.assert_close(value, buffers[name], rtol=1e-6, atol=1e-6)
+
+
+def test_clips_and_files_no_longer_are_what_a_model_without_fusion_hears() -> None:
+    theirs = reference()
+    fused, plain = (ours(theirs, config).eval() for config in (FUSED, MICRO))
+    alike = features(torch.zeros(3, dtype=torch.bool))
+    torch.testing.assert_close(fused.encode_audio(alike), plain.encode_audio(alike[:, 0]), rtol=0, atol=1e-6)
+    waveforms = clips(2, FUSED.audio.num_samples, seed=0)
+    assert torch.equal(fused.encode_audio(waveforms), fused.encode_audio(fused.mel(waveforms)))
+    assert not torch.allclose(fused.mel(waveforms), plain.mel(waveforms), atol=1)  # HTK's filters, and not Slaney's
+    longer = features()
+    mixed = fused.encode_audio(longer) - plain.encode_audio(longer[:, 0])
+    assert torch.equal(mixed.abs().amax(dim=1) > 1e-3, IS_LONGER)
+    with pytest.raises(ValueError, match=r"expected \(batch, 4, 101 frames, 16 mel bins\)"):
+        fused.encode_audio(longer[:, :3])
+
+
+@pytest.mark.parametrize("num_longer", [0, 1])
+def test_every_weight_learns_from_a_batch_of_short_clips(num_longer: int) -> None:
+    """Which torch's batch norm refuses to normalise: the mean over places of one clip is a single value."""
+    model = ours(reference()).train()
+    norms = model.audio.patch_embed.fusion_model.global_att[2], model.audio.patch_embed.fusion_model.local_att[1]
+    before = [norm.running_var.clone() for norm in norms]
+    output = model.encode_audio(features(torch.arange(3) < num_longer))
+    (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+    lacking = [
+        name for name, each in model.audio.named_parameters() if each.grad is None or not each.grad.isfinite().all()
+    ]
+    assert (lacking, bool(output.isfinite().all())) == ([], True)
+    assert float(model.audio.patch_embed.mel_conv2d.weight.grad.abs().max()) > 1e-4
+    assert [torch.equal(norm.running_var, was) for norm, was in zip(norms, before, strict=True)] == [True, False]
+
+
+def test_casts_leave_batch_norm_and_engines_are_told_of_it() -> None:
+    model = ours(reference()).to(torch.bfloat16)
+    norms = model.audio.batch_norms()
+    assert len(norms) == 5
+    kept = {id(parameter) for parameter in model.fp32_parameters()}
+    assert all(each.dtype == torch.float32 and id(each) in kept for norm in norms for each in norm.parameters())
+    assert len(model.audio.running_statistics()) == 15
+    assert model.train().encode_audio(features()).isfinite().all()
