@@ -56,6 +56,8 @@ def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str
     np.testing.assert_allclose(clap.embed_audio(paths[0]), embedded[:1], atol=3e-7)  # roundings of numbers below 1
     text = clap.embed_text([f"a sound, {name}" for name in LENGTHS])
     classes = clap.class_embeddings(["dog_bark", "rain"])
+    mean = clap.embed_text([text.format("dog bark") for text in module.TEMPLATES]).astype(np.float64).mean(axis=0)
+    np.testing.assert_allclose(classes[0], mean / np.linalg.norm(mean), atol=3e-7)
     for task, labels, scores in (
         (
             "retrieval",
