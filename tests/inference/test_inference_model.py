@@ -56,6 +56,8 @@ def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str
     np.testing.assert_allclose(clap.embed_audio(paths[0]), embedded[:1], atol=3e-7)  # roundings of numbers below 1
     text = clap.embed_text([f"a sound, {name}" for name in LENGTHS])
     classes = clap.class_embeddings(["dog_bark", "rain"])
+    mean = clap.embed_text([text.format("dog bark") for text in module.TEMPLATES]).astype(np.float64).mean(axis=0)
+    np.testing.assert_allclose(classes[0], mean / np.linalg.norm(mean), atol=3e-7)
     for task, labels, scores in (
         (
             "retrieval",
@@ -126,11 +128,17 @@ def test_rows_are_float32_whatever_computes_them(clap: Clap, clap_folder: Path, 
     assert (found @ clap.embed_audio(noise(1.5), 48000).T).item() > 0.999
 
 
-def test_the_docstrings_examples(clap_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.wav", 1.8)):
+def test_the_examples_of_docstring_and_docs(
+    clap_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.wav", 1.8), ("storm.mp3", 1.8)):
         write_sound(tmp_path / name, noise(seconds))
     (tmp_path / clap_folder.name).symlink_to(clap_folder)
+    (tmp_path / "runs").symlink_to(clap_folder.parent)
+    page = Path(__file__).parents[2] / "docs" / "using.md"
     monkeypatch.chdir(tmp_path)
+    exec(page.read_text().split("```python\n")[1].split("```")[0], {})
+    assert capsys.readouterr().out.count("storm.mp3 ") == 3
     results = doctest.testmod(module)
     assert (results.failed, results.attempted) == (0, 5)
 
