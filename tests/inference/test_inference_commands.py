@@ -2,6 +2,8 @@
 
 import csv
 import io
+import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.inference.vectors import Block, joined, read_table
 from clap_ds.model.clap import ClapModel
 from tests import processes
+from tests.data.tars import marked_items, write_tar
 from tests.training.training_commands import environment
 from tests.weights.fake_checkpoints import checkpoint_of
 
@@ -38,9 +41,9 @@ def here(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path
 
 
-def embed(*options: str | Path, world_size: int = 1, code: int = 0) -> str:
+def embed(*options: str | Path, world_size: int = 1, code: int = 0, checkpoint: str = "run") -> str:
     """What that many ranks wrote."""
-    ranks = processes.ranks([EMBED, "run", *options], world_size, env=environment(), cwd=Path.cwd())
+    ranks = processes.ranks([EMBED, checkpoint, *options], world_size, env=environment(), cwd=Path.cwd())
     assert [rank.wait() for rank in ranks] == [code] * world_size, "".join(rank.stderr for rank in ranks)
     assert "Traceback" not in "".join(rank.stderr for rank in ranks)
     return "".join(rank.stdout + rank.stderr for rank in ranks)
@@ -171,3 +174,23 @@ def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.Ca
     assert exit_code_of(lambda: search.main(["v.npz", "dog"])) == 2
     assert "its model isn't at" in capsys.readouterr().err
     search.main(["v.npz", "dog", "--model", "moved"])
+
+
+@pytest.mark.end_to_end
+def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (processes.ROOT / "docs" / "using.md").read_text().split("## From the command line")[1].split("\n## ")[0]
+    (here / "CHECKPOINT").symlink_to("run")
+    (here / "shards").mkdir()
+    write_tar(here / "shards" / "0.tar", marked_items(range(3)))
+    (here / "list.csv").write_text("label,file\nlow,bark.wav\n")
+    (here / "labels.txt").write_text("dog\nrain\n")
+    (here / "bark.wav").write_bytes((here / "sounds" / "low.wav").read_bytes())
+    for line in re.findall(r"^\$ (.*)$", page, re.MULTILINE):
+        command, *words = shlex.split(line)
+        if command == "clap-embed":
+            assert "12 rows of 8 files" in embed(*words[1:], checkpoint=words[0], code=1)
+        else:
+            code = {"clap-label": label, "clap-search": search}[command].main(words)
+            assert code == (1 if command == "clap-label" else None)
+            assert not (shown := capsys.readouterr().out) or len(shown.splitlines()) == 11, line
+    assert (here / "found.csv").read_text().splitlines()[1].endswith(",1.0")
