@@ -138,7 +138,7 @@ class CheckpointFolder:
 
     @doing("saving a checkpoint")
     def finish(self) -> SavedCheckpoint | None:
-        """What came of it once it is over, on all ranks. A collective; NonFiniteError as of `save`, of what `poll` told, too."""
+        """What came of it once it is over, on all ranks. A collective; NonFiniteError as of `save`, of what `poll` told too."""
         begin = time.time()
         saved, poisoned = on_first(lambda: (self.poll(None), self._poisoned))
         if poisoned:
