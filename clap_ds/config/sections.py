@@ -239,9 +239,14 @@ class CheckpointSettings(Section):
     """Checkpoints kept beyond the last ones for being best by `best_by`."""
     best_by: str | None = None
     """Evaluation metric that tells the best; null: `zero_shot_top1` if it is evaluated, else `retrieval_audio_to_text_r1`."""
+    background: bool = True
+    """Write from a copy in the memory of rank 0's host, as large as the checkpoint, while training goes on; the last one of a
+    run, and `false`, without."""
     sync_to: str | None = None
     """Folder or fsspec URL to which finished checkpoints are copied in the background, and from which `clap.train.resume` takes
     them when there is none here. Credentials come from the environment alone."""
+    sync_every: PositiveInt = 1
+    """Checkpoints from one that is copied to `sync_to` to the next; the last one always is."""
 
 
 class RetrievalSettings(Section):
