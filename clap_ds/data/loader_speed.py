@@ -53,7 +53,7 @@ def measure(shards: list[str], data: ShardData, spec: BatchSpec, seconds: float)
         while (elapsed := time.perf_counter() - begun) < seconds:
             next(pieces)
             samples += spec.micro_batch
-        supply = Supply(samples / elapsed, data.num_workers, pieces.kind)
+        supply = Supply(samples / elapsed, data.num_workers, pieces.kind, pieces.prepared)
         return Speed(supply, (pieces.encoded_bytes - size) / elapsed / 1e6, cold)
 
 

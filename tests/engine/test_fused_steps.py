@@ -38,7 +38,7 @@ def steps(precision: str, accumulation: str, data: dict[str, Any]) -> tuple[list
         sizes: dict[str, Any] = {"text_tokens": 16, "micro_batch": run.micro_batch, "seed": 0, "device": CPU}
         with build_batches(run.clap.data, model=run.clap.preset(), rank=0, world_size=1, **sizes) as batches:
             is_longer = longer_rows(batches.peek().audio).tolist()
-            losses = [float(engine.step(batches, PhaseTimer(CPU, instrumented=False))) for _ in range(20)]
+            losses = [float(engine.step(batches, PhaseTimer(CPU, instrumented=False))) for _ in range(30)]
     state = engine.model.audio.patch_embed.state_dict()
     return losses, is_longer, {name: float((state[name] - value).abs().max()) for name, value in kept.items()}
 
