@@ -86,7 +86,7 @@ def workers_needed(speeds: Sequence[Speed], needed: float) -> int:
 
 def row(speed: Speed) -> str:
     """One line under `HEADING`."""
-    (samples, workers, _), mb, cold = speed
+    (samples, workers, *_), mb, cold = speed
     files = "–" if cold is None else f"{cold:.1f} MB/s"
     return f"{workers:7d} {samples:10.1f} {samples / workers:11.1f} {mb:16.2f} {files:>19}"
 
