@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.analysis.published import PUBLISHED_TABLES
-from clap_ds.analysis.table import COLUMNS, COUNTS, FORMULA, LEAST, TEXTS, Row, Run, is_measurable
+from clap_ds.analysis.table import COLUMNS, COUNTS, LEAST, TEXTS, Row, Run, is_measurable
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_bytes
 from clap_ds.config.model_names import preset_of
+from clap_ds.record.csv_text import FORMULA
 
 _POINT = re.compile(r"[-+]?(\d+|[1-9]\d{0,2}(,\d{3})+)(\.\d*)?(e[-+]?\d+)?")
 _COMMA = re.compile(r"[-+]?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d*)?")

@@ -15,11 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
-from clap_ds.analysis import efficiency, monitor, plot_run, plot_scaling, project
+from clap_ds.analysis import efficiency, look, monitor, plot_run, plot_scaling, project
 from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.figure import Picture, page
+from clap_ds.analysis.figure import Blocks, Figure, page
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import add_link_option, input_parser, read_runs
 from clap_ds.analysis.series import short_commit
@@ -33,18 +32,6 @@ from clap_ds.record.schema import STEP_PHASES
 
 TITLE = "CLAP training: throughput and scaling"
 PACKAGES = ("torch", "deepspeed", "transformers")
-
-
-class Figure(NamedTuple):
-    """A picture to be written beside the report under this name, and what stands under it."""
-
-    name: str
-    caption: str
-    picture: Picture
-
-
-Blocks = Iterator[str | Figure]
-"""Of a section: Markdown and figures."""
 
 
 def efficiencies(rows: Sequence[Scale]) -> Blocks:
@@ -147,28 +134,35 @@ def assemble(sections: Mapping[str, Iterable[str | Figure]], folder: Path) -> st
 
 
 def main() -> None:
-    parser = input_parser("One page about some runs: efficiency, reasons, projection, provenance.")
+    about = "efficiency, reasons, projection, provenance, and what was heard, by clap-evaluate --predictions"
+    parser = input_parser(f"One page about some runs: {about}.")
     told = "folder to write report.html, report.md, table.csv and the pictures to (default: report)"
     parser.add_argument("--output", type=Path, default=Path("report"), metavar="FOLDER", help=told)
     add_link_option(parser)
     options = parser.parse_args()
-    runs, folder = read_runs(options.inputs, options), options.output
+    heard = {path: found for path in options.inputs if (found := look.read_predictions(path))}
+    others, folder = [path for path in options.inputs if path not in heard], options.output
+    runs = read_runs(others, options) if others else []
     rows, machine = efficiency.scaling_table(runs), Machine(1e9 * options.node_gbytes_per_s)
-    sections: dict[str, Iterable[str | Figure]] = {
+    sections: dict[str, Iterable[str | Figure]] = {} if not runs else {
         "Summary": summary(rows, machine),
         "Efficiency": efficiencies(rows),
         "Where a step's time goes": step_times(rows),
         "Projection": projections(rows, machine),
         "Runs": [provenance(runs)],
-    }
+    }  # fmt: skip
     if watched := monitor.table([Path(source) for source in dict.fromkeys(run.source for run in runs)]):
         sections["What the GPUs did meanwhile"] = [watched]
+    sounds = look.Sounds(folder)
+    for number, (path, predictions) in enumerate(heard.items(), start=1):
+        sections[f"What was heard: {look.words(str(path))}"] = look.blocks(predictions, sounds, number)
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "table.csv", rows)
+    title = TITLE if runs else look.TITLE
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"
-    markdown = f"# {TITLE}\n\n{made}\n\n{assemble(sections, folder)}"
+    markdown = f"# {title}\n\n{made}\n\n{assemble(sections, folder)}"
     (folder / "report.md").write_text(markdown, encoding="utf-8")
-    (folder / "report.html").write_text(page(TITLE, markdown, folder), encoding="utf-8")
+    (folder / "report.html").write_text(page(title, markdown, folder), encoding="utf-8")
     print(f"wrote {folder / 'report.html'}, report.md and table.csv beside it")
 
 

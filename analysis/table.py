@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from clap_ds.record.csv_text import safe_cell
 from clap_ds.record.schema import STEP_PHASES
 
 
@@ -175,7 +176,6 @@ def is_measurable(value: float) -> bool:
 
 COLUMNS = tuple(column.name for column in fields(Row))
 COUNTS = {"nodes", "gpus", "repeats", "text_tokens", "micro_batch", "batch_per_gpu", "global_batch"}
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
 TEXTS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
 _Row = TypeVar("_Row", bound=Row)
 
@@ -235,14 +235,7 @@ def plain_text(text: str) -> str:
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """With an apostrophe before text that a spreadsheet would take for a formula, as spreadsheets have it themselves."""
-    cells = ([row.cell(column) for column in COLUMNS] for row in rows)
-    safe = (
-        [
-            f"'{cell}" if cell.startswith(FORMULA) and name in TEXTS else cell
-            for name, cell in zip(COLUMNS, row, strict=True)
-        ]
-        for row in cells
-    )
+    """A column for each field; its text is no formula (`safe_cell`)."""
+    safe = ([safe_cell(row.cell(name)) if name in TEXTS else row.cell(name) for name in COLUMNS] for row in rows)
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *safe])

@@ -24,8 +24,7 @@ import torch
 from benchmarks.common import in_turns, make_parser, show, table
 from benchmarks.sides import EngineSide, Side, make_batch, our_model, our_side, peer_side
 from clap_ds.config.errors import run_alone
-from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model import ClapConfig, load_preset, preset_argument
 from clap_ds.native.convert import report
 from clap_ds.ranks.distributed import Ranks, initialize
 from clap_ds.record.hardware import device_name
@@ -99,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     """1 where the losses disagree."""
     parser = make_parser("peers", __doc__)
     add = parser.add_argument
-    add("--preset", default="htsat_tiny_roberta_base", choices=preset_names())
+    add("--preset", default="htsat_tiny_roberta_base", type=preset_argument)
     add("--text_tokens", type=int, default=77)
     lengths = "LOW and HIGH, uniform; default: all of --text_tokens"
     add("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)

@@ -31,10 +31,10 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
-from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model import PRESETS, TEXT_TOKENS, ClapConfig, load_preset, preset_argument
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.inference.options import DTYPES
 from clap_ds.ranks.distributed import (
     Ranks,
     add_rank_options,
@@ -47,9 +47,7 @@ from clap_ds.ranks.distributed import (
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MICRO_BATCH = 32
-TEXT_TOKENS = 77
 NUM_BROKEN_SHOWN = 5
 TITLES = {"retrieval": "retrieval", "zero_shot": "zero-shot classification"}
 MEASURES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "map10": "mAP@10", "map": "mean average precision"}
@@ -62,12 +60,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights")
     best = "of a folder of checkpoints, the best by its run's best_by (default: newest)"
     add("--best", action="store_true", help=best)
+    raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
+    add("--raw", action="store_true", help=raw)
     add("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
     add("--class_field", metavar="FIELD", help="member of the json that names the class (default: kind)")
     add("--template", action="append", metavar="TEXT", help="caption with {} for the class; repeatable")
     add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
-    add("--preset", choices=preset_names(), help="the model's sizes, for a file that doesn't say them")
+    add(
+        "--preset",
+        type=preset_argument,
+        metavar="NAME",
+        help=f"the model's sizes, for a file that doesn't say them: {PRESETS}",
+    )
     told = f"caption length (default: that of training; {TEXT_TOKENS} at most where nothing says)"
     add("--text_tokens", help=told, type=number, metavar="N")
     add("--micro_batch", help=f"clips per rank (default: {MICRO_BATCH})", type=number, metavar="N")
@@ -136,29 +141,25 @@ def evaluate_checkpoint(
     import torch
 
     from clap_ds.evaluation.evaluator import Evaluator
-    from clap_ds.model.window_attention import default_kernel
-    from clap_ds.native.convert import convert
     from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
     from clap_ds.weights.load import load_weights
 
     device = initialize(ranks, compile_cpu_collective=False)
-    preset = arguments.preset or (run.clap.model.preset if run else None)
-    expected = load_preset(preset) if preset else None
-    checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best))
+    own = run.clap.preset() if run else None
+    expected = load_preset(arguments.preset) if arguments.preset else own
+    checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.raw))
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,
-        tokenizer_name=settings.tokenizer or checkpoint.tokenizer or checkpoint.config.text.hub_name or None,
+        tokenizer_name=settings.tokenizer or checkpoint.tokenizer_name,
         text_tokens=text_tokens_for(arguments.text_tokens, run, checkpoint.text_tokens, checkpoint.config),
         micro_batch=settings.micro_batch or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
         loss_kind=checkpoint.loss_kind,
         ranks=ranks,
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
-    model = checkpoint.build(attention=default_kernel(device)).to(device, getattr(torch, DTYPES[precision]))
-    if device.type == "cpu":
-        convert(model)
+    model = checkpoint.build_for(device, getattr(torch, DTYPES[precision]))
     predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_first else None
     try:
         evaluation = evaluator.evaluate(model, at_length=True, predictions=predictions)

@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> None:
     if not 1 <= text_tokens <= config.text.max_positions:
         raise UserError(
             f"--text_tokens {text_tokens}: expected 1 to {config.text.max_positions}, the rows of {config.name}'s position"
-            f" table (a real caption can use {config.text.max_tokens}: RoBERTa numbers positions from 2)"
+            f" table (a real caption can use {config.text.max_tokens}: {config.text.architecture} numbers positions from"
+            f" {config.text.first_position})"
         )
     counts, parameters = count(config, text_tokens) if "deepspeed" in arguments.counters else ({}, None)
     report = make_report(config, text_tokens, counts) | {"parameters": parameters}

@@ -73,7 +73,7 @@ def _changed(run: RunSettings, arguments: argparse.Namespace) -> RunSettings:
     clap, deepspeed, tokens = run.clap, dict(run.deepspeed), arguments.text_tokens
     if tokens:
         if tokens > (longest := clap.preset().text.max_tokens):
-            raise UserError(f"--text_tokens {tokens}: {clap.model.preset} has positions for {longest}")
+            raise UserError(f"--text_tokens {tokens}: {clap.preset().name} has positions for {longest}")
         data = clap.data.model_copy(update={"caption_lengths": None}) if clap.data.source == "synthetic" else clap.data
         clap = clap.model_copy(update={"text_tokens": tokens, "data": data})
     if arguments.micro_batch:
@@ -109,7 +109,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     parts, speed, model = memory(own), _speed(own, gpu, compiled=run.clap.compile != "off"), run.clap.model
     ran = {operation.name for operation in own.recorded.operations}
     return {
-        "predicted": True, "preset": run.clap.model.preset, "precision": run.precision, "gpu": gpu.name,
+        "predicted": True, "preset": run.clap.preset().name, "precision": run.precision, "gpu": gpu.name,
         "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
         "attention": "triton" if "clap_ds.window_attention" in ran else model.attention.replace("auto", "sdpa"),
         "mlp": "triton" if "clap_ds.mlp" in ran else "torch", "compile": run.clap.compile.replace("auto", "towers"),

@@ -111,13 +111,13 @@ class Command:
 
 
 def ranks(
-    arguments: Arguments, world_size: int, *, env: Mapping[str, str], constants: Constants = None
+    arguments: Arguments, world_size: int, *, env: Mapping[str, str], cwd: Path = ROOT, constants: Constants = None
 ) -> list[Command]:
     """A command on every rank of this machine, as launchers start it. None of them ends the others when one has ended."""
     size, address = str(world_size), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **address} for rank in range(world_size)]
     envs = [{**env, **place, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} for place in places]
-    return [Command(arguments, env=each, constants=constants) for each in envs]
+    return [Command(arguments, env=each, cwd=cwd, constants=constants) for each in envs]
 
 
 def run(

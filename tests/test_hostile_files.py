@@ -108,7 +108,7 @@ def test_labels_in_their_millions(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "clap", "num_labels": 1000000000, "audio_config": {"depths": 5}}'
     )
-    with pytest.raises(ValueError, match="can't be read"):
+    with pytest.raises(ValueError, match=r"config\.json: audio\.depths: expected a valid list"):
         load_weights(tmp_path)
 
 

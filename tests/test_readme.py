@@ -20,7 +20,9 @@ from clap_ds.training.checks import problems_for_training
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("README.md", "docs/cluster.md", "docs/data.md", "docs/training.md", "docs/coming_from.md", "docs/numbers.md")
-PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
+PAGES = {
+    name: (ROOT / name).read_text(encoding="utf-8") for name in (*NAMES, "docs/recipes.md")
+}  # test_recipes types it
 WALKTHROUGH = r"^## From clone to scaling plot\n.*?(?=^## )"
 """tests/cluster/test_walkthrough.py types its lines on a cluster."""
 

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from clap_ds.config.errors import UserError
 
@@ -147,6 +147,21 @@ def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | No
         is_full = isinstance(error, OSError) and error.errno in FULL
         if spare is None or not is_full or not _overwrite(path, content):
             raise
+
+
+@contextlib.contextmanager
+def replacing(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
+    """A file to be written, by default in the folder of `path`, that takes its place once all of it is on the disk. Raises
+    OSError where it can't be; what was there stays then."""
+    partial = (folder or path.parent) / f".{path.name}.{os.urandom(8).hex()}"
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _overwrite(path: str | os.PathLike[str], content: bytes) -> bool:

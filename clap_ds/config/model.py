@@ -1,4 +1,4 @@
-"""What a CLAP model is made of: the typed form of `presets/*.json`.
+"""What a CLAP model is made of: the typed form of `presets/*.json`, and of what a path to sizes names.
 
 Sizes only. Nothing here imports torch, so that FLOPs and parameter counts can be worked out on a login node. How a tower runs
 (dropout, SpecAugment, attention kernel) is a setting of the run and lives in `clap_ds.config.settings`.
@@ -6,15 +6,22 @@ Sizes only. Nothing here imports torch, so that FLOPs and parameter counts can b
 
 from __future__ import annotations
 
-import json
+import argparse
+import os
 from functools import cached_property
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from clap_ds.config.clap_json import read_clap
+from clap_ds.config.errors import UserError, did_you_mean
+from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
-PAD_TOKEN_ID = 1  # RoBERTa's
+PAD_TOKEN_ID = 1  # RoBERTa's and MPNet's
+TEXT_TOKENS = 77
+"""Most tokens of a caption where nothing says how long those of training were: LAION's."""
 CHANNELS = 4
 """Spectrograms of a file for a model with feature fusion: the whole of it, and parts from its front, middle and back."""
 NARROWING = 4
@@ -25,6 +32,10 @@ NumLayers = Annotated[int, Field(gt=0, le=1000)]
 """Each is built, with or without numbers in it: somebody else's configuration mustn't ask for millions."""
 Activation = Literal["relu", "gelu"]
 Pooling = Literal["cls_pooler", "mean"]
+
+
+PRESETS = f"{', '.join(preset_names())}; or the path of a preset's JSON, of a ClapModel's folder or config.json"
+"""What `load_preset` takes, for messages."""
 
 
 class Sizes(BaseModel):
@@ -120,8 +131,11 @@ class AudioConfig(Sizes):
 
 
 class TextConfig(Sizes):
-    """RoBERTa. `hub_name` is the checkpoint these sizes belong to, for its tokenizer and pretrained weights."""
+    """One of `transformers`' encoders. `hub_name` is the checkpoint these sizes belong to, for its tokenizer and pretrained
+    weights."""
 
+    architecture: Literal["roberta", "bert", "mpnet"] = "roberta"
+    """What `transformers` calls it; DistilRoBERTa is a `roberta` of 6 layers."""
     hub_name: str
     vocab_size: PositiveInt
     max_positions: PositiveInt
@@ -135,9 +149,32 @@ class TextConfig(Sizes):
     projection: ProjectionConfig
 
     @property
+    def pad_token_id(self) -> int:
+        return 0 if self.architecture == "bert" else PAD_TOKEN_ID
+
+    @property
+    def first_position(self) -> int:
+        """Row of the position table that a caption's first token takes: RoBERTa and MPNet leave two unused."""
+        return 0 if self.architecture == "bert" else PAD_TOKEN_ID + 1
+
+    @property
     def max_tokens(self) -> int:
-        """Longest caption: RoBERTa numbers positions from the padding index + 1, so two are never used."""
-        return self.max_positions - PAD_TOKEN_ID - 1
+        """Longest caption."""
+        return self.max_positions - self.first_position
+
+    @property
+    def ends_with_first_token(self) -> bool:
+        """Whether the last layer computes each caption's first token alone past its keys and values, the others being pooled by
+        nothing. MPNet's attention has the projection after it in one module with it, and computes all."""
+        return self.pooling == "cls_pooler" and self.architecture != "mpnet"
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> TextConfig:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} doesn't divide into num_heads {self.num_heads}")
+        if self.max_tokens < 2:
+            raise ValueError(f"max_positions {self.max_positions} leaves positions for {self.max_tokens} tokens")
+        return self
 
 
 class ClapConfig(Sizes):
@@ -154,8 +191,50 @@ class ClapConfig(Sizes):
 
 
 def load_preset(name: str) -> ClapConfig:
-    """The model of `presets/<name>.json`, by any name that `preset_of` knows; raises KeyError where there is none."""
-    name = preset_of(name)
-    if name not in preset_names():
-        raise KeyError(name)
-    return ClapConfig.model_validate({"name": name, **json.loads((PRESET_DIR / f"{name}.json").read_text())})
+    """The model of a name that `preset_of` knows, or of a path: of a JSON such as `presets/` has, of a folder that
+    `transformers.ClapModel` loads or of its `config.json`. One of a path is called as the file, or the folder, is. Raises
+    ValueError, in a line, for any other."""
+    names, known = preset_names(), preset_of(name)
+    if known in names:
+        return parse_sizes(read_object(PRESET_DIR / f"{known}.json"), known)
+    path = Path(os.path.abspath(name))
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ValueError(f"no preset {name!r}{did_you_mean(name, names, most_listed=0)}; there are {PRESETS}")
+    try:
+        content = read_object(path)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    if "model_type" in content:
+        return parse_sizes(read_clap(path), path.parent.name, str(path))
+    return parse_sizes(content, path.stem, str(path))
+
+
+def parse_sizes(content: dict[str, Any], name: str, where: str = "") -> ClapConfig:
+    """A preset's content, which may have a name of its own; raises ValueError, in a line, with `where` and what is wrong."""
+    try:
+        return ClapConfig.model_validate({"name": name, **content})
+    except ValidationError as error:
+        problems = "; ".join(map(_explain, error.errors()))
+        raise ValueError(f"{where}: {problems}" if where else problems) from None
+
+
+def _explain(details: Any) -> str:
+    """A field, what was expected of it, and the nearest name of one that there isn't."""
+    sizes: Any = ClapConfig
+    field = ".".join(map(str, details["loc"]))
+    if details["type"] != "extra_forbidden":
+        message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        return f"{field}: {message}".removeprefix(": ")
+    for part in details["loc"][:-1]:
+        sizes = sizes.model_fields[part].annotation
+    return f"{field}: no such field{did_you_mean(details['loc'][-1], sizes.model_fields)}"
+
+
+def preset_argument(text: str) -> str:
+    """For `type=` of argparse: what `load_preset` takes."""
+    try:
+        load_preset(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

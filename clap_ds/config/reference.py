@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import Section, sections_of
 from clap_ds.config.settings import ClapSettings
 
@@ -50,6 +51,7 @@ def _expected(annotation: Any, metadata: list[Any]) -> str:
         kind = "list whose items" if origin is list else "object whose values"
         return f"{kind} are {_expected(inner[-1], [])}"
     words = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`", type(None): "`null`"}
+    words[ClapConfig] = "sizes"
     signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
     bounds = [f" {signs[name]} {getattr(item, name)}" for item in metadata for name in signs if hasattr(item, name)]
     return words[annotation] + (",".join(bounds) if annotation in (int, float) else "")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from clap_ds.config.model import ClapConfig, load_preset, parse_sizes
 from clap_ds.config.model_names import preset_names, preset_of
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -16,6 +17,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
+Tower = Literal["audio", "text"]
 NotBlank = Annotated[str, Field(pattern=r"\S")]
 Template = Annotated[str, Field(pattern=r"\{\}")]
 
@@ -44,14 +46,15 @@ def sections_of(annotation: Any) -> list[type[Section]]:
 class ModelSettings(Section):
     """Which model, and how its towers run while training."""
 
-    preset: str = "htsat_tiny_roberta_base"
-    """Sizes of the model: one of `clap_ds/config/presets`, also by its published name (`HTSAT-tiny-Roberta-base`)."""
+    preset: str | ClapConfig = "htsat_tiny_roberta_base"
+    """Sizes of the model: one of `clap_ds/config/presets`, also by its published name (`HTSAT-tiny-Roberta-base`); or the path
+    of a JSON like these, or of a `transformers.ClapModel`'s folder or `config.json`: a run's record has its sizes here."""
     text_from_hub: bool = False
     """Start the text tower from the preset's pretrained weights (needs a hub or its local cache)."""
     drop_path: Probability = 0.1
     """Stochastic depth of the last audio block; earlier blocks have linearly less (LAION's training default)."""
     text_dropout: Probability = 0.1
-    """Dropout of RoBERTa's hidden states and attention weights."""
+    """Dropout of the text tower's hidden states and attention weights."""
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
@@ -61,15 +64,17 @@ class ModelSettings(Section):
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
     and keeps no hidden activations: 10.8 GiB less at tiny's published micro-batch. On an A100 it should not pay above 128
     channels. `auto`: on CUDA `triton` where it is right, tried as with `attention`, elsewhere `torch`."""
-    checkpoint_activations: list[Literal["audio", "text"]] = []
+    checkpoint_activations: list[Tower] = []
     """Towers that keep only each block's input and compute the rest again backward: a third more work, much less memory."""
 
-    @field_validator("preset")
+    @field_validator("preset", mode="before")
     @classmethod
-    def _preset_of(cls, name: str) -> str:
-        if (preset := preset_of(name)) not in preset_names():
-            raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
-        return preset
+    def _preset_of(cls, given: Any) -> Any:
+        """A path is read here and now, so that what the run has is what its record says, wherever it is resumed."""
+        if isinstance(given, dict):
+            return parse_sizes(given, "own")
+        is_path = isinstance(given, str) and preset_of(given) not in preset_names()
+        return load_preset(given) if is_path else preset_of(given) if isinstance(given, str) else given
 
 
 class SyntheticData(Section):
@@ -191,8 +196,20 @@ class TrainSettings(Section):
     initial_weights: str | None = None
     """Start from these: a folder that `transformers.ClapModel` loads, a LAION-CLAP .pt file, a file of
     `clap_ds.weights.formats.save_safetensors`, or one of this project's checkpoints."""
-    freeze: list[Literal["audio", "text"]] = []
+    freeze: list[Tower] = []
     """Towers (with their projections) that are not trained, by `bench.py`, too."""
+    train_last: dict[Tower, NonNegativeInt] = {}
+    """{"text": 2}: of this tower only the last so many blocks are trained and what follows them: final norm or pooler, and
+    projection. Nothing is computed backward through the others. 0 leaves what follows the blocks."""
+    lr_scale: dict[Tower, PositiveFloat] = {}
+    """{"text": 0.1}: what a tower's learning rate is times the scheduler's, by every scheduler. Its projection and the logit
+    scale have the scheduler's own."""
+    layer_decay: dict[Tower, Annotated[float, Field(gt=0, le=1)]] = {}
+    """{"text": 0.75}: each block of this tower has so many times the learning rate of the next; the last block has 0.75 of the
+    projection's, what comes before the first block (embeddings) the least. `lr_scale` comes on top."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, in fp32, that each step updates: 0.999 averages over about 1,000
+    steps. Evaluations, `weights.safetensors` and exports are then of the average."""
     accumulation: Literal["independent", "cached"] = "independent"
     """What the micro-batches of a step are: `independent` contrastive batches whose gradients are averaged (DeepSpeed's), or
     parts of one large batch whose exact gradient is found with `cached` features (GradCache, arXiv 2101.06983)."""

@@ -69,7 +69,8 @@ class ClapSettings(Section):
 
     def preset(self) -> ClapConfig:
         """Sizes of the model."""
-        return load_preset(self.model.preset)
+        preset = self.model.preset
+        return load_preset(preset) if isinstance(preset, str) else preset
 
 
 RunFile = create_model("RunFile", __base__=Section, **DEEPSPEED_FIELDS, clap=(ClapSettings, ClapSettings()))
@@ -96,7 +97,9 @@ class RunSettings:
             return Path(os.path.abspath(clap.checkpoint.folder))
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
         train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze", "shuffle_captions"})
-        identity = [clap.model.preset, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]
+        train |= {"train_last": clap.train.train_last} if clap.train.train_last else {}
+        model = clap.model.model_dump(mode="json", include={"preset"})["preset"]
+        identity = [model, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
         return Path(os.path.abspath(clap.output.root), f"{self.label}-{digest}-checkpoints")
 
@@ -163,16 +166,29 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 def _check_together(clap: ClapSettings) -> list[str]:
     """Problems that only show when several fields are seen together."""
-    longest, train, loss, tokens = clap.preset().text.max_tokens, clap.train, clap.loss, clap.text_tokens
+    preset, train, loss, tokens = clap.preset(), clap.train, clap.loss, clap.text_tokens
+    text, longest = preset.text, preset.text.max_tokens
+    blocks = {"audio": sum(preset.audio.depths), "text": text.num_layers}
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
     problems = {
-        f"text_tokens: {clap.model.preset} has positions for {longest}, found {tokens}": tokens > longest,
+        f"text_tokens: {preset.name} has positions for {longest}, found {tokens}": tokens > longest,
+        "text: mpnet's attention weighs distances in a padded caption; expected 'padded', found 'packed'": (
+            text.architecture == "mpnet" and clap.text == "packed"
+        ),
+        "model.checkpoint_activations: transformers has it for roberta and bert, not for mpnet; expected 'audio' alone": (
+            text.architecture == "mpnet" and "text" in clap.model.checkpoint_activations
+        ),
         f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
         "train: give samples or epochs, not both": bool(train.samples and train.epochs),
         "loss.same_caption: 'positive' has no effect on what the softmax loss teaches; expected kind 'sigmoid'": (
             loss.same_caption == "positive" and loss.kind == "softmax"
         ),
     }
+    for tower, number in train.train_last.items():
+        most = f"train.train_last: the {tower} tower of {preset.name} has {blocks[tower]} blocks, found {number}"
+        problems[most] = number > blocks[tower]
+    for field in ("train_last", "lr_scale", "layer_decay"):
+        problems |= {f"train.{field}: {t} is in clap.train.freeze": t in train.freeze for t in getattr(train, field)}
     return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

@@ -75,9 +75,9 @@ def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.
         samples = _quickly(encoded, file, start, expected)
         if samples is None:
             samples = _read_at(file, start, expected, in_integers)
-        found, is_silent = _mix(samples, mixed)
+        found, is_silent = mix(samples, mixed)
         if expected < file.frames and found and is_silent:
-            found, is_silent = _mix(_about_loudest(file, expected), mixed)
+            found, is_silent = mix(_about_loudest(file, expected), mixed)
     check_samples(found, expected, is_silent)
     if ratio != 1:
         waveform = resample(torch.from_numpy(mixed[:found]), ratio)[: len(target)]
@@ -106,10 +106,11 @@ class _View:
 
 
 @contextmanager
-def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
-    """An encoded file for decoding; raises BrokenItemError where that fails, inside the `with` too."""
+def open_audio(encoded: Encoded | str) -> Iterator[soundfile.SoundFile]:
+    """An encoded file, or a path to one, for decoding; raises BrokenItemError where that fails, inside the `with` too."""
+    content = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
     try:
-        with soundfile.SoundFile(_View(encoded) if isinstance(encoded, memoryview) else io.BytesIO(encoded)) as file:
+        with soundfile.SoundFile(_View(content) if isinstance(content, memoryview) else content) as file:
             yield file
     except BrokenItemError:
         raise
@@ -178,7 +179,7 @@ def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.flo
     return samples[start : start + num_frames]
 
 
-def _mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
+def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
     """Write the mean of the channels of frames (frames, channels), float32 of full scale ±1 or int16, to `mixed` (frames,),
     int16 as `to_int16` rounds or float32: block by block, so that all of it is done in the cache. Returns how many frames there
     were, and whether each was 0."""

@@ -18,8 +18,7 @@ import torch
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import load_preset
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model import load_preset, preset_argument
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_files import is_remote
@@ -94,7 +93,7 @@ def row(speed: Speed) -> str:
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
     add, positive, tiny = parser.add_argument, whole_number(), "htsat_tiny_roberta_base"
     add("shards", nargs="+", metavar="TARS", help="paths, patterns or URLs, as in clap.data.shards")
-    add("--preset", choices=preset_names(), default=tiny, metavar="NAME", help=f"of the model (default {tiny})")
+    add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"of the model (default {tiny})")
     beside = "folder or hub name (default: the folder tokenizer beside TARS, or RoBERTa's)"
     add("--tokenizer", metavar="T", help=beside)
     add("--micro_batch", type=positive, default=64, metavar="B", help="samples put together (default 64)")

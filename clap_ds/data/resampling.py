@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -52,6 +53,22 @@ def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
     if ratio := Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM):
         return ratio
     raise BrokenItemError(f"audio has a sample rate of {from_rate} Hz")
+
+
+def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tensor]:
+    """What `resample` makes of the blocks put together, to the rounding of its sums, in blocks: each is resampled with all the
+    samples about it that the filters reach."""
+    period = ratio.denominator  # samples after which the filters come again
+    context = -(-_filters(ratio).width // period) * period
+    held, before = torch.empty(0), 0  # of the samples held, those before what was given already
+    for block in blocks:
+        held = torch.cat([held, block])
+        ready = (len(held) - context - before) // period * period
+        if ready > 0:
+            yield resample(held, ratio)[int(before * ratio) : int((before + ready) * ratio)]
+            keep = max(0, before + ready - context)
+            held, before = held[keep:], before + ready - keep
+    yield resample(held, ratio)[int(before * ratio) :]
 
 
 def resample(waveform: Tensor, ratio: Fraction) -> Tensor:

@@ -11,8 +11,7 @@ import math
 import tarfile
 
 from clap_ds.config.arguments import number, whole_number
-from clap_ds.config.model import AudioConfig, load_preset
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model import AudioConfig, load_preset, preset_argument
 from clap_ds.data.front_end import KINDS, Kind
 
 ENCODED = {
@@ -64,7 +63,7 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     length = "length of a clip in seconds (default 10)"
     add("--seconds", type=number(0.001, 40_000), default=10.0, metavar="S", help=length)
     tiny = "htsat_tiny_roberta_base"
-    add("--preset", choices=preset_names(), default=tiny, metavar="NAME", help=f"model they are for (default {tiny})")
+    add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"model they are for (default {tiny})")
     rates = ", ".join(f"{name} {rate:,}" for name, (rate, _) in ENCODED.items())
     add("--format", choices=ENCODED, default="flac", help=f"of encoded clips; bytes a second: {rates} (default flac)")
     add("--shard_mb", type=rate, default=500.0, metavar="MB", help="size of a tar, about (default 500)")

@@ -76,7 +76,8 @@ class ShardPieces:
         in_16_bits = is_mel or (audio.fusion and data.waveforms == "int16")
         dtype = torch.float16 if in_16_bits else getattr(torch, data.waveforms)
         self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
-        tokenizer = load_tokenizer(data.tokenizer, vocab_size=spec.model.text.vocab_size)
+        text = spec.model.text
+        tokenizer = load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         seed = f"seed {spec.seed}, after {self._state['origin']}, rank {spec.rank}, worker "
         readers = [
             ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)

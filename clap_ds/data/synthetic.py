@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clap_ds.config.model import PAD_TOKEN_ID
+from clap_ds.config.model import TextConfig
 from clap_ds.config.sections import SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, to_int16
 
@@ -36,7 +36,7 @@ class SyntheticPieces:
         self._batches: list[Batch] = []
         for _ in range(data.num_batches):
             drawn = torch.multinomial(weights, spec.micro_batch, replacement=True, generator=on_host)
-            captions = _random_captions(lengths[drawn], spec.text_tokens, spec.model.text.vocab_size, on_host)
+            captions = _random_captions(lengths[drawn], spec.text_tokens, spec.model.text, on_host)
             noise = torch.empty(spec.micro_batch, *spec.model.audio.clip_shape, device=spec.device)
             noise.uniform_(-1, 1, generator=on_device)
             batch = Batch((noise.half() if spec.model.audio.fusion else to_int16(noise)).cpu(), *captions)
@@ -69,11 +69,11 @@ def _mix(*parts: int) -> int:  # a 63-bit seed in which every part matters
 
 
 def _random_captions(
-    lengths_B: Tensor, text_tokens: int, vocab: int, generator: torch.Generator
+    lengths_B: Tensor, text_tokens: int, text: TextConfig, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask, both (B, text_tokens) int64, of captions with the given numbers of real tokens."""
-    ids = torch.randint(FIRST_WORD_ID, vocab, (len(lengths_B), text_tokens), generator=generator)
+    ids = torch.randint(FIRST_WORD_ID, text.vocab_size, (len(lengths_B), text_tokens), generator=generator)
     ids[:, 0] = START_TOKEN_ID
     ids[torch.arange(len(ids)), lengths_B - 1] = END_TOKEN_ID
     mask = (torch.arange(text_tokens) < lengths_B[:, None]).long()
-    return ids.masked_fill(mask == 0, PAD_TOKEN_ID), mask
+    return ids.masked_fill(mask == 0, text.pad_token_id), mask

@@ -7,7 +7,8 @@ under bf16, and no step before the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -15,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clap_ds.config.sections import ShardData
+from clap_ds.config.sections import ShardData, Tower, TrainSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.kernels import build_kernels
 from clap_ds.engine.loss import LOSSES
-from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW
+from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW, scale_rates
 from clap_ds.engine.scalars import engine_section
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.text import pretrained
@@ -28,6 +29,10 @@ from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import doing
 
 ADAMS = ("adam", "adamw")
+TOWERS: tuple[Tower, ...] = ("audio", "text")
+_PLAIN = TrainSettings()
+_KINDS = ("decay", "no_decay", "fp32", "logit_scale")
+"""Of optimiser groups, in their order."""
 
 
 @doing("asking the hub")
@@ -43,7 +48,7 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
         if isinstance(data, ShardData):
             from clap_ds.model.tokenizer import load_tokenizer
 
-            load_tokenizer(data.tokenizer, vocab_size=text.vocab_size)
+            load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         if run.clap.model.text_from_hub:
             pretrained(text)
 
@@ -53,7 +58,8 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
 
 
 def build_model(run: RunSettings, device: torch.device) -> ClapModel:
-    """A fresh model as `clap.model` describes it, to be run on the device, with the towers of `clap.train.freeze` frozen.
+    """A fresh model as `clap.model` describes it, to be run on the device, without gradients where
+    `clap.train` freezes it.
 
     Raises:
         ValueError: its text tower's pretrained weights can't be had, or the device can't do what is asked for.
@@ -69,12 +75,28 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         **build_kernels(run, device),
         checkpoint_activations=tuple(options.checkpoint_activations),
     )
-    freeze(model, run.clap.train.freeze)
+    freeze(model, run.clap.train.freeze, run.clap.train.train_last)
     return model
 
 
-def freeze(model: ClapModel, towers: Sequence[str]) -> None:
-    """Take towers and their projections out of training.
+def depths(model: ClapModel) -> dict[str, tuple[Tower, int]]:
+    """Each parameter of the towers, by name → its tower and how many blocks its own is from the end: 1 for the last block (and
+    what joins it to the next), 0 for what follows that, one more than there are blocks for what comes before the first."""
+    found = {}
+    for tower in TOWERS:
+        module: Any = model.get_submodule(tower)
+        number_of = {id(p): number for number, block in enumerate(module.blocks()) for p in block.parameters()}
+        left = most = len(module.blocks()) + 1
+        for name, parameter in module.named_parameters():
+            left = most - 1 - number_of[id(parameter)] if id(parameter) in number_of else left
+            place = left if left > 1 or id(parameter) in number_of else 0
+            is_every_blocks = name.endswith("encoder.relative_attention_bias.weight")  # MPNet's, listed after them
+            found[f"{tower}.{name}"] = tower, most if is_every_blocks else place
+    return found
+
+
+def freeze(model: ClapModel, towers: Collection[str], last: Mapping[Tower, int] | None = None) -> None:
+    """Take towers and their projections out of training, and of those in `last` all that comes before so many last blocks.
 
     As in LAION's training code they stay in training mode: dropout, SpecAugment and batch norm by the batch's statistics act
     as they would otherwise, so that the other tower doesn't learn from fewer variations. A frozen audio tower keeps its running
@@ -83,9 +105,24 @@ def freeze(model: ClapModel, towers: Sequence[str]) -> None:
     for tower in towers:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)
-    if "audio" in towers:
+    last = last or {}
+    for name, (tower, depth) in depths(model).items():
+        if depth > last.get(tower, depth):
+            model.get_parameter(name).requires_grad_(False)
+    if "audio" in {*towers, *last}:
         for norm in model.audio.batch_norms():
             norm.momentum = 0.0
+
+
+def trained_towers(model: ClapModel) -> list[str]:
+    """Towers of which something is trained, in words: `audio`, or where that is only the end, `audio (last 2 of 12 blocks)`."""
+    found = []
+    for tower in TOWERS:
+        own = [(left, model.get_parameter(name)) for name, (of, left) in depths(model).items() if of == tower]
+        last = max((left for left, parameter in own if parameter.requires_grad), default=0)
+        if model.get_submodule(f"{tower}_projection").get_parameter("linear1.weight").requires_grad:
+            found.append(tower if last == own[0][0] else f"{tower} (last {last} of {own[0][0] - 1} blocks)")
+    return found
 
 
 def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
@@ -107,9 +144,8 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
 
     try:
         with doing("building DeepSpeed's engine"):  # which may compile its optimiser
-            engine, *_ = deepspeed.initialize(
-                model=model, model_parameters=parameter_groups(model), optimizer=optimizer, config=config
-            )
+            groups = parameter_groups(model, run.clap.train)
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, optimizer=optimizer, config=config)
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
     except RuntimeError as error:
@@ -123,6 +159,7 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
         # weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real steps.
         inner.state.clear()
         engine.optimizer.refresh_fp32_params()
+    scale_rates(inner or engine.optimizer)
     return engine
 
 
@@ -138,21 +175,25 @@ def takes_flat_adamw(run: RunSettings) -> bool:
     )
 
 
-def parameter_groups(model: ClapModel) -> Iterator[dict[str, Any]]:
+def parameter_groups(model: ClapModel, train: TrainSettings = _PLAIN) -> Iterator[dict[str, Any]]:
     """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
 
     DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment
     and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
-    position-bias tables and the logit scale have no weight decay, as in LAION's training code.
+    position-bias tables and the logit scale have no weight decay, as in LAION's training code. Parameters whose learning rate
+    isn't the scheduler's are in groups of their own, which have as `lr_scale` what that is times the scheduler's.
     """
     kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
+    scale, decay, places = train.lr_scale, train.layer_decay, depths(model).items()
+    scales = {name: scale.get(tower, 1.0) * decay.get(tower, 1.0) ** left for name, (tower, left) in places}
 
     def group_of(name: str, parameter: nn.Parameter) -> str:
         if parameter is model.logit_scale:
             return "logit_scale"
         if parameter in kept:
             return "fp32"
-        return "no_decay" if parameter.ndim < 2 or name.endswith("relative_position_bias") else "decay"
+        is_table = name.endswith(("relative_position_bias", "relative_attention_bias.weight"))
+        return "no_decay" if parameter.ndim < 2 or is_table else "decay"
 
     def groups() -> Iterator[dict[str, Any]]:
         for parameter, value in kept.items():
@@ -160,12 +201,12 @@ def parameter_groups(model: ClapModel) -> Iterator[dict[str, Any]]:
             if dist.is_initialized():
                 dist.broadcast(value, src=0)
             parameter.data = value
-        named: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "fp32": [], "logit_scale": []}
+        named: dict[tuple[str, float], list[nn.Parameter]] = defaultdict(list)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                named[group_of(name, parameter)].append(parameter)
-        for name, parameters in named.items():
-            if parameters:
-                yield {"name": name, "params": parameters} | ({} if name == "decay" else {"weight_decay": 0.0})
+                named[group_of(name, parameter), scales.get(name, 1.0)].append(parameter)
+        for kind, scale in sorted(named, key=lambda group: (_KINDS.index(group[0]), -group[1])):
+            options = ({} if kind == "decay" else {"weight_decay": 0.0}) | ({} if scale == 1 else {"lr_scale": scale})
+            yield {"name": kind, "params": named[kind, scale], **options}
 
     return groups()

@@ -20,6 +20,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.building import wrap
 from clap_ds.engine.cached_step import first_pass, second_pass
+from clap_ds.engine.ema import WeightAverage
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.loss import LOSSES, build_loss
@@ -41,6 +42,7 @@ class ClapEngine:
         device: of this rank.
         model: the model being trained.
         deepspeed: DeepSpeed's engine around it.
+        average: of the weights, with `clap.train.ema`; updated by every step, skipped ones included.
         steps: optimiser steps taken, skipped ones included.
         is_skipped: whether the last step was, scalar bool on the device: in 16 bits, weights are left alone where a
             gradient isn't finite.
@@ -69,6 +71,8 @@ class ClapEngine:
             self.deepspeed.tput_timer.config.enabled = False
         optimizer = self.deepspeed.optimizer
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
+        decay = run.clap.train.ema
+        self.average = WeightAverage(self.model, optimizer, decay) if decay is not None else None
         self.deepspeed.clip_fp32_gradients = self._clip_gradients
         overlapped = run.clap.gradient_sync == "overlapped" and dist.get_world_size() > 1
         self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.gradient_bucket_mb)
@@ -88,6 +92,9 @@ class ClapEngine:
         loss_mean = self.accumulate(batches, timer)
         self._update(timer)
         self._bound_logit_scale()
+        if self.average is not None:
+            with timer("optimizer"):
+                self.average.update()
         self.steps += 1
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
         watch.step(self.steps)

@@ -12,13 +12,15 @@ scale hangs on the overflow: there the wrapper's own step is kept, host reads an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from clap_ds.native import adamw as adamw_native
 from clap_ds.native.library import is_ready, unavailable
@@ -165,6 +167,47 @@ class FlatStep:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in group]
         natively = self._wrapper.optimizer.steps_natively(gradients, low, master)
         return gradients if natively else [_flatten_dense_tensors(gradients)]
+
+
+def scale_rates(optimizer: Any) -> None:
+    """Have each step take every group's `lr` times its `lr_scale`, where it has one. Between steps `lr` is the scheduler's,
+    whichever that is: many work out the next rate from the last."""
+    if not any("lr_scale" in group for group in optimizer.param_groups):
+        return
+    plain = optimizer.step
+
+    @wraps(plain)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * group.get("lr_scale", 1.0)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    optimizer.step = step
+
+
+def master_tensors(optimizer: Any) -> list[Tensor]:
+    """The weights in fp32, as DeepSpeed's optimiser holds them: flat by group, or one by one, where there is no copy the
+    model's own."""
+    if hasattr(optimizer, "fp32_groups_flat"):
+        return list(optimizer.fp32_groups_flat)
+    return list(chain(*getattr(optimizer, "fp32_groups", _model_groups(optimizer))))
+
+
+def by_parameter(optimizer: Any, masters: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Parts of tensors that are laid out as `master_tensors`, by the id of the model's parameter."""
+    groups = _model_groups(optimizer)
+    if hasattr(optimizer, "fp32_groups_flat"):
+        masters = chain(*map(_unflatten_dense_tensors, masters, groups))
+    return {id(parameter): fp32 for parameter, fp32 in zip(chain(*groups), masters, strict=True)}
+
+
+def _model_groups(optimizer: Any) -> list[list[Tensor]]:
+    return getattr(optimizer, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
 
 
 def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:

@@ -67,7 +67,7 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
         UserError: on every rank, for a mistake found on any.
         SystemExit: the run failed or was stopped by a signal; shown and recorded already.
     """
-    kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
+    kernels = report(run.clap.cpu_kernels, run.clap.preset().text.architecture) if device.type == "cpu" else None
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
     with agreed():
@@ -103,7 +103,7 @@ def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: lis
     record.update_summary(
         state="running",
         error=None,
-        preset=run.clap.model.preset,
+        preset=run.clap.preset().name,
         num_nodes=len(per_host),
         world_size=ranks.world_size,
         micro_batch_per_gpu=sizes.micro_batch,

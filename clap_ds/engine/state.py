@@ -4,14 +4,15 @@ How it is kept is left to `clap_ds.training.checkpoint`. DeepSpeed's own checkpo
 read; here they are neither written nor read.
 """
 
-import itertools
+import zlib
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 
+from clap_ds.engine.building import trained_towers
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.optimizer import by_parameter, master_tensors
 from clap_ds.weights.formats import Checkpoint
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -88,13 +89,9 @@ def _set_rates(engine: ClapEngine, steps: int | None = None) -> None:
 
 
 def _masters(engine: ClapEngine) -> dict[int, Tensor]:
-    """The optimiser's own fp32 copies, where it has them, by the id of the model's parameter."""
+    """The optimiser's own fp32 copies, or where it has none the model's parameters, by the id of the model's parameter."""
     optimizer = engine.deepspeed.optimizer
-    groups, copies = getattr(optimizer, "fp16_groups", []), getattr(optimizer, "fp32_groups", [])
-    if hasattr(optimizer, "fp32_groups_flat"):
-        copies = map(_unflatten_dense_tensors, optimizer.fp32_groups_flat, groups)
-    chained = zip(itertools.chain(*groups), itertools.chain(*copies), strict=True)
-    return {id(parameter): fp32 for parameter, fp32 in chained}
+    return by_parameter(optimizer, master_tensors(optimizer))
 
 
 def master_weights(engine: ClapEngine) -> dict[str, Tensor]:
@@ -117,10 +114,13 @@ def describe(engine: ClapEngine) -> dict[str, Any]:
     """What a run must have in common with a checkpoint to resume from it, in words of JSON."""
     outer, scheduler = engine.deepspeed.optimizer, engine.deepspeed.lr_scheduler
     inner = getattr(outer, "optimizer", None)
-    trained = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
+    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    rates = len({group.get("lr_scale", 1.0) for group in outer.param_groups})
+    layout = [names[each] for each in _masters(engine)], [each.numel() for each in master_tensors(outer)]
     return {
         "optimizer": " over ".join(type(each).__name__ for each in (outer, inner) if each is not None),
         "scheduler": None if scheduler is None else type(scheduler).__name__,
         "loss": type(engine.loss).__name__,
-        "trained_towers": [tower for tower in ("audio", "text") if any(n.startswith(tower) for n in trained)],
+        "trained_towers": trained_towers(engine.model),
+        "learning_rates": 1 if rates == 1 else f"{rates} (groups {zlib.crc32(repr(layout).encode()):08x})",
     }

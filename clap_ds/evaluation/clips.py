@@ -28,6 +28,7 @@ from clap_ds.data.items import choose_clip, read_clip
 from clap_ds.data.shard_files import open_shard
 from clap_ds.data.tar_items import DAMAGE, Place, list_items, words
 from clap_ds.data.workers import Loader
+from clap_ds.evaluation.embedding import class_captions
 
 FIELD = "clap.evaluation"
 NUM_EXAMPLES = 5  # quoted in errors
@@ -123,9 +124,7 @@ def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings) -> tuple[Plan, l
         raise ValueError(f"{FIELD}.zero_shot.classes: {where}, which is not among the {len(classes)} classes: {shown}")
     if len(classes) < 2:
         raise ValueError(f"{FIELD}.zero_shot.classes: expected at least 2 classes to tell apart, found {shown}")
-    captions = [
-        [text.replace("{}", name) for name in names for text in settings.templates] for names in classes.values()
-    ]
+    captions = class_captions(classes, settings.templates)
     index = {name: number for number, name in enumerate(classes)}
     of_each = [[index[name] for name in names] for names in found.values()]
     return Plan(list(found), captions, of_each, (*classes,)), broken
@@ -158,7 +157,7 @@ class _ClipAudio(Dataset[Tensor | str]):
         clip, row = self._clips[number], empty_row(self._audio, self._kind)
         try:
             encoded = clip.place.read(self._open_shard(clip.shard))
-            read_clip(encoded, row, audio=self._audio, rng=_Middle())
+            read_clip(encoded, row, audio=self._audio, rng=Middle())
             return row
         except BrokenItemError as error:
             return str(error)
@@ -166,7 +165,7 @@ class _ClipAudio(Dataset[Tensor | str]):
             return f"its tar can't be read: {words(error)}"
 
 
-class _Middle(random.Random):
+class Middle(random.Random):
     """Draws the middle of the places a crop can be at."""
 
     def randint(self, low: int, high: int) -> int:

@@ -1,16 +1,18 @@
 """Embeddings of clips and captions by a model as it is in use: evaluation mode, no gradients, its own dtype; fp32 rows.
 
-Micro-batches are always full, the last filled up with zeros or empty captions, so that a compiled model meets one shape.
+Micro-batches are always full, the last filled up with zeros or empty captions, so that a compiled model meets one shape and a
+row is the same to the bit whatever is embedded beside it; `fill=False` leaves the last as it is, which is sooner done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.model.clap import ClapModel
@@ -21,33 +23,55 @@ T = TypeVar("T")
 
 def embed_audio(model: ClapModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:
     """(N, joint_dim) fp32, rows of length 1, of clips as `ClapModel.encode_audio` takes a batch of them."""
+    return torch.cat([_none(model), *audio_batches(model, clips, micro_batch)])
+
+
+def audio_batches(model: ClapModel, clips: Iterable[Tensor], micro_batch: int, fill: bool = True) -> Iterator[Tensor]:
+    """The rows of `embed_audio`, a micro-batch of clips at a time."""
 
     def encode(batch: list[Tensor]) -> Tensor:
-        audio = torch.stack(batch + [torch.zeros_like(batch[0])] * (micro_batch - len(batch)))
+        audio = torch.stack(batch + [torch.zeros_like(batch[0])] * (micro_batch - len(batch)) * fill)
         return model.encode_audio(audio.to(_device(model)).float())
 
-    return _embed(model, clips, micro_batch, encode)
+    return _batches(model, clips, micro_batch, encode)
 
 
 def embed_text(
-    model: ClapModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int, micro_batch: int
-) -> Tensor:
+    model: ClapModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int, micro_batch: int,
+    fill: bool = True,
+) -> Tensor:  # fmt: skip
     """(N, joint_dim) fp32, rows of length 1, of captions, cut after `text_tokens`."""
 
     def encode(batch: list[str]) -> Tensor:
-        ids, mask = tokenize(batch + [""] * (micro_batch - len(batch)), tokenizer, text_tokens)
+        ids, mask = tokenize(batch + [""] * (micro_batch - len(batch)) * fill, tokenizer, text_tokens)
         return model.encode_text(ids.to(_device(model)), mask.to(_device(model)))
 
-    return _embed(model, captions, micro_batch, encode)
+    return torch.cat([_none(model), *_batches(model, captions, micro_batch, encode)])
+
+
+def class_captions(classes: Mapping[str, Sequence[str]], templates: Sequence[str]) -> list[list[str]]:
+    """Of each class, a caption by every name that it has in every template."""
+    return [[text.replace("{}", name) for name in names for text in templates] for names in classes.values()]
+
+
+def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor:
+    """(classes, D), fp32 rows of length 1: the mean of the features of each class's captions, held by `text_MD` in order."""
+    means = [rows.double().mean(0) for rows in text_MD.split([len(each) for each in captions])]
+    return F.normalize(torch.stack(means), dim=-1).float()
+
+
+def _none(model: ClapModel) -> Tensor:
+    return torch.zeros(0, model.config.joint_dim, device=_device(model))
 
 
 @torch.no_grad()
-def _embed(model: ClapModel, items: Iterable[T], micro_batch: int, encode: Callable[[list[T]], Tensor]) -> Tensor:
-    rest, features = iter(items), [torch.zeros(0, model.config.joint_dim, device=_device(model))]
+def _batches(
+    model: ClapModel, items: Iterable[T], micro_batch: int, encode: Callable[[list[T]], Tensor]
+) -> Iterator[Tensor]:
+    rest = iter(items)
     with _evaluating(model):
         while batch := list(islice(rest, micro_batch)):
-            features.append(encode(batch)[: len(batch)].float())
-    return torch.cat(features)
+            yield encode(batch)[: len(batch)].float()
 
 
 def _device(model: ClapModel) -> torch.device:

@@ -28,7 +28,7 @@ from clap_ds.data.captions import joined_names
 from clap_ds.data.shard_manifest import kind_of, warn_of_absent
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
-from clap_ds.evaluation.embedding import embed_audio, embed_text
+from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.evaluation.predictions import by_class, of_clips
 from clap_ds.model.clap import ClapModel
@@ -80,10 +80,11 @@ class Evaluator:
             raise AgreedError(f"{FIELD}: the ranks see different shards (clips by rank: {numbers})")
 
     def _load_tokenizer(self) -> None:
-        field, vocab_size = f"{FIELD}.tokenizer", self.model_config.text.vocab_size
+        field, text = f"{FIELD}.tokenizer", self.model_config.text
         if self.tokenizer_name is None:
             raise ValueError(f"{field}: missing: the tokenizer that the model's captions are for")
-        self._tokenizer = load_tokenizer(self.tokenizer_name, vocab_size=vocab_size, field=field)
+        fit = {"vocab_size": text.vocab_size, "pad_token_id": text.pad_token_id}
+        self._tokenizer = load_tokenizer(self.tokenizer_name, **fit, field=field)
 
     def _prepare(self) -> None:
         if self.ranks.rank:
@@ -142,7 +143,7 @@ class Evaluator:
                 nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
                 raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
             numbers = [plan.clips[place] for place in used]
-            features, named = audio[numbers], [self._clips[number].name for number in numbers]
+            features, named = audio[numbers], [self._clips[number] for number in numbers]
             captions = plan.captions if plan.classes else [plan.captions[place] for place in used]
             text = self._embed_captions(model, captions)
             if plan.classes is None:
@@ -155,7 +156,7 @@ class Evaluator:
                 is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
                 for row, place in zip(is_of_class, used, strict=True):
                     row[plan.classes[place]] = True
-                of = features, metrics.class_features(captions, text), is_of_class.to(audio.device)
+                of = features, class_features(captions, text), is_of_class.to(audio.device)
                 measures = metrics.evaluate_zero_shot(*of, self.ranks, resample=at_length)
                 counts = {"classes": len(captions)}
                 if predictions is not None:

@@ -21,7 +21,6 @@ from statistics import NormalDist
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.data.broken import Broken
@@ -158,12 +157,6 @@ def retrieval_loss(
     loss_N = torch.cat(losses)
     value, spread = float(loss_N.mean()), Z * float(loss_N.std(correction=0)) / math.sqrt(len(loss_N))
     return Measure(value, chance_in_all / len(loss_N), value - spread, value + spread)
-
-
-def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor:
-    """(classes, D), fp32 rows of length 1: the mean of the features of each class's captions, held by `text_MD` in order."""
-    means = [rows.double().mean(0) for rows in text_MD.split([len(each) for each in captions])]
-    return F.normalize(torch.stack(means), dim=-1).float()
 
 
 def evaluate_zero_shot(

@@ -18,7 +18,7 @@ import torch
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from torch import Tensor
 
-from clap_ds.config.model import PAD_TOKEN_ID, ClapConfig
+from clap_ds.config.model import ClapConfig
 from clap_ds.flop_count.analytic import fft_flops
 from clap_ds.model.clap import ClapModel
 
@@ -71,7 +71,8 @@ def parameter_counts(model: ClapModel) -> dict[str, int]:
 def count_by_deepspeed(model: ClapModel, text_tokens: int) -> Count:
     """Of one waveform and a caption of so many tokens, up to all of the position table's rows."""
     # RoBERTa numbers real tokens from 2, and would run out of its 514 positions after 512; padding is not numbered.
-    waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.full((1, text_tokens), PAD_TOKEN_ID)
+    padding = model.config.text.pad_token_id
+    waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.full((1, text_tokens), padding)
     return profile_by_deepspeed(FlopsProfiler(model), lambda: model(waveform, caption, None))
 
 

@@ -42,15 +42,16 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     run, config, lengths = session.run, session.run.clap.preset(), _executed_lengths(session)
     batch = next(session.batches)
     front_end = batch.audio.ndim == 2  # features of mel shards have been through it
-    trained = [name for name in ("audio", "text") if _is_trained(session.engine.model.get_submodule(name))]
+    model, last = session.engine.model, run.clap.train.train_last
+    trained = [name for name in ("audio", "text") if _is_trained(model.get_submodule(f"{name}_projection"))]
     forward = forward_flops(config, lengths, "model", front_end=front_end)
     checkpointed = [tower for tower in run.clap.model.checkpoint_activations if tower in trained]
-    recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=run.clap.model.drop_path)
+    recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=run.clap.model.drop_path, last=last)
     recomputed += forward if run.clap.train.accumulation == "cached" else 0.0
     found: dict[str, Any] = {
         "published_gflops": published_flops(config, front_end=front_end) / 1e9,
         "model_gflops": forward / 1e9,
-        "training_gflops": (forward + backward_flops(config, lengths, trained=trained)) / 1e9,
+        "training_gflops": (forward + backward_flops(config, lengths, trained=trained, last=last)) / 1e9,
         "recomputed_gflops": recomputed / 1e9,
         "mean_text_tokens": lengths.mean,
         "deepspeed_gflops": None,

@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     """What attention and pooling need of a `Packing`, worked out once per forward pass.
 
     Attributes:
-        position_ids: (1, T), RoBERTa's.
+        position_ids: (1, T), the text tower's.
         to_padded: (S·L,), the token at each place of the padded form; any token at padding.
         to_row: (T,), the place of each token in the padded form.
         keep: (S, 1, 1, L) bool, real tokens of the padded form.
@@ -85,9 +85,9 @@ def pack(captions: list[tuple[Tensor, Tensor]], multiple: int | None = None) -> 
     return row, Packing(bounds, len(lengths), max_tokens)
 
 
-def lay_out(packing: Packing, num_tokens: int) -> Layout:
-    """The `Layout` of a row of `num_tokens`. On CPU its padded form is as long as the longest caption, elsewhere, where reading
-    that would wait for the device, as `max_tokens`."""
+def lay_out(packing: Packing, num_tokens: int, first_position: int = FIRST_POSITION) -> Layout:
+    """The `Layout` of a row of `num_tokens`, each caption's numbered from `first_position`. On CPU its padded form is as
+    long as the longest caption, elsewhere, where reading that would wait for the device, as `max_tokens`."""
     bounds = packing.bounds
     lengths = bounds.diff()
     on_cpu = bounds.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -97,7 +97,7 @@ def lay_out(packing: Packing, num_tokens: int) -> Layout:
     place = token - bounds[caption]
     to_padded = (bounds[:-1, None] + column).clamp(max=num_tokens - 1).flatten()
     keep = (column < lengths[:, None])[:, None, None, :]
-    return Layout(packing, (place + FIRST_POSITION)[None], to_padded, caption * longest + place, keep, caption, longest)
+    return Layout(packing, (place + first_position)[None], to_padded, caption * longest + place, keep, caption, longest)
 
 
 class Rearrange(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Captions to token ids: loading a RoBERTa-compatible tokenizer, using it, and training a small one.
+"""Captions to token ids: loading a tokenizer, using it, and training a small one.
 
 The trained one is for the sounds this project makes itself and for tests; it needs no hub and its vocabulary fits the `micro`
 preset.
@@ -26,18 +26,21 @@ from clap_ds.model.hub import load_by_name
 FIELD = "clap.data.tokenizer"
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4; RoBERTa's own are 0 to 3
 SMALL_VOCAB_SIZE = 512
+_PADS_WITH = {0: "as BERT's do", PAD_TOKEN_ID: "as RoBERTa's and MPNet's do"}
 
 
-def load_tokenizer(name_or_dir: str, *, vocab_size: int, field: str = FIELD) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name_or_dir: str, *, vocab_size: int, pad_token_id: int = PAD_TOKEN_ID, field: str = FIELD
+) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, in the hub's local cache, or on the hub: the first of these that has it.
 
     Args:
-        vocab_size: of the model that will take the ids.
+        vocab_size, pad_token_id: of the model that will take the ids.
         field: of the settings, for messages.
 
     Raises:
         ValueError: not found (says where it looked), or it doesn't fit the model: ids beyond `vocab_size`, or padding other
-            than RoBERTa's id 1.
+            than the model's.
     """
 
     def load(local_files_only: bool) -> PreTrainedTokenizerBase:
@@ -58,20 +61,23 @@ def load_tokenizer(name_or_dir: str, *, vocab_size: int, field: str = FIELD) -> 
             f"{field}: {name_or_dir!r} has token ids up to {largest_id}, the model a vocabulary of {vocab_size}; "
             "expected the tokenizer that belongs to clap.model.preset, or a smaller one"
         )
-    if (pad := tokenizer.pad_token_id) != PAD_TOKEN_ID:
-        raise ValueError(f"{field}: {name_or_dir!r} pads with id {pad}; expected RoBERTa's, {PAD_TOKEN_ID}")
+    if (pad := tokenizer.pad_token_id) != pad_token_id:
+        theirs, ours = (f"{each}, {_PADS_WITH[each]}" if each in _PADS_WITH else each for each in (pad, pad_token_id))
+        raise ValueError(f"{field}: {name_or_dir!r} pads with id {theirs}; expected the text tower's, {ours}")
     return tokenizer
 
 
 def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, both (B, text_tokens) int64: <s> … </s>, then padding.
+    """Token ids and attention mask, both (B, text_tokens) int64: <s> … </s> (BERT: [CLS] … [SEP]), then padding.
 
     Captions that are too long lose their last words, never </s>. Words that look like special tokens are taken as plain text.
     """
     cut: dict[str, Any] = {"truncation": True, "max_length": text_tokens, "return_attention_mask": False}
     rows: Any = tokenizer(captions, **cut, split_special_tokens=True)["input_ids"]
     is_real = torch.arange(text_tokens) < torch.tensor(list(map(len, rows)))[:, None]
-    ids = torch.full((len(rows), text_tokens), PAD_TOKEN_ID)  # by hand: three times as quick as by the tokenizer
+    ids = torch.full(
+        (len(rows), text_tokens), int(tokenizer.pad_token_id)
+    )  # by hand: three times as quick as by the tokenizer
     ids[is_real] = torch.tensor(list(chain.from_iterable(rows)))
     return ids, is_real.long()
 

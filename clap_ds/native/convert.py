@@ -26,14 +26,16 @@ from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm, 
 from clap_ds.native.segment_attention import HEAD_DIMS, Segments, native_segment_attention
 from clap_ds.native.window_attention import fits_windows, native_window_attention
 
+from transformers.models.bert.modeling_bert import BertLayer  # isort: skip
 from transformers.models.roberta.modeling_roberta import RobertaLayer  # isort: skip
 
 
-def report(setting: Literal["auto", "off"]) -> str:
+def report(setting: Literal["auto", "off"], architecture: str = "roberta") -> str:
     """`native` and their implementation where bf16 models on this CPU run by these kernels, by this `clap.cpu_kernels`; else
-    `torch` and why."""
+    `torch` and why. `architecture` is the text tower's: for MPNet's there are none."""
     reason = 'clap.cpu_kernels is "off"' if setting == "off" else unavailable()
-    return f"torch: {reason}" if reason else f"native ({executable()[0]})"
+    but = "; the text tower, an mpnet, by torch" if architecture == "mpnet" else ""
+    return f"torch: {reason}" if reason else f"native ({executable()[0]}){but}"
 
 
 def convert(model: nn.Module) -> None:
@@ -126,8 +128,13 @@ class NativeSwinBlock(NativeModule, SwinBlock):
         return _add_branch(self.drop_path, feed, tokens_BHWC)
 
 
-class NativeRobertaLayer(NativeModule, RobertaLayer):
-    """With `FirstTokenAttention`, what follows the attention is computed of each caption's first token alone, as there."""
+class NativeTextLayer(NativeModule):
+    """A layer of RoBERTa or BERT. With `FirstTokenAttention`, what follows the attention is computed of each caption's first
+    token alone, as there."""
+
+    attention: Any
+    intermediate: Any
+    output: Any
 
     def fits(self) -> bool:
         attention: Any = self.attention.self
@@ -161,7 +168,16 @@ class NativeRobertaLayer(NativeModule, RobertaLayer):
         return _add_and_norm(branch, hidden_TC, self.output).unflatten(0, (len(hidden_BLC), -1))
 
 
-NATIVE: tuple[Any, ...] = (NativeLogMel, NativePatchEmbed, NativePatchMerging, NativeSwinBlock, NativeRobertaLayer)
+class NativeRobertaLayer(NativeTextLayer, RobertaLayer): ...
+
+
+class NativeBertLayer(NativeTextLayer, BertLayer): ...
+
+
+NATIVE: tuple[Any, ...] = (
+    *(NativeLogMel, NativePatchEmbed, NativePatchMerging, NativeSwinBlock),
+    *(NativeRobertaLayer, NativeBertLayer),
+)
 
 
 def _segments(hidden_BLC: Tensor, mask_B11L: Tensor | None, layout: Layout | None, *, first_only: bool) -> Segments:

@@ -103,9 +103,6 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
     for field in FIELDS:
         if cuda and getattr(run.clap.model, field) == "auto" and has_triton_package():
             model.audio.use_triton(field)
-    for tower in run.clap.train.freeze:
-        model.get_submodule(tower).requires_grad_(False)
-        model.get_submodule(f"{tower}_projection").requires_grad_(False)
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
     lengths = caption_lengths(run, micro_batch)
     packed, layout, formulas = _packed(run, lengths, fakes)
@@ -123,7 +120,8 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
             with engine.sync.off():  # after a step that sends, torch's reducer orders its buckets anew, by values
                 engine.step(batches, timer)
             recorded.hold([*model.parameters(), *model.buffers()], "weights")
-            recorded.hold(_state(engine.deepspeed.optimizer), "optimizer state")
+            average = engine.average.tensors if engine.average is not None else []
+            recorded.hold([*_state(engine.deepspeed.optimizer), *average], "optimizer state")
             recorded.restart()
             engine.set_accumulation_steps(num_traced)
             engine.step(batches, timer)
@@ -186,8 +184,10 @@ def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tupl
         return None, None, {}
     mask = (torch.arange(run.clap.text_tokens) < torch.tensor(lengths)[:, None]).long()
     row, packing = pack([(torch.ones_like(mask), mask)])
-    products = 4 * run.clap.preset().text.hidden_size * sum(n**2 for n in packing.bounds.diff().tolist())
-    packed, layout = tree_map_only(Tensor, fakes.from_tensor, ((row, packing), lay_out(packing, len(row))))
+    sizes = run.clap.preset().text
+    products = 4 * sizes.hidden_size * sum(n**2 for n in packing.bounds.diff().tolist())
+    layout = lay_out(packing, len(row), sizes.first_position)
+    packed, layout = tree_map_only(Tensor, fakes.from_tensor, ((row, packing), layout))
     attention = "torch_attn._varlen_attn"
     return (
         packed,

@@ -28,7 +28,7 @@ from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.training.restoring import PROGRESS, restore
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
-from clap_ds.weights.checkpoint_files import STATE, TOKENIZER, WEIGHTS, FileRecord, Manifest, warn, write_file
+from clap_ds.weights.checkpoint_files import RAW, STATE, TOKENIZER, WEIGHTS, FileRecord, Manifest, warn, write_file
 from clap_ds.weights.formats import some, to_safetensors
 from clap_ds.weights.state_file import to_state_file
 
@@ -187,7 +187,11 @@ class CheckpointFolder:
         yield STATE, to_state_file(state)
         yield PROGRESS, progress.to_json().encode()
         text_tokens = self._run.clap.text_tokens if self._run is not None else None
-        yield WEIGHTS, to_safetensors(master_weights(engine), engine.model.config, text_tokens)
+        weights, average = master_weights(engine), engine.average
+        if average is not None:
+            yield RAW, to_safetensors(weights, engine.model.config, text_tokens)
+            weights |= average.state()
+        yield WEIGHTS, to_safetensors(weights, engine.model.config, text_tokens)
         if self._tokenizer is not None and Path(self._tokenizer).is_dir():  # so that the checkpoint does without it
             for path in sorted(Path(self._tokenizer).iterdir()):
                 name = f"{TOKENIZER}/{path.name}"

@@ -3,13 +3,13 @@
 import shlex
 
 from clap_ds.config.metrics import names
-from clap_ds.config.settings import RunSettings
+from clap_ds.engine.building import trained_towers
 from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import on_first
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import Schedule, TrainingProgress, pairs_together
 from clap_ds.training.start import Choices
-from clap_ds.weights.checkpoint_files import read_all
+from clap_ds.weights.checkpoint_files import WEIGHTS, read_all
 
 
 def introduce(
@@ -36,6 +36,10 @@ def introduce(
         print(
             f"warning: scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps", flush=True
         )
+    if (decay := run.clap.train.ema) is not None:
+        print(f"evaluations and {WEIGHTS} are of a moving average of the weights (decay {decay:g})", flush=True)
+        if (span := round(1 / (1 - decay))) > last:
+            print(f"warning: clap.train.ema averages over about {span:,} steps, the run has {last:,}", flush=True)
     pairs, items = pairs_together(run, session.ranks.world_size), session.batches.statistics().get("num_samples")
     if items is not None and items < pairs:
         meets = "one that meets itself there counts as wrong"
@@ -48,15 +52,16 @@ def introduce(
     )
 
 
-def conclude(run: RunSettings, progress: TrainingProgress, schedule: Schedule) -> None:
+def conclude(session: Session, progress: TrainingProgress, schedule: Schedule) -> None:
     """Say what ended the run, what was trained, and what can be done with it."""
-    clap, (folder, path) = run.clap, (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
+    run, clap = session.run, session.run.clap
+    folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
     evaluation = f"--deepspeed_config {path}" if names(clap.evaluation) else "--retrieval SHARDS"
     if reached := progress.reached(clap.train.stop_at):
         print(reached, flush=True)
     elif not schedule.is_done(progress.samples):
         return
-    trained = " and ".join(tower for tower in ("audio", "text") if tower not in clap.train.freeze)
+    trained = " and ".join(trained_towers(session.engine.model))
     print(
         f"trained {trained} on {progress.samples:,} samples in {progress.step:,} steps. To evaluate and to export:\n"
         f"  clap-evaluate {folder} {evaluation}\n  python -m clap_ds.weights.export {folder} FOLDER",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.files import flatten, read_bytes
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.model import ClapConfig, TextConfig
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.cached_step import restore_random_state
 from clap_ds.engine.engine import ClapEngine
@@ -13,7 +13,7 @@ from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import on_first, rank
 from clap_ds.training.schedule import TrainingProgress
-from clap_ds.weights.checkpoint_files import STATE, WEIGHTS, Manifest, warn
+from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, warn
 from clap_ds.weights.load import check_same_model, differences, load_weights
 from clap_ds.weights.state_file import read_pickled_state, read_state_file
 
@@ -48,8 +48,11 @@ def restore(
     except (OSError, LookupError, TypeError) as error:
         raise ValueError(f"{folder} can't be read: {error}") from error
     engine.steps = progress.step
+    if engine.average is not None:
+        engine.average.load(load_weights(folder / WEIGHTS).state)
     if to_accept:
-        load_weights_alone(engine, load_weights(folder / WEIGHTS), progress.step, progress.samples)
+        weights = load_weights(folder / (RAW if (folder / RAW).exists() else WEIGHTS))
+        load_weights_alone(engine, weights, progress.step, progress.samples)
         return progress
     state = _read_state(folder, convert=convert)
     load_engine_state(engine, state, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
@@ -79,7 +82,7 @@ def compare(
     folder: Path, model: ClapConfig, engine: dict[str, Any], run: RunSettings | None
 ) -> tuple[list[str], list[str]]:
     """What the run that resumes has otherwise than a checkpoint, in words with both values: what makes it another training
-    (tokenizer, front end or sizes of the model, precision, optimizer, loss, the towers that are trained), and every other
+    (tokenizer, front end or sizes of the model, precision, optimizer and its groups, loss, what is trained), and every other
     setting.
 
     Args:
@@ -94,12 +97,12 @@ def compare(
         check_same_model(folder, ClapConfig.model_validate(manifest.model), model)
     except ValueError as error:
         to_accept.append(str(error))
-    for found in differences(engine | manifest.engine, engine):
+    for found in differences(engine | {"learning_rates": 1} | manifest.engine, engine):
         (others if found.startswith("scheduler is") else to_accept).append(found)
     if run is None:
         return to_accept, others
     tokenizer = getattr(run.clap.data, "tokenizer", None)
-    if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, vocab_size=model.text.vocab_size):
+    if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text):
         to_accept.append(f"the tokenizer: {problem}")
     if manifest.settings:
         deepspeed = {name: value for name, value in manifest.settings.items() if name != "clap"}
@@ -115,16 +118,16 @@ def compare(
     return to_accept, others
 
 
-def tokenizer_problem(theirs: str | None, ours: str | None, *, vocab_size: int) -> str | None:
+def tokenizer_problem(theirs: str | None, ours: str | None, text: TextConfig) -> str | None:
     """Why two tokenizers (hub names or folders) aren't the same, None where they are, or where there is only one."""
     if theirs is None or ours is None or theirs == ours:
         return None
     try:
-        other = load_tokenizer(ours, vocab_size=vocab_size)
+        other = load_tokenizer(ours, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         if theirs in _ROBERTA:
             is_one = other("Hello world!")["input_ids"] == _HELLO
             return None if is_one else f"{ours} isn't RoBERTa's tokenizer, which the weights were trained with"
-        one = load_tokenizer(theirs, vocab_size=vocab_size)
+        one = load_tokenizer(theirs, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
     except ValueError as error:
         return f"{theirs} there and {ours} here can't be compared: {error}"
     if one.get_vocab() != other.get_vocab() or one(_PROBES)["input_ids"] != other(_PROBES)["input_ids"]:

@@ -49,12 +49,12 @@ def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: 
     try:
         weights = load_weights(path, model.config)
         weights.load_into(model)
-        theirs, vocab_size = weights.tokenizer, model.config.text.vocab_size
-        problem = tokenizer_problem(theirs, tokenizer, vocab_size=vocab_size)
+        theirs, text = weights.tokenizer, model.config.text
+        problem = tokenizer_problem(theirs, tokenizer, text)
         if theirs is None and tokenizer is not None:
-            size = 1 + max(load_tokenizer(tokenizer, vocab_size=vocab_size).get_vocab().values())
-            if size != vocab_size:
-                problem = f"{tokenizer} has {size:,} tokens, {path} a vocabulary of {vocab_size:,}"
+            ours = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
+            if (size := 1 + max(ours.get_vocab().values())) != text.vocab_size:
+                problem = f"{tokenizer} has {size:,} tokens, {path} a vocabulary of {text.vocab_size:,}"
         if problem and not accept_changes:
             right = theirs or "the tokenizer that they were trained with"
             raise ValueError(f"{problem}. Set clap.data.tokenizer to {right}, or accept it by --accept_changes")

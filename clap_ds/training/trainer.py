@@ -4,6 +4,7 @@ What a step is, is the engine's; where a run begins, `start`'s; what it tells, `
 """
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -56,7 +57,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         wanted = run.clap.train.stop_at
         log.close(stop_at=wanted, time_to_target_s=progress.time_to(wanted), ended_early=progress.reached(wanted))
         if session.ranks.is_first and progress.step > begun_at:
-            conclude(run, progress, schedule)
+            conclude(session, progress, schedule)
         dist.barrier()
     if stopped_by:
         assert saved is not None
@@ -132,12 +133,13 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def _evaluate(evaluator: "Evaluator", engine: ClapEngine) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics, and what chance would reach."""
+    """Metrics, of the average of the weights where there is one, and what chance would reach."""
     from clap_ds.evaluation.evaluator import NonFiniteEmbeddingsError
 
     engine.share_statistics()
     try:
-        found = evaluator.evaluate(engine.model)
+        with engine.average.in_place() if engine.average is not None else nullcontext():
+            found = evaluator.evaluate(engine.model)
         return gather((found.metrics, found.chances))[0]  # of a mixture of devices, the last bit may differ
     except NonFiniteEmbeddingsError as error:
         raise NonFiniteError(f"after step {engine.steps} {error}") from None

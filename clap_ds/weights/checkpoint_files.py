@@ -29,12 +29,14 @@ from clap_ds.config.sections import CheckpointSettings
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
+RAW = "raw.safetensors"
+"""The weights themselves, where `WEIGHTS` are a moving average of them."""
 STATE = "state.safetensors"
 TOKENIZER = "tokenizer"
 FORMAT = 2
 """1: the state was pickles, of DeepSpeed's and of torch's."""
 _FORMAT_1 = r"latest|random_states\.pt|deepspeed/mp_rank_00_model_states\.pt"
-FILE_NAME = re.compile(rf"(weights|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*|{_FORMAT_1}", re.ASCII)
+FILE_NAME = re.compile(rf"(weights|raw|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*|{_FORMAT_1}", re.ASCII)
 """Of a file in a checkpoint. Somebody else may have written the manifest: none outside, no URL, none of another case."""
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
 

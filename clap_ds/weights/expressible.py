@@ -23,7 +23,11 @@ _POOLED = 2.0**-17  # what goes into the tanh, of that; too large a factor back 
 
 def expressible(config: ClapConfig, state: State) -> tuple[ClapConfig, State]:
     """Sizes and state (fp32, in `ClapModel`'s names) of a model that pools by the first token and has projections of one width,
-    with biases. Embeddings are longer by zeros where a projection was wider than they were."""
+    with biases. Embeddings are longer by zeros where a projection was wider than they were. ValueError where the text tower is
+    none of RoBERTa's architecture."""
+    if (architecture := config.text.architecture) != "roberta":
+        reason = f"its text tower is a {architecture}, not a roberta"
+        raise ValueError(f"{config.name} can't be a transformers.ClapModel: {reason}")
     state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
     width = _width(config)
     audio = config.audio.model_copy(update={"projection": _widen("audio", config.audio.projection, width, state)})

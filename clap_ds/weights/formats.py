@@ -4,6 +4,7 @@ Every reader gives a `Checkpoint`, checked against the model's own names and sha
 Optimiser state and resuming a run belong to `clap_ds.training`.
 """
 
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor
 
 from clap_ds.config import files
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.clap_json import read_clap
+from clap_ds.config.model import ClapConfig, parse_sizes
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.window_attention import default_kernel
+from clap_ds.native.convert import convert
 from clap_ds.weights.expressible import expressible
-from clap_ds.weights.hf_config import config_from_transformers, config_to_transformers, feature_extractor, read_sizes
+from clap_ds.weights.hf_config import config_to_transformers, feature_extractor
 from clap_ds.weights.names import State, from_names, to_names, transformers_names
 
 import transformers  # isort: skip  (after torchaudio_compat)
@@ -63,6 +67,29 @@ class Checkpoint:
         """Where it is from and what it is, for people."""
         return f"{self.path}, {self.reached}" if self.reached else self.path
 
+    @property
+    def tokenizer_name(self) -> str | None:
+        """The tokenizer of its captions: its own, or the hub's that its sizes belong to."""
+        return self.tokenizer or self.config.text.hub_name or None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digits that weights share which embed alike in fp32, in whatever file they lie: of the sizes and, by name, of the
+        tensors in fp32 that an embedding depends on. Takes a second for a GB."""
+        digest = hashlib.sha256(self.config.model_dump_json(exclude={"name": True, "text": {"hub_name"}}).encode())
+        for name in sorted(self.state):
+            if not name.startswith((*_NOT_IN_OTHERS, "logit_scale")):
+                digest.update(name.encode())
+                digest.update(self.state[name].float().contiguous().numpy().data)
+        return digest.hexdigest()[:32]
+
+    def build_for(self, device: torch.device, dtype: torch.dtype) -> ClapModel:
+        """A `ClapModel` to be used, not trained, by the quickest kernels that need no compiling at each start."""
+        model = self.build(attention=default_kernel(device)).to(device, dtype).eval()
+        if device.type == "cpu":
+            convert(model)
+        return model
+
     def build(self, **options: Any) -> ClapModel:
         """A `ClapModel` with these weights; `options` are its keyword arguments."""
         model = ClapModel(self.config, **{"learns_bias": LOGIT_BIAS in self.state, **options})
@@ -81,12 +108,8 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     """A folder that `transformers.ClapModel` saved: `config.json`, safetensors (whole or in parts) and, where they are there,
     the front end's and the tokenizer's configuration. Raises ValueError where it holds something else."""
     folder, tensors = Path(folder), {}
-    fields = _read_json(folder / "config.json")
-    if fields.get("model_type") != "clap":
-        raise ValueError(f"{folder}: config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
-    front_end, tokenizer = folder / "preprocessor_config.json", folder / "tokenizer_config.json"
-    given = _read_json(front_end) if front_end.exists() else {}
-    config = config_from_transformers(read_sizes(fields), given, name=folder.name)
+    sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
+    config = parse_sizes(read_clap(sizes), folder.name, str(sizes))
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(_read_safetensors(file)[0])
     if not tensors:

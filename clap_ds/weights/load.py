@@ -3,34 +3,45 @@
 Reading and checking them is `clap_ds.weights.formats`'; resuming training from a checkpoint is `clap_ds.training.checkpoint`'s.
 """
 
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.weights.checkpoint_files import MANIFEST, WEIGHTS, Manifest, find_checkpoint
+from clap_ds.model.hub import load_by_name
+from clap_ds.weights.checkpoint_files import MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
 from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, load_safetensors, load_transformers, some
 from clap_ds.weights.laion import load_laion
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_OF_A_MODEL = ["*.json", "*.txt", "model*.safetensors"]
+"""Files of a repository that are wanted."""
 
 
-def load_weights(path: str | Path, config: ClapConfig | None = None, *, best: bool = False) -> Checkpoint:
+def load_weights(
+    path: str | Path, config: ClapConfig | None = None, *, best: bool = False, raw: bool = False
+) -> Checkpoint:
     """The weights at a path.
 
     Args:
         path: one of this project's checkpoints, or the folder they lie in (its newest good one is taken); a file of
-            `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads; a LAION-CLAP .pt file.
+            `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads, or the id of such a
+            repository on the hub, whose cache on this host comes first; a LAION-CLAP .pt file.
         config: sizes to expect; by default their own, which a LAION file doesn't name: those that its tensors have.
         best: of a folder of checkpoints the best by its run's `best_by` instead of the newest.
+        raw: of a checkpoint with a moving average of the weights (`clap.train.ema`) the weights themselves instead.
 
     Raises:
         ValueError: nothing there, none of these, damaged, of another model, or not finite.
     """
     try:
-        path, found = _read(Path(path), config, best=best)
+        path, found = _read(Path(path), config, best=best, raw=raw)
     except (OSError, ValueError):
         raise
     except Exception as error:  # whatever is made of fields of other types than they should have
@@ -46,7 +57,7 @@ def load_weights(path: str | Path, config: ClapConfig | None = None, *, best: bo
     return replace(found, path=str(path))
 
 
-def _read(path: Path, config: ClapConfig | None, *, best: bool) -> tuple[Path, Checkpoint]:
+def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tuple[Path, Checkpoint]:
     """Where it was found, and what is there."""
     if path.is_file() and path.suffix in _PICKLES:
         return path, load_laion(path, config)
@@ -56,23 +67,34 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool) -> tuple[Path, C
         return path, load_transformers(path)
     if path.is_dir():
         path = find_checkpoint(path, best=best)
-        return path, _with_manifest(path, load_safetensors(path / WEIGHTS))
+        file = path / (RAW if raw and (path / RAW).exists() else WEIGHTS)
+        return path, _with_manifest(file, load_safetensors(file))
+    if not path.exists() and _HUB_ID.fullmatch(str(path)) and path.suffix not in (*_PICKLES, ".safetensors"):
+        return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
     what = "expected" if path.exists() else "no such file or folder; expected"
     raise ValueError(f"{path}: {what} a folder, a .safetensors file or LAION-CLAP's {', '.join(_PICKLES)}")
 
 
+def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
+    folder = snapshot_download(str(path), local_files_only=local_files_only, allow_patterns=_OF_A_MODEL)
+    found = load_transformers(folder)
+    return replace(found, config=found.config.model_copy(update={"name": path.name}))
+
+
 def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
-    """What a checkpoint's manifest says of its weights, if they are in one: its step, too, and what was reached there by the
-    metric that tells its run's best."""
-    folder = path if path.is_dir() else path.parent
+    """What the manifest beside a file says of weights, if they are in a checkpoint: its step, too, what was reached there by
+    the metric that tells its run's best, and whether they are an average."""
+    folder = path.parent
     kind = "sigmoid" if LOGIT_BIAS in found.state else "softmax"  # of checkpoints that don't say it
     if not (folder / MANIFEST).exists():
         return replace(found, loss_kind=kind)
     manifest = Manifest.read(folder)
     clap: dict[str, Any] = manifest.settings.get("clap", {})
     kind = clap.get("loss", {}).get("kind", kind)
-    value = manifest.metrics.get(manifest.best_by or "")
+    value = None if path.name == RAW else manifest.metrics.get(manifest.best_by or "")
     reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_by} {value:.4g}")
+    if RAW in manifest.files and path.name == WEIGHTS:
+        reached += ", moving average of the weights"
     tokens = TypeAdapter(int | None).validate_python(clap.get("text_tokens", found.text_tokens))
     return replace(found, tokenizer=manifest.tokenizer_in(folder), text_tokens=tokens, loss_kind=kind, reached=reached)
 

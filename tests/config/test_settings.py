@@ -17,6 +17,8 @@ from clap_ds.config.reference import reference
 from clap_ds.config.settings import ClapSettings, load_run
 
 WriteRun = Callable[..., Path]
+MPNET = load_preset("micro").model_dump(mode="json")
+MPNET["text"]["architecture"] = "mpnet"
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
     ({"bench": {"windows": "4"}}, r'clap\.bench\.windows: expected a valid integer, found "4"'),
@@ -25,7 +27,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
     (
         {"model": {"preset": "htsat_tiny"}},
-        r"no preset 'htsat_tiny'; there are demo, htsat_base_r.*, htsat_tiny_r.*, micro$",
+        r"no preset 'htsat_tiny'.*; there are demo, htsat_base_r.*, htsat_tiny_r.*, micro; or the path of",
     ),
     ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'shards'"),
     ({"data": {"source": "shards", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
@@ -38,7 +40,16 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"data": {"source": "shards", "shards": 5}}, r"clap\.data\.shards\.str: expected a valid string, found 5"),
     ({"text_tokens": 600}, r"clap\.text_tokens: micro has positions for 64, found 600"),
     ({"bf16": {}}, r"clap\.bf16: no such field; did you mean bf16 outside of clap\?"),
+    ({"model": {"preset": MPNET}, "text": "packed"}, r"clap\.text: mpnet's attention .* expected 'padded'"),
+    (
+        {"model": {"preset": MPNET, "checkpoint_activations": ["text"]}},
+        r"activations: .* not for mpnet; expected 'audio'",
+    ),
     ({"train": {"samples": 8, "epochs": 1.0}}, r"clap\.train: give samples or epochs, not both"),
+    ({"train": {"train_last": {"text": 3}}}, r"train\.train_last: the text tower of micro has 2 blocks, found 3"),
+    ({"train": {"freeze": ["text"], "lr_scale": {"text": 0.1}}}, r"train\.lr_scale: text is in clap\.train\.freeze"),
+    ({"train": {"layer_decay": {"txt": 0.5}}}, r"layer_decay\.txt.*expected 'audio' or 'text', found \"txt\""),
+    ({"train": {"ema": 1.0}}, r"clap\.train\.ema: expected less than 1, found 1\.0"),
     ({"train": {"stop_on_plateau": {"evaluations": 5}}}, r"clap\.train\.stop_on_plateau: no such field"),
     ({"loss": {"same_caption": "positive"}}, r"clap\.loss\.same_caption: 'positive' has no effect .* kind 'sigmoid'"),
 ]

@@ -70,7 +70,7 @@ def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--held_out 1", "expected a number from 0 to 0.99"),
+        ("--held_out 1.1", "expected a number from 0 to 1,"),
         ("--shard_mb 0", "above 0"),
         ("--split_column split --held_out 0.1", "--split_column, --fold_column and --held_out each say what"),
         ("--group_column kind", "expected --held_out SHARE"),

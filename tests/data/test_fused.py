@@ -14,7 +14,7 @@ from clap_ds.config.sections import ShardData
 from clap_ds.data import fused
 from clap_ds.data.batch import BatchSpec, join
 from clap_ds.data.shards import ShardPieces
-from clap_ds.evaluation.clips import _Middle, list_clips, load_audio
+from clap_ds.evaluation.clips import Middle, list_clips, load_audio
 from clap_ds.model.patch_embed import longer_rows
 from clap_ds.weights.hf_config import feature_extractor
 from tests.data.tars import wav, write_tar
@@ -40,7 +40,7 @@ def test_equals_the_extractor_of_transformers(num_samples: int) -> None:
     samples, extractor = noise(num_samples), feature_extractor(AUDIO)
     with mock.patch.object(np.random, "choice", lambda places: (int(places[0]) + int(places[-1])) // 2):
         (expected,), _ = extractor([samples], sampling_rate=48000).values()
-    found = read(samples, _Middle())
+    found = read(samples, Middle())
     torch.testing.assert_close(
         found, torch.tensor(np.asarray(expected)).float(), rtol=0, atol=2e-3
     )  # dB, of fp32's FFT
@@ -59,15 +59,15 @@ def test_parts_are_drawn_from_each_third_and_of_long_files_some_is_heard() -> No
     assert (high - low > 60).all()
     longest = noise(600_000)
     assert torch.equal(
-        read(longest, _Middle()), read(longest[60_000:540_000], _Middle())
+        read(longest, Middle()), read(longest[60_000:540_000], Middle())
     )  # ten clips' length of its middle
 
 
 def test_a_steady_tone_is_told_from_a_short_one() -> None:
     tone = np.tile(0.2 * np.sin(np.arange(48) * 2 * np.pi / 48).astype(np.float32), 9000)
-    for row in (read(tone, _Middle()), read(tone, _Middle()).half()):
+    for row in (read(tone, Middle()), read(tone, Middle()).half()):
         assert longer_rows(row[None])
-    assert not longer_rows(read(tone[:9000], _Middle())[None])
+    assert not longer_rows(read(tone[:9000], Middle())[None])
 
 
 def test_evaluation_and_training_read_shards_by_it(tmp_path: Path, tokenizer_dir: str) -> None:
@@ -79,7 +79,7 @@ def test_evaluation_and_training_read_shards_by_it(tmp_path: Path, tokenizer_dir
     tar = str(write_tar(tmp_path / "a.tar", members))
     rows = list(load_audio(list_clips([tar])[0], model.audio, num_workers=0))
     for row, samples in zip(rows, clips, strict=True):
-        assert torch.equal(row, read(samples, _Middle(), model.audio))
+        assert torch.equal(row, read(samples, Middle(), model.audio))
     options: dict[str, Any] = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0}
     for waveforms, dtype in (("int16", torch.float16), ("float32", torch.float32)):
         data = ShardData(source="shards", shards=tar, waveforms=waveforms, **options)

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import tarfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,10 +20,11 @@ from clap_ds.config.sections import EvaluationSettings, ZeroShotSettings
 from clap_ds.data.front_end import FrontEnd
 from clap_ds.data.shard_making.caption_lists import _divided
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
+from clap_ds.data.tar_items import Place
 from clap_ds.evaluation import ranking
-from clap_ds.evaluation.clips import list_clips, plan_zero_shot
+from clap_ds.evaluation.clips import Clip, list_clips, plan_zero_shot
 from clap_ds.evaluation.evaluator import Evaluator, NonFiniteEmbeddingsError
-from clap_ds.evaluation.predictions import of_clips
+from clap_ds.evaluation.predictions import of_clips, principal_axes
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize
@@ -157,8 +159,21 @@ def test_predictions_are_what_the_metrics_are_of(write_clips: WriteClips, clip_t
     best = [max(clip["best"], key=lambda kind: clip["best"][kind]["score"]) for clip in zero_shot["clips"]]
     rows = [[best[n::3].count(each) for each in sorted(KINDS)] for n in range(3)]
     assert zero_shot["confusion"] == dict(zip(KINDS, rows, strict=True))
-    same = torch.ones(4, 1)
-    assert of_clips(["a"], [[2]], "wxyz", same[:1], same)[0]["of"] == {"y": {"score": 1.0, "rank": 2.5}}
+    with tarfile.open(pairs[4]["clip"].rpartition(": ")[0]) as tar:
+        assert pairs[4]["place"] == [tar.getmember("0004.wav").offset_data, tar.getmember("0004.wav").size]
+    assert [clip["at"] for clip in pairs] == [clip["at"] for clip in zero_shot["clips"]]
+    same = torch.ones(4, 2)
+    alike = of_clips([Clip("a", "b", Place(0, 0), {})], [[2]], "wxyz", same[:1], same)[0]
+    assert (alike["of"], alike["at"]) == ({"y": {"score": 2.0, "rank": 2.5}}, [0.0, 0.0, 0.0])
+
+
+def test_principal_axes_are_those_of_the_singular_values() -> None:
+    rows = np.random.default_rng(0).normal(size=(40, 5)) * [1, 5, 2, 0.5, 9] + 3
+    found = principal_axes(torch.from_numpy(rows)).numpy()
+    left, singular, axes = np.linalg.svd(rows - rows.mean(0), full_matrices=False)
+    signs = np.sign([axis[np.abs(axis).argmax()] for axis in axes[:2]])
+    np.testing.assert_allclose(found[:, :2], (left * singular)[:, :2] * signs, atol=1e-9)  # of fp64
+    np.testing.assert_allclose((found**2).sum(0), [*singular[:2] ** 2, (singular[2:] ** 2).sum()], rtol=1e-9)
 
 
 def test_the_model_and_the_random_state_stay_as_they_were(write_clips: WriteClips, clip_tokenizer: str) -> None:

@@ -36,14 +36,22 @@ def odd_config() -> ClapConfig:
 
 
 MICRO = load_preset("micro")
+OTHERS = [MICRO.text.model_copy(update={"architecture": name}) for name in ("bert", "mpnet")]
 FUSED = odd_config().model_copy(
     update={"name": "fused", "audio": odd_config().audio.model_copy(update={"fusion": True})}
 )
-CASES = [(MICRO, 66), (odd_config(), 17), (FUSED, 17)]
+CASES = [
+    (MICRO, 66),
+    (odd_config(), 17),
+    (FUSED, 17),
+    *((MICRO.model_copy(update={"text": text}), 23) for text in OTHERS),
+]
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize(("config", "tokens"), CASES, ids=[f"{c.name}-{tokens}" for c, tokens in CASES])
+@pytest.mark.parametrize(
+    ("config", "tokens"), CASES, ids=[f"{c.name}-{c.text.architecture}-{tokens}" for c, tokens in CASES]
+)
 def test_the_profiler_agrees_to_the_last_flop(config: ClapConfig, tokens: int, convention: Convention) -> None:
     expected = forward_components(config, TextLengths.fixed(tokens), convention)
     model = MODELS[convention](config)

@@ -43,8 +43,8 @@ def audio_tower(attention: str = "matmul", drop_path: float = 0.0) -> Any:
     return as_used(HTSAT(DEMO.audio, drop_path=drop_path, spec_augment=False, attention=attention))
 
 
-def text_tower(pooling: str = "mean", dropout: float = 0.0) -> Any:
-    config = DEMO.text.model_copy(update={"pooling": pooling})
+def text_tower(pooling: str = "mean", dropout: float = 0.0, architecture: str = "roberta") -> Any:
+    config = DEMO.text.model_copy(update={"pooling": pooling, "architecture": architecture})
     return as_used(TextTower(config, dropout=dropout, from_hub=False))
 
 
@@ -106,6 +106,11 @@ def test_audio_tower() -> None:
 def test_text_tower(form: str, pooling: str) -> None:
     assert_as_exact_as_torch(functools.partial(text_tower, pooling), captions(form))
     assert kinds(native(text_tower(pooling))) == {"NativeRobertaLayer": 2}
+    bert = functools.partial(text_tower, pooling, architecture="bert")
+    assert_as_exact_as_torch(bert, captions(form))
+    assert kinds(native(bert())) == {"NativeBertLayer": 2}
+    assert not kinds(native(text_tower(pooling, architecture="mpnet")))
+    assert report("auto", "mpnet") == f"{report('auto')}; the text tower, an mpnet, by torch"
 
 
 def test_front_end_is_the_same_and_has_gradients() -> None:

@@ -54,7 +54,11 @@ def _second_step(run: RunSettings) -> Callable[[], object]:
 def _allocated(case: str) -> int:
     """Most bytes that the CPU's allocator holds while the step runs, of all allocated since before the engine was built."""
     gc.collect()  # what earlier ones left would be freed, and counted, in between
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # oneDNN's products with AMX copy weights to a layout of its own, in memory that a plan of another machine can't know.
+    with (
+        torch.backends.mkldnn.flags(enabled=False),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         step = _second_step(_run(case))
         gc.collect()
         with record_function("measured"):

@@ -45,6 +45,8 @@ def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None
     assert _at_peak(step, "optimizer state") == pytest.approx(12 * number, rel=0.001)
     full = traced(bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
     assert _at_peak(full, "optimizer state") == pytest.approx(8 * number, rel=0.001)
+    averaged = traced(clap={"train": {"ema": 0.9}})
+    assert _at_peak(averaged, "optimizer state") == pytest.approx(16 * number, rel=0.001)
     samples, ids_and_mask = 8 * 48000, 2 * 8 * 16 * 8
     # One in use and one ahead in float32, and what another one comes in.
     assert _at_peak(step, "batches") == samples * (4 + 4 + 2) + 2 * ids_and_mask

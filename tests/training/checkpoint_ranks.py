@@ -69,7 +69,7 @@ def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
     torch.manual_seed(seed)
     noise: dict[str, Any] = {"drop_path": 0.3 * noisy, "text_dropout": 0.3 * noisy, "spec_augment": noisy}
     model = ClapModel(run.clap.preset(), **noise, learns_bias=LOSSES[run.clap.loss.kind].needs_bias)
-    freeze(model, run.clap.train.freeze)
+    freeze(model, run.clap.train.freeze, run.clap.train.train_last)
     built = ClapEngine(run, model, CPU)
     torch.manual_seed(seed + 10 + rank())
     if not noisy:
@@ -117,13 +117,16 @@ def load(folder: CheckpointFolder, into: ClapEngine, path: Path | None = None, *
 def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, Any]:
     """Losses and more of a run that goes on, and of another that resumes from its checkpoint, dropout and all; and the weights
     that training moved."""
-    run = settings(precision, scheduler=SCHEDULER, clap={"train": {"freeze": list(frozen)}})
+    train = {"freeze": list(frozen), "ema": 0.9, "layer_decay": {"audio" if "text" in frozen else "text": 0.5}}
+    run = settings(precision, scheduler=SCHEDULER, clap={"train": train})
     random.seed(rank())
     np.random.seed(rank())
 
     def three_steps(trained: ClapEngine) -> tuple[object, ...]:
         draws = losses(trained, 3, 3), float(torch.rand(1)), random.random(), float(np.random.rand())
-        return *draws, trained.deepspeed.get_lr(), trained.deepspeed.global_samples
+        assert trained.average is not None
+        average = [each.tolist() for each in trained.average.tensors]
+        return *draws, trained.deepspeed.get_lr(), trained.deepspeed.global_samples, average
 
     first = engine(run, 1, noisy=True)
     before = copy.deepcopy(first.model.state_dict())

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.remote import RemoteFolder
+from clap_ds.training.restoring import compare
 from clap_ds.training.start import Choices
-from clap_ds.weights.checkpoint_files import STATE, Manifest
+from clap_ds.weights.checkpoint_files import MANIFEST, STATE, Manifest
 from tests.rank_pool import RankPool
 from tests.training import checkpoint_ranks as ranks
 from tests.weights.fake_checkpoints import flip_bit, make_checkpoint
@@ -62,10 +64,12 @@ def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("fp32", {}, "the precision is bf16 there, fp32 here"),
         ("bf16", {"clap": {"train": {"freeze": ["text"]}}}, "towers is ['audio', 'text'] there, ['audio'] here"),
+        ("bf16", {"clap": {"train": {"train_last": {"text": 1}}}}, "'text (last 1 of 2 blocks)'] here"),
+        ("bf16", {"clap": {"train": {"lr_scale": {"text": 0.1}, "ema": 0.5}}}, "learning_rates is 1 there, '2 (groups"),
         ("bf16", {"clap": {"loss": {"kind": "sigmoid"}}}, "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here"),
         ("bf16", {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "there, 'FP16_UnfusedOptimizer over SGD' here"),
     ],
-    ids=["precision", "towers", "loss", "optimizer"],
+    ids=["precision", "towers", "blocks", "rates", "loss", "optimizer"],
 )
 def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
     one_rank: RankPool, saved: Path, precision: str, changes: dict[str, Any], reason: str
@@ -77,6 +81,15 @@ def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
     _, same, loss, _ = found
     assert same
     assert loss < 10
+
+
+def test_a_checkpoint_that_says_nothing_of_learning_rates_has_one(saved: Path, tmp_path: Path) -> None:
+    old = Manifest.read(saved / "step-00000001")
+    now = dict(old.engine) | {"learning_rates": "2 (groups 0)"}
+    old.engine.pop("learning_rates")
+    (tmp_path / MANIFEST).write_text(old.to_json())
+    found = [compare(tmp_path, ClapConfig.model_validate(old.model), each, None)[0] for each in (old.engine, now)]
+    assert found == [[], ["learning_rates is 1 there, '2 (groups 0)' here"]]
 
 
 def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> None:

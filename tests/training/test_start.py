@@ -62,9 +62,9 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path, mo
     for name, words in (("one", "a dog barks"), ("copy", "a dog barks"), ("other", "rain on a roof")):
         train_tokenizer([words] * 3, tmp_path / name, vocab_size=280)
     one, copied, other = (str(tmp_path / name) for name in ("one", "copy", "other"))
-    assert tokenizer_problem(one, copied, vocab_size=512) is None
-    assert tokenizer_problem(None, other, vocab_size=512) is tokenizer_problem(one, None, vocab_size=512) is None
-    unknown = str(tokenizer_problem("no/such-tokenizer", one, vocab_size=512))
+    assert tokenizer_problem(one, copied, MICRO.text) is None
+    assert tokenizer_problem(None, other, MICRO.text) is tokenizer_problem(one, None, MICRO.text) is None
+    unknown = str(tokenizer_problem("no/such-tokenizer", one, MICRO.text))
     assert "no/such-tokenizer there" in unknown
     assert "can't be compared: " in unknown
     checkpoint = checkpoint_of(ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one")
@@ -85,10 +85,10 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path, mo
     with pytest.raises(ValueError, match=r"other has 271 tokens, .*bare\.safetensors a vocabulary of 512\. Set clap"):
         _taken(bare)
     assert _taken(bare, accept_changes=True).config == MICRO
-    assert "other isn't RoBERTa's tokenizer" in str(tokenizer_problem("roberta-base", other, vocab_size=50265))
+    assert "other isn't RoBERTa's tokenizer" in str(tokenizer_problem("roberta-base", other, MICRO.text))
     hello = {"input_ids": [0, 31414, 232, 328, 2]}  # as fairseq's documentation has it
-    monkeypatch.setattr(restoring, "load_tokenizer", lambda name, vocab_size: lambda text: hello)
-    assert tokenizer_problem("roberta-base", "a local copy", vocab_size=50265) is None
+    monkeypatch.setattr(restoring, "load_tokenizer", lambda name, **fit: lambda text: hello)
+    assert tokenizer_problem("roberta-base", "a local copy", MICRO.text) is None
     higher = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fmax": 9000})})
     (change,), _ = compare(checkpoint, higher, {}, None)
     assert "audio.fmax is " in change

@@ -1,11 +1,14 @@
 """The exported folder is what `transformers` loads, and gives the embeddings that training had."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
+from clap_ds.config.errors import UserError
 from clap_ds.config.model import Activation, ClapConfig, ProjectionConfig, load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize, train_tokenizer
@@ -147,3 +150,34 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
     export.main([str(laion), str(tmp_path / "new"), "--tokenizer", str(tokenizer)])
     _, report = transformers.ClapModel.from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
+
+
+def test_a_card_says_what_the_records_say_and_no_more(tokenizer: Path, tmp_path: Path) -> None:
+    shards = "s3://b/x.tar?X-Amz-Signature=abc|<script>\n---"
+    settings = {"clap": {"data": {"shards": shards}, "loss": {"kind": "softmax"}}, "train_batch_size": 64}
+    told = {"settings": settings, "metrics": {"zero_shot_top1": 0.5}}
+    checkpoint_of(random_model(), tmp_path / "checkpoints", 7, tokenizer=tokenizer, **told)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text(
+        '{"samples": 448, "command": "secret", "loss": NaN, "state": "completed"}'
+    )
+    words = [str(tmp_path / "checkpoints"), str(tmp_path / "out"), "--card", "--run", str(tmp_path / "nothing")]
+    with pytest.raises(UserError, match=r"no summary\.json"):
+        export.main(words)
+    assert not (tmp_path / "out").exists()
+    export.main([*words[:-1], str(tmp_path / "run")])
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    card = ModelCard(text)
+    assert card.data.to_dict()["pipeline_tag"] == "zero-shot-audio-classification"
+    rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", text, re.MULTILINE))
+    assert (rows["step"], rows["zero\\_shot\\_top1"], rows["train\\_batch\\_size"], rows["samples"]) == (
+        "7",
+        "0.5",
+        "64",
+        "448",
+    )
+    assert rows["clap.loss.kind"] == "softmax"
+    assert "hidden" in rows["clap.data.shards"]
+    assert not re.search(r"abc|(?<!\\)<|secret|null|None", text)
+    assert text.count("\n---\n") == 1, "no second end of the header"
+    assert transformers.ClapModel.from_pretrained(tmp_path / "out")

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.clap_json import sizes_of_clap
+from clap_ds.config.model import ClapConfig, load_preset, parse_sizes
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import load_safetensors, load_transformers, save_safetensors, save_transformers
-from clap_ds.weights.hf_config import config_from_transformers
 from tests.model.reference_clap import MICRO_AUDIO, MICRO_TEXT, randomise
 
 import transformers  # isort: skip
@@ -116,6 +116,8 @@ WRONG_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
 
 
 def test_what_does_not_fit_is_refused_and_listed(hf_folder: Path) -> None:
+    for path in (hf_folder, hf_folder / "config.json"):
+        assert load_preset(str(path)) == load_transformers(hf_folder).config
     state = load_file(hf_folder / "model.safetensors")
     for tensors, reason in WRONG_TENSORS:
         changed = {name: tensor for name, tensor in {**state, **tensors}.items() if tensor is not None}
@@ -166,11 +168,18 @@ def test_models_that_transformers_has_no_sizes_for_are_refused(
 
 def test_the_published_layouts_have_configurations() -> None:
     """HF's defaults are the tiny model; larger_clap checkpoints are HTSAT-base with a joint space of 512."""
-    tiny, preset = config_from_transformers(transformers.ClapConfig(), {}), load_preset("htsat_tiny_roberta_base")
+
+    def sizes(**config: Any) -> ClapConfig:
+        return parse_sizes(sizes_of_clap(transformers.ClapConfig(**config).to_dict(), {}), "hf")
+
+    tiny, preset = sizes(), load_preset("htsat_tiny_roberta_base")
+    assert parse_sizes(sizes_of_clap({"model_type": "clap"}, {}), "hf") == tiny, (
+        "what is absent is transformers' default"
+    )
     assert (tiny.audio, tiny.joint_dim) == (preset.audio, preset.joint_dim)
     assert tiny.text == preset.text.model_copy(update={"layer_norm_eps": 1e-12})
-    sizes = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 12, 2], "hidden_size": 1024}
-    larger = config_from_transformers(transformers.ClapConfig(audio_config=sizes), {})
+    changes = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 12, 2], "hidden_size": 1024}
+    larger = sizes(audio_config=changes)
     base = load_preset("htsat_base_roberta_base").audio
     assert larger.audio == base.model_copy(update={"projection": larger.audio.projection})
     assert larger.audio.projection.hidden_dim == larger.joint_dim == 512

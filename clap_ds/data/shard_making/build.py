@@ -49,10 +49,10 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is kept for evaluation").add_argument
     add(
         "--held_out",
-        type=arguments.number(0, 0.99),
+        type=arguments.number(0, 1),
         default=0.0,
         metavar="SHARE",
-        help="of items, drawn at random (default 0)",
+        help="of items, drawn at random (default 0); 1: all, such as a list of test clips",
     )
     add("--group_column", metavar="NAME", help="recording, speaker, …: items of one value stay on one side")
     add("--split_column", metavar="NAME", help=f"instead of these: says of each item {SIDES}")
@@ -154,9 +154,9 @@ def members_of(
 
 def _report(folder: Path, shards: list[BuiltShard], entries: list[Entry], tokenizer: str, preset: str | None) -> None:
     more = {}
-    print_amount("train", [shard for shard in shards if shard.name.startswith("train")])
+    has_train = print_amount("train", [shard for shard in shards if shard.name.startswith("train")])
     if print_amount("held_out", [shard for shard in shards if shard.name.startswith("held_out")]):
         more["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
     if same := [f"{other} (= {entry.path})" for entry in entries for other in entry.others]:
         print(f"{len(same)} file(s) hold the same as another, and are one item with it: {', '.join(same[:8])}")
-    print_settings(f"{folder}/train-*.tar", tokenizer, preset, more)
+    print_settings(f"{folder}/train-*.tar" if has_train else None, tokenizer, preset, more)

@@ -22,9 +22,10 @@ from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes
 from clap_ds.data.captions import in_words, joined_names, names_in_cell
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
+LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl", ".ndjson")
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "wav", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
-_COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names together
+COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names together
 _ROW_WITHIN = re.compile(rf"\n.*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})\b", re.IGNORECASE)
 _DELIMITERS = ",;\t|"
 _QUOTING = "a field with a delimiter or a line break goes into double quotes, with each of its own doubled"
@@ -81,15 +82,36 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
     return list(merged.values())
 
 
-def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
-    readers = dict.fromkeys((".csv", ".tsv", ".txt"), _csv_rows) | dict.fromkeys((".jsonl", ".ndjson"), _jsonl_rows)
-    if not source.is_file() or source.suffix.lower() not in readers:
+def read_paths(source: Path) -> list[Path]:
+    """The audio files that a list names, for who needs no captions: in a column of `AUDIO_COLUMNS`, or in its only one, which
+    needs no heading then. Raises UserError as `read_entries`."""
+    rows, names = rows_of(source, None)
+    of_audio = [name for name in names if is_of_audio(name)] or names
+    if len(of_audio) > 1 and not is_of_audio(of_audio[0]):
+        raise UserError(f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are {', '.join(names)}")
+    is_heading = not names[0].lower().endswith(AUDIO_SUFFIXES)
+    paths = [*([] if is_heading else names[:1]), *(path_in(row, of_audio[0]) for _, row in rows)]
+    return [_as_on_disk(source.parent, path) for path in paths if path]
+
+
+def rows_of(source: Path, encoding: str | None) -> tuple[list[tuple[int, Row]], list[str]]:
+    """A list's rows, each with its line, and the names of its columns; UserError as `read_entries`."""
+    if not source.is_file() or source.suffix.lower() not in LIST_SUFFIXES:
         found = "" if source.exists() else ": no such file or folder"
         raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
-    rows = list(readers[source.suffix.lower()](source, _text_in(source, options.encoding, MOST_OF_A_FILE)))
+    read = _jsonl_rows if source.suffix.lower() in (".jsonl", ".ndjson") else _csv_rows
+    rows = list(read(source, _text_in(source, encoding, MOST_OF_A_FILE)))
     if not rows:
         raise UserError(f"{source}: no rows in it")
-    names = list(dict.fromkeys(name for _, row in rows for name in row))
+    return rows, list(dict.fromkeys(name for _, row in rows for name in row))
+
+
+def is_of_audio(column: str) -> bool:
+    return column.lower().replace(" ", "_") in AUDIO_COLUMNS
+
+
+def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
+    rows, names = rows_of(source, options.encoding)
     audio, captions = _columns(source, names, options)
     for name in names:
         cells = [cell for _, row in rows if isinstance(cell := row.get(name), str)]
@@ -99,7 +121,7 @@ def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
                 f"warning: {cell!r} in {name!r} is one name; --list_column {name} makes a list of it", file=sys.stderr
             )
     for line, row in rows:
-        if not (path := _path_in(row, audio)):
+        if not (path := path_in(row, audio)):
             raise UserError(f"{source}:{line}: no path in {audio}")
         more = {name: value for name, value in row.items() if value is not None and name != audio}
         yield Entry(
@@ -179,10 +201,9 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
     """The column of paths, or how they are put together from columns, and the columns of captions."""
-    usual_names = (name for name in names if name.lower().replace(" ", "_") in AUDIO_COLUMNS)
-    audio = options.audio_column or next(usual_names, "")
+    audio = options.audio_column or next(filter(is_of_audio, names), "")
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
-    of_audio = _COLUMN_IN_NAME.findall(audio) or [audio]
+    of_audio = COLUMN_IN_NAME.findall(audio) or [audio]
     for option, columns, usual, also in (
         ("--audio_column", of_audio, AUDIO_COLUMNS, "also put together, such as '{id}.wav'"),
         ("--list_column", options.list_column, (), "names between commas"),
@@ -195,10 +216,10 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
     return audio, captions
 
 
-def _path_in(row: Row, audio: str) -> str:
+def path_in(row: Row, audio: str) -> str:
     path = row.get(audio)
-    if _COLUMN_IN_NAME.search(audio):
-        path = _COLUMN_IN_NAME.sub(lambda column: str(row.get(column[1], "")), audio)
+    if COLUMN_IN_NAME.search(audio):
+        path = COLUMN_IN_NAME.sub(lambda column: str(row.get(column[1], "")), audio)
     return path.strip() if isinstance(path, str) else ""
 
 
@@ -211,8 +232,8 @@ def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[li
     return list(dict.fromkeys(filter(None, map(in_words, texts)))), more
 
 
-def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
-    """Audio files with a .txt (a caption in each line) or .json (field caption or text) of the same name."""
+def audio_files_in(folder: Path) -> list[Path]:
+    """The audio files of a folder, at any depth, sorted; UserError where there are none, or a folder can't be read."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename} can't be read: {error.strerror}; expected folders that can") from None
@@ -221,7 +242,12 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
     paths = sorted(path for path in found if path.suffix.lower() in AUDIO_SUFFIXES)
     if not paths:
         raise UserError(f"{folder}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
-    for path in paths:
+    return paths
+
+
+def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
+    """Audio files with a .txt (a caption in each line) or .json (field caption or text) of the same name."""
+    for path in audio_files_in(folder):
         text, described = (_as_on_disk(path.parent, path.stem + suffix) for suffix in (".txt", ".json"))
         try:
             if text.is_file():

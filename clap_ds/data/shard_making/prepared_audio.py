@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import AudioConfig, load_preset
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model import PRESETS, AudioConfig, load_preset, preset_argument
 from clap_ds.data.batch import INT16_SCALE, to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.decoding import AUDIO_FORMATS, check_finite, check_samples, decode_audio, open_audio
@@ -122,15 +121,13 @@ def add_preparation_options(parser: argparse.ArgumentParser, kinds: tuple[Kind, 
         "mel": "the model's features, 16 bits",
     }
     add("--kind", choices=kinds, help="; ".join(f"{kind}: {what[kind]}" for kind in kinds), **more)
-    names = ", ".join(preset_names())
-    add("--preset", choices=preset_names(), metavar="NAME", help=f"the model that it is for: {names}")
+    add("--preset", type=preset_argument, metavar="NAME", help=f"the model that it is for: {PRESETS}")
 
 
 def preparation_of(options: argparse.Namespace) -> Preparation | None:
     """What these options ask for; None for kind `encoded`. UserError where they don't go together."""
     if (options.kind == "encoded") == bool(options.preset):
-        names = ", ".join(preset_names())
-        raise UserError(f"--kind {options.kind}: waveform and mel, and these alone, take a --preset, one of {names}")
+        raise UserError(f"--kind {options.kind}: waveform and mel, and these alone, take a --preset, one of {PRESETS}")
     if options.kind == "mel" and load_preset(options.preset).audio.fusion:
         why = "has feature fusion, for which features are made of whole files while training: expected --kind waveform"
         raise UserError(f"--kind mel: {options.preset} {why}")

@@ -38,9 +38,11 @@ def print_left_out(folder: Path, shards: Sequence[BuiltShard], unusable: Sequenc
     return int(share > most)
 
 
-def print_settings(shards: str, tokenizer: str, preset: str | None, more: dict[str, Any] | None = None) -> None:
-    """What a run on these shards says of them, with `more` sections."""
-    settings: dict[str, Any] = {"data": {"source": "shards", "shards": shards, "tokenizer": tokenizer}}
+def print_settings(shards: str | None, tokenizer: str, preset: str | None, more: dict[str, Any] | None = None) -> None:
+    """What a run on these shards, if they are for training, says of them, with `more` sections."""
+    settings: dict[str, Any] = (
+        {"data": {"source": "shards", "shards": shards, "tokenizer": tokenizer}} if shards else {}
+    )
     settings |= ({"model": {"preset": preset}} if preset else {}) | (more or {})
     sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
     print('For a run\'s JSON, in "clap":', *sections, sep="\n")

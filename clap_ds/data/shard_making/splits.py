@@ -75,7 +75,7 @@ def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[
         chosen = _drawn(_groups(entries, order, options.group_column), max(1, round(options.held_out * len(entries))))
     else:
         return set()
-    if len(chosen) == len(entries):
+    if len(chosen) == len(entries) and options.held_out != 1:
         by = f"--{'split' if options.split_column else 'fold'}_column {column}" if column else "--held_out"
         raise UserError(f"{by}: all of {len(entries)} item(s) would be held out, and none left for training")
     return chosen

@@ -1,0 +1,123 @@
+"""The sizes that a `transformers.ClapModel`'s `config.json` tells, in the form of `presets/*.json`; what either calls a field.
+
+Read without transformers. What the model here lacks is refused with the reason; the way back is `clap_ds.weights.hf_config`'s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.files import read_json
+from clap_ds.config.model_names import PRESET_DIR
+
+# What HTSAT and RoBERTa here are, whatever their sizes; transformers' defaults, too.
+FIXED_AUDIO = {
+    "hidden_act": "gelu",
+    "qkv_bias": True,
+    "patch_embed_input_channels": 1,
+    "flatten_patch_embeds": True,
+    "enable_patch_layer_norm": True,
+    "layer_norm_eps": 1e-5,
+}
+OF_FUSION: dict[str, list[Any]] = {"fusion_type": [None, "aff_2d"], "aff_block_r": [4]}
+FIXED_TEXT = {"hidden_act": "gelu", "type_vocab_size": 1, "pad_token_id": 1}
+# Our field → theirs, in one of transformers' objects each.
+AUDIO = {
+    "attention_window": "window_size",
+    "mel_bins": "num_mel_bins",
+    "image_size": "spec_size",
+    "embed_dim": "patch_embeds_hidden_size",
+    "depths": "depths",
+    "num_heads": "num_attention_heads",
+    "num_classes": "num_classes",
+    "fusion": "enable_fusion",
+}
+TEXT = {
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+}
+FRONT_END = {
+    "sample_rate": "sampling_rate",
+    "stft_window": "fft_window_size",
+    "hop_size": "hop_length",
+    "fmin": "frequency_min",
+    "fmax": "frequency_max",
+}
+
+
+def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str, Any]:
+    """A preset's sections, their values not yet checked.
+
+    Args:
+        fields: of its `config.json`; those that are absent are transformers' defaults, HTSAT-tiny and RoBERTa-base.
+        front_end: of its `preprocessor_config.json`; LAION-CLAP's front end (48 kHz, 10 s, 50-14000 Hz) where absent.
+
+    Raises:
+        ValueError: another kind of feature fusion, or another architecture than HTSAT + RoBERTa; names the field.
+    """
+    if fields.get("model_type") != "clap":
+        raise ValueError(f"config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
+    audio, text = ({**(fields.get(f"{tower}_config") or {})} for tower in ("audio", "text"))
+    patch, ratio = _side(audio.get("patch_size", 4)), audio.get("mlp_ratio", 4.0)
+    fusion = bool(audio.get("enable_fusion", False))
+    activation, joint_dim = fields.get("projection_hidden_act", "relu"), fields.get("projection_dim", 512)
+    checks: list[tuple[str, Any, list[Any]]] = [
+        *((f"audio_config.{fixed}", audio.get(fixed, value), [value]) for fixed, value in FIXED_AUDIO.items()),
+        *((f"text_config.{fixed}", text.get(fixed, value), [value]) for fixed, value in FIXED_TEXT.items()),
+        *((f"audio_config.{its}", audio.get(its, known[-1]), known) for its, known in OF_FUSION.items() if fusion),
+        ("audio_config.patch_stride", _side(audio.get("patch_stride", 4)), [patch]),
+        ("audio_config.mlp_ratio", ratio, [round(ratio)]),
+        ("projection_hidden_act", activation, ["relu", "gelu"]),
+    ]
+    for field, found, expected in checks:
+        if found not in expected:
+            only = " or ".join(map(repr, expected))
+            raise ValueError(f"{field} is {found!r}, only {only} is supported")
+    tiny = read_json(PRESET_DIR / "htsat_tiny_roberta_base.json")
+    projection = {"hidden_dim": joint_dim, "activation": activation, "bias": True}
+    tiny["audio"]["fusion"] = False
+    own_audio = {ours: audio.get(theirs, tiny["audio"][ours]) for ours, theirs in AUDIO.items()}
+    own_audio |= {ours: front_end.get(theirs, tiny["audio"][ours]) for ours, theirs in FRONT_END.items()}
+    own_audio |= {"patch_size": patch, "mlp_ratio": round(ratio), "projection": projection}
+    own_audio["num_samples"] = front_end.get("max_length_s", 10) * own_audio["sample_rate"]
+    own_text = {ours: text.get(theirs, tiny["text"][ours]) for ours, theirs in TEXT.items()}
+    is_roberta_base = all(tiny["text"][ours] == value for ours, value in own_text.items())
+    own_text |= {"hub_name": tiny["text"]["hub_name"] if is_roberta_base else "", "pooling": "cls_pooler"}
+    own_text |= {"layer_norm_eps": text.get("layer_norm_eps", 1e-12), "projection": projection}
+    return {"audio": own_audio, "text": own_text, "joint_dim": joint_dim}
+
+
+def read_clap(path: Path) -> dict[str, Any]:
+    """`sizes_of_clap` of a `config.json` and of the `preprocessor_config.json` beside it, if there is one. ValueError, with the
+    file, for what can't be read or isn't supported."""
+    given, front_end = path, path.with_name("preprocessor_config.json")
+    try:
+        fields = dict(read_json(path))
+        given = front_end
+        more = dict(read_json(front_end)) if front_end.exists() else {}
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{given}: can't be read as JSON: {error}") from error
+    try:
+        return sizes_of_clap(fields, more)
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+    ) as error:  # of fields of other types than they should have
+        raise ValueError(f"{path}: can't be read: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _side(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    if len(set(size)) != 1:
+        raise ValueError(f"patches must be square, got {list(size)}")
+    return int(size[0])

@@ -1,0 +1,65 @@
+"""An exponential moving average of the weights, which each step updates (Polyak and Juditsky 1992).
+
+It is kept as the optimiser keeps its fp32 weights, so that an update is one kernel or a few, and no host read. Frozen weights
+and buffers (the batch norm's statistics) are the model's own. When it is evaluated and saved is the trainer's.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clap_ds.engine.optimizer import by_parameter, master_tensors
+
+
+class WeightAverage:
+    """The average, which begins with the present weights.
+
+    Args:
+        model: being trained.
+        optimizer: DeepSpeed's, of the model.
+        decay: how much of the average an update keeps, between 0 and 1.
+
+    Attributes:
+        tensors: the average, fp32, laid out as `master_tensors`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, decay: float) -> None:
+        self._model, self._optimizer, self._decay = model, optimizer, decay
+        self.tensors = [master.detach().clone() for master in master_tensors(optimizer)]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights of a step: average = decay · average + (1 - decay) · weights."""
+        torch._foreach_lerp_(self.tensors, master_tensors(self._optimizer), 1 - self._decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """Averages of the trained parameters, fp32, by name; they share the average's memory."""
+        parts = by_parameter(self._optimizer, self.tensors)
+        return {name: parts[id(p)] for name, p in self._model.named_parameters() if id(p) in parts}
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from these weights, by parameter; those that aren't there stay."""
+        for name, average in self.state().items():
+            average.copy_(weights.get(name, average))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model's weights are the average, in its dtypes, and afterwards again what they were, to the bit."""
+        kept = self._put(self.state())
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Give the model these; what it had."""
+        parameters = {name: self._model.get_parameter(name) for name in weights}
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+        return before

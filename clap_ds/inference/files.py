@@ -1,0 +1,65 @@
+"""Which audio files and clips of shards a command is given. Nothing is decoded here; torch is loaded for shards alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from clap_ds.config.errors import UserError
+from clap_ds.data.broken import Broken
+from clap_ds.data.shard_list import FIELD, expand_shards
+from clap_ds.data.shard_making.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
+from clap_ds.inference.vectors import text_of
+
+if TYPE_CHECKING:
+    from clap_ds.evaluation.clips import Clip
+
+Found: TypeAlias = "Path | Clip | Broken"
+"""An audio file, a clip of a shard, or what is known to be neither."""
+
+
+def find_sources(inputs: Sequence[str]) -> dict[str, Found]:
+    """What there is by name, in order and each once: of folders the audio files at any depth, sorted; audio files; those in
+    lists (.csv, .tsv, .txt, .jsonl); the clips of tars (paths, patterns, URLs). A name is the path, or `tar: key`.
+
+    Raises:
+        UserError: an argument is none of these, isn't there, or holds none.
+    """
+    found: dict[str, Found] = {}
+    for argument in inputs:
+        for source in _sources_in(argument):
+            found.setdefault(text_of(source if isinstance(source, Path) else source.name), source)
+    return found
+
+
+def _sources_in(argument: str) -> Iterable[Found]:
+    path, suffix = Path(argument), Path(argument).suffix.lower()
+    if path.is_dir():
+        return audio_files_in(path)
+    if suffix == ".tar" or "://" in argument:
+        from clap_ds.evaluation.clips import list_clips
+
+        try:
+            clips, broken = list_clips(expand_shards(argument))
+        except ValueError as error:
+            raise UserError(str(error).removeprefix(f"{FIELD}: ")) from None
+        return [*clips, *broken]
+    if suffix in LIST_SUFFIXES and path.exists():
+        return read_paths(path)
+    if suffix in AUDIO_SUFFIXES and path.exists():
+        return [path]
+    kinds = (
+        f"a folder, an audio file ({', '.join(AUDIO_SUFFIXES)}), a list of them ({', '.join(LIST_SUFFIXES)}) or .tar"
+    )
+    raise UserError(f"{argument}: {'' if path.exists() else 'no such file or folder; '}expected {kinds}")
+
+
+def mark_of(source: Found) -> tuple[int, int]:
+    """Size and time of change (ns) of what a source lies in, by which a change is noticed; zeros where it can't be seen."""
+    try:
+        state = os.stat(source if isinstance(source, Path) else getattr(source, "shard", ""))
+    except (OSError, ValueError):  # the latter of a path with a zero byte
+        return 0, 0
+    return state.st_size, state.st_mtime_ns

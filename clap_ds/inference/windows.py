@@ -1,0 +1,171 @@
+"""Audio of any length in windows of the model's length, read on from its start: hours take no more memory than a minute.
+
+What is at most a window long is `decode_audio`'s, as in evaluation. In longer files nothing jumps, which not every format can
+do exactly, and so each is one process's; processes take turns with files.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import soundfile
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from clap_ds.config.model import AudioConfig
+from clap_ds.data.broken import BrokenItemError
+from clap_ds.data.decoding import Encoded, check_samples, mix, open_audio, repeat
+from clap_ds.data.items import read_clip
+from clap_ds.data.resampling import resample_blocks, resampling_ratio
+from clap_ds.data.shard_files import open_shard
+from clap_ds.data.tar_items import DAMAGE, Place, words
+from clap_ds.data.workers import Loader
+from clap_ds.evaluation.clips import Clip, Middle, empty_row
+
+_BLOCK = 2**18  # frames decoded at a time
+
+Which = Literal["each", "mean", "middle"]
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Samples in memory, (channels, num_samples) float32 of full scale ±1 or int16, and what errors call them."""
+
+    name: str
+    samples: NDArray[Any]
+    sample_rate: int
+
+
+Source = str | Path | Clip | Sound
+
+
+@dataclass(slots=True)
+class Row:
+    """The embedding of a window of a source, or of all of it.
+
+    Attributes:
+        source: its path, or `tar: key` of a clip in a shard.
+        start_s, end_s: of the window; of a row for a whole file 0 and its length; of an error where it came.
+        vector: (dim,) float32 of length 1; None where the file, or the rest of it, can't be used.
+        error: why.
+    """
+
+    source: str
+    start_s: float
+    end_s: float
+    vector: NDArray[np.float32] | None = None
+    error: str = ""
+
+
+def read_windows(
+    sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float, *, num_workers: int, ahead: int
+) -> Iterator[tuple[Row, Tensor | None]]:
+    """The windows of the sources in order, waveforms (num_samples,) float32 or, of "middle", as `empty_row` is; after those of
+    each a row without one, with what is wrong with it, if anything is. Read by `num_workers` processes (0: this one), which
+    have `ahead` windows ready."""
+    num_streams = max(1, min(num_workers, len(sources)))
+    options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
+    options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
+    streams = [_Windows(sources[first::num_streams], audio, which, overlap) for first in range(num_streams)]
+    loaders: list[Loader[tuple[Row, Tensor | None]]] = [Loader(stream, **options) for stream in streams]
+    try:
+        for number in range(len(sources)):
+            for row, waveform in loaders[number % num_streams]:
+                yield row, waveform
+                if waveform is None:
+                    break
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
+    def __init__(self, sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float) -> None:
+        self._sources, self._audio, self._which = sources, audio, which
+        self._hop = max(1, round((1 - overlap) * audio.num_samples))
+        self._open_shard = lru_cache(maxsize=1)(open_shard)
+
+    def __iter__(self) -> Iterator[tuple[Row, Tensor | None]]:
+        for source in self._sources:
+            name = source.name if isinstance(source, (Clip, Sound)) else str(source)
+            end_s, error = 0.0, ""
+            try:
+                for start_s, end_s, waveform in self._windows(source):
+                    yield Row(name, start_s, end_s), waveform
+            except BrokenItemError as broken:
+                error = str(broken)
+            except (*DAMAGE, soundfile.SoundFileError) as damage:
+                error = f"can't be read: {words(damage)}"
+            yield Row(name, end_s, end_s, error=error), None
+
+    def _windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
+        """Windows without sound are held back until there is one with it: a file without any is broken."""
+        encoded, path = self._content(source)
+        rate, length = self._audio.sample_rate, self._audio.num_samples
+        with open_audio(encoded) as opened:
+            ratio, duration_s = resampling_ratio(opened.samplerate, rate), opened.frames / opened.samplerate
+            is_one = self._which == "middle" or opened.frames <= math.ceil(length / ratio)
+        if is_one:
+            row = empty_row(self._audio, "encoded") if self._which == "middle" else torch.zeros(length)
+            read_clip(encoded, row, audio=self._audio, rng=Middle())
+            yield 0.0, duration_s, row
+            return
+        silence, held_back, is_heard = torch.zeros(length), list[int](), False
+        with open_audio(path) as opened:
+            blocks = _mono(opened) if ratio == 1 else resample_blocks(_mono(opened), ratio)
+            for start, waveform in _cut(blocks, length, self._hop):
+                is_heard = is_heard or bool(waveform.any())
+                held_back.append(start)
+                while is_heard and held_back:
+                    first = held_back.pop(0)
+                    yield first / rate, (first + length) / rate, silence if first < start else waveform
+
+    def _content(self, source: Source) -> tuple[Encoded, Encoded | str]:
+        """A source's file, mapped where it is long, and it or a path to it, of which no pages stay with this process."""
+        if isinstance(source, Sound):  # by the same code as files
+            subtype = "PCM_16" if source.samples.dtype == np.int16 else "FLOAT"
+            soundfile.write(to := io.BytesIO(), source.samples.T, source.sample_rate, format="RF64", subtype=subtype)
+            return (encoded := to.getvalue()), encoded
+        file = self._open_shard(source.shard if isinstance(source, Clip) else str(source))
+        if isinstance(source, Clip):
+            return (content := source.place.read(file)), content
+        return Place(0, os.fstat(file.number).st_size).read(file), f"/proc/self/fd/{file.number}"
+
+
+def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
+    """The mean of the channels, (T,) float32, in blocks; then a BrokenItemError where that was of no use."""
+    found, is_silent = 0, True
+    while len(frames := file.read(_BLOCK, "float32", always_2d=True)):
+        mixed = np.empty(len(frames), np.float32)
+        is_silent = mix(frames, mixed)[1] and is_silent
+        found += len(frames)
+        yield torch.from_numpy(mixed)
+    check_samples(found, file.frames, is_silent)
+
+
+def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
+    """Windows of the blocks put together, and where they start: one every `hop` samples, and one that ends with the last
+    sample. What turns out to be shorter than a window is repeated."""
+    held, at, following = torch.empty(0), 0, 0  # `at`: where what is held starts
+    for block in blocks:
+        held = torch.cat([held, block])
+        while following + length <= at + len(held):
+            yield following, held[following - at :][:length].clone()
+            following += hop
+        passed = max(0, len(held) - length)
+        held, at = held[passed:], at + passed
+    if len(held) < length:
+        found, held = len(held), torch.cat([held, torch.zeros(length - len(held))])
+        repeat(held.numpy(), found)
+    if following - hop < at:
+        yield at, held

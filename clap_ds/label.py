@@ -1,0 +1,126 @@
+"""Command: which of given labels fit audio files best, with probabilities, as CSV.
+
+    clap-label CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
+    clap-label CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
+
+INPUTs are those of `clap-embed`, or a table that it wrote: then no audio is read. A label's vector is the mean of its captions'
+by the templates, as in zero-shot evaluation; probabilities are over the labels given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clap_ds.config.arguments import whole_number
+from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.files import read_bytes
+from clap_ds.config.sections import ZeroShotSettings
+from clap_ds.inference import options
+from clap_ds.inference.files import find_sources
+from clap_ds.inference.vectors import SUFFIXES, Block, block_of, read_table
+
+_BLOCK = 64  # rows that are labelled at a time
+COLUMNS = ("label", "probability")
+Cells: TypeAlias = list[str | float]
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    labels = labels_of(arguments)
+    top = min(arguments.top, len(labels))
+    options.check_output(arguments.output)
+    tables = {path: read_table(path) for each in arguments.inputs if (path := Path(each)).suffix in SUFFIXES}
+    sources = find_sources([each for each in arguments.inputs if Path(each).suffix not in SUFFIXES])
+    # Loading torch takes seconds: only for what can start.
+    from clap_ds.record.csv_text import write_csv
+
+    clap = options.load_model(arguments.checkpoint, arguments)
+    for path, (about, *_) in tables.items():
+        options.check_made_by(path, about, clap)
+    embedded = iter(options.embedded(clap, sources, arguments))
+    batches = iter(lambda: list(islice(embedded, _BLOCK)), [])
+    names: set[str] = set()
+    reasons: list[tuple[str, str]] = []
+
+    def rows() -> Iterator[Cells]:
+        yield ["file", "start_s", "end_s", "error", *(f"{what}_{n}" for n in range(1, top + 1) for what in COLUMNS)]
+        classes = clap.class_embeddings(labels, arguments.template)
+        for block in chain(*(blocks for *_, blocks in tables.values()), (block_of(each, clap.dim) for each in batches)):
+            names.update(block.file)
+            reasons.extend((block.file[n], block.error[n]) for n in np.flatnonzero(block.error != ""))
+            yield from labelled(block, clap.probabilities(block.vector, classes), labels, top)
+
+    write_csv(arguments.output, rows())
+    return options.left_out(len(names), reasons, arguments.max_left_out)
+
+
+def labelled(block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int) -> Iterator[Cells]:
+    """The CSV's rows of a block, by probabilities (rows, labels): the likeliest `top` labels of each, none where there is no
+    vector."""
+    for *said, likely in zip(*block[:4], probabilities, strict=True):
+        best: Any = [] if np.isnan(likely).any() else np.argsort(-likely, kind="stable")[:top]
+        file, start_s, end_s, error = said
+        best_labels = [cell for n in best for cell in (labels[n], round(float(likely[n]), 6))]
+        empty = [""] * (2 * top - len(best_labels))
+        yield [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error), *best_labels, *empty]
+
+
+def labels_of(arguments: argparse.Namespace) -> list[str]:
+    """The labels that the options name; a UserError where they can't be."""
+    if bool(arguments.labels) == bool(arguments.labels_file):
+        raise UserError("expected --labels A,B,… or --labels_file FILE")
+    where, told = "--labels", (arguments.labels or "").split(",")
+    if arguments.labels_file:
+        where = f"--labels_file {arguments.labels_file}"
+        try:
+            told = read_bytes(arguments.labels_file).decode("utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{where} can't be read as UTF-8: {error}") from None
+    labels = [name for each in told if (name := each.strip())]
+    if len(labels) < 2 or (twice := {name for name in labels if labels.count(name) > 1}):
+        found = f"{min(twice)!r} twice" if len(labels) > 1 else f"{len(labels)}"
+        raise UserError(f"{where}: expected two labels or more, each once, found {found}")
+    return labels
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="clap-label", description=description, allow_abbrev=False)
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a name on the hub")
+    add("inputs", nargs="+", metavar="INPUT", help="folders, audio files, lists of them, tars; tables of clap-embed")
+    add("--labels", metavar="A,B,…", help="what to choose from")
+    add("--labels_file", type=Path, metavar="FILE", help="instead: a label in each line")
+    told = "caption with {} for the label; repeatable (default: those of evaluation)"
+    add("--template", action="append", type=template, metavar="TEXT", help=told)
+    add("--top", type=whole_number(), default=3, metavar="N", help="labels of each row (default 3)")
+    add("--output", type=Path, metavar="FILE", help="the CSV (default: standard output)")
+    options.add_audio_options(parser)
+    options.add_model_options(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    arguments.template = arguments.template or ZeroShotSettings.model_fields["templates"].default
+    return arguments
+
+
+def template(text: str) -> str:
+    """For `type=` of argparse."""
+    if "{}" not in text:
+        raise argparse.ArgumentTypeError(f"expected a text with {{}} for the label, found {text!r}")
+    return text
+
+
+def command() -> None:
+    """Console command `clap-label`."""
+    sys.exit(exit_code_of(main))
+
+
+if __name__ == "__main__":
+    command()

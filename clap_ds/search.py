@@ -1,0 +1,70 @@
+"""Command: which rows of a table of vectors are nearest to a text or a sound.
+
+    clap-search vectors.parquet "a dog barks far away"
+    clap-search vectors.parquet --sound bark.wav --top 20 --output found.csv
+
+The table is `clap-embed`'s, and the model the one it names. Every row is compared, block by block, so that a table may be
+larger than the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.arguments import whole_number
+from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.inference import options
+from clap_ds.inference.vectors import read_table
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    if bool((arguments.query or "").strip()) == bool(arguments.sound):
+        raise UserError("expected a text to look for, or --sound FILE")
+    if arguments.sound and not Path(arguments.sound).is_file():
+        raise UserError(f"--sound {arguments.sound}: no such file")
+    options.check_output(arguments.output)
+    about, num_rows, blocks = read_table(arguments.table)
+    # Loading torch takes seconds: only for a search that can start.
+    from clap_ds.inference.nearest import nearest
+    from clap_ds.record.csv_text import printable, write_csv
+
+    clap = options.load_model_of(arguments.table, about, arguments)
+    if arguments.sound:
+        query = clap.embed_audio(arguments.sound, windows="middle" if about.windows == "middle" else "mean")
+    else:
+        query = clap.embed_text(arguments.query)
+    found = nearest(blocks, query[0], arguments.top)
+    if not found:
+        raise UserError(f"{arguments.table}: none of {num_rows} rows has a vector")
+    if arguments.output:
+        rows: Any = ([each.file, round(each.start_s, 3), round(each.end_s, 3), round(each.score, 6)] for each in found)
+        return write_csv(arguments.output, [["file", "start_s", "end_s", "score"], *rows])
+    for each in found:
+        print(f"{each.score:7.4f}  {each.start_s:9.2f} – {each.end_s:.2f} s  {printable(each.file)}")
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="clap-search", description=description, allow_abbrev=False)
+    add = parser.add_argument
+    add("table", type=Path, metavar="TABLE", help="that clap-embed wrote")
+    add("query", nargs="?", metavar="TEXT", help="what to look for")
+    add("--sound", metavar="FILE", help="instead of a text: an audio file")
+    add("--top", type=whole_number(1, 10**6), default=10, metavar="N", help="rows (default 10)")
+    add("--output", type=Path, metavar="FILE", help="write them there, as CSV")
+    add("--model", metavar="CHECKPOINT", help="where the table's model is now (default: where it was)")
+    options.add_model_options(parser)
+    return parser.parse_intermixed_args(argv)
+
+
+def command() -> None:
+    """Console command `clap-search`."""
+    sys.exit(exit_code_of(main))
+
+
+if __name__ == "__main__":
+    command()

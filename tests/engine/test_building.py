@@ -1,0 +1,116 @@
+"""Learning rates by tower and block against torch's AdamW with a group for each parameter, under every kind of schedule; what
+is computed backward of towers that are trained from a block on."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime import lr_schedules
+from torch.optim import lr_scheduler
+
+from clap_ds.config.model import load_preset
+from clap_ds.engine.building import build_model
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.state import master_weights
+from clap_ds.model.clap import ClapModel
+from tests.engine import test_engine as on
+from tests.engine.plain_ddp import PlainDDP
+from tests.rank_pool import RankPool
+
+TUNING: dict[str, Any] = {"lr_scale": {"text": 0.1}, "layer_decay": {"audio": 0.5, "text": 0.8}}
+# Of the micro preset: what a name begins with → its share of the schedule's rate, as `TUNING` has it.
+RATES = {
+    "audio.batch_norm": 0.5**4, "audio.patch_embed": 0.5**4, "audio.stages.0.blocks.0": 0.5**3, "audio.stages.0": 0.5**2,
+    "audio.stages.1": 0.5, "text.roberta.embeddings": 0.1 * 0.8**3, "text.roberta.encoder.layer.0": 0.1 * 0.8**2,
+    "text.roberta.encoder.layer.1": 0.1 * 0.8, "text.": 0.1, "": 1.0,
+}  # fmt: skip
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_min_lr": 1e-4, "warmup_num_steps": 3},
+    "WarmupDecayLR": {"total_num_steps": 5, "warmup_num_steps": 2},
+    "WarmupCosineLR": {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_min_ratio": 0.1},
+    "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 3, "cycle_momentum": False},
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 2},
+    "ExponentialLR": {"gamma": 0.5},
+    "CosineAnnealingLR": {"T_max": 4, "eta_min": 1e-5},
+}
+
+
+def _difference(precision: str, kind: str, stepping: str) -> float:
+    """The largest of any weight after any of four clipped steps from torch's DDP and AdamW, by hand, in roundings."""
+    scheduler = {"type": kind, "params": SCHEDULES[kind]}
+    run = on.settings(precision, 1, gradient_clipping=0.1, scheduler=scheduler, clap={"train": TUNING})
+    plain = PlainDDP(on.model_of(run), 1, precision, "overlapped", on.OPTIMIZER["params"], 0.1)
+    nominal = torch.optim.SGD([torch.ones(1)], lr=on.LEARNING_RATE)
+    schedule = (getattr(lr_schedules, kind, None) or getattr(lr_scheduler, kind))(nominal, **SCHEDULES[kind])
+    engine, batches, same_batches = on._engine(run, stepping), on.batches_of(run), on.batches_of(run)
+    found = list[float]()
+    decays = {name: p.ndim > 1 and "position_bias" not in name for name, p in plain.masters.items()}
+    groups = [{"params": [p], "weight_decay": 0.2 * decays[name]} for name, p in plain.masters.items()]
+    plain.optimizer = torch.optim.AdamW(groups, **{**on.OPTIMIZER["params"], "weight_decay": 0.0})
+    for _ in range(4):
+        rate = nominal.param_groups[0]["lr"]
+        assert {*engine.deepspeed.get_lr()} == {rate}
+        for group, name in zip(plain.optimizer.param_groups, plain.masters, strict=True):
+            group["lr"] = rate * next(share for start, share in RATES.items() if name.startswith(start))
+        engine.step(batches, on.TIMER)
+        plain.step(same_batches)
+        schedule.step()
+        weights = master_weights(engine)
+        found += [on._roundings(weights[name], p, on.LEARNING_RATE) for name, p in plain.masters.items()]
+        plain.take(weights)
+    return max(found)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "stepping"),
+    [
+        *(("fp32" if kind in ("ExponentialLR", "CosineAnnealingLR") else "bf16", kind, "") for kind in SCHEDULES),
+        ("autocast", "WarmupCosineLR", ""),
+        ("bf16", "WarmupCosineLR", "parameter by parameter"),
+    ],
+)
+def test_updates_are_adamws_with_a_rate_for_each_parameter(
+    two_ranks: RankPool, precision: str, kind: str, stepping: str
+) -> None:
+    differences = two_ranks.run(_difference, precision, kind, stepping)
+    assert all(difference <= on.ROUNDINGS for difference in differences), differences
+
+
+def _backward(accumulation: str, last: dict[str, int]) -> tuple[set[str], set[str], bool, bool]:
+    """Of a step with activations computed again: parameters with gradients, blocks whose output wants one, whether the running
+    statistics stay, and whether the loss is that of a run with nothing frozen."""
+    plain = {"preset": "micro", "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
+    model, losses, graph = {**plain, "checkpoint_activations": ["audio", "text"]}, [], set[str]()
+    for each in ({}, last):
+        run = on.settings("bf16", 2, clap={"model": model, "train": {"accumulation": accumulation, "train_last": each}})
+        torch.manual_seed(3)
+        engine = ClapEngine(run, build_model(run, on.DEVICE), on.DEVICE)
+        graph.clear()
+        for name, block in engine.model.named_modules():
+            if block in (*engine.model.audio.blocks(), *engine.model.text.blocks()):
+                block.register_forward_hook(lambda _, __, y, name=name: graph.add(name) if y.requires_grad else None)
+        before = engine.model.audio.batch_norm.running_mean.clone()
+        losses.append(engine.accumulate(on.batches_of(run), on.TIMER))
+    stays = torch.equal(engine.model.audio.batch_norm.running_mean, before)
+    learns = {name for name, parameter in engine.model.named_parameters() if parameter.grad is not None}
+    return learns, graph, stays, torch.equal(*losses)
+
+
+@pytest.mark.parametrize("accumulation", ["independent", "cached"])
+@pytest.mark.parametrize(
+    ("last", "frozen"),
+    [
+        ({"audio": 1, "text": 1}, r"audio\.(batch|patch|stages\.0)|text\.roberta\.(emb|encoder\.layer\.0)"),
+        ({"audio": 2, "text": 2}, r"audio\.(batch|patch|stages\.0\.blocks\.0)|text\.roberta\.emb"),
+        ({"text": 0}, r"text\.roberta\.(emb|encoder)"),
+    ],
+)
+def test_nothing_is_computed_backward_through_frozen_blocks(
+    two_ranks: RankPool, accumulation: str, last: dict[str, int], frozen: str
+) -> None:
+    names = [name for name, _ in ClapModel(load_preset("micro")).named_parameters()]
+    for learns, graph, stays, same in two_ranks.run(_backward, accumulation, last):
+        assert learns == {name for name in names if not re.match(frozen, name)}
+        assert graph == {match[0] for name in learns if (match := re.match(r".*\.(blocks|layer)\.\d", name))}
+        assert (stays, same) == ("audio" in last, True)

@@ -1,0 +1,70 @@
+"""The average of the weights against torch's `AveragedModel`, on two ranks alike, and what is evaluated and saved of it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from clap_ds.engine.building import freeze
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.state import master_weights
+from clap_ds.training.checkpoint import CheckpointFolder
+from clap_ds.training.schedule import TrainingProgress
+from clap_ds.training.trainer import _evaluate
+from clap_ds.weights.load import load_weights
+from tests.engine.test_engine import DEVICE, PRECISIONS, TIMER, batches_of, model_of, settings
+from tests.rank_pool import RankPool
+
+
+def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dict[str, bool]]:
+    """The average after three steps; and whether it is torch's, and everything what it should be."""
+    train = {"ema": 0.75, "accumulation": accumulation, "freeze": ["text"]}
+    run = settings(precision if precision in PRECISIONS else "fp32", 2, clap={"train": train})
+    run.deepspeed |= {"fp16": {"enabled": precision == "fp16", "initial_scale_power": 8}}
+    model = model_of(run)
+    freeze(model, ["text"])
+    engine, batches = ClapEngine(run, model, DEVICE), batches_of(run)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    masters = torch.nn.ParameterList(master_weights(engine)[name].clone() for name in names)
+    torchs = AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    torchs.update_parameters(masters)  # the first is a copy
+    for _ in range(3):
+        engine.step(batches, TIMER)
+        for kept, name in zip(masters, names, strict=True):
+            kept.data.copy_(master_weights(engine)[name])
+        torchs.update_parameters(masters)
+    assert engine.average is not None
+    state, before = engine.average.state(), {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def evaluate(model: Any) -> Any:
+        same = all(torch.equal(p, state.get(name, p).to(p.dtype)) for name, p in model.named_parameters())
+        return SimpleNamespace(metrics=same, chances=not torch.equal(model.logit_scale, before["logit_scale"]))
+
+    evaluated: Any = _evaluate(SimpleNamespace(evaluate=evaluate), engine)  # type: ignore[arg-type]
+    path = CheckpointFolder(folder).save(engine, TrainingProgress(3)).path
+    assert path is not None
+    saved, raw, weights = load_weights(path), load_weights(path, raw=True), master_weights(engine)
+    found = {
+        "torch's": state.keys() == {*names} and all(map(torch.equal, state.values(), torchs.module)),
+        "evaluated": evaluated == (True, True),
+        "put back": all(torch.equal(p, before[name]) for name, p in model.named_parameters()),
+        "saved": all(torch.equal(tensor, state.get(name, weights[name])) for name, tensor in saved.state.items()),
+        "raw": all(torch.equal(tensor, weights[name]) for name, tensor in raw.state.items()),
+        "said": saved.reached.endswith("moving average of the weights") and raw.reached == "step 3",
+    }
+    return torch.cat([each.flatten() for each in state.values()]).numpy().tobytes(), found
+
+
+KINDS = [("fp32", "independent"), ("bf16", "cached"), ("autocast", "cached"), ("fp16", "independent")]
+
+
+@pytest.mark.parametrize(("precision", "accumulation"), KINDS)
+def test_it_is_torchs_and_what_is_evaluated_and_saved(
+    two_ranks: RankPool, tmp_path: Path, precision: str, accumulation: str
+) -> None:
+    (one, found), (other, there) = two_ranks.run(_average, precision, accumulation, str(tmp_path))
+    assert one == other
+    assert {*found.values(), *there.values()} == {True}, (found, there)

@@ -1,0 +1,43 @@
+"""A trained checkpoint of the micro model, whose window is a second, and sounds."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+import clap_ds
+from clap_ds.config.model import load_preset
+from clap_ds.inference.model import Clap
+from clap_ds.model.clap import ClapModel
+from tests.weights.fake_checkpoints import checkpoint_of
+
+
+@pytest.fixture(scope="session")
+def clap_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) -> Path:
+    """A run's checkpoints: step 1 is the best, step 2 the newest."""
+    folder = tmp_path_factory.mktemp("trained") / "my_run-checkpoints"
+    for step in (1, 2):
+        torch.manual_seed(step)
+        model, told = (
+            ClapModel(load_preset("micro")),
+            {"metrics": {"zero_shot_top1": 1 / step}, "best_by": "zero_shot_top1"},
+        )
+        checkpoint_of(model, folder, step, Path(tokenizer_dir), settings={"clap": {"text_tokens": 12}}, **told)
+    return folder
+
+
+@pytest.fixture
+def clap(clap_folder: Path) -> Clap:
+    return clap_ds.load(clap_folder)
+
+
+def noise(seconds: float, rate: int = 48000, channels: int = 1) -> np.ndarray:
+    """(channels, num_samples) float32, always the same."""
+    return np.random.default_rng(0).uniform(-0.5, 0.5, (channels, round(seconds * rate))).astype(np.float32)
+
+
+def write_sound(path: Path, samples: np.ndarray, rate: int = 48000) -> str:
+    soundfile.write(path, samples.T, rate, subtype={".ogg": "VORBIS", ".mp3": None}.get(path.suffix, "PCM_16"))
+    return str(path)

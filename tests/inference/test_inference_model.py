@@ -1,0 +1,167 @@
+"""`clap_ds.load`: embeddings and labels are evaluation's to the bit, whatever the model was kept in; mistakes get one line."""
+
+import doctest
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from huggingface_hub import constants
+
+import clap_ds
+from clap_ds.config.sections import EvaluationSettings
+from clap_ds.evaluation.clips import list_clips
+from clap_ds.evaluation.evaluator import Evaluator
+from clap_ds.inference import model as module
+from clap_ds.inference.model import Clap
+from clap_ds.weights.export import export
+from clap_ds.weights.formats import save_safetensors
+from clap_ds.weights.load import load_weights
+from tests.data.tars import write_tar
+from tests.evaluation.conftest import ALONE
+from tests.inference.conftest import noise, write_sound
+
+import transformers  # isort: skip
+
+LENGTHS = {"short": (0.3, 48000, 1), "window": (1, 48000, 1), "other rate": (0.9, 44100, 2), "long": (2.2, 48000, 2)}
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> str:
+    members = []
+    for number, (name, sizes) in enumerate(LENGTHS.items()):
+        path = write_sound(tmp_path / f"{name}.flac", noise(*sizes) * (1 - 0.1 * number), sizes[1])
+        told = {"kind": ["dog_bark", "rain"][number % 2], "caption": f"a sound, {name}"}
+        members += [(f"{name}.flac", Path(path).read_bytes()), (f"{name}.json", json.dumps(told).encode())]
+    return str(write_tar(tmp_path / "clips.tar", members))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str, num_workers: int) -> None:
+    settings = EvaluationSettings(retrieval={"shards": shard}, zero_shot={"shards": shard})
+    options: Any = {"text_tokens": clap.text_tokens, "micro_batch": 32, "loss_kind": "softmax", "ranks": ALONE}
+    evaluator = Evaluator(settings, model_config=clap.config, tokenizer_name=clap._tokenizer_name, **options)
+    evaluator.evaluate(clap.model, predictions=(predictions := {}))
+    clips = list_clips([shard])[0]
+    paths = [str(Path(shard).parent / f"{name}.flac") for name in LENGTHS]
+    embedded = clap.embed_audio(paths, windows="middle", num_workers=num_workers)
+    assert np.array_equal(clap.embed_audio(clips, windows="middle", num_workers=num_workers), embedded)
+    assert np.array_equal(clap.embed_audio(paths[::-1], windows="middle")[::-1], embedded)  # whatever is beside it
+    one_window = [name != "long" for name in LENGTHS]
+    assert np.array_equal(clap.embed_audio(paths)[one_window], embedded[one_window])
+    np.testing.assert_allclose(clap.embed_audio(paths[0]), embedded[:1], atol=3e-7)  # roundings of numbers below 1
+    text = clap.embed_text([f"a sound, {name}" for name in LENGTHS])
+    classes = clap.class_embeddings(["dog_bark", "rain"])
+    for task, labels, scores in (
+        (
+            "retrieval",
+            [f"a sound, {name}" for name in LENGTHS],
+            embedded.astype(np.float64) @ text.T.astype(np.float64),
+        ),
+        ("zero_shot", ["dog_bark", "rain"], embedded.astype(np.float64) @ classes.T.astype(np.float64)),
+    ):
+        found = predictions[task] if task == "retrieval" else predictions[task]["clips"]
+        assert [clip["clip"] for clip in found] == [f"{shard}: {name}" for name in LENGTHS]
+        for clip, row in zip(found, scores.astype(np.float32), strict=True):
+            told = {name: each["score"] for name, each in clip["best"].items()}
+            assert [told[label] for label in labels] == row.tolist()
+    logits = np.exp(clap.model.logit_scale.item()) * embedded.astype(np.float64) @ classes.T
+    expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    found = clap.classify(paths, ["dog_bark", "rain"], windows="middle")
+    np.testing.assert_allclose(found, expected, rtol=1e-6)  # of float32's rounding, and exponents of at most 15
+    assert found.dtype == np.float32
+
+
+def test_arrays_are_as_files(clap: Clap, tmp_path: Path) -> None:
+    made = [noise(1.7, 44100, 2), noise(0.4, 44100)]
+    shorts = [(samples * 32768).astype(np.int16) for samples in made]
+    paths = [write_sound(tmp_path / f"{n}.wav", samples, 44100) for n, samples in enumerate(shorts)]
+    embedded = clap.embed_audio(paths)
+    assert (embedded.shape, embedded.dtype) == ((2, clap.dim), np.float32)
+    assert np.array_equal(clap.embed_audio([shorts[0], shorts[1][0]], 44100), embedded)
+    floats = [samples / np.float32(32768) for samples in shorts]
+    assert np.array_equal(
+        clap.embed_audio([torch.from_numpy(floats[0]), floats[1].astype(np.float64)], 44100), embedded
+    )
+    assert clap.embed_audio([]).shape == clap.embed_text([]).shape == (0, clap.dim)
+
+
+def test_the_same_model_from_wherever_it_lies(
+    clap: Clap, clap_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = write_sound(tmp_path / "a.wav", noise(1.0))
+    save_safetensors(clap.model, tmp_path / "m.safetensors")
+    snapshot = tmp_path / "models--some--clap" / "snapshots" / "abc"
+    export(load_weights(clap_folder), snapshot, None)
+    (tmp_path / "models--some--clap" / "refs").mkdir()
+    (tmp_path / "models--some--clap" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for source in (tmp_path / "m.safetensors", snapshot, "some/clap"):
+        other = clap_ds.load(source)
+        assert (other.fingerprint, other.source) == (clap.fingerprint, str(source))
+        assert np.array_equal(other.embed_audio(sound), clap.embed_audio(sound))
+    assert np.array_equal(other.embed_text(["a loud tone"]), clap.embed_text(["a loud tone"]))
+    assert other.config.name == "clap"
+    best = clap_ds.load(clap_folder, best=True)
+    assert best.source.endswith("step-00000001")
+    assert best.fingerprint != clap.fingerprint
+    theirs: Any = transformers.ClapModel.from_pretrained(snapshot)
+    features = transformers.ClapFeatureExtractor.from_pretrained(snapshot)(
+        soundfile.read(sound)[0], sampling_rate=48000, return_tensors="pt"
+    )
+    with torch.no_grad():
+        row = theirs.eval().get_audio_features(**features).pooler_output[0].numpy()
+    np.testing.assert_allclose(row / np.linalg.norm(row), clap.embed_audio(sound)[0], atol=2e-5)  # mels of float32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
+def test_rows_are_float32_whatever_computes_them(clap: Clap, clap_folder: Path, dtype: Any) -> None:
+    found = clap_ds.load(clap_folder, dtype=dtype).embed_audio(noise(1.5), 48000)
+    assert found.dtype == np.float32
+    assert abs(np.linalg.norm(found) - 1) < 1e-6
+    assert (found @ clap.embed_audio(noise(1.5), 48000).T).item() > 0.999
+
+
+def test_the_docstrings_examples(clap_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.wav", 1.8)):
+        write_sound(tmp_path / name, noise(seconds))
+    (tmp_path / clap_folder.name).symlink_to(clap_folder)
+    monkeypatch.chdir(tmp_path)
+    results = doctest.testmod(module)
+    assert (results.failed, results.attempted) == (0, 5)
+
+
+def test_a_model_that_overflows_has_no_vectors(clap: Clap) -> None:
+    torch.nn.init.constant_(clap.model.audio_projection.linear2.weight, float("inf"))
+    with pytest.raises(ValueError, match="audio: its embedding is NaN or infinite"):
+        clap.embed_audio(noise(1.5), 48000)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: can't be read: No such file or directory"),
+        (lambda c: c.embed_audio([noise(1)]), "sample_rate: expected that of the array audio[0], in Hz, found None"),
+        (lambda c: c.embed_audio(noise(1).T, 48000), "(T,) or (channels, T), or a path, found shape (48000, 1)"),
+        (lambda c: c.embed_audio([0.5, 0.25], 48000), "audio[0]: expected samples, (T,) or (channels, T), or a path"),
+        (lambda c: c.embed_audio(noise(1).astype(int), 48000), "expected samples in floating point or int16, found int64"),
+        (lambda c: c.embed_audio([noise(1) * np.nan], 48000), "audio[0]: audio holds NaN or infinite samples"),
+        (lambda c: c.embed_audio("a.wav", windows="each"), "windows: expected mean or middle"),
+        (lambda c: c.embed_text(["dog", " "]), "expected texts, found ' '"),
+        (lambda c: c.classify("a.wav", ["dog"]), "labels: expected at least 2 to tell apart, found ['dog']"),
+        (lambda c: c.class_embeddings(["a", "a"]), "labels: expected a list of texts, each once, found ['a', 'a']"),
+        (lambda c: c.class_embeddings(["a"], ["sound"]), "templates: expected {} in the label's place, found 'sound'"),
+        (lambda c: clap_ds.load("some/where"), "weights: no CLAP 'some/where'; tried: no such folder in"),
+        (lambda c: clap_ds.load(c.source, dtype="int8"), "dtype: expected float32, bfloat16, float16, found 'int8'"),
+        (lambda c: clap_ds.load(c.source, preset="mikro"), "no preset 'mikro'; did you mean 'micro'?"),
+        (lambda c: clap_ds.load(c.source, device="gpu"), "device 'gpu': "),
+        (lambda c: clap_ds.load(c.source, tokenizer="/nowhere"), "tokenizer: no tokenizer '/nowhere'"),
+    ],
+)  # fmt: skip
+def test_mistakes(clap: Clap, call: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        call(clap)

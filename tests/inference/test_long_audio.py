@@ -1,0 +1,120 @@
+"""Files of any length in windows: those of the whole file, in memory that doesn't grow, in every format; what is broken."""
+
+import contextlib
+import itertools
+import re
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from clap_ds.inference import windows
+from clap_ds.inference.model import Clap
+from clap_ds.inference.windows import read_windows
+from clap_ds.model.torchaudio_compat import torchaudio
+from tests.inference.conftest import noise, write_sound
+
+
+@pytest.mark.parametrize(("name", "rate"), [("a.wav", 44100), ("a.flac", 8000), ("a.mp3", 44100), ("a.ogg", 48000)])
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_windows_are_those_of_the_whole_file(
+    clap: Clap, tmp_path: Path, name: str, rate: int, overlap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "_BLOCK", 7001)  # shorter than a window, and of no period of the filters
+    path = write_sound(tmp_path / name, noise(4.3, rate, 2), rate)
+    samples, _ = soundfile.read(path, dtype="float32", always_2d=True)
+    whole = torchaudio.transforms.Resample(rate, 48000)(torch.from_numpy(samples.mean(axis=1)))
+    hop = round(48000 * (1 - overlap))
+    starts = sorted({*range(0, len(whole) - 48000 + 1, hop), len(whole) - 48000})
+    found = list(read_windows([path], clap.config.audio, "each", overlap, num_workers=0, ahead=1))
+    assert found.pop()[1] is None
+    assert [(row.start_s, row.end_s) for row, _ in found] == [(n / 48000, n / 48000 + 1) for n in starts]
+    for start, (_, waveform) in zip(starts, found, strict=True):
+        # Sums of some 30 products of samples of at most 1, in another order.
+        torch.testing.assert_close(waveform, whole[start : start + 48000], rtol=0, atol=2e-6)
+
+
+def test_memory_does_not_grow_with_the_file(clap: Clap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = itertools.repeat(
+        np.full((windows._BLOCK, 2), 0.25, np.float32), 400
+    )  # 36 minutes: 440 MB, or 880 resampled
+    endless = SimpleNamespace(read=lambda *_, **__: next(blocks, []), frames=400 * windows._BLOCK, samplerate=24000)
+    monkeypatch.setattr(windows, "open_audio", lambda _: contextlib.nullcontext(endless))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    path = write_sound(tmp_path / "a.wav", noise(0.1))
+    number = sum(1 for _ in read_windows([path], clap.config.audio, "each", 0.0, num_workers=0, ahead=1))
+    assert number == 2 * 400 * windows._BLOCK // 48000 + 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
+
+
+def test_means_and_middles(clap: Clap, tmp_path: Path) -> None:
+    long = write_sound(tmp_path / "long.wav", noise(3.5))
+    short = write_sound(tmp_path / "short.wav", noise(0.7))
+    rows = list(clap.iter_windows([long, short], overlap=0.25))
+    assert [row.source for row in rows] == [long] * 5 + [short]
+    assert [row.start_s for row in rows] == [0, 0.75, 1.5, 2.25, 2.5, 0]
+    total = np.mean([row.vector for row in rows[:5]], axis=0)
+    mean, alone = clap.iter_windows([long, short], windows="mean", overlap=0.25)
+    assert (mean.start_s, mean.end_s, alone.start_s, alone.end_s) == (0, 3.5, 0, 0.7)
+    np.testing.assert_allclose(mean.vector, total / np.linalg.norm(total), atol=3e-7)  # roundings of numbers below 1
+    assert np.array_equal(alone.vector, rows[5].vector)
+    middle = soundfile.read(long, dtype="float32")[0][60000:108000]
+    (found,) = clap.iter_windows([long], windows="middle")
+    assert np.array_equal(found.vector[None], clap.embed_audio([middle], 48000))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("which", ["each", "mean"])
+def test_what_is_broken_is_a_row_in_its_place(
+    clap: Clap, tmp_path: Path, which: Any, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "_BLOCK", 7001)
+    late, whole = noise(2.5), noise(4)
+    late[:, : 48000 + 24000] = 0
+    paths = [write_sound(tmp_path / f"{name}.wav", made) for name, made in (("a", noise(1.5)), ("late", late))]
+    silent = write_sound(tmp_path / "silent.wav", np.zeros((1, 100_000)))
+    content = Path(write_sound(tmp_path / "cut.flac", whole)).read_bytes()
+    (tmp_path / "cut.flac").write_bytes(content[: len(content) // 3])
+    (tmp_path / "text.wav").write_text("no sound")
+    sources = [
+        paths[0],
+        tmp_path / "gone.wav",
+        paths[1],
+        tmp_path,
+        silent,
+        tmp_path / "cut.flac",
+        tmp_path / "text.wav",
+    ]
+    rows = list(clap.iter_windows(sources, windows=which, num_workers=num_workers, batch_size=2))
+    errors = {Path(row.source).name: row.error for row in rows if row.vector is None}
+    expected = {
+        "gone.wav": "can't be read: No such file or directory", tmp_path.name: "can't be read: .*expected a regular file",
+        "silent.wav": "audio is silent: every sample is 0", "cut.flac": "audio (breaks off|can't be decoded)",
+        "text.wav": "audio can't be decoded: ",
+    }  # fmt: skip
+    assert errors.keys() == expected.keys()
+    for name, reason in expected.items():
+        assert re.match(reason, errors[name]), (name, errors[name])
+    number = {"each": {"a.wav": 2, "late.wav": 3, "cut.flac": 2}, "mean": {}}[which]
+    assert [Path(row.source).name for row in rows] == [
+        Path(source).name for source in sources for _ in range(number.get(Path(source).name, 1))
+    ]
+    assert all(row.vector is None or abs(np.linalg.norm(row.vector) - 1) < 1e-6 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"windows": "all"}, "windows: expected each, mean or middle, found 'all'"),
+        ({"overlap": 1.0}, "overlap: expected a share from 0 to below 1, found 1.0"),
+        ({"batch_size": 0}, "expected a batch_size from 1 and num_workers from 0, found 0, 0"),
+    ],
+)
+def test_options_that_cannot_be_show_before_any_file_is_read(clap: Clap, options: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        clap.iter_windows(["nowhere.wav"], **options)
