@@ -110,7 +110,7 @@ class ShardData(Section):
     """Samples held for shuffling in each worker."""
     waveforms: Literal["float32", "int16"] = "int16"
     """How audio travels to the device: `int16`, as LAION-CLAP was trained, leaves 16-bit files as they are, rounds others by at
-    most 1.5e-5 and clips them beyond ±1; `float32` keeps those."""
+    most 1.5e-5 and clips them beyond ±1; `float32` keeps those. Features of a model with fusion travel in as many bits."""
     cache_gb: NonNegativeFloat = 50.0
     """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards` (by default below
     `~/.cache`), beside those being read or fetched. The least recently used make room."""
