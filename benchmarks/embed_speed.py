@@ -20,7 +20,7 @@ import soundfile
 import torch
 
 import clap_ds
-from benchmarks.common import in_turns, make_parser, show, table
+from benchmarks.common import choose_device, in_turns, make_parser, show, table
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--files", type=whole_number(), default=64, help="a multiple of 32 fills clap-embed's batches")
     parser.add_argument("--rounds", type=whole_number(), default=5)
     options = parser.parse_args(argv)
+    choose_device()
     shutil.rmtree(folder := work_folder() / "runs" / "embed_speed", ignore_errors=True)
     train_tokenizer(LABELS, folder / "tokenizer")
     model = ClapModel(load_preset("htsat_tiny_roberta_base"))
@@ -73,12 +74,10 @@ def main(argv: list[str] | None = None) -> None:
     ways: dict[str, Callable[[], Any]] = {
         "transformers, batches of 1": lambda: features(1),
         "transformers, batches of 16": lambda: features(16),
-        "clap-embed --num_workers 1": lambda: [
-            row.vector for row in fp32.iter_windows(files, windows="mean", num_workers=1)
-        ],
-        "clap-embed --num_workers 1 --precision bf16": lambda: bf16.embed_audio(files, num_workers=1),
+        "clap-embed": lambda: [row.vector for row in fp32.iter_windows(files, windows="mean")],
+        "clap-embed --precision bf16": lambda: bf16.embed_audio(files),
         "transformers' zero-shot pipeline": labels,
-        "clap-label --num_workers 1": lambda: np.sort(fp32.classify(files, LABELS, [TEMPLATE], num_workers=1)),
+        "clap-label": lambda: np.sort(fp32.classify(files, LABELS, [TEMPLATE])),
     }
     first, *others, by_pipeline, by_label = (np.asarray(way()) for way in ways.values())
     cosine = min(float((each * first).sum(axis=1).min()) for each in others)
