@@ -79,7 +79,7 @@ def test_compressed_arrays_and_what_no_reader_foresees_are_refused(tmp_path: Pat
                 archive.writestr(member, content, zipfile.ZIP_DEFLATED if name == "packed" else zipfile.ZIP_STORED)
         path.write_bytes(path.read_bytes().replace(b"PK\x01\x02\x14\x03\x14", b"PK\x01\x02\x14\x03" + bytes([version])))
         with pytest.raises(
-            ValueError, match="packed.npz: expected .* compressed|future.npz: expected .* zip file version"
+            ValueError, match=r"packed\.npz: expected .* compressed|future\.npz: expected .* zip file version"
         ):
             read_table(path)
 
