@@ -13,7 +13,7 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import flatten, read_object
 from clap_ds.config.places import VERSION
 from clap_ds.config.secrets import redacted_all
-from clap_ds.weights.checkpoint_files import MANIFEST, Manifest
+from clap_ds.weights.checkpoint_files import AVERAGE, MANIFEST, RAW, Manifest
 from clap_ds.weights.formats import Checkpoint
 
 SECTIONS = ("clap.data", "clap.loss", "clap.train", "clap.model", "optimizer", "scheduler")
@@ -46,7 +46,9 @@ def model_card(found: Checkpoint, remarks: list[str], run: Path | None = None) -
     if manifest:
         settings = flatten(manifest.settings)
         told = {name: value for name, value in settings.items() if name in SINGLE or name.startswith(SECTIONS)}
-        tables |= {"Training": {"step": manifest.step, **told}, "Evaluation at that step": manifest.metrics}
+        tables |= {"Training": {"step": manifest.step, **told}}
+        if RAW not in manifest.files or found.reached.endswith(AVERAGE):  # else they are the average's
+            tables |= {"Evaluation at that step": manifest.metrics}
     if run is not None:
         records = [run / name for name in ("summary.json", "environment.json")]
         if not any(record.exists() for record in records):

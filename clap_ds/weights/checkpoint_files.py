@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 RAW = "raw.safetensors"
 """The weights themselves, where `WEIGHTS` are a moving average of them."""
+AVERAGE = ", moving average of the weights"
 STATE = "state.safetensors"
 TOKENIZER = "tokenizer"
 FORMAT = 2
