@@ -164,7 +164,7 @@ def test_in_a_browser_as_wide_as_a_phone(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda self, *_: asked.put(self.path))
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
         threading.Thread(target=server.serve_forever).start()
-        options = "--headless --no-sandbox --disable-gpu --enable-logging=stderr".split()
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
         options.append(f"--user-data-dir={tmp_path}/c")
         url = f"http://127.0.0.1:{server.server_port}/stage.html"
         with open(tmp_path / "log", "wb") as log, subprocess.Popen(["chromium", *options, url], stderr=log) as browser:
