@@ -17,13 +17,8 @@ from clap_ds.weights.checkpoint_files import AVERAGE, MANIFEST, RAW, Manifest
 from clap_ds.weights.formats import Checkpoint
 
 SECTIONS = ("clap.data", "clap.loss", "clap.train", "clap.model", "optimizer", "scheduler")
-SINGLE = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "bf16.enabled",
-    "fp16.enabled",
-)
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SINGLE = (*_BATCH, "bf16.enabled", "fp16.enabled")
 OF_RUN = ("state", "samples", "epoch", "train_s", "global_batch", "precision", "world_size", "device_name", "finished")
 OF_PLACE = ("num_nodes", "cuda", "git_commit", "versions.torch", "versions.deepspeed", "versions.transformers")
 
