@@ -60,9 +60,8 @@ class Predictions(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Predictions:
         clips, classes = self.zero_shot.clips, self.zero_shot.confusion
-        if {len(row) for row in classes.values()} != ({len(classes)} if clips else set()) or not (
-            clips or self.retrieval
-        ):
+        is_square = {len(row) for row in classes.values()} == ({len(classes)} if clips else set())
+        if not is_square or not (clips or self.retrieval):
             raise ValueError("no clips, or classes without a row and a column each in zero_shot.confusion")
         return self
 
@@ -159,9 +158,8 @@ def _cards(clips: Iterable[Clip], sounds: Sounds) -> Iterator[str]:
     """Of each clip a player, what it is, and what was ranked above it, or next."""
     for clip in clips:
         label, own, other, match = clip.judged
-        beside = (
-            f"{'above it' if own.rank > 1 else 'next'} **{words(other)}**, {match.score:.3f} " if match.rank else ""
-        )
+        where = "above it" if own.rank > 1 else "next"
+        beside = f"{where} **{words(other)}**, {match.score:.3f} " if match.rank else ""
         told = f"**{words(label)}**: rank {own.rank:g}, score {own.score:.3f}; {beside}({words(clip.clip)})"
         try:
             yield f"![{told}]({sounds.copy(clip)})"
@@ -194,9 +192,8 @@ def draw_map(places: Sequence[tuple[float, float, float]], kinds: Sequence[str])
     number = {kind: min(n, MOST_NAMED) for n, (kind, _) in enumerate(Counter(kinds).most_common())}
     for n, name in enumerate([*number][:MOST_NAMED] + ["others"] * (len(number) > MOST_NAMED)):
         color, marker = (COLORS[n % 6], "os^DvP"[(n + n // 6) % 6]) if n < MOST_NAMED else ("0.8", ".")
-        x, y = (
-            [place[axis] for place, kind in zip(places, kinds, strict=True) if number[kind] == n] for axis in (0, 1)
-        )
+        own = [place for place, kind in zip(places, kinds, strict=True) if number[kind] == n]
+        x, y, _ = zip(*own, strict=True)
         label = _short(name).lstrip("_")  # matplotlib names nothing that begins so
         axes.plot(x, y, linestyle="", markersize=2.5, zorder=3 - n / 100, label=label, color=color, marker=marker)
     first, second, off = (sum(place[n] ** 2 for place in places) for n in range(3))

@@ -75,11 +75,8 @@ def lines_of(results: dict[str, Any]) -> Iterator[str]:
     yield "{table}: {files:,} files, vectors of {model}; {metric}".format_map(results)
     for each in results["folds"]:
         yield "  fold {fold}: {value:.2%} of {files:,} files, chance {chance:.2%}, C {C:g}".format_map(each)
-    spread, least = (
-        results["standard_deviation"],
-        sorted(results["classes"].items(), key=lambda each: each[1])[:NUM_SHOWN],
-    )
-    told = "{mean:.2%}" if spread is None else "{mean:.2%} ± {standard_deviation:.2%} over folds"
+    least = sorted(results["classes"].items(), key=lambda each: each[1])[:NUM_SHOWN]
+    told = "{mean:.2%}" + " ± {standard_deviation:.2%} over folds" * (results["standard_deviation"] is not None)
     yield f"{told}, chance {{chance:.2%}}".format_map(results)
     yield f"lowest of {len(results['classes']):,} classes: " + ", ".join(f"{name} {own:.2%}" for name, own in least)
     for why, names in results["left_out"].items():

@@ -52,11 +52,7 @@ def run_directory_of(folder: Path) -> RunDirectory | None:
 
 
 def ending_of(
-    code: int,
-    folder: Path,
-    hosts: Sequence[str],
-    stopped: signal.Signals | None,
-    lost: dict[str, str],
+    code: int, folder: Path, hosts: Sequence[str], stopped: signal.Signals | None, lost: dict[str, str]
 ) -> Ending:
     """How an attempt ended.
 

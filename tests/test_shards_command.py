@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -37,12 +36,22 @@ def test_mistakes_in_words(words: list[str], message: str, capsys: pytest.Captur
     assert message in capsys.readouterr().err
 
 
+OF_FUSION = ["--kind", "mel", "--preset", "htsat_tiny_roberta_base_fusion"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["measure", "."], "clap.data.shards: expected tar files, found the folder"),
+        (["prepare", "a.tar", "out", *OF_FUSION], f"--kind mel: {OF_FUSION[-1]} has feature fusion"),
+    ],
+)
 def test_other_mistakes_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["clap-shards", "measure", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["clap-shards", *words])
     with pytest.raises(SystemExit, match="2"):
         shards.command()
     printed = capsys.readouterr().err
-    assert printed.startswith("error: clap.data.shards: expected tar files, found the folder")
+    assert printed.startswith(f"error: {message}")
     assert printed.count("\n") == 1

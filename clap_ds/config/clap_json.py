@@ -104,12 +104,7 @@ def read_clap(path: Path) -> dict[str, Any]:
         raise ValueError(f"{given}: can't be read as JSON: {error}") from error
     try:
         return sizes_of_clap(fields, more)
-    except (
-        AttributeError,
-        LookupError,
-        TypeError,
-        ArithmeticError,
-    ) as error:  # of fields of other types than they should have
+    except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # of fields of wrong types
         raise ValueError(f"{path}: can't be read: {type(error).__name__}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -110,7 +110,7 @@ class ShardData(Section):
     """Samples held for shuffling in each worker."""
     waveforms: Literal["float32", "int16"] = "int16"
     """How audio travels to the device: `int16`, as LAION-CLAP was trained, leaves 16-bit files as they are, rounds others by at
-    most 1.5e-5 and clips them beyond ±1; `float32` keeps those."""
+    most 1.5e-5 and clips them beyond ±1; `float32` keeps those. Features of a model with fusion travel in as many bits."""
     cache_gb: NonNegativeFloat = 50.0
     """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards` (by default below
     `~/.cache`), beside those being read or fetched. The least recently used make room."""
@@ -239,9 +239,14 @@ class CheckpointSettings(Section):
     """Checkpoints kept beyond the last ones for being best by `best_by`."""
     best_by: str | None = None
     """Evaluation metric that tells the best; null: `zero_shot_top1` if it is evaluated, else `retrieval_audio_to_text_r1`."""
+    background: bool = True
+    """Write from a copy in the memory of rank 0's host, as large as the checkpoint, while training goes on; the last one of a
+    run, and `false`, without."""
     sync_to: str | None = None
     """Folder or fsspec URL to which finished checkpoints are copied in the background, and from which `clap.train.resume` takes
     them when there is none here. Credentials come from the environment alone."""
+    sync_every: PositiveInt = 1
+    """Checkpoints from one that is copied to `sync_to` to the next; the last one always is."""
 
 
 class RetrievalSettings(Section):

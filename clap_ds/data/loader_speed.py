@@ -52,7 +52,7 @@ def measure(shards: list[str], data: ShardData, spec: BatchSpec, seconds: float)
         while (elapsed := time.perf_counter() - begun) < seconds:
             next(pieces)
             samples += spec.micro_batch
-        supply = Supply(samples / elapsed, data.num_workers, pieces.kind)
+        supply = Supply(samples / elapsed, data.num_workers, pieces.kind, pieces.prepared)
         return Speed(supply, (pieces.encoded_bytes - size) / elapsed / 1e6, cold)
 
 
@@ -85,7 +85,7 @@ def workers_needed(speeds: Sequence[Speed], needed: float) -> int:
 
 def row(speed: Speed) -> str:
     """One line under `HEADING`."""
-    (samples, workers, _), mb, cold = speed
+    (samples, workers, *_), mb, cold = speed
     files = "–" if cold is None else f"{cold:.1f} MB/s"
     return f"{workers:7d} {samples:10.1f} {samples / workers:11.1f} {mb:16.2f} {files:>19}"
 

@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.broken import Broken
+from clap_ds.data.front_end import Kind
 from clap_ds.data.shard_list import FIELD, Source, deal_out, expand_sources, note, share_out
 from clap_ds.data.shard_manifest import kind_of, samples_of, warn_of_absent
 from clap_ds.data.shard_reader import START, Piece, ShardReader
@@ -56,6 +57,7 @@ class ShardPieces:
     ) -> None:
         sources = expand_sources(data.shards)
         self.kind = kind_of(sources, spec.model)
+        self.prepared: Kind = "waveform" if spec.model.audio.fusion else "mel"
         if spec.rank == 0:
             warn_of_absent(shard for source in sources for shard in source.shards)
         self._micro_batch, self.num_workers = spec.micro_batch, data.num_workers
@@ -178,7 +180,7 @@ class ShardPieces:
         if not self._made_in_s:
             return None
         rate = max(self.num_workers, 1) * self._made / self._made_in_s
-        return Supply(rate, self.num_workers, self.kind)
+        return Supply(rate, self.num_workers, self.kind, self.prepared)
 
     def state(self) -> dict[str, Any]:
         """Where this rank stands after the last micro-batch."""

@@ -17,6 +17,7 @@ class Supply(NamedTuple):
     samples_per_s: float
     num_workers: int  # 0: the training process reads
     kind: Kind
+    prepared: Kind = "mel"  # the kind that takes least, of those that the model can be fed
 
     def workers_for(self, needed: float) -> int:
         """Workers that give `MARGIN` times the clips per second that a step needs."""
@@ -39,5 +40,6 @@ def verdict(supply: Supply, needed: float, *, ranks_per_host: int, cores: int) -
     in_all = wanted * ranks_per_host
     enough = "enough" if in_all + ranks_per_host <= cores else "NOT enough"
     has = f"{in_all} worker(s) beside {ranks_per_host} training process(es) on this host's {cores} cores: {enough}"
-    prepare = "" if supply.kind == "mel" else "; prepared shards take less (clap-shards prepare --kind mel)"
+    less = f"; prepared shards take less (clap-shards prepare --kind {supply.prepared})"
+    prepare = "" if supply.kind == supply.prepared else less
     return f"{found}: {waits}. clap.data.num_workers {wanted} would do ({has}){prepare}"

@@ -105,7 +105,9 @@ def master_weights(engine: ClapEngine) -> dict[str, Tensor]:
 def not_finite(state: Any, name: str = "") -> list[str]:
     """Names of tensors with a NaN or infinite number in a state of nested dictionaries and lists."""
     if isinstance(state, Tensor):
-        return [] if not state.is_floating_point() or bool(state.isfinite().all()) else [name]
+        if not state.is_floating_point() or not state.numel():
+            return []
+        return [] if torch.stack(state.aminmax()).isfinite().all() else [name]  # NaN if one is; in one pass
     parts = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
     return [bad for part, value in parts for bad in not_finite(value, f"{name}.{part}".removeprefix("."))]
 

@@ -206,8 +206,9 @@ def _whole(rows: Iterator[Row]) -> Iterator[Row]:
             vectors.append(row.vector)
         if row.start_s == row.end_s:
             mean: Any = None
+            total = np.sum(vectors, axis=0, dtype=np.float64)
+            error = error or ("" if total.any() else "its windows' embeddings cancel each other")
             if not error:
-                total = np.sum(vectors, axis=0, dtype=np.float64)
                 mean = vectors[0] if len(vectors) == 1 else (total / np.linalg.norm(total)).astype(np.float32)
             yield Row(row.source, 0.0, row.end_s, mean, error)
             vectors, error = [], ""

@@ -71,9 +71,8 @@ def read_labelled(options: Namespace) -> tuple[About, Labelled]:
             if all(a == b for a, b in zip(parts, _parts(each), strict=False))
         ]  # fmt: skip
         if len(files := [path] if path in there else near) > 1:
-            raise UserError(
-                f"{where}: {path!r} may be {files[0]!r} or {files[1]!r}: say folders, too, by --file_column"
-            )
+            told = f"{path!r} may be {files[0]!r} or {files[1]!r}"
+            raise UserError(f"{where}: {told}: say folders, too, by --file_column")
         if not files or not of or fold is None:
             left_out[UNSAID if files else UNKNOWN].append(path)
             continue
@@ -169,9 +168,7 @@ def probe(data: Labelled, fold: str, is_train: Mask, is_test: Mask) -> dict[str,
     grid = {f"probe__{'estimator__' * data.is_multi}C": STRENGTHS}  # of equals the first is taken
     scoring = "average_precision" if data.is_multi else "accuracy"
     search = GridSearchCV(pipeline, grid, scoring=scoring, cv=[*inner][: 1 if len(of) > MANY else None])
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # of classes that an inner fold lacks, and of fits that took 1000 steps
+    with warnings.catch_warnings(action="ignore"):  # of classes an inner fold lacks, and fits that took 1000 steps
         search.fit(data.vectors[trained].astype(float), of_class if data.is_multi else of_class.argmax(axis=1))
     found = np.zeros(data.of_class.shape)
     columns = np.arange(len(data.classes)) if data.is_multi else search.classes_

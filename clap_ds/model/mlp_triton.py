@@ -187,13 +187,7 @@ def _constants(tokens_TC: Tensor, weight1_MC: Tensor, block: int) -> dict[str, A
 
 
 @torch.library.custom_op("clap_ds::mlp", mutates_args=())
-def _forward(
-    tokens_TC: Tensor,
-    weight1_MC: Tensor,
-    bias1_M: Tensor,
-    weight2_CM: Tensor,
-    bias2_C: Tensor,
-) -> Tensor:
+def _forward(tokens_TC: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, bias2_C: Tensor) -> Tensor:
     tensors = [each.contiguous() for each in (tokens_TC, weight1_MC, bias1_M, weight2_CM, bias2_C)]
     output_TC = torch.empty_like(tensors[0])
     constants = _constants(tokens_TC, weight1_MC, FORWARD_BLOCK)
@@ -210,11 +204,7 @@ def _(tokens_TC: Tensor, *_: Any) -> Tensor:
 
 @torch.library.custom_op("clap_ds::mlp_backward", mutates_args=())
 def _backward(
-    tokens_TC: Tensor,
-    weight1_MC: Tensor,
-    bias1_M: Tensor,
-    weight2_CM: Tensor,
-    d_output_TC: Tensor,
+    tokens_TC: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, d_output_TC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The input's gradient, what the weights' are products of (GELU's output and the gradient of its input, (T, M) each), and
     shares of the biases' gradients, (programs, M + C) in fp32."""
@@ -264,13 +254,7 @@ def _backward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__
     return 3 * 2 * math.prod(tokens) * weight1[0]
 
 
-def triton_mlp(
-    tokens: Tensor,
-    weight1_MC: Tensor,
-    bias1_M: Tensor,
-    weight2_CM: Tensor,
-    bias2_C: Tensor,
-) -> Tensor:
+def triton_mlp(tokens: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, bias2_C: Tensor) -> Tensor:
     """`F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` by the kernels above, with autograd; traced by
     torch.compile as one operation. Under autocast in its dtype, as `F.linear`.
 

@@ -71,9 +71,7 @@ class AttentionalFusion(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.local_att = nn.Sequential(*_attention(dim))
-        self.global_att = nn.Sequential(
-            nn.Identity(), *_attention(dim)
-        )  # LAION's has the mean there, and its names count it
+        self.global_att = nn.Sequential(nn.Identity(), *_attention(dim))  # LAION's has the mean in the first place
 
     def forward(self, whole_BHWC: Tensor, parts_BHWC: Tensor, counts_B: Tensor) -> Tensor:
         both = whole_BHWC + parts_BHWC
@@ -107,9 +105,7 @@ class FusedPatchEmbed(PatchEmbed):
         self.fusion_model = AttentionalFusion(config.embed_dim)
 
     def forward(self, images_B4HW: Tensor, is_longer_B: Tensor) -> Tensor:  # type: ignore[override]
-        if (
-            self.training
-        ):  # as LAION takes a short clip for a longer one where there is none, so that all weights get a gradient
+        if self.training:  # as LAION takes a short clip for a longer one where none is: all weights get a gradient
             first_B = torch.arange(len(is_longer_B), device=is_longer_B.device) == 0
             is_longer_B = is_longer_B | (first_B & ~is_longer_B.any())
         whole = self.project(images_B4HW[:, :1])

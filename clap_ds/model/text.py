@@ -10,31 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clap_ds.config.clap_json import TEXT
 from clap_ds.config.model import TextConfig
 from clap_ds.model import text_attention
 from clap_ds.model.hub import load_by_name
 from clap_ds.model.packed import Layout, Packing, lay_out
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
 
-from transformers import (  # isort: skip
-    AutoConfig, BertConfig, BertModel, MPNetConfig, MPNetModel, PreTrainedModel, RobertaConfig, RobertaModel,
-)  # fmt: skip
+from transformers import AutoConfig, AutoModel, PreTrainedModel  # isort: skip
 from transformers.models.roberta.modeling_roberta import RobertaAttention  # isort: skip
 
 FIELD = "clap.model.text_from_hub"
-_SAME = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "layer_norm_eps")}
-_OTHER = {
-    "max_positions": "max_position_embeddings",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-}
-_SIZES = _SAME | _OTHER
-"""Our field → theirs."""
-_ARCHITECTURES: dict[str, tuple[Any, Any]] = {
-    "roberta": (RobertaConfig, RobertaModel),
-    "bert": (BertConfig, BertModel),
-    "mpnet": (MPNetConfig, MPNetModel),
-}
+_SIZES = TEXT | {"layer_norm_eps": "layer_norm_eps"}
 
 
 class FirstTokenAttention(nn.Module):
@@ -152,8 +139,7 @@ def _untrained(config: TextConfig, dropout: float, with_pooler: bool) -> PreTrai
     options |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     if config.architecture == "roberta":
         options["type_vocab_size"] = 1  # by default two, as BERT has them
-    their_config, their_model = _ARCHITECTURES[config.architecture]
-    return their_model(their_config(**options), add_pooling_layer=with_pooler)
+    return AutoModel.from_config(AutoConfig.for_model(config.architecture, **options), add_pooling_layer=with_pooler)
 
 
 def pretrained(config: TextConfig, dropout: float = 0.0, with_pooler: bool = True) -> PreTrainedModel:
@@ -166,15 +152,10 @@ def pretrained(config: TextConfig, dropout: float = 0.0, with_pooler: bool = Tru
         return AutoConfig.from_pretrained(config.hub_name, local_files_only=local_files_only, trust_remote_code=False)
 
     def load(local_files_only: bool) -> PreTrainedModel:
-        return _ARCHITECTURES[config.architecture][1].from_pretrained(
-            config.hub_name,
-            add_pooling_layer=with_pooler,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-            dtype=torch.float32,
-            use_safetensors=True,
-            local_files_only=local_files_only,
-        )
+        return AutoModel.from_pretrained(
+            config.hub_name, add_pooling_layer=with_pooler, local_files_only=local_files_only, trust_remote_code=False,
+            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, dtype=torch.float32, use_safetensors=True,
+        )  # fmt: skip
 
     found = load_by_name(config.hub_name, load_sizes, field=FIELD, what="weights")
     if found.model_type != config.architecture:

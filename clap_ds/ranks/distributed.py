@@ -145,10 +145,7 @@ def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
 
 
 def initialize(
-    ranks: Ranks,
-    *,
-    compile_cpu_collective: bool,
-    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    ranks: Ranks, *, compile_cpu_collective: bool, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
 ) -> torch.device:
     """Join the process group and choose this rank's device.
 

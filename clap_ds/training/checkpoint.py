@@ -7,13 +7,19 @@ engine's state to `restoring`.
 """
 
 import math
+import os
 import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.files import read_bytes
+from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.cached_step import random_state
@@ -24,15 +30,19 @@ from clap_ds.ranks.agreement import gather, on_first, rank
 from clap_ds.ranks.watch import doing
 from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock
+from clap_ds.training.host_copy import HostCopies
 from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.training.restoring import PROGRESS, restore
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import RAW, STATE, TOKENIZER, WEIGHTS, FileRecord, Manifest, warn, write_file
 from clap_ds.weights.formats import some, to_safetensors
-from clap_ds.weights.state_file import to_state_file
+from clap_ds.weights.names import State
+from clap_ds.weights.state_file import to_state_file, write_tensors
 
 SYNC_LIMIT_S = 600.0
+NICE = 10
+"""Of the thread that writes while training goes on, so that on a host without a core to spare it takes a tenth of one."""
 
 
 class CheckpointFolder:
@@ -61,10 +71,15 @@ class CheckpointFolder:
         self._resumed_from: int | None = None
         self._damaged: dict[str, str] = {}
         self._sync: BackgroundSync | None = None
+        self._to_sync: Path | None = None
         if rank() == 0 and self._rule.sync_to is not None:
             self._sync = BackgroundSync(self._rule.sync_to, self._rule)
+        self._saved = 0
+        self._copies = HostCopies()
+        self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_give_way)
+        self._writing: Future[SavedCheckpoint] | None = None
+        self._poisoned = ""
 
-    @doing("saving a checkpoint")
     def save(
         self, engine: ClapEngine, progress: TrainingProgress, *, metrics: dict[str, float] | None = None
     ) -> SavedCheckpoint:
@@ -79,21 +94,56 @@ class CheckpointFolder:
         Raises:
             NonFiniteError: on all ranks: weights or the optimiser's state hold NaN or infinite numbers; nothing is saved.
         """
+        self.start_saving(engine, progress, metrics=metrics, copied=False)
+        saved = self.finish()
+        assert saved is not None
+        return saved
+
+    @doing("saving a checkpoint")
+    def start_saving(
+        self,
+        engine: ClapEngine,
+        progress: TrainingProgress,
+        *,
+        metrics: dict[str, float] | None = None,
+        copied: bool = True,
+    ) -> None:
+        """Begin to save as `save` does, from a copy in rank 0's memory, so that training can go on meanwhile; without `copied`
+        it mustn't. What came of it is `poll`'s and `finish`'s. A collective; the one before is over."""
         begin = time.time()
         state = engine_state(engine)
-        if bad := on_first(lambda: not_finite({**state, "weights": master_weights(engine)})):
-            raise NonFiniteError(f"{some(bad)} are NaN or infinite after step {progress.step}")
         state["random"] = gather(random_state(engine.model.logit_scale.device))
+        if rank():
+            return
+        assert self._writing is None
+        found = {"state": state, **_weights(engine)}
+        found = self._copies.of(found) if copied else found
         finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
-        try:
-            path, num_bytes = on_first(lambda: self._write(engine, progress, state, finite))
-        except ValueError as error:
-            return SavedCheckpoint(progress.step, begin, time.time(), problem=str(error))
-        if rank() == 0:
-            self._delete_superfluous()
-            if self._sync is not None:
-                self._sync.submit(path)
-        return SavedCheckpoint(progress.step, begin, time.time(), path, num_bytes)
+        manifest = partial(self._manifest, progress.step, engine.model.config, describe(engine), finite)
+        saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
+        self._writing = self._thread.submit(
+            self._write, saved, found, progress.to_json(), engine.model.config, manifest
+        )
+
+    def make_room(self, engine: ClapEngine) -> int:
+        """Take the memory for copies now rather than at the first checkpoint: bytes of it, 0 on ranks that make none."""
+        return 0 if rank() else self._copies.bytes_of({"state": engine_state(engine), **_weights(engine)})
+
+    def poll(self, limit_s: float | None = 0.0) -> SavedCheckpoint | None:
+        """What came of saving, told once on rank 0 when it is over within so many seconds (None: whenever); None elsewhere."""
+        if self._writing is None or not wait([self._writing], limit_s).done:
+            return None
+        writing, self._writing = self._writing, None
+        return writing.result()
+
+    @doing("saving a checkpoint")
+    def finish(self) -> SavedCheckpoint | None:
+        """What came of it once it is over, on all ranks. A collective; NonFiniteError as of `save`, of what `poll` told too."""
+        begin = time.time()
+        saved, poisoned = on_first(lambda: (self.poll(None), self._poisoned))
+        if poisoned:
+            raise NonFiniteError(poisoned)
+        return saved and replace(saved, stalled_s=saved.stalled_s + time.time() - begin)
 
     @doing("looking for a checkpoint")
     def find(self, path: Path | None = None) -> Path | None:
@@ -137,40 +187,69 @@ class CheckpointFolder:
     @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
         """Wait for copies to `sync_to`, at most `limit_s` seconds; gives back, and warns of, those that aren't there."""
+        self.poll(None)
         sync, self._sync = self._sync, None
+        if sync is not None and self._to_sync is not None:
+            sync.submit(self._to_sync)
         return [] if sync is None else sync.close(limit_s)
 
     def _write(
-        self, engine: ClapEngine, progress: TrainingProgress, state: dict[str, Any], metrics: dict[str, float]
-    ) -> tuple[Path, int]:
-        """The new checkpoint, read back, and its size; raises ValueError, warned of, whatever goes wrong."""
+        self,
+        saved: SavedCheckpoint,
+        found: dict[str, Any],
+        progress: str,
+        model: ClapConfig,
+        manifest: Callable[[dict[str, FileRecord]], Manifest],
+    ) -> SavedCheckpoint:
+        """Write the new checkpoint and read it back, delete what it makes superfluous, and have it copied; what came of it,
+        warned of whatever goes wrong."""
         try:
+            state = found.pop("state")
+            if bad := not_finite({**state, "weights": found[WEIGHTS]}):
+                self._poisoned = f"{some(bad)} are NaN or infinite after step {saved.step}"
+                raise ValueError(self._poisoned)
             if self._lock is not None:
                 self._lock.check()
             files.clear_leftovers(self.path)
-            draft = files.begin(self.path, progress.step)
+            draft = files.begin(self.path, saved.step)
             try:
-                contents = self._contents(engine, progress, state)
-                records = {name: write_file(draft / name, content) for name, content in contents}
-                path = files.publish(draft, self._manifest(engine, progress, metrics, records))
-                return path, sum(record.bytes for record in records.values())
+                text_tokens = self._run.clap.text_tokens if self._run is not None else None
+                records = {STATE: write_tensors(draft / STATE, *to_state_file(state))}
+                for name, weights in found.items():
+                    records[name] = write_tensors(draft / name, *to_safetensors(weights, model, text_tokens))
+                records[PROGRESS] = write_file(draft / PROGRESS, progress.encode())
+                records |= {name: write_file(draft / name, content) for name, content in self._tokenizer_files()}
+                path = files.publish(draft, manifest(records))
             finally:
                 shutil.rmtree(draft, ignore_errors=True)  # where it has got its name, nothing is there
-        except Exception as error:  # whatever it is, other ranks wait for an answer, and training can go on without
+        except Exception as error:  # whatever it is, training can go on without
             reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
-            warn(f"the checkpoint of step {progress.step} could not be saved: {reason}; training goes on")
-            raise ValueError(reason) from error
+            if not self._poisoned:
+                warn(f"the checkpoint of step {saved.step} could not be saved: {reason}; training goes on")
+            return replace(saved, end=time.time(), problem=reason)
+        self._delete_superfluous()
+        if self._sync is not None:
+            self._saved, self._to_sync = self._saved + 1, path
+            if self._saved % self._rule.sync_every == 0:
+                self._sync.submit(path)
+                self._to_sync = None
+        return replace(saved, end=time.time(), path=path, bytes=sum(record.bytes for record in records.values()))
 
     def _manifest(
-        self, engine: ClapEngine, progress: TrainingProgress, metrics: dict[str, float], records: dict[str, FileRecord]
+        self,
+        step: int,
+        model: ClapConfig,
+        engine: dict[str, Any],
+        metrics: dict[str, float],
+        records: dict[str, FileRecord],
     ) -> Manifest:
         newest = max((manifest.serial for manifest in files.read_all(self.path).values()), default=0)
         has_copy = any(name.startswith(f"{TOKENIZER}/") for name in records)
         return Manifest(
             serial=max(int(time.time() * 1000), newest + 1),
-            step=progress.step,
-            model=engine.model.config.model_dump(mode="json"),
-            engine=describe(engine),
+            step=step,
+            model=model.model_dump(mode="json"),
+            engine=engine,
             tokenizer=TOKENIZER if has_copy else self._tokenizer,
             metrics=metrics,
             files=records,
@@ -180,18 +259,8 @@ class CheckpointFolder:
             resumed_from=self._resumed_from,
         )
 
-    def _contents(
-        self, engine: ClapEngine, progress: TrainingProgress, state: dict[str, Any]
-    ) -> Iterator[tuple[str, bytes | memoryview]]:
-        """Name and content of every file."""
-        yield STATE, to_state_file(state)
-        yield PROGRESS, progress.to_json().encode()
-        text_tokens = self._run.clap.text_tokens if self._run is not None else None
-        weights, average = master_weights(engine), engine.average
-        if average is not None:
-            yield RAW, to_safetensors(weights, engine.model.config, text_tokens)
-            weights |= average.state()
-        yield WEIGHTS, to_safetensors(weights, engine.model.config, text_tokens)
+    def _tokenizer_files(self) -> Iterator[tuple[str, bytes]]:
+        """Name and content of each."""
         if self._tokenizer is not None and Path(self._tokenizer).is_dir():  # so that the checkpoint does without it
             for path in sorted(Path(self._tokenizer).iterdir()):
                 name = f"{TOKENIZER}/{path.name}"
@@ -227,3 +296,14 @@ class CheckpointFolder:
                     files.remove(self.path / name)
         except OSError as error:
             warn(f"an old checkpoint can't be deleted: {error}")
+
+
+def _give_way() -> None:
+    """Let training's threads come first."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def _weights(engine: ClapEngine) -> dict[str, State]:
+    """What files of weights hold, by their names."""
+    weights = master_weights(engine)
+    return {WEIGHTS: weights} if engine.average is None else {RAW: weights, WEIGHTS: weights | engine.average.state()}

@@ -194,18 +194,29 @@ class TrainingLog:
         self._session.record.update_summary(evaluation=evaluation, best=self._progress.best)
         print(f"evaluation at step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()), flush=True)
 
-    def saved(self, checkpoint: SavedCheckpoint) -> None:
+    def told_memory(self, num_bytes: int) -> None:
+        """Say what copies of the state take."""
+        if self._is_first:
+            what = "of host memory for it, beside the model's and the optimizer's own"
+            print(
+                f"checkpoints are written while training goes on: rank 0 keeps {num_bytes / 1e9:.2f} GB {what}",
+                flush=True,
+            )
+
+    def saved(self, checkpoint: SavedCheckpoint | None) -> None:
         """Note a checkpoint, saved or not."""
-        if not self._is_first:
+        if not self._is_first or checkpoint is None:
             return
         seconds, path = checkpoint.end - checkpoint.begin, str(checkpoint.path) if checkpoint.path else None
+        stalled_s = checkpoint.stalled_s
         outcome: dict[str, Any] = {"step": checkpoint.step, "saved": checkpoint.saved, "seconds": seconds}
-        outcome |= {"bytes": checkpoint.bytes, "path": path, "problem": checkpoint.problem}
+        outcome |= {"bytes": checkpoint.bytes, "path": path, "problem": checkpoint.problem, "stalled_s": stalled_s}
         self._checkpoints.append(outcome)
-        self._append({"phase": "checkpoint"}, checkpoint=[checkpoint.begin, checkpoint.end], **outcome)
+        self._append({"phase": "checkpoint"}, checkpoint=[checkpoint.begin, checkpoint.begin + stalled_s], **outcome)
         self._session.record.update_summary(checkpoints=self._checkpoints[-20:], num_checkpoints=len(self._checkpoints))
         if checkpoint.saved:
-            print(f"saved {path}: {checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s", flush=True)
+            took = f"{checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s, of which training stood still for {stalled_s:.2f}"
+            print(f"saved {path}: {took}", flush=True)
 
     def close(self, **fields: Any) -> None:
         """Bring the summary up to date, these fields of it as well."""

@@ -120,7 +120,7 @@ class TrainingProgress:
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """What came of saving after `step` optimiser steps: `path` and `bytes` written, or the `problem`. `begin` and `end` are
-    seconds since 1970."""
+    seconds since 1970; training stood still for `stalled_s` of what lies between."""
 
     step: int
     begin: float
@@ -128,6 +128,7 @@ class SavedCheckpoint:
     path: Path | None = None
     bytes: int = 0
     problem: str | None = None
+    stalled_s: float = 0.0
 
     @property
     def saved(self) -> bool:

@@ -73,7 +73,11 @@ def opened_checkpoints(run: RunSettings, ranks: Ranks) -> Iterator[CheckpointFol
             on_first(lambda: _take(lock, folder, run.path))
         settings = run.clap.checkpoint.model_copy(update={"best_by": best_metric(run)})
         tokenizer = data.tokenizer if isinstance(data, ShardData) else None
-        yield CheckpointFolder(folder, settings, tokenizer=tokenizer, lock=lock, run=run)
+        checkpoints = CheckpointFolder(folder, settings, tokenizer=tokenizer, lock=lock, run=run)
+        try:
+            yield checkpoints
+        finally:
+            checkpoints.poll(None)
     finally:
         lock.release()
 

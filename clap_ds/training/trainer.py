@@ -50,6 +50,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         try:
             stopped_by, saved = _run(session, checkpoints, progress, schedule, evaluator, stop, log, choices)
         except NonFiniteError as error:
+            log.saved(checkpoints.poll(None))
             checkpoints.close()
             raise NonFiniteError(f"{error}. {how_to_go_on(checkpoints, choices, session.engine.steps)}") from None
         ending()
@@ -82,6 +83,7 @@ def _run(
     clap, engine = session.run.clap, session.engine
     batches = shuffled_captions(session) if clap.train.shuffle_captions else session.batches
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
+    begun_at = progress.step
     wanted = clap.train.stop_at
     engine.norm_wanted = True
     stopped_by, saved, to_save = 0, None, False
@@ -96,6 +98,8 @@ def _run(
         progress.samples += schedule.samples_per_step
         progress.epoch = schedule.epoch(progress.samples)
         log.end_step(loss)
+        if clap.checkpoint.background and clap.checkpoint.every_steps and progress.step == begun_at + 1:
+            log.told_memory(checkpoints.make_room(engine))  # once the optimiser has its state
 
         stopped_by = stop.agreed()
         is_last = schedule.is_done(progress.samples)
@@ -103,6 +107,7 @@ def _run(
         to_save = to_save or is_last or _is_due(progress.step, clap.checkpoint.every_steps)
         if to_evaluate or to_save or stopped_by or _is_due(progress.step, clap.train.log_every_steps):
             log.write()
+            log.saved(checkpoints.poll())
             if clap.train.stop_on_collapse and (collapse := gather(log.collapse)[0]):
                 checkpoints.close()
                 raise AgreedError(collapse[0])
@@ -120,11 +125,13 @@ def _run(
                 continue
             progress.train_s = log.train_s
             progress.data = gather(session.batches.state())
-            saved, to_save = (
-                checkpoints.save(engine, progress, metrics=metrics | {TRAIN_LOSS: log.last_steps.loss}),
-                False,
-            )
-            log.saved(saved)
+            log.saved(checkpoints.finish())  # the one before, which has long been written, mostly
+            metrics, to_save = metrics | {TRAIN_LOSS: log.last_steps.loss}, False
+            if clap.checkpoint.background and not (stopped_by or is_over):
+                checkpoints.start_saving(engine, progress, metrics=metrics)
+            else:
+                saved = checkpoints.save(engine, progress, metrics=metrics)
+                log.saved(saved)
     return stopped_by, saved
 
 

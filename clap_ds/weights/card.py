@@ -13,17 +13,12 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import flatten, read_object
 from clap_ds.config.places import VERSION
 from clap_ds.config.secrets import redacted_all
-from clap_ds.weights.checkpoint_files import MANIFEST, Manifest
+from clap_ds.weights.checkpoint_files import AVERAGE, MANIFEST, RAW, Manifest
 from clap_ds.weights.formats import Checkpoint
 
 SECTIONS = ("clap.data", "clap.loss", "clap.train", "clap.model", "optimizer", "scheduler")
-SINGLE = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "bf16.enabled",
-    "fp16.enabled",
-)
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SINGLE = (*_BATCH, "bf16.enabled", "fp16.enabled")
 OF_RUN = ("state", "samples", "epoch", "train_s", "global_batch", "precision", "world_size", "device_name", "finished")
 OF_PLACE = ("num_nodes", "cuda", "git_commit", "versions.torch", "versions.deepspeed", "versions.transformers")
 
@@ -46,7 +41,9 @@ def model_card(found: Checkpoint, remarks: list[str], run: Path | None = None) -
     if manifest:
         settings = flatten(manifest.settings)
         told = {name: value for name, value in settings.items() if name in SINGLE or name.startswith(SECTIONS)}
-        tables |= {"Training": {"step": manifest.step, **told}, "Evaluation at that step": manifest.metrics}
+        tables |= {"Training": {"step": manifest.step, **told}}
+        if RAW not in manifest.files or found.reached.endswith(AVERAGE):  # else they are the average's
+            tables |= {"Evaluation at that step": manifest.metrics}
     if run is not None:
         records = [run / name for name in ("summary.json", "environment.json")]
         if not any(record.exists() for record in records):

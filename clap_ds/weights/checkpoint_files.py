@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 RAW = "raw.safetensors"
 """The weights themselves, where `WEIGHTS` are a moving average of them."""
+AVERAGE = ", moving average of the weights"
 STATE = "state.safetensors"
 TOKENIZER = "tokenizer"
 FORMAT = 2
@@ -146,11 +147,22 @@ def _hash(content: bytes | memoryview | dict[str, Any]) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
+def record_of(path: Path) -> FileRecord:
+    """Of a file that somebody else has just written, once it is on the disk."""
+    with open_regular(path) as file:
+        os.fsync(file.fileno())
+        return FileRecord(os.fstat(file.fileno()).st_size, _hash_of(file))
+
+
 def hash_file(path: Path) -> str:
     """BLAKE2b-128 of a file, read from the disk rather than from memory where the system allows it."""
     with open_regular(path) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return _hash_of(file)
+
+
+def _hash_of(file: Any) -> str:
+    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def free_name(step: int, taken: Collection[str]) -> str:

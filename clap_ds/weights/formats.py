@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from clap_ds.native.convert import convert
 from clap_ds.weights.expressible import expressible
 from clap_ds.weights.hf_config import config_to_transformers, feature_extractor
 from clap_ds.weights.names import State, from_names, to_names, transformers_names
+from clap_ds.weights.state_file import write_tensors
 
 import transformers  # isort: skip  (after torchaudio_compat)
 
@@ -152,16 +152,18 @@ def to_transformers(state: Mapping[str, Tensor]) -> State:
 def save_safetensors(model: ClapModel, path: str | Path) -> None:
     """Writes any `ClapModel`, the held classifier included, to one safetensors file that carries its sizes; dtypes are kept."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(to_safetensors(model.state_dict(), model.config))
+    write_tensors(Path(path), *to_safetensors(model.state_dict(), model.config))
 
 
-def to_safetensors(state: Mapping[str, Tensor], config: ClapConfig, text_tokens: int | None = None) -> bytes:
-    """What `save_safetensors` would write of a model in this state, dtypes kept; `text_tokens` is the caption length it was
-    trained with."""
+def to_safetensors(
+    state: Mapping[str, Tensor], config: ClapConfig, text_tokens: int | None = None
+) -> tuple[State, dict[str, str]]:
+    """Tensors and metadata that `save_safetensors` would write of a model in this state, dtypes kept; `text_tokens` is the
+    caption length it was trained with."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
     metadata = {"format": "pt", METADATA_KEY: config.model_dump_json()}
     trained = {} if text_tokens is None else {TEXT_TOKENS_KEY: str(text_tokens)}
-    return safetensors.torch.save(tensors, metadata=metadata | trained)
+    return tensors, metadata | trained
 
 
 def load_safetensors(path: str | Path) -> Checkpoint:

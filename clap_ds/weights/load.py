@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.model.hub import load_by_name
-from clap_ds.weights.checkpoint_files import MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
+from clap_ds.weights.checkpoint_files import AVERAGE, MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
 from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, load_safetensors, load_transformers, some
 from clap_ds.weights.laion import load_laion
 
@@ -94,7 +94,7 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
     value = None if path.name == RAW else manifest.metrics.get(manifest.best_by or "")
     reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_by} {value:.4g}")
     if RAW in manifest.files and path.name == WEIGHTS:
-        reached += ", moving average of the weights"
+        reached += AVERAGE
     tokens = TypeAdapter(int | None).validate_python(clap.get("text_tokens", found.text_tokens))
     return replace(found, tokenizer=manifest.tokenizer_in(folder), text_tokens=tokens, loss_kind=kind, reached=reached)
 

@@ -13,15 +13,29 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.files import parse_json, pinned
+from clap_ds.weights.checkpoint_files import FileRecord, record_of
+from clap_ds.weights.names import State
 
 KEY = "clap_ds.state"
 
 
-def to_state_file(state: Any) -> bytes:
-    """The file's content; raises TypeError for a value of another type than those named above."""
-    tensors: dict[str, Tensor] = {}
+def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> FileRecord:
+    """A new safetensors file, on the disk when this returns, written without holding up other threads; raises OSError."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        safetensors.torch.save_file(tensors, path, metadata)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+    path.chmod(mode)  # safetensors leaves its files to their owner
+    return record_of(path)
+
+
+def to_state_file(state: Any) -> tuple[State, dict[str, str]]:
+    """The file's tensors and metadata; raises TypeError for a value of another type than those named above."""
+    tensors: State = {}
     tree = json.dumps(_described(state, tensors, set()))
-    return safetensors.torch.save(tensors, metadata={KEY: tree})
+    return tensors, {KEY: tree}
 
 
 def _described(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> Any:

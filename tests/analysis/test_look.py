@@ -95,11 +95,8 @@ def test_many_classes_have_no_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_hostile_text_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evil = [
-        "<script>alert(1)</script>",
-        "](clip-1.wav)\r\n\r\n![x](clip-1.wav)",
-        "*a* _b_ &lt;img src=x&gt; [z](http://z)",
-    ]
+    evil = ["<script>alert(1)</script>", "](clip-1.wav)\r\n\r\n![x](clip-1.wav)"]
+    evil.append("*a* _b_ &lt;img src=x&gt; [z](http://z)")
     content = predictions(tmp_path, evil, key="<svg onload=q>{}") | {"checkpoint": "<iframe>", "model": "<b>x"}
     text, page = reported(monkeypatch, tmp_path, content)
     body = page.partition("<body>")[2]
@@ -167,13 +164,8 @@ def test_in_a_browser_as_wide_as_a_phone(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda self, *_: asked.put(self.path))
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
         threading.Thread(target=server.serve_forever).start()
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--enable-logging=stderr",
-            f"--user-data-dir={tmp_path}/c",
-        ]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+        options.append(f"--user-data-dir={tmp_path}/c")
         url = f"http://127.0.0.1:{server.server_port}/stage.html"
         with open(tmp_path / "log", "wb") as log, subprocess.Popen(["chromium", *options, url], stderr=log) as browser:
             try:

@@ -34,8 +34,7 @@ class PlainDDP:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.masters = {names[id(p)]: p.detach().float().clone() for group in groups for p in group["params"]}
         self.optimizer = torch.optim.AdamW(
-            [{**group, "params": [self.masters[names[id(p)]] for p in group["params"]]} for group in groups],
-            **options,
+            [{**group, "params": [self.masters[names[id(p)]] for p in group["params"]]} for group in groups], **options
         )
         self.ddp = DistributedDataParallel(self.model)
         if precision == "bf16" and sync == "deepspeed":

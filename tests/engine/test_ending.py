@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from clap_ds.config.errors import AgreedError
-from clap_ds.engine.ending import (
-    Interrupted,
-    NonFiniteError,
-    is_connection_lost,
-    is_out_of_memory,
-    recorded_ending,
-)
+from clap_ds.engine.ending import Interrupted, NonFiniteError, is_connection_lost, is_out_of_memory, recorded_ending
 from clap_ds.ranks import distributed, failure
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.directory import RunDirectory

@@ -52,10 +52,7 @@ def test_measures_are_means_over_all_orders_of_tied_candidates(case: tuple[list[
 def test_what_is_no_number_ranks_last() -> None:
     scores = torch.tensor([[torch.nan, 0.1, 0.2], [torch.nan] * 3])
     found = measures(scores, torch.tensor([[True, False, False]] * 2), at=(1, 3))
-    assert found.tolist() == [
-        pytest.approx([0, 1, 1 / 3]),
-        pytest.approx([1 / 3, 1, (1 + 1 / 2 + 1 / 3) / 3]),
-    ]
+    assert found.tolist() == [pytest.approx([0, 1, 1 / 3]), pytest.approx([1 / 3, 1, (1 + 1 / 2 + 1 / 3) / 3])]
 
 
 def test_sums_are_finer_than_fp32_and_no_more_scores_are_held_than_said(monkeypatch: pytest.MonkeyPatch) -> None:

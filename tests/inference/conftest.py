@@ -20,10 +20,8 @@ def clap_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) ->
     folder = tmp_path_factory.mktemp("trained") / "my_run-checkpoints"
     for step in (1, 2):
         torch.manual_seed(step)
-        model, told = (
-            ClapModel(load_preset("micro")),
-            {"metrics": {"zero_shot_top1": 1 / step}, "best_by": "zero_shot_top1"},
-        )
+        model = ClapModel(load_preset("micro"))
+        told = {"metrics": {"zero_shot_top1": 1 / step}, "best_by": "zero_shot_top1"}
         checkpoint_of(model, folder, step, Path(tokenizer_dir), settings={"clap": {"text_tokens": 12}}, **told)
     return folder
 

@@ -13,7 +13,7 @@ import pytest
 import soundfile
 import torch
 
-from clap_ds.inference import windows
+from clap_ds.inference import model, windows
 from clap_ds.inference.model import Clap
 from clap_ds.inference.windows import read_windows
 from clap_ds.model.torchaudio_compat import torchaudio
@@ -118,3 +118,11 @@ def test_what_is_broken_is_a_row_in_its_place(
 def test_options_that_cannot_be_show_before_any_file_is_read(clap: Clap, options: Any, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         clap.iter_windows(["nowhere.wav"], **options)
+
+
+def test_windows_that_cancel_each_other_have_no_mean() -> None:
+    one = np.array([1, 0], np.float32)
+    rows = [model.Row("a", 0.0, 1.0, one), model.Row("a", 1.0, 2.0, -one), model.Row("a", 2.0, 2.0)]
+    (found,) = model._whole(iter(rows))
+    assert found.vector is None
+    assert "cancel" in found.error

@@ -76,11 +76,8 @@ def test_the_choice_is_gridsearchs_on_training_folds_alone(run: Run) -> None:
             for inner in {*fold[train]}:
                 fit, held = train & (fold != inner), fold == inner
                 x = standardised(vectors, fit)
-                right += [
-                    LogisticRegression(C=strength, max_iter=1000, tol=1e-6)
-                    .fit(x[fit], kind[fit])
-                    .score(x[held], kind[held])
-                ]
+                model = LogisticRegression(C=strength, max_iter=1000, tol=1e-6).fit(x[fit], kind[fit])
+                right.append(model.score(x[held], kind[held]))
             scores[strength] = round(np.mean(right), 9)
         x, best = standardised(vectors, train), max(scores, key=scores.__getitem__)
         model = LogisticRegression(C=best, max_iter=1000, tol=1e-6).fit(x[train], kind[train])
@@ -88,9 +85,7 @@ def test_the_choice_is_gridsearchs_on_training_folds_alone(run: Run) -> None:
     assert len({each["C"] for each in said["folds"]}) > 1, "or the comparison would say little"
     assert 0.5 < said["mean"] < 0.95
     # A test fold's labels and vectors have no part in the choice.
-    other = [
-        (file, label if fold != "0" else f"c{n % 3}", fold) for n, (file, label, fold) in enumerate(reversed(rows))
-    ]
+    other = [(row[0], row[1] if row[2] != "0" else f"c{n % 3}", row[2]) for n, row in enumerate(reversed(rows))]
     changed = np.where(fold[:, None] == "0", -vectors, vectors)
     assert run(files, changed, "--fold_column fold", a=other)["folds"][0]["C"] == said["folds"][0]["C"]
 

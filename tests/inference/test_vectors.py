@@ -2,6 +2,7 @@
 
 import json
 import re
+import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -66,6 +67,20 @@ def test_other_files_are_refused_by_what_they_are(tmp_path: Path) -> None:
     wide = write(tmp_path / "wide.npz", rows(9), about=replace(ABOUT, dim=5))
     for path in (text, foreign, pickled, cut, wide, tmp_path / "absent.npz", tmp_path):
         with pytest.raises((ValueError, vectors.UserError), match=re.escape(f"{path}: expected")):
+            read_table(path)
+
+
+def test_compressed_arrays_and_what_no_reader_foresees_are_refused(tmp_path: Path) -> None:
+    with np.load(write(tmp_path / "whole.npz", rows(9))) as arrays:
+        members = {f"{name}.npy": arrays.zip.read(f"{name}.npy") for name in arrays.files}
+    for name, version in (("packed", 20), ("future", 99)):  # the version of zip that a reader needs
+        with zipfile.ZipFile(path := tmp_path / f"{name}.npz", "w") as archive:
+            for member, content in members.items():
+                archive.writestr(member, content, zipfile.ZIP_DEFLATED if name == "packed" else zipfile.ZIP_STORED)
+        path.write_bytes(path.read_bytes().replace(b"PK\x01\x02\x14\x03\x14", b"PK\x01\x02\x14\x03" + bytes([version])))
+        with pytest.raises(
+            ValueError, match=r"packed\.npz: expected .* compressed|future\.npz: expected .* zip file version"
+        ):
             read_table(path)
 
 

@@ -53,13 +53,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
         (138, {"state": "timeout"}, {}, "timeout", 138),
         (138, {"state": "running"}, {}, "timeout", 138),  # signalled while it was starting
         (143, {"state": "terminated"}, {"stopped": signal.SIGTERM}, "terminated", 143),
-        (
-            1,
-            {"state": "terminated", **SAVED},
-            {"stopped": signal.SIGUSR1},
-            "timeout",
-            0,
-        ),  # it was told to
+        (1, {"state": "terminated", **SAVED}, {"stopped": signal.SIGUSR1}, "timeout", 0),  # it was told to
         (137, {"state": "running"}, {}, "failed", 137),
         (1, {"state": "terminated"}, {}, "terminated", 1),
         (1, {"state": "out_of_memory", "error": "x"}, {}, "out_of_memory", 1),

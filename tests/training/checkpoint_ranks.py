@@ -7,8 +7,10 @@ import itertools
 import os
 import random
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,26 +177,76 @@ def save(
 def fail_at_file(folder: str, number: int) -> tuple[SavedCheckpoint, list[str], list[str]]:
     """Save, then again on a disk that is full from the `number`th file on: what came of that, the warnings and what is left;
     last, train on and save."""
-    trained, write_file, files = trained_engine(), checkpoint_files.write_file, 0
+    trained, files = trained_engine(), 0
     checkpoints = CheckpointFolder(folder, CheckpointSettings(keep_last=2))
     assert checkpoints.save(trained, progress(1)).saved
 
-    def full(path: Path, content: Any) -> Any:
+    def full(write: Any, path: Path, *content: Any) -> Any:
         nonlocal files
         files += 1
         if files < number:
-            return write_file(path, content)
-        write_file(path, content[:9])
+            return write(path, *content)
+        path.write_bytes(b"cut short")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch, warned() as warnings:
+        patch.setattr(checkpoint, "write_tensors", partial(full, checkpoint.write_tensors))
         for module in (checkpoint, checkpoint_files):
-            patch.setattr(module, "write_file", full)
+            patch.setattr(module, "write_file", partial(full, checkpoint_files.write_file))
         failed = checkpoints.save(trained, progress(2))
     left = [path.name for path in Path(folder).iterdir()]
     losses(trained, 1, 1)
     assert checkpoints.save(trained, progress(3)).saved
     return failed, warnings, left
+
+
+def save_behind(folder: str) -> dict[str, Any]:
+    """Two steps, a checkpoint that is written while three more are taken, and another one: their losses, those of a run that
+    resumes from the first, bytes of the copy and of the files, and what is in the folder that every second one is copied to."""
+    run = settings(clap={"train": {"ema": 0.9}})
+    trained = engine(run, 1, noisy=True)
+    losses(trained, 0, 2)
+    rule = CheckpointSettings(sync_to=f"{folder}/copies", sync_every=2, keep_last=9)
+    checkpoints, goes_on = CheckpointFolder(f"{folder}/here", rule), threading.Event()
+    write = checkpoint.write_tensors
+
+    def held_up(path: Path, tensors: dict[str, torch.Tensor], *more: Any) -> Any:
+        assert goes_on.wait(60)
+        return write(path, tensors, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", held_up)
+        num_bytes = checkpoints.make_room(trained)
+        checkpoints.start_saving(trained, progress(2))
+        uninterrupted = losses(trained, 2, 3)
+        assert checkpoints.poll() is None
+        goes_on.set()
+        first = checkpoints.finish()
+        checkpoints.start_saving(trained, progress(5))
+        second = checkpoints.finish()
+    third = checkpoints.save(trained, progress(6))
+    assert first is not None
+    assert second is not None
+    assert checkpoints.close() == []
+    other = engine(run, 99, noisy=True)
+    load(CheckpointFolder(f"{folder}/here"), other, first.path)
+    copies = sorted(path.name for path in Path(folder, "copies").iterdir()) if rank() == 0 else []
+    return {
+        "saved": [each.problem for each in (first, second, third)], "copies": copies, "bytes": (num_bytes, first.bytes),
+        "losses": (uninterrupted, losses(other, 2, 3)),
+    }  # fmt: skip
+
+
+def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
+    """What rank 0 is told of a checkpoint that turns out not to be finite, and what all are at the next."""
+    trained, checkpoints = trained_engine(), CheckpointFolder(folder)
+    with torch.no_grad():
+        trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
+    checkpoints.start_saving(trained, progress(1))
+    told = checkpoints.poll(None)
+    with pytest.raises(NonFiniteError) as refusal:
+        checkpoints.finish()
+    return told, str(refusal.value)
 
 
 def save_poisoned(folder: str) -> tuple[str, list[Path]]:

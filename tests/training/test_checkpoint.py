@@ -38,6 +38,24 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
         assert saved.begin < saved.end
 
 
+def test_what_is_written_behind_training_is_the_state_when_it_began(two_ranks: RankPool, tmp_path: Path) -> None:
+    for rank, found in enumerate(two_ranks.run(ranks.save_behind, str(tmp_path))):
+        assert found["saved"] == [None, None, None]
+        uninterrupted, resumed = found["losses"]
+        assert resumed == uninterrupted
+        if rank == 0:
+            assert found["copies"] == ["step-00000005", "step-00000006"]  # every second one, and the last
+            copied, written = found["bytes"]
+            assert 0.5 * written < copied < written  # weights that are the optimiser's, too, lie there once
+
+
+def test_numbers_that_are_not_finite_behind_training_end_it(one_rank: RankPool, tmp_path: Path) -> None:
+    ((told, refusal),) = one_rank.run(ranks.poisoned_behind, str(tmp_path))
+    assert (told.saved, told.problem) == (False, refusal)
+    assert "are NaN or infinite after step 1" in refusal
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize(("saved_on", "precision"), [(2, "bf16"), (1, "fp32")])
 def test_it_resumes_on_another_number_of_ranks(
     two_ranks: RankPool, one_rank: RankPool, tmp_path: Path, saved_on: int, precision: str

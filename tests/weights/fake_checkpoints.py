@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.checkpoint_files import Manifest
@@ -34,7 +36,7 @@ def checkpoint_of(
     model: ClapModel, folder: Path, step: int = 1, tokenizer: str | Path | None = None, **told: Any
 ) -> Path:
     """A checkpoint with a model's weights, and with the tokenizer of that name or in that folder."""
-    contents = {"weights.safetensors": to_safetensors(model.state_dict(), model.config)}
+    contents = {"weights.safetensors": safetensors.torch.save(*to_safetensors(model.state_dict(), model.config))}
     if isinstance(tokenizer, Path):
         contents |= {f"tokenizer/{file.name}": file.read_bytes() for file in tokenizer.iterdir()}
         tokenizer = "tokenizer"

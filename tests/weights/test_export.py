@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.model import Activation, ClapConfig, ProjectionConfig, load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize, train_tokenizer
-from clap_ds.weights import export
+from clap_ds.weights import card, export
+from clap_ds.weights.checkpoint_files import AVERAGE, RAW
 from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.names import laion_names, to_names
@@ -150,6 +152,18 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
     export.main([str(laion), str(tmp_path / "new"), "--tokenizer", str(tokenizer)])
     _, report = transformers.ClapModel.from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
+
+
+def test_a_card_of_the_raw_weights_has_no_scores_of_the_average() -> None:
+    found = SimpleNamespace(path="", config=random_model().config, reached="step 7")
+    files, settings = {RAW: None}, {"clap": {"train": {"ema": 0.9}}}
+    manifest = SimpleNamespace(files=files, settings=settings, step=7, metrics={"recall": 0.5})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(card.Path, "exists", lambda path: True)
+        patch.setattr(card.Manifest, "read", lambda folder: manifest)
+        assert "recall" not in card.model_card(found, [])
+        found.reached += AVERAGE
+        assert "| recall | 0.5 |" in card.model_card(found, [])
 
 
 def test_a_card_says_what_the_records_say_and_no_more(tokenizer: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import save_file
 
@@ -100,7 +101,9 @@ def test_what_is_known_of_weights_comes_with_them(model: ClapModel, tmp_path: Pa
         assert (found.tokenizer, found.text_tokens, found.loss_kind) == (str(old / "tokenizer"), None, "softmax")
         assert found.shown == f"{old if path == tmp_path else path}, step 1,200"
     for tokens in (12, None):
-        (tmp_path / "lone.safetensors").write_bytes(to_safetensors(model.state_dict(), MICRO, tokens))
+        (tmp_path / "lone.safetensors").write_bytes(
+            safetensors.torch.save(*to_safetensors(model.state_dict(), MICRO, tokens))
+        )
         found = load_weights(tmp_path / "lone.safetensors", MICRO)
         assert (found.tokenizer, found.text_tokens, found.shown) == (None, tokens, str(tmp_path / "lone.safetensors"))
     save_transformers(model, tmp_path / "hf")

@@ -1,0 +1,34 @@
+"""A consistent copy of nested state in host memory, from which it is written while training goes on.
+
+The copying is torch's own (the stager of `torch.distributed.checkpoint`): pinned memory for a GPU's tensors, kept from one copy
+to the next, and what shares its memory copied once. What torch's and DeepSpeed's background writers then write are pickles, and
+neither reads back what it wrote: a `CheckpointFolder` writes the copy itself.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class HostCopies:
+    """Makes copies, all in the same memory: the next overwrites the one before."""
+
+    def __init__(self) -> None:
+        self._stager: Any = None
+
+    def of(self, state: Any) -> Any:
+        """The state with its tensors in host memory; returns once they are there."""
+        if self._stager is None:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            is_cuda = torch.cuda.is_available()
+            options = {"use_pinned_memory": is_cuda, "use_non_blocking_copy": is_cuda}
+            self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **options))
+        return self._stager.stage(tree_map_only(Tensor, Tensor.detach, state))
+
+    def bytes_of(self, state: Any) -> int:
+        """Of memory that a copy takes; it is taken."""
+        storages = [each.untyped_storage() for each in tree_leaves(self.of(state)) if isinstance(each, Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
