@@ -193,4 +193,4 @@ def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -
             code = {"clap-label": label, "clap-search": search}[command].main(words)
             assert code == (1 if command == "clap-label" else None)
             assert not (shown := capsys.readouterr().out) or len(shown.splitlines()) == 11, line
-    assert (here / "found.csv").read_text().splitlines()[1].endswith(",1.0")
+    assert len((here / "found.csv").read_text().splitlines()) == 11
