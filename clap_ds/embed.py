@@ -64,8 +64,8 @@ def main(ranks: Ranks) -> None:
     sources = find_sources(arguments.inputs)
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
-    choose_accelerator()
     try:
+        choose_accelerator()  # which loads torch
         leave(embed(arguments, sources, ranks))
     except ValueError as error:  # on all ranks alike
         raise UserError(str(error)) from None

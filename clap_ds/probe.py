@@ -20,6 +20,7 @@ from tqdm import tqdm
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import write_atomically
+from clap_ds.inference.options import check_output
 from clap_ds.record.csv_text import printable
 
 NUM_SHOWN = 5
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
     if importlib.util.find_spec("sklearn") is None:
         raise UserError("clap-probe needs scikit-learn: pip install 'clap-ds[probe]'")
+    check_output(options.json, "--json")
     from clap_ds.inference.probing import probe, read_labelled, split
 
     about, data = read_labelled(options)

@@ -91,7 +91,7 @@ def left_out(num_files: int, reasons: Sequence[tuple[str, str]], most: float) ->
     return int(len(reasons) > most * num_files)
 
 
-def check_output(path: Path | None) -> None:
+def check_output(path: Path | None, option: str = "--output") -> None:
     """UserError for a file that can't be written."""
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise UserError(f"--output {path}: expected a file in a folder that can be written")
+        raise UserError(f"{option} {path}: expected a file in a folder that can be written")

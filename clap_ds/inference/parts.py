@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 Marks: TypeAlias = dict[str, tuple[int, int]]
 """Files by name, with size and time of change."""
-PART_ROWS = 256
-"""Of a part, at least, but for a rank's last."""
+PART_ROWS, PART_S = 256, 60.0
+"""Rows and seconds of work of a part, at least one of them, but for a rank's last: of long files a row may take minutes."""
 _KEPT = 64  # parts in memory while they are joined
 _SAID = ("fingerprint", "dim", "windows", "overlap", "precision")
 
@@ -78,11 +79,12 @@ class Parts:
         """Write rows, which come file by file, in parts; gives each file's name as its first row comes. OSError where the
         folder can't be written: parts that are finished stay."""
         block: list[Row] = []
+        begun = monotonic()
         for row in rows:
             if not block or row.source != block[-1].source:
-                if len(block) >= PART_ROWS:
+                if block and (len(block) >= PART_ROWS or monotonic() - begun >= PART_S):
                     self._write(block, marks)
-                    block = []
+                    block, begun = [], monotonic()
                 yield text_of(row.source)
             block.append(row)
         if block:

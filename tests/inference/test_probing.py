@@ -160,6 +160,8 @@ def test_mistakes_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             run(table, vectors[: len(table)], options, a=listed)
+    with pytest.raises(UserError, match=r"--json absent/out.json: expected a file in a folder that can be written"):
+        run(files, vectors, " --json absent/out.json", a=rows)
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(UserError, match=r"needs scikit-learn: pip install 'clap-ds\[probe\]'"):
         run(files, vectors, a=rows)

@@ -113,6 +113,17 @@ def test_any_number_of_ranks_goes_on_where_others_stopped(tmp_path: Path, files:
     assert run(output, files) == []
 
 
+def test_slow_rows_are_kept_before_a_part_is_full(
+    tmp_path: Path, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(10_000))
+    monkeypatch.setattr(module, "PART_ROWS", 1000)
+    monkeypatch.setattr(module, "monotonic", lambda: 20.0 * next(now))
+    first = run(tmp_path / "vectors.npz", files, stop_after=17)
+    second = run(tmp_path / "vectors.npz", files)
+    assert 1 <= len({*first} & {*second}) <= 3, "no more than a minute's"
+
+
 def test_what_others_made_is_refused(tmp_path: Path, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "vectors.npz"
     run(output, files, stop_after=20)
