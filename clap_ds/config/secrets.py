@@ -41,7 +41,7 @@ def redacted_all(content: Any) -> Any:
     if isinstance(content, str):
         return redacted(content)
     if isinstance(content, dict):
-        return {name: redacted_all(value) for name, value in content.items()}
+        return {redacted_all(name): redacted_all(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
         return (
             redacted_words(content) if all(isinstance(each, str) for each in content) else [*map(redacted_all, content)]

@@ -12,7 +12,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.ranks.agreement import agreed, gather, on_first
+from clap_ds.ranks.agreement import agreed, gather, on_first, rank
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import doing
 from clap_ds.record.directory import RunDirectory
@@ -60,6 +60,8 @@ def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: 
             raise ValueError(f"{problem}. Set clap.data.tokenizer to {right}, or accept it by --accept_changes")
     except ValueError as error:
         raise ValueError(f"{run.path}: clap.train.initial_weights: {error}") from None
+    if rank() == 0:
+        print(f"initial weights: {weights.shown}", flush=True)
 
 
 @contextmanager

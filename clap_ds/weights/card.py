@@ -11,6 +11,7 @@ from huggingface_hub import ModelCardData
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import flatten, read_object
+from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.config.places import VERSION
 from clap_ds.config.secrets import redacted_all
 from clap_ds.weights.checkpoint_files import AVERAGE, MANIFEST, RAW, Manifest
@@ -37,13 +38,13 @@ def model_card(found: Checkpoint, remarks: list[str], run: Path | None = None) -
     path = Path(found.path)
     folder = path if path.is_dir() else path.parent
     manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
-    tables: dict[str, Mapping[str, Any]] = {"Model": found.config.model_dump(mode="json")}
+    tables: dict[str, Mapping[str, Any]] = {"Model": _portable(found.config.model_dump(mode="json"))}
     if manifest:
-        settings = flatten(manifest.settings)
+        settings = flatten(_portable(redacted_all(manifest.settings)))
         told = {name: value for name, value in settings.items() if name in SINGLE or name.startswith(SECTIONS)}
         tables |= {"Training": {"step": manifest.step, **told}}
         if RAW not in manifest.files or found.reached.endswith(AVERAGE):  # else they are the average's
-            tables |= {"Evaluation at that step": manifest.metrics}
+            tables |= {"Evaluation at that step": {k: v for k, v in manifest.metrics.items() if k != TRAIN_LOSS}}
     if run is not None:
         records = [run / name for name in ("summary.json", "environment.json")]
         if not any(record.exists() for record in records):
@@ -65,6 +66,19 @@ def _lines(found: Checkpoint, tables: Mapping[str, Mapping[str, Any]], remarks: 
         rows = [f"| {_plain(k)} | {_plain(v)} |" for k, v in flatten(redacted_all(values)).items() if v is not None]
         if rows:
             yield "\n".join([f"## {title}\n", "| | |", "|---|---|", *rows, ""])
+
+
+def _portable(value: Any) -> Any:
+    """Without this machine's folders: of absolute paths, and those that begin with `~` or `..`, the last part alone; names that
+    are then equal are numbered."""
+    if isinstance(value, Mapping):
+        short = [*map(_portable, value)]
+        names = [name if short.count(name) == 1 else f"{n} {name}" for n, name in enumerate(short, 1)]
+        return dict(zip(names, map(_portable, value.values()), strict=True))
+    if isinstance(value, list | tuple):
+        return [*map(_portable, value)]
+    is_local = isinstance(value, str) and re.match(r"(file:/*)?[/~]|\.\.", value)
+    return value.rstrip("/").rpartition("/")[2] if is_local else value
 
 
 def _plain(value: Any) -> str:

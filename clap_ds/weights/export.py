@@ -65,6 +65,8 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
     at_random = (
         "of longer clips ClapFeatureExtractor takes parts at random, and it takes a clip for longer where none is"
     )
+    if found.config.audio.mel_bins != 64:
+        at_random += "; with other than 64 mel bins it fails on longer ones"
     refused = "longer clips than the model's are refused, as ClapFeatureExtractor crops at random alone"
     remarks.append(at_random if found.config.audio.fusion else refused)
     if LOGIT_BIAS in found.state:

@@ -23,7 +23,7 @@ from clap_ds.config.secrets import redacted, redacted_all
 )
 def test_secrets_in_text(text: str, shown: str) -> None:
     assert redacted(text) == shown
-    assert redacted_all({"a": [{"b": text}]}) == {"a": [{"b": shown}]}
+    assert redacted_all({"a": [{text: text}]}) == {"a": [{shown: shown}]}
 
 
 def test_words_of_a_command() -> None:

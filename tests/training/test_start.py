@@ -46,13 +46,14 @@ def _taken(run: RunSettings, **options: Any) -> ClapModel:
     return model
 
 
-def test_initial_weights_are_taken_over(tmp_path: Path) -> None:
+def test_initial_weights_are_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(9)
     model, path = ClapModel(MICRO), tmp_path / "weights.safetensors"
     save_safetensors(model, path)
     run = reference.settings(train={"initial_weights": str(path)})
     taken = _taken(run).state_dict()
     assert all(torch.equal(value, taken[name]) for name, value in model.state_dict().items())
+    assert f"initial weights: {path}\n" in capsys.readouterr().out
     other = reference.settings(train={"initial_weights": str(path)}, model={"preset": "demo"})
     with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .* holds model micro, this run has demo"):
         _taken(other)

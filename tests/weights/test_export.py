@@ -168,8 +168,13 @@ def test_a_card_of_the_raw_weights_has_no_scores_of_the_average() -> None:
 
 def test_a_card_says_what_the_records_say_and_no_more(tokenizer: Path, tmp_path: Path) -> None:
     shards = "s3://b/x.tar?X-Amz-Signature=abc|<script>\n---"
-    settings = {"clap": {"data": {"shards": shards}, "loss": {"kind": "softmax"}}, "train_batch_size": 64}
-    told = {"settings": settings, "metrics": {"zero_shot_top1": 0.5}}
+    data = {
+        "shards": {shards: 1.0, "/home/me/b.tar": 2.0, "/home/you/b.tar": 3.0},
+        "tokenizer": "FacebookAI/roberta-base",
+    }
+    train = {"initial_weights": "/home/me/runs/a-checkpoints/"}
+    settings = {"clap": {"data": data, "train": train, "loss": {"kind": "softmax"}}, "train_batch_size": 64}
+    told = {"settings": settings, "metrics": {"zero_shot_top1": 0.5, "train_loss": 0.4}}
     checkpoint_of(random_model(), tmp_path / "checkpoints", 7, tokenizer=tokenizer, **told)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text(
@@ -191,7 +196,12 @@ def test_a_card_says_what_the_records_say_and_no_more(tokenizer: Path, tmp_path:
         "448",
     )
     assert rows["clap.loss.kind"] == "softmax"
-    assert "hidden" in rows["clap.data.shards"]
-    assert not re.search(r"abc|(?<!\\)<|secret|null|None", text)
+    assert any(name.startswith("clap.data.shards.s3") and "hidden" in name for name in rows)
+    assert (rows["clap.data.shards.2 b.tar"], rows["clap.data.shards.3 b.tar"]) == ("2", "3")
+    assert (rows["clap.data.tokenizer"], rows["clap.train.initial\\_weights"]) == (
+        "FacebookAI/roberta-base",
+        "a-checkpoints",
+    )
+    assert not re.search(r"abc|(?<!\\)<|secret|null|None|/home|train\\_loss", text)
     assert text.count("\n---\n") == 1, "no second end of the header"
     assert transformers.ClapModel.from_pretrained(tmp_path / "out")
