@@ -36,7 +36,7 @@ TINY = {  # what differs here from the document's runs; LAION's weights are rand
         "model": {"preset": "micro"},
         "text_tokens": 16,
         "data": {"tokenizer": "tokenizer", "num_workers": 0, "shuffle_buffer": 8},
-        "train": {"samples": 8},
+        "train": {"samples": 8, "ema": 0.5},
     },
 }
 CAPTIONED = "retrieval (4 clips, 20 captions)"

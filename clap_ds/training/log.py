@@ -199,7 +199,7 @@ class TrainingLog:
         if self._is_first:
             what = "of host memory for it, beside the model's and the optimizer's own"
             print(
-                f"checkpoints are written while training goes on: rank 0 keeps {num_bytes / 1e9:.2f} GB {what}",
+                f"checkpoints are written while training goes on: rank 0 keeps {num_bytes / 1e9:.2g} GB {what}",
                 flush=True,
             )
 
