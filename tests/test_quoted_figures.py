@@ -73,9 +73,15 @@ def _predicted(scale: int, *runs: str) -> list[float]:
     return [each[scale]["samples_per_s_per_gpu"]["middle"] for each in scales]
 
 
+def _embedding(way: str) -> list[float]:
+    return [row["ratio"] for row in _json("cpu/embed_speed/embed_speed.json")["rows"] if row["name"] == way]
+
+
 RECORDED: dict[tuple[str, str], Callable[[], list[float]]] = {
     ("cpu/communication/communication.md", "10–16 % stays exposed"): lambda: _exposed("emulated"),
     ("cpu/communication/communication.md", "76–82 %"): lambda: _exposed("real"),
+    ("cpu/embed_speed/embed_speed.md", "1.18 times"): lambda: _embedding("clap-embed"),
+    ("cpu/embed_speed/embed_speed.md", "7.09 times"): lambda: _embedding("clap-embed --precision bf16"),
     ("cpu/log_speed/log_speed.md", "1 GB in 8–11 s, of gzip in 15"): _log_speed,
     ("cpu/loss/loss.md", "43 MB"): lambda: _loss("exact_local"),
     ("cpu/loss/loss.md", "4.7 GB"): lambda: [_loss("gather_with_gradient")[0] / 1e3],
