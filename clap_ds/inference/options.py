@@ -58,12 +58,12 @@ def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Names
 
 def load_model(source: str, arguments: argparse.Namespace, **more: Any) -> Clap:
     """The model, as the options say; `more` of `clap_ds.load`. Raises ValueError."""
-    import clap_ds
+    from clap_ds.inference.model import load
     from clap_ds.ranks.distributed import keep_freed_memory
 
-    keep_freed_memory()  # which makes a CPU half as fast again
+    keep_freed_memory()
     given = {name: getattr(arguments, name) for name in ("best", "tokenizer", "preset")}
-    return clap_ds.load(source, dtype=DTYPES[arguments.precision], **given, **more)
+    return load(source, dtype=DTYPES[arguments.precision], **given, **more)
 
 
 def load_model_of(table: Path, about: About, arguments: argparse.Namespace) -> Clap:
