@@ -31,12 +31,16 @@ OVER = {
 
 
 class SlurmCluster:
-    """`node1` … `nodeN` and `ctl`, up when constructed. Paths are unique, so that clusters and leftovers can't meet."""
+    """`node1` … `nodeN` and `ctl`, up when constructed. Paths are unique, so that clusters and leftovers can't meet.
 
-    def __init__(self, num_nodes: int) -> None:
+    Args:
+        name: what nodes are called. Two clusters at once need two names, and two folders for temporary files.
+    """
+
+    def __init__(self, num_nodes: int, name: str = "node") -> None:
         self._lock = (Path(tempfile.gettempdir()) / "clap-slurm.lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # one cluster on a machine: SLURM names its cgroups after nodes only
-        self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
+        self.nodes = [f"{name}{number}" for number in range(1, num_nodes + 1)]
         for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)  # of a test run that was killed; its hosts went with it
         self._remove_cgroups()
@@ -152,7 +156,7 @@ class SlurmCluster:
         texts = {
             "hosts": ";".join(["127.0.0.1 localhost", *(f"{at} {host}" for host, at in self._addresses.items())]),
             "slurm.conf": self._slurm_conf(),
-            "gres.conf": f"NodeName=node[1-{len(self.nodes)}] Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]",
+            "gres.conf": f"NodeName={','.join(self.nodes)} Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]",
             "cgroup.conf": "CgroupAutomount=no" + (";CgroupPlugin=cgroup/v1" if CGROUPS.is_dir() else ""),
             "sshd_config": sshd,
             "ssh_config": f"Host *;{ssh}",
