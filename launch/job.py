@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -113,7 +114,8 @@ class RunningJob:
 
     def _attempt(self, hosts: dict[str, int]) -> Ending:
         started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of a job of this folder before
+        folder.mkdir(parents=True)
         with open(os.open(folder / SECRET, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(os.urandom(16).hex())
         write_atomically(folder / "hostfile", format_hostfile(hosts))

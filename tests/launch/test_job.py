@@ -102,6 +102,16 @@ def test_error_of_a_rank_reaches_the_records(start_job: StartJob, tmp_path: Path
     assert (folder / SECRET).read_text() in Ranks(0, 2, 0, 2, job_folder=folder).run  # under which ranks meet
 
 
+def test_attempt_of_a_job_before_in_the_folder_is_not_this_ones(start_job: StartJob, tmp_path: Path) -> None:
+    """As when its script is given to sbatch once more."""
+    (before := tmp_path / "attempts" / "0").mkdir(parents=True)
+    (before / "run_directory").write_text(f"{tmp_path}\n")
+    (tmp_path / "summary.json").write_text(json.dumps({"state": "failed", "error": "of before"}))
+    start_job("sys.exit(3)").communicate(timeout=180)
+    (error,) = _recorded(tmp_path / "job.json", "error")
+    assert error.startswith("the launcher ended with code 3, and no rank said why")
+
+
 @pytest.mark.parametrize(("number", "state", "code"), [("SIGTERM", "terminated", 143), ("SIGUSR1", "timeout", 0)])
 def test_signal_reaches_the_ranks_step_and_counts(
     start_job: StartJob, tmp_path: Path, number: str, state: str, code: int
