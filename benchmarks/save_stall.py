@@ -43,7 +43,7 @@ def history_of(*, background: bool, every_steps: int, saves: int, micro_batch: i
         run["clap"] |= {"train": train, "checkpoint": checkpoint, "output": {"root": f"{folder}/runs"}}
         (config := folder / "run.json").write_text(json.dumps(run))
         with training(config, 2) as ranks:
-            if any([rank.wait() for rank in ranks]):
+            if any(rank.wait() for rank in ranks):
                 raise UserError((folder / "output").read_text())
         return [json.loads(line) for line in (folder / "saved" / "history.jsonl").read_text().splitlines()]
 
