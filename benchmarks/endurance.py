@@ -32,21 +32,16 @@ TRAIN = str(Path(files.__file__).parents[1] / "train.py")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LIMIT_S = 120.0
 BEYOND_S = 10.0  # the time until some checkpoints are there: a run is left alone up to so long
+WRITE_S = 0.3  # beyond what a file of a micro model takes: signals then find one being written
 HURRIED = """
-import runpy, sys
+import runpy, sys, time
 from clap_ds.ranks import rendezvous
-rendezvous.START_LIMIT_S = 15.0
-{before}
+from clap_ds.training import checkpoint
+rendezvous.START_LIMIT_S, write = 15.0, checkpoint.write_tensors
+checkpoint.write_tensors = lambda *file: (time.sleep({write_s}), write(*file))[1]
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-SLOW_WRITES = """
-import time
-from clap_ds.training import checkpoint
-write = checkpoint.write_tensors
-checkpoint.write_tensors = lambda *file: (time.sleep(0.3), write(*file))[1]
-"""
-"""So that writing a micro model takes about as long as the steps from one checkpoint to the next."""
 COLUMNS = (
     "ranks {ranks} | signals {signals} | resumed {resumed} | amid a checkpoint {amid_a_checkpoint}"
     " | announced and lost {lost} | silently anew {silently_anew} | hung {hung} | steps {steps} | losses {losses}"
@@ -70,15 +65,14 @@ def write_run(folder: Path, samples: int, every_steps: int = 5) -> Path:
 
 
 @contextmanager
-def training(config: Path, num_ranks: int, before: str = "") -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks of a run, rank 0's output in `output` beside its configuration, each after such Python lines; killed at
-    the end."""
+def training(config: Path, num_ranks: int, write_s: float = 0.0) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks of a run, `write_s` slower to write a file of it, rank 0's output in `output` there, too; killed at the end."""
     common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     with (config.parent / "output").open("w") as output:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-u", "-c", HURRIED.format(before=before), TRAIN, "--deepspeed_config", str(config)],
+                [sys.executable, "-u", "-c", HURRIED.format(write_s=write_s), TRAIN, "--deepspeed_config", str(config)],
                 env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.DEVNULL if rank else output,
                 stderr=subprocess.STDOUT,
@@ -106,7 +100,7 @@ def interrupted(
     """Train and signal a random rank at a random moment, the first time once some checkpoints are there. Seconds until then,
     whether one was being written, whether the run was left hanging, and rank 0's output."""
     output = config.parent / "output"
-    with training(config, num_ranks, SLOW_WRITES) as ranks:
+    with training(config, num_ranks, WRITE_S) as ranks:
         begin = time.monotonic()
         if longest_s is None:
             while last_saved(output.read_text()) < 20 and time.monotonic() - begin < LIMIT_S:
