@@ -40,7 +40,6 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("rank", "number", "code", "saved"),
     [(0, SIGKILL, -9, [4]), (1, SIGTERM, 143, [4, 8, 12, 13]), (0, None, 0, [4, 12, 16])],
-    ids=["killed", "stopped", "full disk"],
 )
 def test_a_fault_meanwhile(tmp_path: Path, rank: int, number: Any, code: int, saved: list[int]) -> None:
     config, folder = write_run(tmp_path)
@@ -52,8 +51,9 @@ def test_a_fault_meanwhile(tmp_path: Path, rank: int, number: Any, code: int, sa
         (folder / "go").touch() if number else (folder / "go").mkdir()
     assert ranks.wait()[rank] == code, ranks.outputs
     assert sorted(int(path.name[-2:]) for path in folder.glob("step-*")) == saved
-    failed = "the checkpoint of step 8 could not be saved: [Errno 28] No space left on device; training goes on"
-    assert (failed in ranks.outputs[0]) == (number is None)
+    assert ("step 8 could not be saved: [Errno 28] No space left on device; training" in ranks.outputs[0]) == (
+        not number
+    )
     assert f"resuming from {folder}/step-{saved[-1]:08d}" in commands.train(config)
     (tmp_path / "whole").mkdir()
     whole, undisturbed = write_run(tmp_path / "whole")
