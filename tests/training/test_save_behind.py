@@ -51,9 +51,7 @@ def test_a_fault_meanwhile(tmp_path: Path, rank: int, number: Any, code: int, sa
         (folder / "go").touch() if number else (folder / "go").mkdir()
     assert ranks.wait()[rank] == code, ranks.outputs
     assert sorted(int(path.name[-2:]) for path in folder.glob("step-*")) == saved
-    assert ("step 8 could not be saved: [Errno 28] No space left on device; training" in ranks.outputs[0]) == (
-        not number
-    )
+    assert ("step 8 could not be saved: [Errno 28] No space left on" in ranks.outputs[0]) == (not number)
     assert f"resuming from {folder}/step-{saved[-1]:08d}" in commands.train(config)
     (tmp_path / "whole").mkdir()
     whole, undisturbed = write_run(tmp_path / "whole")
