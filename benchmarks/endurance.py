@@ -31,11 +31,14 @@ from clap_ds.weights import checkpoint_files as files
 TRAIN = str(Path(files.__file__).parents[1] / "train.py")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LIMIT_S = 120.0
-BEYOND_S = 4.0  # the time until some checkpoints are there: a run is left alone up to so long
+BEYOND_S = 10.0  # the time until some checkpoints are there: a run is left alone up to so long
+WRITE_S = 0.3  # beyond what a file of a micro model takes: signals then find one being written
 HURRIED = """
-import runpy, sys
+import runpy, sys, time
 from clap_ds.ranks import rendezvous
-rendezvous.START_LIMIT_S = 15.0
+from clap_ds.training import checkpoint
+rendezvous.START_LIMIT_S, write = 15.0, checkpoint.write_tensors
+checkpoint.write_tensors = lambda *file: (time.sleep({write_s}), write(*file))[1]
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -62,14 +65,14 @@ def write_run(folder: Path, samples: int, every_steps: int = 5) -> Path:
 
 
 @contextmanager
-def training(config: Path, num_ranks: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks of a run, rank 0's output in `output` beside its configuration; killed at the end."""
+def training(config: Path, num_ranks: int, write_s: float = 0.0) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks of a run, `write_s` slower to write a file of it, rank 0's output in `output` there, too; killed at the end."""
     common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     with (config.parent / "output").open("w") as output:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-u", "-c", HURRIED, TRAIN, "--deepspeed_config", str(config)],
+                [sys.executable, "-u", "-c", HURRIED.format(write_s=write_s), TRAIN, "--deepspeed_config", str(config)],
                 env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.DEVNULL if rank else output,
                 stderr=subprocess.STDOUT,
@@ -93,11 +96,11 @@ def last_saved(text: str) -> int:
 
 def interrupted(
     config: Path, num_ranks: int, chance: random.Random, longest_s: float | None
-) -> tuple[float, bool, str]:
+) -> tuple[float, bool, bool, str]:
     """Train and signal a random rank at a random moment, the first time once some checkpoints are there. Seconds until then,
-    whether the run was left hanging, and rank 0's output."""
+    whether one was being written, whether the run was left hanging, and rank 0's output."""
     output = config.parent / "output"
-    with training(config, num_ranks) as ranks:
+    with training(config, num_ranks, WRITE_S) as ranks:
         begin = time.monotonic()
         if longest_s is None:
             while last_saved(output.read_text()) < 20 and time.monotonic() - begin < LIMIT_S:
@@ -105,11 +108,12 @@ def interrupted(
         else:
             time.sleep(chance.uniform(0.0, longest_s))
         took_s = time.monotonic() - begin
+        amid = any((config.parent / "checkpoints").glob(".step*.partial"))
         chance.choice(ranks).send_signal(chance.choice(SIGNALS))
         end = time.monotonic() + LIMIT_S
         while (running := any(rank.poll() is None for rank in ranks)) and time.monotonic() < end:
             time.sleep(0.02)
-    return took_s, running, output.read_text()
+    return took_s, amid, running, output.read_text()
 
 
 def kills(folder: Path, number: int, num_ranks: int) -> dict[str, Any]:
@@ -117,7 +121,7 @@ def kills(folder: Path, number: int, num_ranks: int) -> dict[str, Any]:
     chance, config, checkpoints = random.Random(7), write_run(folder, 10**9), folder / "checkpoints"
     longest_s, before, count = None, 0, Counter[str]()
     for _ in range(number):
-        took_s, hung, text = interrupted(config, num_ranks, chance, longest_s)
+        took_s, amid, hung, text = interrupted(config, num_ranks, chance, longest_s)
         longest_s = longest_s or took_s + BEYOND_S
         newest = files.newest_good(checkpoints)
         found = files.Manifest.read(newest).step if newest else 0
@@ -127,7 +131,7 @@ def kills(folder: Path, number: int, num_ranks: int) -> dict[str, Any]:
         count["lost"] += found < max(before, last_saved(text))
         count["silently_anew"] += started and before > 0 and (resumed is None or int(resumed[1]) < before)
         count["resumed"] += started and resumed is not None
-        count["amid_a_checkpoint"] += any(checkpoints.glob(".step*"))
+        count["amid_a_checkpoint"] += amid
         before = found
     (whole := folder / "whole").mkdir()
     with training(write_run(whole, before * 2 * num_ranks, 1000), num_ranks) as ranks:
