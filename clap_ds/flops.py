@@ -13,6 +13,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,10 +165,7 @@ def _notes(config: ClapConfig, report: dict[str, Any]) -> list[str]:
     return notes
 
 
-def command() -> None:
-    """Console command `clap-flops`."""
-    run_alone(main)
-
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()
