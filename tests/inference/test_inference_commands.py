@@ -67,7 +67,10 @@ def test_two_ranks_make_the_table_that_one_makes(here: Path) -> None:
     np.testing.assert_array_equal(
         np.stack([row.vector for row in rows if row.vector is not None]), found.vector[found.error == ""]
     )
-    assert "is there already" in embed("sounds", "--output", "v.parquet", "--windows", "each")
+    again = embed("sounds", "--output", "v.parquet", "--windows", "each", code=1)
+    assert (
+        "1 of 4 files can't be used" in again.partition("v.parquet is there already, of these files by this model")[2]
+    )
     refused = embed("sounds", "--output", "v.parquet", code=2)
     assert "v.parquet is there already: windows 'each', now 'mean'; delete it, or name another --output" in refused
 
