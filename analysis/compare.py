@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.repeats import RunSpread, pooled_spread
@@ -73,10 +74,7 @@ def main() -> None:
         print(f"### {' and '.join(titles)}\n\n{told}\n")
 
 
-def command() -> None:
-    """Console command `clap-compare`."""
-    run_alone(main)
-
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from clap_ds.analysis.published import FORWARD_GFLOPS
@@ -136,10 +137,7 @@ def main() -> None:
         write_csv(options.csv, rows)
 
 
-def command() -> None:
-    """Console command `clap-efficiency`."""
-    run_alone(main)
-
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

@@ -9,6 +9,7 @@ smaller ones is projected, with a 95 % band over all of them, to four times the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from clap_ds.analysis import plot_scaling
@@ -111,10 +112,7 @@ def main() -> None:
         plot_scaling.draw_projection(found, title).save(options.output)
 
 
-def command() -> None:
-    """Console command `clap-project`."""
-    run_alone(main)
-
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

@@ -44,11 +44,12 @@ def read_record(path: Path) -> Run:
     accumulation = next(filter(None, accumulated), 1)
     of_step = whole(summary.get("micro_batch_per_gpu")) or whole(config.get("train_micro_batch_size_per_gpu"))
     batch, step = of_step and of_step * accumulation, section(summary, "step_time_s")
-    rate, fields = _rate_fields(section(summary, "samples_per_s_per_gpu"))
-    if not rate and batch:
+    fields = _rate_fields(section(summary, "samples_per_s_per_gpu"))
+    if not fields and batch:
         windows, of_steps = _windows_of_steps(path, batch, whole(section(clap, "bench").get("steps_per_window")))
-        step, fields, rate = of_steps or step, interval_fields(windows), rate_over(windows)
+        step, fields = of_steps or step, rate_fields(windows)
         notes += [f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up"] * bool(windows)
+    rate = fields.get("samples_per_s_per_gpu")
     step_s = positive(step.get("median"))
     notes += uneven_steps(rate, batch, step_s) if rate and batch and step_s else []
     notes += [] if rate else ["no complete window was measured"]
@@ -70,7 +71,7 @@ def read_record(path: Path) -> Run:
         device=device, precision=_text(summary, "precision"),
         text_tokens=whole(summary.get("text_tokens")) or whole(clap.get("text_tokens")),
         nodes=whole(summary.get("num_nodes")) or whole(environment.get("num_nodes")) or 0,
-        gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, samples_per_s_per_gpu=rate, **fields, **known,
+        gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, **fields, **known,
         engine_samples_per_s_per_gpu=engine / gpus if engine and gpus else None,
         step_time_s=step_s, slowest_rank_step_time_s=positive(step.get("slowest_rank_median")),
         memory_peak_gib=memory and memory / 1024**3, notes="; ".join(notes),
@@ -78,32 +79,31 @@ def read_record(path: Path) -> Run:
     )  # fmt: skip
 
 
-def _rate_fields(rates: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
-    """The rate, and `Run`'s fields of its interval. Without a mean (before schema 3) the windows tell them."""
+def _rate_fields(rates: Mapping[str, Any]) -> dict[str, Any]:
+    """`Run`'s fields of the rate and its interval; none without one. Without a mean (before schema 3) the windows tell them."""
     windows, seconds = (
         [number for each in found if (number := positive(each))] if isinstance(found := rates.get(name), list) else []
         for name in ("windows", "window_s")
     )
     seconds = seconds if len(seconds) == len(windows) else []
     mean, low, high = (positive(rates.get(name)) for name in ("mean", "low", "high"))
+    known = rate_fields(windows, seconds)
     if not (mean and low and high and low <= mean <= high):
-        return rate_over(windows, seconds) or mean, interval_fields(windows, seconds)
+        return known or ({"samples_per_s_per_gpu": mean} if mean else {})
     label = interval_label(non_negative(rates.get("coverage")), len(windows))
-    return mean, interval_fields(windows, seconds) | {"interval": (low, high), "uncertainty_from": f"{label} of 1 run"}
+    told = {"samples_per_s_per_gpu": mean, "interval": (low, high), "uncertainty_from": f"{label} of 1 run"}
+    return known | told
 
 
-def rate_over(windows: Sequence[float], window_s: Sequence[float] = ()) -> float | None:
-    """All samples over all seconds, of as many samples a window where these aren't given; None without windows."""
-    return rate_interval(windows, window_s or [1 / rate for rate in windows]).rate if windows else None
-
-
-def interval_fields(windows: Sequence[float], window_s: Sequence[float] = ()) -> dict[str, Any]:
-    """`Run`'s fields of the windows and their interval (none for fewer than two); arguments as of `rate_over`."""
-    if len(windows) < 2:
-        return {"windows": tuple(windows)}
+def rate_fields(windows: Sequence[float], window_s: Sequence[float] = ()) -> dict[str, Any]:
+    """`Run`'s fields of timed windows: all samples over all seconds, of as many samples a window where these aren't given, and
+    the interval of two windows or more. None without windows."""
+    if not windows:
+        return {}
     found = rate_interval(windows, window_s or [1 / rate for rate in windows])
-    label = f"{found.label()} of 1 run"
-    return {"windows": tuple(windows), "interval": (found.low, found.high), "uncertainty_from": label}
+    fields = {"samples_per_s_per_gpu": found.rate, "windows": tuple(windows)}
+    of = {"interval": (found.low, found.high), "uncertainty_from": f"{found.label()} of 1 run"}
+    return fields | of if len(windows) > 1 else fields
 
 
 def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[float], dict[str, float]]:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from clap_ds.analysis import efficiency, look, monitor, plot_run, plot_scaling, project
@@ -166,10 +167,7 @@ def main() -> None:
     print(f"wrote {folder / 'report.html'}, report.md and table.csv beside it")
 
 
-def command() -> None:
-    """Console command `clap-report`."""
-    run_alone(main)
-
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from clap_ds.analysis.dialects import DIALECTS, Dialect, Numbers, find_lines
-from clap_ds.analysis.record import HOST_ALONE, interval_fields, rate_over
+from clap_ds.analysis.record import HOST_ALONE, rate_fields
 from clap_ds.analysis.table import LEAST, MOST, Run
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
@@ -225,7 +225,8 @@ def _run(path: Path, starts: Sequence[Start], scan: Scan, warmup_steps: int, giv
     rates = [rate / gpus for of_piece, _, _ in measured for rate in of_piece]
     window_s = [seconds for _, of_piece, _ in measured for seconds in of_piece]
     averages = [average / gpus for _, _, average in measured if average]
-    rate = rate_over(rates, window_s) or (averages[-1] if averages else None)
+    fields = rate_fields(rates, window_s) or {"samples_per_s_per_gpu": averages[-1] if averages else None}
+    rate = fields["samples_per_s_per_gpu"]
     by_timer = any(start.dialect and not start.dialect.counts_data_wait for start in starts)
     left_out = (
         scan.left_out + sum(len(start.positions) for start in starts) - sum(len(steps) for _, (steps, _) in pieces)
@@ -243,7 +244,7 @@ def _run(path: Path, starts: Sequence[Start], scan: Scan, warmup_steps: int, giv
     return Run(
         source=str(path), kind="log", state=last.state, model=facts.get("model", ""), precision=facts.get("precision", ""),
         directory=facts.get("directory", ""), nodes=facts.get("nodes", 0), gpus=facts.get("gpus", 0),
-        batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation, samples_per_s_per_gpu=rate,
-        engine_samples_per_s_per_gpu=rate if by_timer else None, **interval_fields(rates, window_s),
+        batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
+        engine_samples_per_s_per_gpu=rate if by_timer else None, **fields,
         notes="; ".join(note for note, holds in noted.items() if holds),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from clap_ds.config.errors import INTERRUPTED, UserError
 from clap_ds.config.places import VERSION
 from clap_ds.inference import options
 from clap_ds.inference.files import Found, find_sources
-from clap_ds.inference.vectors import About, check_suffix
+from clap_ds.inference.vectors import About, check_suffix, read_table
 from clap_ds.ranks.distributed import (
     Ranks,
     add_rank_options,
@@ -89,9 +90,7 @@ def embed(arguments: argparse.Namespace, sources: dict[str, Found], ranks: Ranks
     try:
         sources, work = on_first(lambda: (sources, parts.begin(sources)))
         if work is None:
-            if ranks.is_first:
-                print(f"{arguments.output} is there already, of these files by this model")
-            return 0
+            return on_first(lambda: repeat(arguments, len(sources)))
         marks, todo = work
         if ranks.is_first and len(todo) < len(marks):
             print(f"{len(marks) - len(todo)} of {len(marks)} files are embedded already", flush=True)
@@ -114,16 +113,20 @@ def finish(parts: Parts, marks: Marks, arguments: argparse.Namespace) -> int:
     return options.left_out(len(marks), reasons, arguments.max_left_out)
 
 
+def repeat(arguments: argparse.Namespace, num_files: int) -> int:
+    """Say that the table is there, and of its files what was said when it was made; the exit code."""
+    reasons = [each for block in read_table(arguments.output)[2] for each in block.left_out]
+    print(f"{arguments.output} is there already, of these files by this model")
+    return options.left_out(num_files, reasons, arguments.max_left_out)
+
+
 def about_of(clap: Clap, arguments: argparse.Namespace) -> About:
     source = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source
     given = {name: getattr(arguments, name) for name in ("windows", "overlap", "precision", "tokenizer", "preset")}
     return About(source, clap.fingerprint, clap.dim, **given, version=VERSION)
 
 
-def command() -> None:
-    """Console command `clap-embed`."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,13 @@ from pydantic import ValidationError
 
 from clap_ds.config import batch_sizes
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import INTERRUPTED, UserError
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
-from clap_ds.config.model import PRESETS, TEXT_TOKENS, ClapConfig, load_preset, preset_argument
+from clap_ds.config.model import TEXT_TOKENS, ClapConfig, load_preset
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.inference import options
 from clap_ds.inference.options import DTYPES
 from clap_ds.ranks.distributed import (
     Ranks,
@@ -41,6 +42,7 @@ from clap_ds.ranks.distributed import (
     check_hostfile,
     choose_accelerator,
     initialize,
+    leave,
     run_command,
 )
 
@@ -58,26 +60,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="clap_ds/evaluate.py", description=description, allow_abbrev=False)
     add, number = parser.add_argument, whole_number()
     add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights")
-    best = "of a folder of checkpoints, the best by its run's best_by (default: newest)"
-    add("--best", action="store_true", help=best)
+    options.add_model_options(parser, precision="the configuration's, else fp32")
     raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
     add("--raw", action="store_true", help=raw)
     add("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
     add("--class_field", metavar="FIELD", help="member of the json that names the class (default: kind)")
     add("--template", action="append", metavar="TEXT", help="caption with {} for the class; repeatable")
-    add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
-    add(
-        "--preset",
-        type=preset_argument,
-        metavar="NAME",
-        help=f"the model's sizes, for a file that doesn't say them: {PRESETS}",
-    )
     told = f"caption length (default: that of training; {TEXT_TOKENS} at most where nothing says)"
     add("--text_tokens", help=told, type=number, metavar="N")
     add("--micro_batch", help=f"clips per rank (default: {MICRO_BATCH})", type=number, metavar="N")
     add("--num_workers", type=whole_number(0), metavar="N", help="decoding processes per rank (default: 0)")
-    add("--precision", choices=tuple(DTYPES), help="default: the configuration's, else fp32")
     add("--json", help="write the results there, too", type=Path, metavar="FILE")
     more = "write there, as JSON, each clip's ranks and scores and, of zero-shot, each class's results and the confusion matrix"
     add("--predictions", help=more, type=Path, metavar="FILE")
@@ -100,12 +93,15 @@ def main(ranks: Ranks) -> None:
     if not Path(arguments.checkpoint).exists():
         raise UserError(f"{arguments.checkpoint}: no such file or folder (working folder: {Path.cwd()})")
     for name in ("json", "predictions"):
-        if (path := getattr(arguments, name)) is not None and not os.access(path.parent, os.W_OK):
-            raise UserError(f"--{name} {path}: expected a file in a folder that can be written")
+        options.check_output(getattr(arguments, name), f"--{name}")
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
-    choose_accelerator()
-    evaluate_checkpoint(settings, arguments, run, ranks)
+    try:
+        choose_accelerator()  # which loads torch
+        evaluate_checkpoint(settings, arguments, run, ranks)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        leave(INTERRUPTED)
 
 
 def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) -> EvaluationSettings:
@@ -205,8 +201,9 @@ def text_tokens_for(option: int | None, run: RunSettings | None, trained: int | 
 
 def print_evaluation(evaluation: Evaluation, title: str) -> None:
     """Each metric, in percent but for the loss, with its interval and chance level, and what it rests on."""
-    from rich.console import Console
     from rich.table import Table
+
+    from clap_ds.record.terminal import show
 
     table = Table("metric")
     for name in ("value", "95 % interval", "chance"):
@@ -222,18 +219,11 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
             *words, kind = name.removeprefix(f"{task}_").split("_")
             shown = " ".join([*words, MEASURES.get(kind) or kind.replace("top", "top-")])
             table.add_row(f"  {shown}", value + unit, f"[{low}, {high}]", chance + unit)
-    console = Console(width=max(100, Console().width), highlight=False, markup=False)
-    console.print(title, style="bold", soft_wrap=True)
-    console.print(table)
-    if evaluation.broken:
-        examples = "; ".join(map(str, evaluation.broken[:NUM_BROKEN_SHOWN]))
-        console.print(f"{len(evaluation.broken)} broken and left out, the first: {examples}", soft_wrap=True)
+    examples = "; ".join(map(str, evaluation.broken[:NUM_BROKEN_SHOWN]))
+    show(title, table, *[f"{len(evaluation.broken)} broken and left out, the first: {examples}"] * bool(examples))
 
 
-def command() -> None:
-    """Console command `clap-evaluate`."""
-    run_command(main)
-
+command = partial(run_command, main)
 
 if __name__ == "__main__":
     command()

@@ -13,10 +13,10 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from clap_ds.config.errors import UserError, run_alone
@@ -32,6 +32,7 @@ from clap_ds.flop_count.analytic import (
     published_flops,
 )  # fmt: skip
 from clap_ds.flop_count.peaks import TRAINING_OVER_FORWARD
+from clap_ds.record.terminal import show
 
 if TYPE_CHECKING:
     from clap_ds.flop_count.counters import Count
@@ -107,7 +108,6 @@ def make_report(config: ClapConfig, text_tokens: int, counts: Counts) -> dict[st
 
 def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> None:
     """The report as a table, both counts and the components, and what to know of it."""
-    console = Console(width=max(100, Console().width), highlight=False)
     title = f"{config.title}, {report['text_tokens']} text tokens: forward GFLOPs per sample"
     table = Table("counted by")
     for convention in CONVENTIONS:
@@ -132,10 +132,7 @@ def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> 
         shown = ("  of the stages: " if name in STAGE_VIEWS else "") + name.replace("_", " ")
         style = "bold" if name in ("audio_tower", "text_tower", "forward") else None
         add_row(shown, [report[each]["components"][name] for each in CONVENTIONS], style)
-    console.print(title, style="bold", soft_wrap=True)
-    console.print(table)
-    for line in (agreement(report), *_notes(config, report)):
-        console.print(line, soft_wrap=True)
+    show(title, table, agreement(report), *_notes(config, report))
 
 
 def agreement(report: dict[str, Any]) -> str:
@@ -164,10 +161,7 @@ def _notes(config: ClapConfig, report: dict[str, Any]) -> list[str]:
     return notes
 
 
-def command() -> None:
-    """Console command `clap-flops`."""
-    run_alone(main)
-
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

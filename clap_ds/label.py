@@ -10,8 +10,8 @@ by the templates, as in zero-shot evaluation; probabilities are over the labels 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,12 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import MISTAKES, UserError, run_alone
 from clap_ds.config.files import read_bytes
 from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.inference import options
 from clap_ds.inference.files import find_sources
 from clap_ds.inference.vectors import SUFFIXES, Block, block_of, read_table
+from clap_ds.record.csv_text import write_csv
 
 _BLOCK = 64  # rows that are labelled at a time
 COLUMNS = ("label", "probability")
@@ -39,10 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     options.check_output(arguments.output)
     tables = {path: read_table(path) for each in arguments.inputs if (path := Path(each)).suffix in SUFFIXES}
     sources = find_sources([each for each in arguments.inputs if Path(each).suffix not in SUFFIXES])
-    # Loading torch takes seconds: only for what can start.
-    from clap_ds.record.csv_text import write_csv
-
-    clap = options.load_model(arguments.checkpoint, arguments)
+    clap = options.load_model(arguments.checkpoint, arguments)  # which loads torch
     for path, (about, *_) in tables.items():
         options.check_made_by(path, about, clap)
     embedded = iter(options.embedded(clap, sources, arguments))
@@ -55,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         classes = clap.class_embeddings(labels, arguments.template)
         for block in chain(*(blocks for *_, blocks in tables.values()), (block_of(each, clap.dim) for each in batches)):
             names.update(block.file)
-            reasons.extend((block.file[n], block.error[n]) for n in np.flatnonzero(block.error != ""))
+            reasons.extend(block.left_out)
             yield from labelled(block, clap.probabilities(block.vector, classes), labels, top)
 
     write_csv(arguments.output, rows())
@@ -117,10 +115,7 @@ def template(text: str) -> str:
     return text
 
 
-def command() -> None:
-    """Console command `clap-label`."""
-    sys.exit(exit_code_of(main))
-
+command = partial(run_alone, main, MISTAKES)
 
 if __name__ == "__main__":
     command()

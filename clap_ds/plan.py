@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,10 +237,7 @@ def render(report: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def command() -> None:
-    """Console command `clap-plan`."""
-    run_alone(main)
-
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

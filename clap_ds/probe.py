@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import MISTAKES, UserError, run_alone
 from clap_ds.config.files import write_atomically
 from clap_ds.inference.options import check_output
 from clap_ds.record.csv_text import printable
@@ -87,10 +87,7 @@ def lines_of(results: dict[str, Any]) -> Iterator[str]:
             yield f"left out: {len(names):,} {why}: {shown}"
 
 
-def command() -> None:
-    """Console command `clap-probe`."""
-    sys.exit(exit_code_of(main))
-
+command = partial(run_alone, main, MISTAKES)
 
 if __name__ == "__main__":
     command()

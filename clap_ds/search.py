@@ -10,14 +10,15 @@ larger than the memory.
 from __future__ import annotations
 
 import argparse
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import MISTAKES, UserError, run_alone
 from clap_ds.inference import options
-from clap_ds.inference.vectors import read_table
+from clap_ds.inference.vectors import nearest, read_table
+from clap_ds.record.csv_text import printable, write_csv
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -28,11 +29,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--sound {arguments.sound}: no such file")
     options.check_output(arguments.output)
     about, num_rows, blocks = read_table(arguments.table)
-    # Loading torch takes seconds: only for a search that can start.
-    from clap_ds.inference.nearest import nearest
-    from clap_ds.record.csv_text import printable, write_csv
-
-    clap = options.load_model_of(arguments.table, about, arguments)
+    clap = options.load_model_of(arguments.table, about, arguments)  # which loads torch
     if arguments.sound:
         query = clap.embed_audio(arguments.sound, windows="middle" if about.windows == "middle" else "mean")
     else:
@@ -61,10 +58,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def command() -> None:
-    """Console command `clap-search`."""
-    sys.exit(exit_code_of(main))
-
+command = partial(run_alone, main, MISTAKES)
 
 if __name__ == "__main__":
     command()

@@ -14,8 +14,9 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from clap_ds.config.errors import exit_code_of
+from clap_ds.config.errors import MISTAKES, run_alone
 
 COMMANDS = {
     "build": ("shard_making.build", "turn audio files with captions into shards"),
@@ -46,10 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     return code
 
 
-def command() -> None:
-    """Console command `clap-shards`."""
-    sys.exit(exit_code_of(main))
-
+command = partial(run_alone, main, MISTAKES)
 
 if __name__ == "__main__":
     command()

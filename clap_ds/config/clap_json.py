@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.files import read_json
+from clap_ds.config.files import object_in
 from clap_ds.config.model_names import PRESET_DIR
 
 # What HTSAT and RoBERTa here are, whatever their sizes; transformers' defaults, too.
@@ -78,7 +78,7 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
         if found not in expected:
             only = " or ".join(map(repr, expected))
             raise ValueError(f"{field} is {found!r}, only {only} is supported")
-    tiny = read_json(PRESET_DIR / "htsat_tiny_roberta_base.json")
+    tiny = object_in(PRESET_DIR / "htsat_tiny_roberta_base.json")
     projection = {"hidden_dim": joint_dim, "activation": activation, "bias": True}
     tiny["audio"]["fusion"] = False
     own_audio = {ours: audio.get(theirs, tiny["audio"][ours]) for ours, theirs in AUDIO.items()}
@@ -92,16 +92,11 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
     return {"audio": own_audio, "text": own_text, "joint_dim": joint_dim}
 
 
-def read_clap(path: Path) -> dict[str, Any]:
-    """`sizes_of_clap` of a `config.json` and of the `preprocessor_config.json` beside it, if there is one. ValueError, with the
-    file, for what can't be read or isn't supported."""
-    given, front_end = path, path.with_name("preprocessor_config.json")
-    try:
-        fields = dict(read_json(path))
-        given = front_end
-        more = dict(read_json(front_end)) if front_end.exists() else {}
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{given}: can't be read as JSON: {error}") from error
+def read_clap(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """`sizes_of_clap` of the fields of a `config.json` and of the `preprocessor_config.json` beside it, if there is one.
+    ValueError, with the file, for what can't be read or isn't supported."""
+    front_end = path.with_name("preprocessor_config.json")
+    more = object_in(front_end) if front_end.exists() else {}
     try:
         return sizes_of_clap(fields, more)
     except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # of fields of wrong types

@@ -22,9 +22,11 @@ class AgreedError(UserError):
     """One that every rank knows of, so that rank 0 speaks for all."""
 
 
-def exit_code_of(
-    action: Callable[[], object], mistakes: tuple[type[Exception], ...] = (UserError, ValueError, OSError)
-) -> int:
+Mistakes = tuple[type[Exception], ...]
+MISTAKES: Mistakes = (UserError, ValueError, OSError)
+
+
+def exit_code_of(action: Callable[[], object], mistakes: Mistakes = MISTAKES) -> int:
     """Run a command: its own exit code if it gives one, 0, 2 with one message where it raises one of `mistakes`, whose further
     lines are indented under the first, or 130 after Ctrl-C."""
     try:
@@ -43,9 +45,9 @@ def exit_code_of(
     return code if isinstance(code, int) else 0
 
 
-def run_alone(main: Callable[[], object]) -> NoReturn:
+def run_alone(main: Callable[[], object], mistakes: Mistakes = (UserError, OSError)) -> NoReturn:
     """Run the main function of a command that no launcher starts, and end with its exit code."""
-    sys.exit(exit_code_of(main, (UserError, OSError)))
+    sys.exit(exit_code_of(main, mistakes))
 
 
 def did_you_mean(name: str, candidates: Collection[str], most_listed: int = 12) -> str:

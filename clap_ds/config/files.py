@@ -79,19 +79,27 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return parse_json(read_bytes(path))
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object; a UserError, saying where, if it can't be read, holds something else, or has a field twice."""
+def object_in(path: Path) -> dict[str, Any]:
+    """A file's JSON object; a ValueError, saying where, if it can't be read, holds something else, or has a field twice."""
     try:
         content = parse_json(read_bytes(path), _refuse_duplicates)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+        raise ValueError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except OSError as error:
-        raise UserError(f"{path}: can't be read: {error.strerror}") from None
+        raise ValueError(f"{path}: can't be read: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object, found {kind_of(content)}")
+        raise ValueError(f"{path}: expected a JSON object, found {kind_of(content)}")
     return content
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """`object_in`, of which the error is a UserError."""
+    try:
+        return object_in(path)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -132,20 +140,12 @@ def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | No
     Raises:
         OSError: it can't be written; what was there stays.
     """
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}")  # process ids repeat from host to host
     content = text.encode()
     try:
-        with open(temporary, "wb") as file:
+        with replacing(Path(path)) as file:
             file.write(_padded(content, len(content) + (spare or 0)))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:  # a signal's, too
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        is_full = isinstance(error, OSError) and error.errno in FULL
-        if spare is None or not is_full or not _overwrite(path, content):
+    except OSError as error:
+        if spare is None or error.errno not in FULL or not _overwrite(path, content):
             raise
 
 
@@ -153,7 +153,7 @@ def write_atomically(path: str | os.PathLike[str], text: str, *, spare: int | No
 def replacing(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
     """A file to be written, by default in the folder of `path`, that takes its place once all of it is on the disk. Raises
     OSError where it can't be; what was there stays then."""
-    partial = (folder or path.parent) / f".{path.name}.{os.urandom(8).hex()}"
+    partial = (folder or path.parent) / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat from host to host
     try:
         with partial.open("wb") as file:
             yield file

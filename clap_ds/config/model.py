@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from clap_ds.config.clap_json import read_clap
-from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import read_object
+from clap_ds.config.errors import did_you_mean
+from clap_ds.config.files import object_in
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
 PAD_TOKEN_ID = 1  # RoBERTa's and MPNet's
@@ -196,17 +196,14 @@ def load_preset(name: str) -> ClapConfig:
     ValueError, in a line, for any other."""
     names, known = preset_names(), preset_of(name)
     if known in names:
-        return parse_sizes(read_object(PRESET_DIR / f"{known}.json"), known)
+        return parse_sizes(object_in(PRESET_DIR / f"{known}.json"), known)
     path = Path(os.path.abspath(name))
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ValueError(f"no preset {name!r}{did_you_mean(name, names, most_listed=0)}; there are {PRESETS}")
-    try:
-        content = read_object(path)
-    except UserError as error:
-        raise ValueError(str(error)) from None
+    content = object_in(path)
     if "model_type" in content:
-        return parse_sizes(read_clap(path), path.parent.name, str(path))
+        return parse_sizes(read_clap(path, content), path.parent.name, str(path))
     return parse_sizes(content, path.stem, str(path))
 
 

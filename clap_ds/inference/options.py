@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import preset_argument
+from clap_ds.config.model import PRESETS, preset_argument
 from clap_ds.data.broken import Broken
 from clap_ds.record.csv_text import printable
 
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--best",
-        action="store_true",
-        help="of a folder of checkpoints, the best by its run's best_by (default: newest)",
-    )
+def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") -> None:
+    """Which model, and how it computes: by default in `precision`, words of what is found out later (None until then)."""
+    add, best = parser.add_argument, "of a folder of checkpoints, the best by its run's best_by (default: newest)"
+    add("--best", action="store_true", help=best)
     add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
-    add("--preset", type=preset_argument, metavar="PRESET", help="the model's sizes, for a file that doesn't say them")
-    add("--precision", choices=tuple(DTYPES), default="fp32", help="of the model (default: fp32)")
+    sizes = f"the model's sizes, for a file that doesn't say them: {PRESETS}"
+    add("--preset", type=preset_argument, metavar="NAME", help=sizes)
+    known = precision if precision in DTYPES else None
+    add("--precision", choices=tuple(DTYPES), default=known, help=f"of the model (default: {precision})")
 
 
 def add_audio_options(parser: argparse.ArgumentParser) -> None:

@@ -100,7 +100,7 @@ class Parts:
             nonlocal num_rows
             for block in self._joined(found[name] for name in marks):
                 num_rows += len(block.file)
-                left_out.extend((block.file[n], block.error[n]) for n in np.flatnonzero(block.error != ""))
+                left_out.extend(block.left_out)
                 yield block
 
         with replacing(self._output, self.folder) as file:

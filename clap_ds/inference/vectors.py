@@ -1,4 +1,5 @@
-"""Tables of vectors: a row for each window of a file, in Parquet (written and read block by block) or NumPy's .npz.
+"""Tables of vectors: a row for each window of a file, in Parquet (written and read block by block) or NumPy's .npz; and the
+rows that are nearest to a vector.
 
 Columns: `file`; `start_s` and `end_s` (float64); `error` (why a file can't be used, else empty); `vector` (float32, of length
 1; of what can't be used null in Parquet, NaN in .npz). What they were made by stands in Parquet's metadata and in the .npz
@@ -67,6 +68,20 @@ class Block(NamedTuple):
     end_s: NDArray[Any]
     error: NDArray[Any]
     vector: NDArray[Any]
+
+    @property
+    def left_out(self) -> list[tuple[str, str]]:
+        """Files that can't be used, and why."""
+        return [(str(self.file[n]), str(self.error[n])) for n in np.flatnonzero(self.error != "")]
+
+
+class Found(NamedTuple):
+    """A row: its cosine similarity to what was looked for, file and times."""
+
+    score: float
+    file: str
+    start_s: float
+    end_s: float
 
 
 def text_of(name: object) -> str:
@@ -179,3 +194,23 @@ def _parquet_blocks(path: Path, table: Any, dim: int) -> Iterator[Block]:
             yield Block(*(*(each.to_numpy(zero_copy_only=False) for each in columns), found))
     except DAMAGE as error:
         raise ValueError(f"{path} can't be read to its end: {error}") from None
+
+
+def nearest(blocks: Iterable[Block], query: NDArray[np.float32], top: int) -> list[Found]:
+    """The `top` rows of the highest scores, the highest first and of equal ones the earlier first; rows without a vector are
+    left out.
+
+    Args:
+        query: (dim,), of length 1, as the rows' vectors are.
+    """
+    best: list[Found] = []
+    for block in blocks:
+        scores = block.vector @ query
+        least = best[-1].score if len(best) == top else -np.inf
+        better = np.flatnonzero(scores > least)  # not where NaN
+        better = better[np.argsort(-scores[better], kind="stable")[:top]]
+        rows = (
+            Found(float(scores[n]), str(block.file[n]), *map(float, (block.start_s[n], block.end_s[n]))) for n in better
+        )
+        best = sorted([*best, *rows], key=lambda row: -row.score)[:top]  # stable
+    return best

@@ -42,11 +42,17 @@ def print_summary(summary: Summary) -> None:
     table.add_column("value", justify="right")
     for name, value in rows(summary):
         table.add_row(name, value)
-    console = Console(width=max(100, Console().width), highlight=False)
-    console.print(title(summary), style="bold", soft_wrap=True)
+    lacks_peak = "flops" in summary and summary["peak_tflops"] is None
+    show(title(summary), table, *([summary["peak_source"]] if lacks_peak else []))
+
+
+def show(title: str, table: Table, *notes: str) -> None:
+    """A table under its title, and lines under it; their text is no markup."""
+    console = Console(width=max(100, Console().width), highlight=False, markup=False)
+    console.print(title, style="bold", soft_wrap=True)
     console.print(table)
-    if "flops" in summary and summary["peak_tflops"] is None:
-        console.print(summary["peak_source"], soft_wrap=True)
+    for note in notes:
+        console.print(note, soft_wrap=True)
 
 
 def title(summary: Summary) -> str:

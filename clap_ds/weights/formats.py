@@ -109,7 +109,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     the front end's and the tokenizer's configuration. Raises ValueError where it holds something else."""
     folder, tensors = Path(folder), {}
     sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
-    config = parse_sizes(read_clap(sizes), folder.name, str(sizes))
+    config = parse_sizes(read_clap(sizes, files.object_in(sizes)), folder.name, str(sizes))
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(_read_safetensors(file)[0])
     if not tensors:
@@ -117,7 +117,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     found = renamed_checkpoint(config, tensors, transformers_names, str(folder))
     if not tokenizer.exists():
         return found
-    cut = _read_json(tokenizer).get("model_max_length")  # said where it is short of the model's positions
+    cut = files.object_in(tokenizer).get("model_max_length")  # said where it is short of the model's positions
     tokens = cut if isinstance(cut, int) and 2 <= cut < config.text.max_tokens else None
     return replace(found, tokenizer=str(folder), text_tokens=tokens)
 
@@ -222,11 +222,3 @@ def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: can't be read as safetensors: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; raises ValueError where it can't be read."""
-    try:
-        return dict(files.read_json(path))
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: can't be read as JSON: {error}") from error

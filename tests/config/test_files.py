@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from clap_ds.config.files import parse_json, read_bytes, read_json, read_lines, write_atomically
 
 
-@pytest.mark.parametrize(("number", "at"), [(errno.ENOSPC, "builtins.open"), (errno.EDQUOT, "os.fsync")])
+@pytest.mark.parametrize(("number", "at"), [(errno.ENOSPC, "io.open"), (errno.EDQUOT, "os.fsync")])
 def test_on_a_full_disk_what_is_there_is_overwritten_as_far_as_it_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at: str
 ) -> None:
-    real: Any = {"builtins.open": open, "os.fsync": os.fsync}[at]
+    real: Any = {"io.open": open, "os.fsync": os.fsync}[at]
 
     def full(file: Any, *rest: Any, **more: Any) -> Any:
         """A temporary file can't be opened, or not be brought to the disk; what is there already can."""

@@ -195,9 +195,3 @@ def test_lists_that_cannot_be_used(
     assert run(path, tmp_path / "out", *(options.split() if is_option else [])) == 2
     assert message.replace("{folder}", str(tmp_path)) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_list_that_is_a_pipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo(tmp_path / "list.csv")
-    assert run(tmp_path / "list.csv", tmp_path / "out") == 2
-    assert "expected a folder, or a list" in capsys.readouterr().err

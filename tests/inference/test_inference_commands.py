@@ -4,8 +4,6 @@ import csv
 import io
 import re
 import shlex
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -67,27 +65,12 @@ def test_two_ranks_make_the_table_that_one_makes(here: Path) -> None:
     np.testing.assert_array_equal(
         np.stack([row.vector for row in rows if row.vector is not None]), found.vector[found.error == ""]
     )
-    assert "is there already" in embed("sounds", "--output", "v.parquet", "--windows", "each")
+    again = embed("sounds", "--output", "v.parquet", "--windows", "each", code=1)
+    assert (
+        "1 of 4 files can't be used" in again.partition("v.parquet is there already, of these files by this model")[2]
+    )
     refused = embed("sounds", "--output", "v.parquet", code=2)
     assert "v.parquet is there already: windows 'each', now 'mean'; delete it, or name another --output" in refused
-
-
-@pytest.mark.end_to_end
-def test_killed_in_the_middle_it_goes_on(here: Path) -> None:
-    for number in range(200):
-        (here / "sounds" / f"{number:03d}.wav").write_bytes((here / "sounds" / "z.wav").read_bytes())
-    constants, options = (
-        {"clap_ds.inference.parts.PART_ROWS": 8},
-        ["sounds", "--output", "v.npz", "--max_left_out", "1"],
-    )
-    (command,) = processes.ranks([EMBED, "run", *options], 1, env=environment(), cwd=here, constants=constants)
-    while len(list(here.glob("v.npz.parts/*.npz"))) < 3 and command.poll() is None:
-        time.sleep(0.01)
-    command.send_signal(signal.SIGKILL)
-    assert command.wait() == -signal.SIGKILL, command.stderr
-    told = embed(*options)
-    assert "of 204 files are embedded already" in told
-    assert (len(table("v.npz").file), [path.name for path in here.glob("v.npz*")]) == (204, ["v.npz"])
 
 
 def test_labels_are_those_of_classify(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,6 +159,10 @@ def test_a_model_that_overflows_has_no_vectors(clap: Clap) -> None:
         (lambda c: c.embed_audio(noise(1).astype(int), 48000), "expected samples in floating point or int16, found int64"),
         (lambda c: c.embed_audio([noise(1) * np.nan], 48000), "audio[0]: audio holds NaN or infinite samples"),
         (lambda c: c.embed_audio("a.wav", windows="each"), "windows: expected mean or middle"),
+        # Before any file is read.
+        (lambda c: c.iter_windows(["x"], windows="all"), "windows: expected each, mean or middle, found 'all'"),
+        (lambda c: c.iter_windows(["x"], overlap=1.0), "overlap: expected a share from 0 to below 1, found 1.0"),
+        (lambda c: c.iter_windows(["x"], batch_size=0), "expected a batch_size from 1 and num_workers from 0, found 0, 0"),
         (lambda c: c.embed_text(["dog", " "]), "expected texts, found ' '"),
         (lambda c: c.classify("a.wav", ["dog"]), "labels: expected at least 2 to tell apart, found ['dog']"),
         (lambda c: c.class_embeddings(["a", "a"]), "labels: expected a list of texts, each once, found ['a', 'a']"),

@@ -107,19 +107,6 @@ def test_what_is_broken_is_a_row_in_its_place(
     assert all(row.vector is None or abs(np.linalg.norm(row.vector) - 1) < 1e-6 for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"windows": "all"}, "windows: expected each, mean or middle, found 'all'"),
-        ({"overlap": 1.0}, "overlap: expected a share from 0 to below 1, found 1.0"),
-        ({"batch_size": 0}, "expected a batch_size from 1 and num_workers from 0, found 0, 0"),
-    ],
-)
-def test_options_that_cannot_be_show_before_any_file_is_read(clap: Clap, options: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(says)):
-        clap.iter_windows(["nowhere.wav"], **options)
-
-
 def test_windows_that_cancel_each_other_have_no_mean() -> None:
     one = np.array([1, 0], np.float32)
     rows = [model.Row("a", 0.0, 1.0, one), model.Row("a", 1.0, 2.0, -one), model.Row("a", 2.0, 2.0)]

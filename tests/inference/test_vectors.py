@@ -12,8 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from clap_ds.inference import vectors
-from clap_ds.inference.nearest import nearest
-from clap_ds.inference.vectors import About, Block, joined, read_table, write_table
+from clap_ds.inference.vectors import About, Block, joined, nearest, read_table, write_table
 
 ABOUT = About("/model", "f00d", 4, "each", 0.5, "fp32", None, None, "0.1.0", "files")
 
