@@ -31,9 +31,6 @@ class TextLayer(nn.Module):
     """A layer of RoBERTa or BERT, with `transformers`' names. With `first_only` it computes, past the attention's keys and
     values, each caption's first token alone: for the last layer where pooling looks at nothing else."""
 
-    attention: Any
-    output: Any
-
     def __init__(self, config: TextConfig, dropout: float, first_only: bool) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
@@ -45,9 +42,9 @@ class TextLayer(nn.Module):
 
         mixing: dict[str, nn.Module] = {name: nn.Linear(width, width) for name in ("query", "key", "value")}
         mixing["dropout"] = nn.Dropout(dropout)
-        self.attention = nn.ModuleDict({"self": nn.ModuleDict(mixing), "output": end(width)})
+        self.attention: Any = nn.ModuleDict({"self": nn.ModuleDict(mixing), "output": end(width)})
         self.intermediate: Any = nn.Sequential(OrderedDict(dense=nn.Linear(width, inner), activation=nn.GELU()))
-        self.output = end(inner)
+        self.output: Any = end(inner)
 
     def forward(self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
         """(batch, tokens, C) → the same or (batch, 1, C); packed, (1, tokens, C) → the same or (1, captions, C)."""
