@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from webdataset.filters import shuffle
 
 from clap_ds.config.sections import ShardData
@@ -31,7 +30,7 @@ from clap_ds.data.items import choose_clip, kind_of_row, read_clip
 from clap_ds.data.shard_files import open_ahead
 from clap_ds.data.shard_list import Part, Source
 from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, list_items, samples_between, words
-from clap_ds.model.tokenizer import tokenize
+from clap_ds.model.tokenizer import PreTrainedTokenizerBase, tokenize
 
 Position = dict[str, Any]
 """Where a reader stands, fit for JSON: `samples` given so far, and of each source in `passes` the number of the pass and how

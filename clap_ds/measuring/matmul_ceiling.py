@@ -7,7 +7,6 @@ is random: constant data draws less power and shows a rate no training sees.
 from __future__ import annotations
 
 import torch
-from torch.utils.benchmark import Timer
 
 GPU_SIZE = 8192
 CPU_SIZE = 1024  # larger ones would take too long
@@ -18,6 +17,8 @@ def measure_matmul_tflops(
 ) -> float:
     """TFLOPS of bf16 square matrix products with random data, median over short windows. `size`: rows and columns (None: as
     many as keep the device busy); `warm_up_s`: for clocks to settle under load."""
+    from torch.utils.benchmark import Timer  # imports setuptools
+
     size = size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     names = {"matmul": torch.matmul, "a": a, "b": b, "product": torch.empty_like(a)}

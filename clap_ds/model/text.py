@@ -1,44 +1,69 @@
-"""CLAP's text tower: `transformers.RobertaModel`, or its BERT or MPNet, and the pooling that makes one vector of a caption.
+"""CLAP's text tower: RoBERTa or BERT, or `transformers`' MPNet, and the pooling that makes one vector of a caption.
 
+`transformers` is imported for MPNet and for pretrained weights alone: its models open more files than torch and DeepSpeed do.
 Leaves the projection to the joint space to `clap.py` and tokenising to `clap_ds.data`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.clap_json import TEXT
 from clap_ds.config.model import TextConfig
-from clap_ds.model import text_attention
-from clap_ds.model.hub import load_by_name
 from clap_ds.model.packed import Layout, Packing, lay_out
+from clap_ds.model.text_attention import attend
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
 
-from transformers import AutoConfig, AutoModel, PreTrainedModel  # isort: skip
-from transformers.models.roberta.modeling_roberta import RobertaAttention  # isort: skip
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FIELD = "clap.model.text_from_hub"
 _SIZES = TEXT | {"layer_norm_eps": "layer_norm_eps"}
 
 
-class FirstTokenAttention(nn.Module):
-    """A layer's attention and the projection after it, given out for each caption's first token alone, so that the rest of the
-    layer computes only those rows. For the last layer where pooling looks at nothing else. Weights keep their names."""
+class TextLayer(nn.Module):
+    """A layer of RoBERTa or BERT, with `transformers`' names. With `first_only` it computes, past the attention's keys and
+    values, each caption's first token alone: for the last layer where pooling looks at nothing else."""
 
-    def __init__(self, attention: Any) -> None:
+    def __init__(self, config: TextConfig, dropout: float, first_only: bool) -> None:
         super().__init__()
-        self.self, self.output = attention.self, attention.output
+        width, inner = config.hidden_size, config.intermediate_size
+        self.num_heads, self.first_only = config.num_heads, first_only
 
-    def forward(self, hidden: Tensor, *args: Any, layout: Layout | None = None, **kwargs: Any) -> tuple[Tensor, None]:
-        """(batch, tokens, C) → (batch, 1, C); packed, (1, tokens, C) → (1, captions, C)."""
-        mixed = self.self(hidden, *args, layout=layout, **kwargs)[0]
-        if layout is None:
-            return self.output(mixed[:, :1], hidden[:, :1]), None
-        first = layout.packing.bounds[: layout.packing.num_captions]
-        return self.output(mixed.index_select(1, first), hidden.index_select(1, first)), None
+        def end(wide: int) -> nn.ModuleDict:
+            norm = nn.LayerNorm(width, config.layer_norm_eps)
+            return nn.ModuleDict({"dense": nn.Linear(wide, width), "LayerNorm": norm, "dropout": nn.Dropout(dropout)})
+
+        mixing: dict[str, nn.Module] = {name: nn.Linear(width, width) for name in ("query", "key", "value")}
+        mixing["dropout"] = nn.Dropout(dropout)
+        self.attention: Any = nn.ModuleDict({"self": nn.ModuleDict(mixing), "output": end(width)})
+        self.intermediate: Any = nn.Sequential(OrderedDict(dense=nn.Linear(width, inner), activation=nn.GELU()))
+        self.output: Any = end(inner)
+
+    def forward(self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
+        """(batch, tokens, C) → the same or (batch, 1, C); packed, (1, tokens, C) → the same or (1, captions, C)."""
+        own = self.attention.self
+        heads = (each(hidden).unflatten(-1, (self.num_heads, -1)) for each in (own.query, own.key, own.value))
+        query, key, value = (each.transpose(1, 2) for each in heads)
+        dropout = own.dropout.p if self.training else 0.0
+        mixed = attend(query, key, value, mask_B11L, dropout=dropout, layout=layout).flatten(2)
+        if self.first_only and layout is None:
+            mixed, hidden = mixed[:, :1], hidden[:, :1]
+        elif self.first_only and layout is not None:
+            first = layout.packing.bounds[: layout.packing.num_captions]
+            mixed, hidden = mixed.index_select(1, first), hidden.index_select(1, first)
+        hidden = _end_branch(self.attention.output, mixed, hidden)
+        return _end_branch(self.output, self.intermediate(hidden), hidden)
+
+
+def _end_branch(end: Any, branch: Tensor, hidden: Tensor) -> Tensor:
+    return end.LayerNorm(end.dropout(end.dense(branch)) + hidden)
 
 
 class TextTower(nn.Module):
@@ -60,34 +85,26 @@ class TextTower(nn.Module):
 
     def __init__(self, config: TextConfig, *, dropout: float, from_hub: bool) -> None:
         super().__init__()
-        self.pooling = config.pooling
-        with_pooler = self.pooling == "cls_pooler"
-        self.roberta = (pretrained if from_hub else _untrained)(config, dropout, with_pooler)
-        self.adds_mask = config.architecture == "mpnet"
-        if not self.adds_mask:
-            self.roberta.config._attn_implementation = text_attention.NAME
-        self.first_position = config.first_position
-        if config.ends_with_first_token:
-            last: Any = self.roberta.encoder.layer[-1]
-            last.attention = FirstTokenAttention(last.attention)
+        self.pooling, self.first_position = config.pooling, config.first_position
+        self.checkpoint, self.is_own = False, config.architecture != "mpnet"
+        if not self.is_own:
+            self.roberta = (pretrained if from_hub else _untrained_mpnet)(config, dropout)
+            return
+        self.roberta = _encoder(config, dropout)
+        if from_hub:
+            self.roberta.load_state_dict(pretrained(config).state_dict())
 
     def blocks(self) -> list[nn.Module]:
         """Its layers, in order."""
         return list(self.roberta.encoder.layer)
 
     def compute_every_token(self) -> None:
-        """Have the last layer compute all tokens after all, as other CLAPs do: to count what they cost, of BERT the same.
-        Loses its weights."""
-        last: Any = self.roberta.encoder.layer[-1]
-        if isinstance(last.attention, FirstTokenAttention):
-            last.attention = RobertaAttention(self.roberta.config).train(last.training)
+        """Have the last layer compute all tokens after all, as other CLAPs do: to count what they cost, of BERT the same."""
+        self.roberta.encoder.layer[-1].first_only = False
 
     def checkpoint_activations(self, enabled: bool) -> None:
         """Whether layers keep only their input for the backward pass."""
-        if enabled:  # renamed within the versions of transformers this works with
-            enable = getattr(self.roberta, "activation_checkpointing_enable", None)
-            (enable or self.roberta.gradient_checkpointing_enable)({"use_reentrant": False})
-            self.roberta.disable_input_require_grads()  # which would have frozen layers computed again, and backward
+        self.checkpoint = enabled
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
         """One vector per caption, (batch, hidden_size) in the parameters' dtype.
@@ -97,23 +114,32 @@ class TextTower(nn.Module):
             attention_mask: (batch, tokens), 1 at real tokens; None when no caption is padded: a wider choice of kernels.
             packing: for packed captions: `input_ids` is then (tokens,), without a mask.
         """
-        if packing is not None:
-            return self._forward_packed(input_ids, packing)
-        # Four dimensions keep transformers from reading the mask's values on the host, which would wait for the device.
         mask_B11L = None if attention_mask is None else attention_mask[:, None, None, :].bool()
-        if self.adds_mask and mask_B11L is not None:
-            mask_B11L = (~mask_B11L).to(self.roberta.dtype) * torch.finfo(self.roberta.dtype).min
-        output = self.roberta(input_ids=input_ids, attention_mask=mask_B11L)
-        if self.pooling == "cls_pooler":
-            return output.pooler_output
-        return mean_over_tokens(output.last_hidden_state, attention_mask)
-
-    def _forward_packed(self, input_ids_T: Tensor, packing: Packing) -> Tensor:
-        layout = lay_out(packing, len(input_ids_T), self.first_position)
-        output = self.roberta(input_ids=input_ids_T[None], position_ids=layout.position_ids, layout=layout)
-        if self.pooling == "cls_pooler":
-            return self.roberta.pooler(output.last_hidden_state.transpose(0, 1))
-        return mean_over_packed_tokens(output.last_hidden_state[0], layout)
+        layout, takes_first = None, self.pooling == "cls_pooler"
+        if not self.is_own:
+            # Four dimensions keep transformers from reading the mask's values on the host, which would wait for the device.
+            dtype = self.roberta.dtype
+            added = None if mask_B11L is None else (~mask_B11L).to(dtype) * torch.finfo(dtype).min
+            output = self.roberta(input_ids=input_ids, attention_mask=added)
+            return output.pooler_output if takes_first else mean_over_tokens(output.last_hidden_state, attention_mask)
+        parts = self.roberta.embeddings
+        if packing is not None:
+            layout = lay_out(packing, len(input_ids), self.first_position)
+            input_ids, positions = input_ids[None], layout.position_ids
+        else:
+            columns = torch.arange(input_ids.shape[1], device=input_ids.device) + self.first_position
+            last = parts.position_embeddings.num_embeddings - 1  # which padding alone goes beyond
+            positions = columns.clamp(max=last).expand_as(input_ids)
+        tokens = parts.word_embeddings(input_ids) + parts.token_type_embeddings(torch.zeros_like(input_ids))
+        hidden = parts.dropout(parts.LayerNorm(tokens + parts.position_embeddings(positions)))
+        for layer in self.blocks():
+            run = partial(checkpoint, layer, use_reentrant=False) if self.checkpoint and self.training else layer
+            hidden = run(hidden, mask_B11L, layout)
+        if takes_first:
+            return self.roberta.pooler(hidden[:, 0] if layout is None else hidden[0])
+        return (
+            mean_over_tokens(hidden, attention_mask) if layout is None else mean_over_packed_tokens(hidden[0], layout)
+        )
 
 
 def mean_over_tokens(hidden_BLC: Tensor, mask_BL: Tensor | None) -> Tensor:
@@ -134,27 +160,57 @@ def mean_over_packed_tokens(hidden_TC: Tensor, layout: Layout) -> Tensor:
     return (sums_SC[:num_captions] / lengths_B1).to(hidden_TC.dtype)
 
 
-def _untrained(config: TextConfig, dropout: float, with_pooler: bool) -> PreTrainedModel:
-    options: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()}
-    options |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    if config.architecture == "roberta":
-        options["type_vocab_size"] = 1  # by default two, as BERT has them
-    return AutoModel.from_config(AutoConfig.for_model(config.architecture, **options), add_pooling_layer=with_pooler)
+def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
+    """RoBERTa's or BERT's, untrained, drawn as `transformers` draws it."""
+    width, padding = config.hidden_size, config.pad_token_id
+    embeddings = {
+        "word_embeddings": nn.Embedding(config.vocab_size, width, padding),
+        "token_type_embeddings": nn.Embedding(2 if config.architecture == "bert" else 1, width),
+        "LayerNorm": nn.LayerNorm(width, config.layer_norm_eps),
+        "dropout": nn.Dropout(dropout),
+        "position_embeddings": nn.Embedding(config.max_positions, width, padding or None),
+    }
+    ends = [False] * (config.num_layers - 1) + [config.ends_with_first_token]
+    layers = nn.ModuleList(TextLayer(config, dropout, first_only) for first_only in ends)
+    parts: Any = {"embeddings": nn.ModuleDict(embeddings), "encoder": nn.ModuleDict({"layer": layers})}
+    if config.pooling == "cls_pooler":
+        parts["pooler"] = nn.Sequential(OrderedDict(dense=nn.Linear(width, width), activation=nn.Tanh()))
+    encoder = nn.ModuleDict(parts)
+    for module in encoder.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            nn.init.zeros_(module.weight.data[module.padding_idx])
+    return encoder
 
 
-def pretrained(config: TextConfig, dropout: float = 0.0, with_pooler: bool = True) -> PreTrainedModel:
-    """The encoder with the weights `config.hub_name` names; ValueError where they can't be had, or are of another architecture
-    or other sizes, which is found out before they are fetched."""
+def _untrained_mpnet(config: TextConfig, dropout: float) -> PreTrainedModel:
+    from transformers import MPNetConfig, MPNetModel
+
+    sizes: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()}
+    sizes |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return MPNetModel(MPNetConfig(**sizes), add_pooling_layer=config.pooling == "cls_pooler")
+
+
+def pretrained(config: TextConfig, dropout: float = 0.0) -> PreTrainedModel:
+    """`transformers`' encoder with the weights `config.hub_name` names; ValueError where they can't be had, or are of another
+    architecture or other sizes, which is found out before they are fetched."""
     if not config.hub_name:
         raise ValueError(f"{FIELD}: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
+    from transformers import AutoConfig, AutoModel
+
+    from clap_ds.model.hub import load_by_name
 
     def load_sizes(local_files_only: bool) -> Any:
         return AutoConfig.from_pretrained(config.hub_name, local_files_only=local_files_only, trust_remote_code=False)
 
     def load(local_files_only: bool) -> PreTrainedModel:
         return AutoModel.from_pretrained(
-            config.hub_name, add_pooling_layer=with_pooler, local_files_only=local_files_only, trust_remote_code=False,
+            config.hub_name, add_pooling_layer=config.pooling == "cls_pooler", local_files_only=local_files_only,
             hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, dtype=torch.float32, use_safetensors=True,
+            trust_remote_code=False,
         )  # fmt: skip
 
     found = load_by_name(config.hub_name, load_sizes, field=FIELD, what="weights")
@@ -162,6 +218,8 @@ def pretrained(config: TextConfig, dropout: float = 0.0, with_pooler: bool = Tru
         kind = f"of architecture {found.model_type!r}, this preset's text tower of {config.architecture!r}"
         raise ValueError(f"{FIELD}: {config.hub_name!r} is {kind}")
     sizes = [(ours, getattr(found, theirs), getattr(config, ours)) for ours, theirs in _SIZES.items()]
+    fixed = {"type_vocab_size": 2 if config.architecture == "bert" else 1, "hidden_act": "gelu"}
+    sizes += [(name, getattr(found, name, value), value) for name, value in fixed.items()]
     wrong = [f"{name} {size} (expected {expected})" for name, size, expected in sizes if size != expected]
     if wrong:
         raise ValueError(f"{FIELD}: {config.hub_name!r} is not of this preset's sizes: {', '.join(wrong)}")

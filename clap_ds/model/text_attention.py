@@ -1,4 +1,4 @@
-"""RoBERTa's attention, registered with `transformers` under `NAME`: packed captions, and what is quick on CPUs.
+"""RoBERTa's attention: packed captions, and what is quick on CPUs.
 
 Packed on CUDA in 16 bits it is PyTorch's variable-length flash attention, which has no dropout of attention weights. Everywhere
 else packed captions are padded to the longest for the attention alone. On CPU attention is two matrix products around a
@@ -7,22 +7,14 @@ softmax: PyTorch's fused kernel there takes ten times as long backward in bf16.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from clap_ds.model.packed import Layout, Rearrange
-from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers)
-
-from transformers import AttentionInterface  # isort: skip
-
-NAME = "clap_ds"
 
 
 def attend(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -30,9 +22,8 @@ def attend(
     *,
     dropout: float = 0.0,
     layout: Layout | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """`transformers`' attention interface; scores are scaled by D^-1/2, as RoBERTa's are.
+) -> Tensor:
+    """Scores are scaled by D^-1/2, as RoBERTa's are.
 
     Args:
         query, key, value: (batch, heads, tokens, D); with a `layout` the batch is 1, of packed captions.
@@ -40,16 +31,16 @@ def attend(
         layout: how captions are packed.
 
     Returns:
-        (batch, tokens, heads, D), and None for the attention weights, which are not kept.
+        (batch, tokens, heads, D).
     """
     if layout is None:
-        return _attend_padded(query, key, value, attention_mask, dropout).transpose(1, 2), None
+        return _attend_padded(query, key, value, attention_mask, dropout).transpose(1, 2)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _attend_varlen(query, key, value, layout), None
+        return _attend_varlen(query, key, value, layout)
     q, k, v = (_to_padded(tensor, layout) for tensor in (query, key, value))
     mixed_SALD = _attend_padded(q, k, v, layout.keep, dropout)
     mixed_TAD = mixed_SALD.transpose(1, 2).flatten(0, 1).index_select(0, layout.to_row)
-    return mixed_TAD[None], None
+    return mixed_TAD[None]
 
 
 def _to_padded(packed_1ATD: Tensor, layout: Layout) -> Tensor:
@@ -77,6 +68,3 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout) ->
     mixed = varlen_attn(q, k, v, bounds, bounds, longest, longest)
     assert isinstance(mixed, Tensor)
     return mixed[None]
-
-
-AttentionInterface.register(NAME, attend)

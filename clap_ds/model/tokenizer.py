@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import clap_ds.model.torchaudio_compat  # noqa: F401  (must come before transformers)
-
-# isort: split
-import tokenizers
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from clap_ds.config.files import MOST_BYTES
 from clap_ds.config.model import PAD_TOKEN_ID
-from clap_ds.model.hub import load_by_name
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which takes seconds: where it is used)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+else:
+    PreTrainedTokenizerBase = Any
 
 FIELD = "clap.data.tokenizer"
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4; RoBERTa's own are 0 to 3
@@ -42,6 +42,10 @@ def load_tokenizer(
         ValueError: not found (says where it looked), or it doesn't fit the model: ids beyond `vocab_size`, or padding other
             than the model's.
     """
+
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    from clap_ds.model.hub import load_by_name
 
     def load(local_files_only: bool) -> PreTrainedTokenizerBase:
         no_code = {"trust_remote_code": False}  # of the repository: by default transformers asks on the terminal
@@ -88,6 +92,9 @@ def train_tokenizer(captions: Iterable[str], directory: Path, *, vocab_size: int
     Args:
         vocab_size: upper bound; at least the 256 bytes and the special tokens.
     """
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     assert vocab_size >= 256 + len(SPECIAL_TOKENS)
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -19,15 +19,12 @@ from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Layout
 from clap_ds.model.patch_embed import PatchEmbed
 from clap_ds.model.swin import DropPath, PatchMerging, SwinBlock
-from clap_ds.model.text import FirstTokenAttention
+from clap_ds.model.text import TextLayer
 from clap_ds.native.library import executable, unavailable
 from clap_ds.native.linear import fits_linears, native_linears, native_mlp
 from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm, native_mel_power
 from clap_ds.native.segment_attention import HEAD_DIMS, Segments, native_segment_attention
 from clap_ds.native.window_attention import fits_windows, native_window_attention
-
-from transformers.models.bert.modeling_bert import BertLayer  # isort: skip
-from transformers.models.roberta.modeling_roberta import RobertaLayer  # isort: skip
 
 
 def report(setting: Literal["auto", "off"], architecture: str = "roberta") -> str:
@@ -128,28 +125,18 @@ class NativeSwinBlock(NativeModule, SwinBlock):
         return _add_branch(self.drop_path, feed, tokens_BHWC)
 
 
-class NativeTextLayer(NativeModule):
-    """A layer of RoBERTa or BERT. With `FirstTokenAttention`, what follows the attention is computed of each caption's first
-    token alone, as there."""
-
-    attention: Any
-    intermediate: Any
-    output: Any
-
+class NativeTextLayer(NativeModule, TextLayer):
     def fits(self) -> bool:
         attention: Any = self.attention.self
         return (
             fits_norm(attention.query.in_features)
-            and fits_linears(attention.query, self.intermediate.dense)
-            and attention.attention_head_size in HEAD_DIMS
+            and fits_linears(attention.query, self.intermediate[0])
+            and attention.query.in_features // self.num_heads in HEAD_DIMS
         )
 
-    def run(
-        self, hidden_BLC: Tensor, attention_mask: Any = None, *args: Any, layout: Any = None, **kwargs: Any
-    ) -> Tensor:
-        """`transformers`' arguments and, of packed captions, (1, tokens, C), their `Layout`."""
-        first_only = isinstance(self.attention, FirstTokenAttention)
-        segments = _segments(hidden_BLC, attention_mask, layout, first_only=first_only)
+    def run(self, hidden_BLC: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
+        first_only = self.first_only
+        segments = _segments(hidden_BLC, mask_B11L, layout, first_only=first_only)
         attention: Any = self.attention.self
         query, *others = ((each.weight, each.bias) for each in (attention.query, attention.key, attention.value))
         hidden_TC = hidden_BLC.flatten(0, 1)
@@ -158,26 +145,17 @@ class NativeTextLayer(NativeModule):
         if first_only:
             hidden_TC = hidden_TC.index_select(0, segments.key_start)
             tensors = [native_linears(hidden_TC, *query)[0], projected]
-        heads, scale = attention.num_attention_heads, attention.attention_head_size**-0.5
+        heads, scale = self.num_heads, (hidden_BLC.shape[-1] // self.num_heads) ** -0.5
         dropout = attention.dropout.p if attention.training else 0.0
         mixed = native_segment_attention(tensors, heads, segments, scale, dropout)
-        output, first, second = self.attention.output, self.intermediate.dense, self.output.dense
+        output, first, second = self.attention.output, self.intermediate[0], self.output.dense
         branch, _ = native_linears(mixed, output.dense.weight, output.dense.bias)
         hidden_TC = _add_and_norm(branch, hidden_TC, output)
         branch, hidden_TC = native_mlp(hidden_TC, first.weight, first.bias, second.weight, second.bias)
         return _add_and_norm(branch, hidden_TC, self.output).unflatten(0, (len(hidden_BLC), -1))
 
 
-class NativeRobertaLayer(NativeTextLayer, RobertaLayer): ...
-
-
-class NativeBertLayer(NativeTextLayer, BertLayer): ...
-
-
-NATIVE: tuple[Any, ...] = (
-    *(NativeLogMel, NativePatchEmbed, NativePatchMerging, NativeSwinBlock),
-    *(NativeRobertaLayer, NativeBertLayer),
-)
+NATIVE: tuple[Any, ...] = (NativeLogMel, NativePatchEmbed, NativePatchMerging, NativeSwinBlock, NativeTextLayer)
 
 
 def _segments(hidden_BLC: Tensor, mask_B11L: Tensor | None, layout: Layout | None, *, first_only: bool) -> Segments:

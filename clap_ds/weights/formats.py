@@ -23,11 +23,8 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
 from clap_ds.native.convert import convert
 from clap_ds.weights.expressible import expressible
-from clap_ds.weights.hf_config import config_to_transformers, feature_extractor
 from clap_ds.weights.names import State, from_names, to_names, transformers_names
 from clap_ds.weights.state_file import write_tensors
-
-import transformers  # isort: skip  (after torchaudio_compat)
 
 METADATA_KEY = "clap_ds.config"
 TEXT_TOKENS_KEY = "clap_ds.text_tokens"
@@ -131,6 +128,8 @@ def save_transformers(model: ClapModel, folder: str | Path) -> None:
     Raises:
         ValueError: HF's ClapModel can't express this model; says why. `save_safetensors` can.
     """
+    from clap_ds.weights.hf_config import config_to_transformers, feature_extractor, transformers
+
     config, state = expressible(model.config, model.state_dict())
     theirs: Any = transformers.ClapModel(config_to_transformers(config))
     lacking = theirs.load_state_dict(to_transformers(state), strict=False).missing_keys

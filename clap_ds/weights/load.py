@@ -9,11 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.model.hub import load_by_name
 from clap_ds.weights.checkpoint_files import AVERAGE, MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
 from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, load_safetensors, load_transformers, some
 from clap_ds.weights.laion import load_laion
@@ -70,12 +68,16 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tu
         file = path / (RAW if raw and (path / RAW).exists() else WEIGHTS)
         return path, _with_manifest(file, load_safetensors(file))
     if not path.exists() and _HUB_ID.fullmatch(str(path)) and path.suffix not in (*_PICKLES, ".safetensors"):
+        from clap_ds.model.hub import load_by_name
+
         return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
     what = "expected" if path.exists() else "no such file or folder; expected"
     raise ValueError(f"{path}: {what} a folder, a .safetensors file or LAION-CLAP's {', '.join(_PICKLES)}")
 
 
 def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
+    from huggingface_hub import snapshot_download
+
     folder = snapshot_download(str(path), local_files_only=local_files_only, allow_patterns=_OF_A_MODEL)
     found = load_transformers(folder)
     return replace(found, config=found.config.model_copy(update={"name": path.name}))

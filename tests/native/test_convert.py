@@ -105,10 +105,10 @@ def test_audio_tower() -> None:
 @pytest.mark.parametrize("form", ["full", "padded", "packed"])
 def test_text_tower(form: str, pooling: str) -> None:
     assert_as_exact_as_torch(functools.partial(text_tower, pooling), captions(form))
-    assert kinds(native(text_tower(pooling))) == {"NativeRobertaLayer": 2}
+    assert kinds(native(text_tower(pooling))) == {"NativeTextLayer": 2}
     bert = functools.partial(text_tower, pooling, architecture="bert")
     assert_as_exact_as_torch(bert, captions(form))
-    assert kinds(native(bert())) == {"NativeBertLayer": 2}
+    assert kinds(native(bert())) == {"NativeTextLayer": 2}
     assert not kinds(native(text_tower(pooling, architecture="mpnet")))
     assert report("auto", "mpnet") == f"{report('auto')}; the text tower, an mpnet, by torch"
 
@@ -140,7 +140,7 @@ def test_parameters_hooks_and_copies_stay() -> None:
     for each in (model, copy.deepcopy(model)):
         seen.clear()
         each(clips(4, DEMO.audio.num_samples, 0), *captions())
-        assert seen == ["NativeSwinBlock"] * len(blocks) + ["NativeRobertaLayer"] * 2
+        assert seen == ["NativeSwinBlock"] * len(blocks) + ["NativeTextLayer"] * 2
 
 
 def test_reverted_and_in_other_dtypes_and_compiled_it_is_torchs() -> None:

@@ -17,7 +17,7 @@ def test_attention_and_dropout_are_cudas() -> None:
     with like_cuda(), FakeTensorMode(allow_non_fake_inputs=True) as fakes, trace() as recorded:
         q, bias, mask = (fakes.from_tensor(each) for each in (q, bias, mask))
         mixed = F.scaled_dot_product_attention(q, q, q, bias)
-        mixed = nn.Dropout(0.5).train()(mixed + text_attention.attend(nn.Module(), q, q, q, mask)[0].transpose(1, 2))
+        mixed = nn.Dropout(0.5).train()(mixed + text_attention.attend(q, q, q, mask).transpose(1, 2))
         mixed.sum().backward()
         assert q.is_cuda
     names = [operation.name for operation in recorded.operations]
