@@ -15,6 +15,8 @@ from clap_ds.engine.ending import STOP_SIGNALS
 from clap_ds.ranks.agreement import hosts, on_first, rank
 from clap_ds.ranks.failure import STOPPED, leave_word
 
+LOOK_S = 0.1  # between rank 0's looks whether a signal came to any rank
+
 
 class StopRequest:
     """Notes the first signal; it reaches a rank several times, from the terminal, the launcher, SLURM and the job script.
@@ -25,7 +27,7 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self._number = 0
+        self._number = self._found = 0
         self._store, self._key = (
             dist.distributed_c10d._get_default_store(),
             on_first(lambda: f"stop {uuid.uuid4().hex}"),
@@ -33,8 +35,7 @@ class StopRequest:
 
     def ask(self) -> None:
         """Call before each step. A collective, of which `wait` gets the answer."""
-        is_sent = rank() == 0 and self._store.check([self._key])
-        self._answer = torch.tensor(int(self._store.get(self._key)) if is_sent else 0)
+        self._answer = torch.tensor(self._found)
         self._sending = dist.broadcast(self._answer, src=0, group=hosts(), async_op=True)
 
     def wait(self) -> int:  # named as `clap_ds.ranks.verdict` knows functions that wait for others
@@ -44,7 +45,15 @@ class StopRequest:
         return int(self._answer)
 
     def _receive(self) -> None:
-        while number := self._receiver.recv(1)[0]:
+        number = -1
+        while number:
+            try:
+                number = self._receiver.recv(1)[0]
+            except TimeoutError:
+                with suppress(RuntimeError):  # the store is gone, and the run with it
+                    if not self._found and self._store.check([self._key]):
+                        self._found = int(self._store.get(self._key))
+                continue
             if (
                 number in STOP_SIGNALS and not self._number
             ):  # others have their own handlers, such as the end of a child
@@ -55,6 +64,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         self._receiver, self._sender = socket.socketpair()
+        self._receiver.settimeout(LOOK_S if rank() == 0 else None)
         self._sender.setblocking(False)
         self._wakeup_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._receive, daemon=True, name="clap.stop")

@@ -28,7 +28,7 @@ def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
             if dist.get_rank() == signalled and step in (1, 2):
                 os.kill(os.getpid(), number if step == 1 else signal.SIGINT)
             if step == 1:
-                store.wait([key], timedelta(seconds=20))
+                wait_until(lambda: request._found if dist.get_rank() == 0 else store.check([key]))
             answers.append(request.wait())
     return answers, before == list(map(signal.getsignal, stop.STOP_SIGNALS)) and signal.set_wakeup_fd(-1) == -1
 
