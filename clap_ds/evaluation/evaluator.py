@@ -207,7 +207,7 @@ class Evaluator:
         rows[: len(own)] = own
         everyone = rows.repeat(self.ranks.world_size, 1, 1)
         if self.ranks.world_size > 1:
-            dist.all_gather_into_tensor(everyone, rows)
+            dist.all_gather([*everyone], rows)
         return everyone.transpose(0, 1).flatten(0, 1)[:total]
 
     def _note(self, found: Iterable[Broken]) -> None:
