@@ -21,7 +21,7 @@ from torch import nn
 from clap_ds.config.places import code_folder
 from clap_ds.data.batch import Batch
 from clap_ds.ranks import watch
-from clap_ds.ranks.agreement import gather, rank
+from clap_ds.ranks.agreement import judged, rank
 from clap_ds.record.schema import Summary
 
 T = TypeVar("T")
@@ -62,8 +62,7 @@ def compile_towers(
             _say(f"compiling {PARTS[name]} …")
             part, part_began_s = model.get_submodule(name), time.monotonic()
             part.compile(backend=backend, mode=mode)
-            found = gather(_problem(part, text if name == "text" else [audio], cached=cached))
-            problem = next((f"rank {number}: {each}" for number, each in enumerate(found) if each), None)
+            problem = judged(_problem(part, text if name == "text" else [audio], cached=cached), _first)
             if problem:
                 part._compiled_call_impl = None
                 _say(f"warning: {PARTS[name]} runs slower, as it can't be compiled: {problem}")
@@ -75,6 +74,10 @@ def compile_towers(
         for buffer, value in statistics:
             buffer.copy_(value)
     return Summary(compiled=problems, compile_s=time.monotonic() - began_s)
+
+
+def _first(problems: list[str | None]) -> str | None:
+    return next((f"rank {number}: {each}" for number, each in enumerate(problems) if each), None)
 
 
 def _problem(part: nn.Module, inputs: list[Any], *, cached: bool) -> str | None:

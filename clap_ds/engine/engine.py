@@ -28,7 +28,7 @@ from clap_ds.engine.optimizer import FlatStep
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
 from clap_ds.ranks import watch
-from clap_ds.ranks.agreement import gather
+from clap_ds.ranks.agreement import judged
 from clap_ds.record.clock import PhaseTimer
 
 MOST_SKIPPED = 40
@@ -226,7 +226,7 @@ class ClapEngine:
         """Whether the last step was skipped for a loss that isn't finite on some rank: not for a scale that was too large, as
         fp16's is now and then. A collective where a step was skipped."""
         self.count_skipped()
-        return self.skipped_in_a_row > 0 and not all(gather(bool(loss.isfinite())))
+        return self.skipped_in_a_row > 0 and not judged(bool(loss.isfinite()), all)
 
     def check_loss(self, *, at_once: bool = False) -> None:
         """Wait for the device and stop every rank if a step since the start had a loss or, with `norm_wanted`, a gradient

@@ -62,7 +62,7 @@ def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> 
     """Give the audio tower's blocks the kernels that `auto` stands for, before anything has been traced or run. A collective.
 
     Returns:
-        What was chosen on all ranks, by field of `clap.model`, for the run's record; empty where the settings name kernels.
+        On rank 0 what was chosen on all ranks, by field of `clap.model`, for its record; empty where the settings name kernels.
     """
     chosen = dict[str, ChosenKernel]()
     for field in FIELDS:

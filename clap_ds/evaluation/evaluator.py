@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -33,7 +34,7 @@ from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.evaluation.predictions import by_class, of_clips
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.ranks.agreement import gather, gather_tensor, on_first, together
+from clap_ds.ranks.agreement import judged, on_first, together
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import alive, doing
 
@@ -74,9 +75,7 @@ class Evaluator:
         self._broken: dict[Broken, None] = {}
         together(lambda: on_first(self._load_tokenizer))  # one rank asks a hub that may not answer
         together(self._prepare)
-        found = gather((hashlib.sha256(repr(self._clips).encode()).digest(), len(self._clips)))
-        if len(set(found)) > 1:
-            numbers = ", ".join(f"rank {rank}: {number}" for rank, (_, number) in enumerate(found))
+        if numbers := judged((hashlib.sha256(repr(self._clips).encode()).digest(), len(self._clips)), _different):
             raise AgreedError(f"{FIELD}: the ranks see different shards (clips by rank: {numbers})")
 
     def _load_tokenizer(self) -> None:
@@ -191,7 +190,7 @@ class Evaluator:
                 yield empty_row(audio, self._kind) if isinstance(found, str) else found
 
         features = self._shared(len(self._clips), lambda: embed_audio(model, rows(), self.micro_batch))
-        return features, {number: reason for theirs in gather(failed) for number, reason in theirs.items()}
+        return features, judged(failed, lambda found: {number: why for each in found for number, why in each.items()})
 
     def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
         """Features of all captions, (M, D) fp32."""
@@ -206,7 +205,10 @@ class Evaluator:
         own = together(embed_own)
         rows = own.new_zeros(-(-total // self.ranks.world_size), own.shape[1])
         rows[: len(own)] = own
-        return gather_tensor(rows).transpose(0, 1).flatten(0, 1)[:total]
+        everyone = rows.repeat(self.ranks.world_size, 1, 1)
+        if self.ranks.world_size > 1:
+            dist.all_gather([*everyone], rows)
+        return everyone.transpose(0, 1).flatten(0, 1)[:total]
 
     def _note(self, found: Iterable[Broken]) -> None:
         """Count what is broken once; rank 0 says so."""
@@ -216,6 +218,11 @@ class Evaluator:
             shown = [str(broken) for broken in new[:MAX_NOTES]]
             for text in shown + [f"{len(new) - MAX_NOTES} more"] * (len(new) > MAX_NOTES):
                 print(f"{FIELD}: skipped {text}", file=sys.stderr, flush=True)
+
+
+def _different(found: list[tuple[bytes, int]]) -> str:
+    """How many clips each rank sees; empty where all see the same."""
+    return ", ".join(f"rank {rank}: {number}" for rank, (_, number) in enumerate(found)) if len(set(found)) > 1 else ""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
-from clap_ds.ranks.agreement import gather
+from clap_ds.ranks.agreement import gather, judged
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.clock import seconds
 
@@ -22,7 +22,7 @@ LARGEST_LINK_BUFFER = 32_000_000
 
 def measure(megabytes: float, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """GB/s of an all-reduce, and by rank its wrong elements, TFLOPS, and the links it measured: two neighbouring hosts' first
-    ranks and the GB/s between them. A collective; its answer is the same on every rank."""
+    ranks and the GB/s between them. A collective; its answer is rank 0's."""
     num_elements = max(1, int(megabytes * 1e6 / 2))
     wrong, best_s = all_reduce(num_elements, ranks.world_size, device)
     links = _links(min(num_elements, LARGEST_LINK_BUFFER), ranks, device)
@@ -50,7 +50,7 @@ def all_reduce(num_elements: int, world_size: int, device: torch.device) -> tupl
 
 def _links(num_elements: int, ranks: Ranks, device: torch.device) -> list[tuple[int, int, float]]:
     """Ranks and GB/s of the links this rank measured, in a ring of hosts: in three turns, so that none is in two at once."""
-    leads = [rank for rank in gather(ranks.rank if ranks.local_rank == 0 else None) if rank is not None]
+    leads = judged(ranks.local_rank == 0, lambda lead: [rank for rank, is_lead in enumerate(lead) if is_lead])
     buffer, found = torch.ones(num_elements, dtype=torch.bfloat16, device=device), []
     for turn in range(3):
         dist.barrier()

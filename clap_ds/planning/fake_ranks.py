@@ -24,6 +24,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clap_ds.engine import cached_step
+from clap_ds.ranks import agreement
 from clap_ds.record.directory import quiet_deepspeed
 
 
@@ -33,9 +34,6 @@ def rank_of(world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     all_reduce = dist.all_reduce
 
-    def all_gather_object(values: list[Any], own: Any) -> None:
-        values[:] = [own] * len(values)
-
     def reduced(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         all_reduce(tensor, *args, **kwargs)
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
@@ -44,7 +42,8 @@ def rank_of(world_size: int) -> Iterator[None]:
 
     try:
         with (
-            mock.patch.object(dist, "all_gather_object", all_gather_object),
+            mock.patch.object(agreement, "gather", lambda own: [own] * world_size),
+            mock.patch.object(agreement, "hosts", return_value=dist.group.WORLD),
             mock.patch.object(dist, "all_reduce", reduced),
         ):
             yield

@@ -1,21 +1,27 @@
 """How ranks agree: every function here is a collective, and none leaves a rank waiting for one that gave up.
 
-Without a process group this is the only rank.
+What all have goes to rank 0, and what that makes of it to all: of neither do bytes grow with the square of the ranks, nor hops
+with their number, as those of gloo's all-reduce and all-gather do, which are rings. It goes through the hosts, where rank 0 is
+connected with every other; a GPU would keep memory for each. Without a process group this is the only rank.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.config.errors import AgreedError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def rank() -> int:
@@ -26,32 +32,58 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def hosts() -> dist.ProcessGroup:
+    """All ranks, connected through their hosts."""
+    return _hosts_of(dist.group.WORLD)
+
+
+@lru_cache(1)
+def _hosts_of(world: object) -> Any:
+    return dist.new_group(backend="gloo")
+
+
 def gather(value: T) -> list[T]:
-    """Every rank's value, by rank, on every rank."""
-    if not dist.is_initialized():
+    """Every rank's value, by rank, on rank 0; on each other one its own alone."""
+    if world_size() == 1:
         return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
-    return values
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    longest = gather_tensor(torch.tensor(len(own))).amax()
+    dist.broadcast(longest, src=0, group=hosts())
+    rows = gather_tensor(F.pad(own, (0, int(longest) - len(own))))
+    return [pickle.loads(row.numpy()) for row in rows]  # what follows a pickle's end isn't read
 
 
 def gather_tensor(own: Tensor) -> Tensor:
-    """(ranks, *shape): every rank's tensor, by rank, on every rank; they are of one shape and dtype."""
+    """(ranks, *shape): every rank's tensor, by rank, on rank 0's host; they are of one shape and dtype. On each other rank
+    (1, *shape), its own alone."""
+    own = own.cpu()
     if world_size() == 1:
         return own[None]
-    everyone = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(everyone, own)
-    return torch.stack(everyone)
+    everyone = own.new_empty((world_size() if rank() == 0 else 1, *own.shape))
+    everyone[0] = own
+    dist.gather(own, [*everyone] if rank() == 0 else None, group=hosts())
+    return everyone
+
+
+def judged(value: T, judge: Callable[[list[T]], R]) -> R:
+    """What rank 0 makes of every rank's value, by rank, on every rank."""
+    everyone = gather(value)
+    return on_first(lambda: judge(everyone))
 
 
 def agree(problem: str | None) -> None:
     """Stop every rank when one has a problem: an AgreedError on all, with the first rank's and how many ranks share it."""
-    problems = gather(problem)
+    if said := judged(problem, _first_problem):
+        raise AgreedError(said)
+
+
+def _first_problem(problems: list[str | None]) -> str | None:
     found = [(number, text) for number, text in enumerate(problems) if text is not None]
-    if found:
-        others = f" (and {len(found) - 1} more ranks)" if len(found) > 1 else ""
-        where = f"rank {found[0][0]}{others}: " if len(found) < len(problems) else ""
-        raise AgreedError(f"{where}{found[0][1]}")
+    if not found:
+        return None
+    others = f" (and {len(found) - 1} more ranks)" if len(found) > 1 else ""
+    where = f"rank {found[0][0]}{others}: " if len(found) < len(problems) else ""
+    return f"{where}{found[0][1]}"
 
 
 def together(build: Callable[[], T]) -> T:
@@ -80,8 +112,8 @@ def on_first(task: Callable[[], T]) -> T:
             answer = [(task(), None)]
         except (ValueError, OSError) as error:
             answer = [(None, str(error))]
-    if dist.is_initialized():
-        dist.broadcast_object_list(answer)
+    if world_size() > 1:
+        dist.broadcast_object_list(answer, group=hosts())
     result, problem = answer[0]
     if problem is not None:
         raise ValueError(problem)

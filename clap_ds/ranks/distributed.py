@@ -171,6 +171,8 @@ def initialize(
         keep_freed_memory()
         if not compile_cpu_collective:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Otherwise gloo connects every rank with every other, in each of its groups: sockets as the square of the ranks.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
         # As DeepSpeed does where it makes the group itself.

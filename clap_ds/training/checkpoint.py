@@ -26,7 +26,7 @@ from clap_ds.engine.cached_step import random_state
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import describe, engine_state, master_weights, not_finite
-from clap_ds.ranks.agreement import gather, on_first, rank
+from clap_ds.ranks.agreement import gather, judged, on_first, rank
 from clap_ds.ranks.watch import doing
 from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock
@@ -179,9 +179,9 @@ class CheckpointFolder:
         goes on. A collective; see `restore`. Raises ValueError: not every rank sees it, or `restore` refuses it."""
         manifest = on_first(lambda: Manifest.read(folder))
         self._run_id, self._resumed_from = manifest.run, manifest.serial
-        blind = [number for number, seen in enumerate(gather((folder / PROGRESS).is_file())) if not seen]
-        if blind:
-            raise ValueError(f"rank {blind[0]} can't see {folder}: checkpoints must lie where every host sees them")
+        blind = judged((folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None)
+        if blind is not None:
+            raise ValueError(f"rank {blind} can't see {folder}: checkpoints must lie where every host sees them")
         return restore(folder, engine, self._run, accept_changes=accept_changes, convert=convert)
 
     @doing("copying checkpoints")

@@ -12,7 +12,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.ranks.agreement import agreed, gather, on_first, rank
+from clap_ds.ranks.agreement import agreed, on_first, rank
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import doing
 from clap_ds.record.directory import RunDirectory
@@ -129,7 +129,7 @@ def _load(
     """
     wanted, attempt = run.clap.train.resume, ranks.job_folder
     has_path = wanted != "auto" and not choices.restart
-    new_run = f"from {wanted}" if has_path else str(attempt.parent) if attempt else gather(uuid.uuid4().hex)[0]
+    new_run = f"from {wanted}" if has_path else str(attempt.parent) if attempt else on_first(lambda: uuid.uuid4().hex)
     is_repeated = has_path or (choices.restart and attempt is not None and attempt.name != "0")
     has_begun = is_repeated and checkpoints.was_begun_by(new_run)
     checkpoints.begin(new_run)

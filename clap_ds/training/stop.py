@@ -1,45 +1,70 @@
-"""SIGTERM, SIGUSR1, SIGINT and SIGHUP while training: all ranks finish the step under way and save."""
+"""SIGTERM, SIGUSR1, SIGINT and SIGHUP while training: all ranks finish the step under way or, where that has just begun to
+be agreed on, the next, and save."""
 
 import signal
 import socket
 import threading
+import uuid
+from contextlib import suppress
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from clap_ds.engine.ending import STOP_SIGNALS
+from clap_ds.ranks.agreement import hosts, on_first, rank
 from clap_ds.ranks.failure import STOPPED, leave_word
+
+LOOK_S = 0.1  # between rank 0's looks whether a signal came to any rank
 
 
 class StopRequest:
     """Notes the first signal; it reaches a rank several times, from the terminal, the launcher, SLURM and the job script.
 
-    Launchers signal ranks one after the other, some only when the first has ended: so ranks share what they got after every
-    step, through the hosts, for which no device has to wait. Signals are received by a thread, for the main one may be waiting
-    for a rank that is gone.
+    Launchers signal ranks one after the other, some only when the first has ended: so a rank leaves what it got in the store
+    where ranks have met, and rank 0 sends to all what is there, through the hosts, for which no device has to wait, while they
+    step. Signals are received by a thread, for the main one may be waiting for a rank that is gone.
     """
 
     def __init__(self) -> None:
-        self._number = 0
-        self._group = dist.new_group(backend="gloo")
+        self._number = self._found = 0
+        self._store, self._key = (
+            dist.distributed_c10d._get_default_store(),
+            on_first(lambda: f"stop {uuid.uuid4().hex}"),
+        )
 
-    def agreed(self) -> int:
-        """Number of the signal that some rank was sent, 0 for none; the same on all. A collective."""
-        number = torch.tensor([self._number])
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
-        return int(number)
+    def ask(self) -> None:
+        """Call before each step. A collective, of which `wait` gets the answer."""
+        self._answer = torch.tensor(self._found)
+        self._sending = dist.broadcast(self._answer, src=0, group=hosts(), async_op=True)
+
+    def wait(self) -> int:  # named as `clap_ds.ranks.verdict` knows functions that wait for others
+        """Number of the signal that some rank had been sent before the step, 0 for none; the same on all. Call after it."""
+        if self._sending is not None:  # as where there is one rank alone
+            self._sending.wait()
+        return int(self._answer)
 
     def _receive(self) -> None:
-        while number := self._receiver.recv(1)[0]:
+        number = -1
+        while number:
+            try:
+                number = self._receiver.recv(1)[0]
+            except TimeoutError:
+                with suppress(RuntimeError):  # the store is gone, and the run with it
+                    if not self._found and self._store.check([self._key]):
+                        self._found = int(self._store.get(self._key))
+                continue
             if (
                 number in STOP_SIGNALS and not self._number
             ):  # others have their own handlers, such as the end of a child
                 self._number = number
                 leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+                with suppress(RuntimeError):  # rank 0, or its host, is gone
+                    self._store.set(self._key, str(number))
 
     def __enter__(self) -> Self:
         self._receiver, self._sender = socket.socketpair()
+        self._receiver.settimeout(LOOK_S if rank() == 0 else None)
         self._sender.setblocking(False)
         self._wakeup_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._receive, daemon=True, name="clap.stop")

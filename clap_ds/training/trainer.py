@@ -15,7 +15,7 @@ from clap_ds.config.sections import ShardData
 from clap_ds.engine.ending import Interrupted, NonFiniteError
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.session import Session
-from clap_ds.ranks.agreement import agreed, gather
+from clap_ds.ranks.agreement import agreed, gather, on_first
 from clap_ds.ranks.watch import ending
 from clap_ds.training.batches import shuffled_captions
 from clap_ds.training.checkpoint import CheckpointFolder
@@ -93,6 +93,7 @@ def _run(
                 next(session.batches)
             if session.ranks.is_first:
                 print(f"left out the batches of steps {first_skipped} to {last_skipped}", flush=True)
+        stop.ask()
         loss = engine.step(batches, log.begin_step())
         progress.step += 1
         progress.samples += schedule.samples_per_step
@@ -101,14 +102,14 @@ def _run(
         if clap.checkpoint.background and clap.checkpoint.every_steps and progress.step == begun_at + 1:
             log.told_memory(checkpoints.make_room(engine))  # once the optimiser has its state
 
-        stopped_by = stop.agreed()
+        stopped_by = stop.wait()
         is_last = schedule.is_done(progress.samples)
         to_evaluate = is_last or _is_due(progress.step, clap.evaluation.every_steps)
         to_save = to_save or is_last or _is_due(progress.step, clap.checkpoint.every_steps)
         if to_evaluate or to_save or stopped_by or _is_due(progress.step, clap.train.log_every_steps):
             log.write()
             log.saved(checkpoints.poll())
-            if clap.train.stop_on_collapse and (collapse := gather(log.collapse)[0]):
+            if clap.train.stop_on_collapse and (collapse := on_first(lambda: log.collapse)):
                 checkpoints.close()
                 raise AgreedError(collapse[0])
         metrics: dict[str, float] = {}
@@ -147,7 +148,7 @@ def _evaluate(evaluator: "Evaluator", engine: ClapEngine) -> tuple[dict[str, flo
     try:
         with engine.average.in_place() if engine.average is not None else nullcontext():
             found = evaluator.evaluate(engine.model)
-        return gather((found.metrics, found.chances))[0]  # of a mixture of devices, the last bit may differ
+        return on_first(lambda: (found.metrics, found.chances))  # of a mixture of devices, the last bit may differ
     except NonFiniteEmbeddingsError as error:
         raise NonFiniteError(f"after step {engine.steps} {error}") from None
 

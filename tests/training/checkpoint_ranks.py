@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
-from clap_ds.ranks.agreement import gather_tensor
+from clap_ds.ranks.agreement import judged
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.directory import RunDirectory
 from clap_ds.training import checkpoint
@@ -95,7 +96,7 @@ def batches(start: int) -> Iterator[Batch]:
 def losses(engine: ClapEngine, start: int, number: int) -> list[float]:
     """Of the global batch, step by step."""
     source = batches(start)
-    return [float(gather_tensor(engine.step(source, TIMER)).mean()) for _ in range(number)]
+    return [judged(float(engine.step(source, TIMER)), fmean) for _ in range(number)]
 
 
 def trained_engine(steps: int = 1) -> ClapEngine:

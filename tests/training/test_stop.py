@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -14,20 +15,27 @@ from tests.training.training_commands import wait_until
 
 
 def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
-    """What ranks agree on after each of three steps, and whether signals are afterwards handled as before."""
+    """What ranks agree on after each of four steps, and whether signals are then handled as before. The signals come after
+    ranks have asked; in each step another rank asks once the one before has gone on, which needn't wait for it."""
     before, answers = list(map(signal.getsignal, stop.STOP_SIGNALS)), []
     with stop.StopRequest() as request:
-        for step in range(3):
-            if dist.get_rank() == signalled and step > 0:
+        store, key = request._store, request._key
+        for step in range(4):
+            if dist.get_rank() != step % 2:
+                store.wait([f"{key} {step}"], timedelta(seconds=20))
+            request.ask()
+            store.set(f"{key} {step}", "")
+            if dist.get_rank() == signalled and step in (1, 2):
                 os.kill(os.getpid(), number if step == 1 else signal.SIGINT)
-                wait_until(lambda: request._number)
-            answers.append(request.agreed())
+            if step == 1:
+                wait_until(lambda: request._found if dist.get_rank() == 0 else store.check([key]))
+            answers.append(request.wait())
     return answers, before == list(map(signal.getsignal, stop.STOP_SIGNALS)) and signal.set_wakeup_fd(-1) == -1
 
 
 @pytest.mark.parametrize(("signalled", "number"), [(at % 2, number) for at, number in enumerate(stop.STOP_SIGNALS)])
 def test_all_ranks_stop_after_the_same_step(two_ranks: RankPool, signalled: int, number: signal.Signals) -> None:
-    assert two_ranks.run(_agreed, signalled, int(number)) == [([0, number, number], True)] * 2
+    assert two_ranks.run(_agreed, signalled, int(number)) == [([0, 0, number, number], True)] * 2
 
 
 @pytest.mark.parametrize(("handler", "stops"), [("SIG_DFL", True), ("SIG_IGN", False)], ids=["ssh", "nohup"])
