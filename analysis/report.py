@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from clap_ds.analysis import efficiency, look, monitor, plot_run, plot_scaling, project
+from clap_ds.analysis import efficiency, look, monitor, plot_run, plot_scaling, project, stragglers
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.figure import Blocks, Figure, page
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
@@ -153,6 +153,10 @@ def main() -> None:
     }  # fmt: skip
     if watched := monitor.table([Path(source) for source in dict.fromkeys(run.source for run in runs)]):
         sections["What the GPUs did meanwhile"] = [watched]
+    if runs and (
+        waited := [*stragglers.blocks([Path(source) for source in dict.fromkeys(run.source for run in runs)])]
+    ):
+        sections["Who made the others wait"] = waited
     sounds = look.Sounds(folder)
     for number, (path, predictions) in enumerate(heard.items(), start=1):
         sections[f"What was heard: {look.words(str(path))}"] = look.blocks(predictions, sounds, number)

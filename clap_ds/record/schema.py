@@ -42,6 +42,17 @@ class StepTime(TypedDict, total=False):
     slowest_rank_median: float
 
 
+class SlowRank(TypedDict):
+    """A rank whose own time of a step, without what it waits for other ranks, is longer than the median rank's: by how much,
+    also in percent of that, and how much of it is a longer wait for data. Means of the last steps."""
+
+    rank: int
+    host: str
+    behind_s: float
+    behind_percent: float
+    data_wait_s: float
+
+
 class ChosenKernel(TypedDict):
     """What `auto` stands for in this run, joined by "and" where ranks differ, and on which GPUs it isn't Triton's and why."""
 
@@ -93,6 +104,10 @@ class Summary(TypedDict, total=False):
     memory_reserved_peak_bytes: int
     """Of a GPU alone: the most that torch's allocator held on any rank, gaps between tensors included."""
     skipped_steps: int
+    slow_ranks: list[SlowRank]
+    """At the last window, the slowest first (`record/stragglers.py`)."""
+    slow_ranks_cost_samples_per_s: float
+    """On all ranks: what the last steps' rate would be more if these were like the median rank."""
     data: dict[str, Any]
     warnings: list[str]
 
