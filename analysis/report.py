@@ -151,11 +151,10 @@ def main() -> None:
         "Projection": projections(rows, machine),
         "Runs": [provenance(runs)],
     }  # fmt: skip
-    if watched := monitor.table([Path(source) for source in dict.fromkeys(run.source for run in runs)]):
+    sources = [Path(source) for source in dict.fromkeys(run.source for run in runs)]
+    if watched := monitor.table(sources):
         sections["What the GPUs did meanwhile"] = [watched]
-    if runs and (
-        waited := [*stragglers.blocks([Path(source) for source in dict.fromkeys(run.source for run in runs)])]
-    ):
+    if waited := [*stragglers.blocks(sources)]:
         sections["Who made the others wait"] = waited
     sounds = look.Sounds(folder)
     for number, (path, predictions) in enumerate(heard.items(), start=1):

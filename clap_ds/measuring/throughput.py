@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,15 +29,12 @@ from clap_ds.record.clock import PhaseTimer, StepClock
 from clap_ds.record.plausible import doubtful_mfu, uneven_steps
 from clap_ds.record.schema import STEP_PHASES, Rates, StepLine, StepTime, Summary
 from clap_ds.record.statistics import rates
-from clap_ds.record.stragglers import Stragglers
+from clap_ds.record.stragglers import Floats, Stragglers
 from clap_ds.record.terminal import Progress, print_summary
-
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Window(NamedTuple):
-    """Seconds of one timed window: of every rank, (ranks,), and of its steps, their waits for data, and each rank's own time of
-    them (`StepClock.stop`), (steps, ranks) each."""
+    """Seconds of one timed window: of every rank, (ranks,), and of its steps, (steps, ranks) each."""
 
     window_s: Floats
     step_s: Floats
@@ -94,7 +91,7 @@ def measure(session: Session) -> Summary:
             shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
             progress.advance(protocol.steps_per_window, shown)
             if session.ranks.is_first:
-                samples = [session.samples_per_step * world_size] * protocol.steps_per_window
+                samples = session.samples_per_step * world_size
                 slow = stragglers.add(samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
                 session.record.update_summary(slow, samples_per_s_per_gpu=measurement.rates())
         by_deepspeed = _rate_by_deepspeed(session)

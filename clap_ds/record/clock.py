@@ -53,19 +53,14 @@ def _seconds_between(before: _Mark, after: _Mark) -> float:
 
 
 class StepClock:
-    """Durations of the steps of one window: `start()`, then `mark()` after each step, then `stop()`.
+    """Durations of the steps of one window: `start()`, then `mark()` after each step, then `stop()`."""
 
-    Attributes:
-        waits: of each step, and of what comes after the last, begin and end of each `standing_still`.
-    """
-
-    running: ClassVar[StepClock | None] = None
-    """Between its start and its stop: the one that takes note of `standing_still`."""
+    running: ClassVar[StepClock | None] = None  # the one between these two
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._marks: list[_Mark] = []
-        self.waits: list[list[tuple[_Mark, _Mark]]] = []
+        self.waits: list[list[tuple[_Mark, _Mark]]] = []  # of each step, edges of each `standing_still`
         self._started_s = 0.0
 
     def start(self) -> None:
@@ -86,19 +81,18 @@ class StepClock:
         synchronize(self.device)
         window_s, StepClock.running = time.perf_counter() - self._started_s, None
         step_s = [_seconds_between(before, after) for before, after in pairwise(self._marks)]
-        waited_s = [sum(_seconds_between(*wait) for wait in waits) for waits in self.waits]
-        return window_s, step_s, [whole - waited for whole, waited in zip(step_s, waited_s, strict=False)]
+        steps = zip(step_s, self.waits, strict=False)
+        return window_s, step_s, [whole - sum(_seconds_between(*wait) for wait in waits) for whole, waits in steps]
 
 
 @contextmanager
 def standing_still() -> Iterator[None]:
     """Around what waits for other ranks and does nothing else: the clock that runs, if one does, takes note of it."""
-    if (clock := StepClock.running) is None:
-        yield
-        return
-    begin = _mark(clock.device)
+    clock = StepClock.running
+    begin = _mark(clock.device) if clock else 0.0
     yield
-    clock.waits[-1].append((begin, _mark(clock.device)))
+    if clock:
+        clock.waits[-1].append((begin, _mark(clock.device)))
 
 
 class PhaseTimer:

@@ -43,8 +43,7 @@ class StepTime(TypedDict, total=False):
 
 
 class SlowRank(TypedDict):
-    """A rank whose own time of a step, without what it waits for other ranks, is longer than the median rank's: by how much,
-    also in percent of that, and how much of it is a longer wait for data. Means of the last steps."""
+    """By how much a rank's own time of a step is longer than the median rank's, a longer wait for data included."""
 
     rank: int
     host: str
@@ -105,9 +104,8 @@ class Summary(TypedDict, total=False):
     """Of a GPU alone: the most that torch's allocator held on any rank, gaps between tensors included."""
     skipped_steps: int
     slow_ranks: list[SlowRank]
-    """At the last window, the slowest first (`record/stragglers.py`)."""
     slow_ranks_cost_samples_per_s: float
-    """On all ranks: what the last steps' rate would be more if these were like the median rank."""
+    """On all ranks: how much more there would be if slow ranks were like the median rank (`record/stragglers.py`)."""
     data: dict[str, Any]
     warnings: list[str]
 
