@@ -14,7 +14,7 @@ from clap_ds.record.schema import SlowRank, Summary
 from clap_ds.record.stream import Stream
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-KEPT_STEPS, GROUPS, FEWEST_STEPS = 300, 30, 20
+KEPT_STEPS, GROUPS, FEWEST_STEPS = 300, 15, 20
 """Ranks are judged by the last steps, taken together in so many groups of neighbours: some wait for data now and then."""
 SPREADS, FLOOR, MOST = 3.0, 0.03, 0.6
 """Behind is who is so many standard deviations above the median rank, and this share of it; slow, who is in most groups."""

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from clap_ds.engine.building import freeze
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.gradient_sync import PLAIN, GradientSync
+from clap_ds.model.clap import ClapModel
 from clap_ds.record.clock import PhaseTimer, StepClock
 from tests.engine.test_engine import DEVICE, batches_of, model_of, settings
 from tests.rank_pool import RankPool
@@ -162,7 +163,8 @@ def _own_s(late_in: str, loss: str, sync: str, train: dict[str, Any]) -> float:
     """Seconds of a step that are this rank's own. Rank 1 pauses for two seconds, in forward or in backward."""
     clap = {"gradient_sync": sync, "gradient_bucket_mb": 0.05, "loss": {"kind": loss}, "train": train}
     run = settings("fp32", 2, clap=clap)
-    engine, batches, clock = ClapEngine(run, model_of(run), DEVICE), batches_of(run), StepClock(DEVICE)
+    model = ClapModel(run.clap.preset(), drop_path=0, text_dropout=0, spec_augment=False, learns_bias=loss == "sigmoid")
+    engine, batches, clock = ClapEngine(run, model, DEVICE), batches_of(run), StepClock(DEVICE)
     engine.step(batches, TIMER)
     dist.barrier()
     clock.start()
