@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from clap_ds.analysis import efficiency, look, monitor, plot_run, plot_scaling, project
+from clap_ds.analysis import efficiency, look, monitor, plot_run, plot_scaling, project, stragglers
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.figure import Blocks, Figure, page
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
@@ -152,8 +152,11 @@ def main() -> None:
         "Projection": projections(rows, machine),
         "Runs": [provenance(runs)],
     }  # fmt: skip
-    if watched := monitor.table([Path(source) for source in dict.fromkeys(run.source for run in runs)]):
+    sources = [Path(source) for source in dict.fromkeys(run.source for run in runs)]
+    if watched := monitor.table(sources):
         sections["What the GPUs did meanwhile"] = [watched]
+    if waited := [*stragglers.blocks(sources)]:
+        sections["Who made the others wait"] = waited
     sounds = look.Sounds(folder)
     for number, (path, predictions) in enumerate(heard.items(), start=1):
         sections[f"What was heard: {look.words(str(path))}"] = look.blocks(predictions, sounds, number)

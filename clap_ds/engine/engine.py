@@ -133,7 +133,7 @@ class ClapEngine:
         with timer("loss"):
             loss = self.loss(*features, captions_B=self._captions(batch))
         with timer("backward"):
-            self.deepspeed.backward(loss)
+            self.sync.backward(loss)
         return loss
 
     def _cached_micro_steps(self, batches: Iterator[Batch], number: int, timer: PhaseTimer) -> Tensor:
@@ -149,7 +149,7 @@ class ClapEngine:
                 self.deepspeed.set_gradient_accumulation_boundary(i == number - 1)
                 surrogate = second_pass(self.deepspeed, batch, state, gradients, i, number)
             with timer("backward"):
-                self.deepspeed.backward(surrogate, scale_wrt_gas=False)
+                self.sync.backward(surrogate, scale_wrt_gas=False)
             self._count_micro_batch(timer)
         return loss.detach()
 

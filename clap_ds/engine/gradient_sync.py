@@ -7,13 +7,15 @@ written here: another data type on the wire than the gradients', and synchronisa
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
+
+from clap_ds.record.clock import standing_still
 
 PLAIN = {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "gradient_allreduce_op": "mean"}
 """DeepSpeed's settings of how gradients are averaged, at which the reducer does the same."""
@@ -55,6 +57,14 @@ class GradientSync:
         # DeepSpeed looks for the boundary itself. On one rank it would copy every gradient to a buffer and back.
         by_deepspeed = not self._overlapped and dist.get_world_size() > 1
         self._engine.enable_backward_allreduce = by_deepspeed and not self._is_off
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """DeepSpeed's backward pass. Ranks stand still from when their own gradients are there until it returns: autograd's
+        callbacks run in the order in which they were queued, the reducer's own, which waits, after this first one."""
+        with ExitStack() as waiting:
+            queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+            loss.register_hook(lambda _: queue(lambda: waiting.enter_context(standing_still())))
+            self._engine.backward(loss, **options)
 
     @contextmanager
     def off(self) -> Iterator[None]:

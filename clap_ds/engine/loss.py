@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from clap_ds.config.sections import LossSettings
 from clap_ds.engine.tiles import similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
 from clap_ds.ranks.agreement import rank, world_size
+from clap_ds.record.clock import standing_still
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -128,7 +129,8 @@ class _Gather:
     def wait(self) -> Tensor:
         """Every rank's rows, in rank order; work queued afterwards sees them complete."""
         if self._work is not None:
-            self._work.wait()
+            with standing_still():
+                self._work.wait()
         return self._gathered
 
 
@@ -243,8 +245,9 @@ def _round_the_ring(audio: Tensor, text: Tensor) -> Iterator[tuple[int, Tensor, 
             onwards = dist.P2POp(dist.isend, held, (number + 1) % size)
             requests = dist.batch_isend_irecv([onwards, dist.P2POp(dist.irecv, arriving, (number - 1) % size)])
         yield distance, held[0], held[1]
-        for request in requests:
-            request.wait()
+        with standing_still():
+            for request in requests:
+                request.wait()
         held = arriving
 
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,17 +29,17 @@ from clap_ds.record.clock import PhaseTimer, StepClock
 from clap_ds.record.plausible import doubtful_mfu, uneven_steps
 from clap_ds.record.schema import STEP_PHASES, Rates, StepLine, StepTime, Summary
 from clap_ds.record.statistics import rates
+from clap_ds.record.stragglers import Floats, Stragglers
 from clap_ds.record.terminal import Progress, print_summary
-
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Window(NamedTuple):
-    """Seconds of one timed window: of every rank, (ranks,), and of its steps and their waits for data, (steps, ranks) each."""
+    """Seconds of one timed window: of every rank, (ranks,), and of its steps, (steps, ranks) each."""
 
     window_s: Floats
     step_s: Floats
     data_wait_s: Floats
+    own_s: Floats
 
 
 @dataclass
@@ -77,6 +77,7 @@ def measure(session: Session) -> Summary:
     num_steps = protocol.warmup_steps + protocol.windows * protocol.steps_per_window + protocol.breakdown_steps
     measurement = Measurement(session.samples_per_step)
     progress = Progress(num_steps, enabled=session.ranks.is_first)
+    stragglers = Stragglers(gather(session.ranks.host), session.record.path)
     with _manual_garbage_collection():
         for step in range(1, protocol.warmup_steps + 1):
             _run_window(session, 1, None)
@@ -90,7 +91,9 @@ def measure(session: Session) -> Summary:
             shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
             progress.advance(protocol.steps_per_window, shown)
             if session.ranks.is_first:
-                session.record.update_summary(samples_per_s_per_gpu=measurement.rates())
+                samples = session.samples_per_step * world_size
+                slow = stragglers.add(samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
+                session.record.update_summary(slow, samples_per_s_per_gpu=measurement.rates())
         by_deepspeed = _rate_by_deepspeed(session)
         breakdown = _measure_breakdown(session, protocol.breakdown_steps)
         progress.advance(protocol.breakdown_steps, "breakdown")
@@ -100,6 +103,7 @@ def measure(session: Session) -> Summary:
     if not session.ranks.is_first:
         return {}
     utilized["warnings"] += uneven_steps(rate["mean"], session.samples_per_step, step_time["median"])
+    utilized["warnings"] += stragglers.warnings
     measured = Summary(
         samples_per_s_per_gpu=rate,
         samples_per_s=rate["mean"] * world_size,
@@ -137,11 +141,11 @@ def _run_window(session: Session, num_steps: int, number: int | None) -> Window:
     for timer in timers:
         losses.append(session.engine.step(session.batches, timer))
         clock.mark()
-    window_s, step_s = clock.stop()
+    window_s, step_s, own_s = clock.stop()
     data_wait_s = [timer.seconds["data_wait"] for timer in timers]
-    own = torch.tensor([window_s, *step_s, *data_wait_s], dtype=torch.float64, device=session.device)
+    own = torch.tensor([window_s, *step_s, *data_wait_s, *own_s], dtype=torch.float64, device=session.device)
     rows = gather_tensor(own).T.cpu().numpy()  # every rank's times, on every rank
-    window = Window(rows[0], rows[1 : 1 + num_steps], rows[1 + num_steps :])
+    window = Window(rows[0], *rows[1:].reshape(3, num_steps, -1))
     loss_means = torch.stack(losses)
     dist.all_reduce(loss_means)
     if session.ranks.is_first:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,26 +55,44 @@ def _seconds_between(before: _Mark, after: _Mark) -> float:
 class StepClock:
     """Durations of the steps of one window: `start()`, then `mark()` after each step, then `stop()`."""
 
+    running: ClassVar[StepClock | None] = None  # the one between these two
+
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._marks: list[_Mark] = []
+        self.waits: list[list[tuple[_Mark, _Mark]]] = []  # of each step, edges of each `standing_still`
         self._started_s = 0.0
 
     def start(self) -> None:
         """Synchronise and begin a window."""
-        synchronize(self._device)
-        self._marks = [_mark(self._device)]
+        synchronize(self.device)
+        self._marks, self.waits = [_mark(self.device)], [[]]
         self._started_s = time.perf_counter()
+        StepClock.running = self
 
     def mark(self) -> None:
         """The edge of a step."""
-        self._marks.append(_mark(self._device))
+        self._marks.append(_mark(self.device))
+        self.waits.append([])
 
-    def stop(self) -> tuple[float, list[float]]:
-        """Synchronise and end the window: its seconds by the host's clock, and those of each step."""
-        synchronize(self._device)
-        window_s = time.perf_counter() - self._started_s
-        return window_s, [_seconds_between(before, after) for before, after in pairwise(self._marks)]
+    def stop(self) -> tuple[float, list[float], list[float]]:
+        """Synchronise and end the window: its seconds by the host's clock, those of each step, and of these the rank's own,
+        without what it stood still for others."""
+        synchronize(self.device)
+        window_s, StepClock.running = time.perf_counter() - self._started_s, None
+        step_s = [_seconds_between(before, after) for before, after in pairwise(self._marks)]
+        steps = zip(step_s, self.waits, strict=False)
+        return window_s, step_s, [whole - sum(_seconds_between(*wait) for wait in waits) for whole, waits in steps]
+
+
+@contextmanager
+def standing_still() -> Iterator[None]:
+    """Around what waits for other ranks and does nothing else: the clock that runs, if one does, takes note of it."""
+    clock = StepClock.running
+    begin = _mark(clock.device) if clock else 0.0
+    yield
+    if clock:
+        clock.waits[-1].append((begin, _mark(clock.device)))
 
 
 class PhaseTimer:

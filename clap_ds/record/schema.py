@@ -42,6 +42,16 @@ class StepTime(TypedDict, total=False):
     slowest_rank_median: float
 
 
+class SlowRank(TypedDict):
+    """By how much a rank's own time of a step is longer than the median rank's, a longer wait for data included."""
+
+    rank: int
+    host: str
+    behind_s: float
+    behind_percent: float
+    data_wait_s: float
+
+
 class ChosenKernel(TypedDict):
     """What `auto` stands for in this run, joined by "and" where ranks differ, and on which GPUs it isn't Triton's and why."""
 
@@ -93,6 +103,9 @@ class Summary(TypedDict, total=False):
     memory_reserved_peak_bytes: int
     """Of a GPU alone: the most that torch's allocator held on any rank, gaps between tensors included."""
     skipped_steps: int
+    slow_ranks: list[SlowRank]
+    slow_ranks_cost_samples_per_s: float
+    """On all ranks: how much more there would be if slow ranks were like the median rank (`record/stragglers.py`)."""
     data: dict[str, Any]
     warnings: list[str]
 

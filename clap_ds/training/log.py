@@ -17,12 +17,13 @@ from torch import Tensor
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.scalars import Scalar
 from clap_ds.engine.session import Session
-from clap_ds.ranks.agreement import gather_tensor
+from clap_ds.ranks.agreement import gather, gather_tensor
 from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer, StepClock
 from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import StepLine, StepTime, Summary
 from clap_ds.record.statistics import percentile, rates
+from clap_ds.record.stragglers import Stragglers
 from clap_ds.record.stream import Stream
 from clap_ds.record.terminal import Progress
 from clap_ds.training.collapse import LastSteps
@@ -95,6 +96,7 @@ class TrainingLog:
             tuple[StepLine, PhaseTimer, Tensor]
         ] = []  # with loss, norm, logit scale, whether it was skipped
         self._pace, self._memory = Pace(), Summary()
+        self._stragglers = Stragglers(gather(session.ranks.host), session.record.path)
         pairs, kind = pairs_together(session.run, session.ranks.world_size), LOSSES[session.run.clap.loss.kind]
         self.last_steps, self.collapse = LastSteps(kind.chance(pairs)), list[str]()
         self._checkpoints: list[dict[str, Any]] = []
@@ -130,7 +132,7 @@ class TrainingLog:
         """Write the steps since the last time. A collective; raises NonFiniteError on all ranks if one's loss was."""
         if not self._rows:
             return
-        window_s, step_s = self._clock.stop()
+        window_s, step_s, own_s = self._clock.stop()
         self._session.engine.count_skipped()
         rows, timers, figures = zip(*self._rows, strict=True)
         self._rows = []
@@ -142,11 +144,15 @@ class TrainingLog:
             number / world_size / (seconds - waited)
             for number, seconds, waited in zip(step_samples, step_s, waited_s, strict=True)
         )
-        own_figures = torch.stack(figures).double()
+        times = torch.tensor([own_s, waited_s], dtype=torch.float64, device=device).T
+        own_figures = torch.cat((torch.stack(figures).double(), times), dim=1)
         own = [window_s, sum(waited_s), *hardware.peak_memory(device)]
         ranks = gather_tensor(torch.cat((own_figures.flatten(), own_figures.new_tensor(own)))).cpu()
         if self._is_first:
-            by_step = ranks[:, : own_figures.numel()].unflatten(1, (-1, 4)).mean(0).tolist()
+            by_rank = ranks[:, : own_figures.numel()].unflatten(1, (-1, 6))
+            by_step = by_rank[..., :4].mean(0).tolist()
+            own_s, data_wait_s = by_rank[..., 4:].permute(2, 1, 0).numpy()
+            self._slow = self._stragglers.add(step_samples, step_s, own_s, data_wait_s)
             window_s, all_waited_s, *memory = ranks[:, own_figures.numel() :].amax(0).tolist()
             self._memory = hardware.largest_memory([memory])
             self._pace.add(sum(step_samples), window_s, all_waited_s, step_s, step_samples)
@@ -176,7 +182,7 @@ class TrainingLog:
             f"  {rate:,.1f} samples/s  data wait {wait_percent:.1f} %"
             + (f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""),
         )
-        self._session.record.update_summary(self._position(), loss=loss)
+        self._session.record.update_summary(self._position(), self._slow, loss=loss)
         if not self.collapse and (verdict := self.last_steps.verdict(last["step"], self._folder)):
             self.collapse.append(verdict)
             print(f"warning: {verdict}", flush=True)
@@ -224,7 +230,7 @@ class TrainingLog:
             return
         self._history.close()
         pace = self._pace.summary(self._session.ranks.world_size)
-        pace["warnings"] = [*pace.get("warnings", []), *self.collapse]
+        pace["warnings"] = [*pace.get("warnings", []), *self.collapse, *self._stragglers.warnings]
         self._session.record.update_summary(self._position(), pace, self._memory, **fields)
 
     def _position(self) -> Summary:

@@ -17,6 +17,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import agreed, gather, on_first
 from clap_ds.ranks.watch import ending
+from clap_ds.record.clock import standing_still
 from clap_ds.training.batches import shuffled_captions
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog
@@ -102,7 +103,8 @@ def _run(
         if clap.checkpoint.background and clap.checkpoint.every_steps and progress.step == begun_at + 1:
             log.told_memory(checkpoints.make_room(engine))  # once the optimiser has its state
 
-        stopped_by = stop.wait()
+        with standing_still():
+            stopped_by = stop.wait()
         is_last = schedule.is_done(progress.samples)
         to_evaluate = is_last or _is_due(progress.step, clap.evaluation.every_steps)
         to_save = to_save or is_last or _is_due(progress.step, clap.checkpoint.every_steps)

@@ -95,3 +95,23 @@ def test_spare_host_takes_over_from_a_lost_one(submit: Submit, cluster: SlurmClu
     assert (lost["state"], resumed["resumed_at_step"]) == ("failed", 15)
     assert "node2" in lost["error"]
     cluster.wait_until(lambda: not cluster.processes(RANKS), LONGEST_S, "the lost host to end its ranks")
+
+
+SLOWED = """
+import os, time
+from clap_ds.ranks import watch
+note = watch.step
+def step(number):
+    time.sleep(1.2 if os.environ["RANK"] == "3" else 1.0)  # as a GPU computes, which leaves the cores free
+    note(number)
+watch.step = step
+"""
+
+
+def test_a_rank_that_is_slower_by_a_fifth_is_named_within_30_steps(submit: Submit, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOWED)
+    clap = {**TRAINING, "train": {"samples": 24 * 30, "log_every_steps": 5}}
+    job = submit(3, clap=clap, asks={"train": True}, variables={"PYTHONPATH": str(tmp_path)})
+    job.ends("COMPLETED", 0)
+    assert [(slow["rank"], slow["host"]) for slow in job.summaries[0]["slow_ranks"]] == [(3, "node2")]
+    assert "rank 3 on node2 by" in job.output

@@ -1,5 +1,6 @@
 """The overlapped all-reduce does what DeepSpeed's own does, and does it under the backward pass."""
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from clap_ds.engine.building import freeze
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.gradient_sync import PLAIN, GradientSync
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.model.clap import ClapModel
+from clap_ds.record.clock import PhaseTimer, StepClock
 from tests.engine.test_engine import DEVICE, batches_of, model_of, settings
 from tests.rank_pool import RankPool
 
@@ -155,3 +157,31 @@ def test_gradients_travel_once_a_step_and_never_where_they_are_off(
     two_ranks: RankPool, sync: str, accumulation: str
 ) -> None:
     assert two_ranks.run(_sent, sync, accumulation) == [[0, 1, 0, 1] * 2] * 2
+
+
+def _own_s(late_in: str, loss: str, sync: str, train: dict[str, Any]) -> float:
+    """Seconds of a step that are this rank's own. Rank 1 pauses for two seconds, in forward or in backward."""
+    clap = {"gradient_sync": sync, "gradient_bucket_mb": 0.05, "loss": {"kind": loss}, "train": train}
+    run = settings("fp32", 2, clap=clap)
+    model = ClapModel(run.clap.preset(), drop_path=0, text_dropout=0, spec_augment=False, learns_bias=loss == "sigmoid")
+    engine, batches, clock = ClapEngine(run, model, DEVICE), batches_of(run), StepClock(DEVICE)
+    engine.step(batches, TIMER)
+    dist.barrier()
+    clock.start()
+    pauses = iter([2.0 * dist.get_rank()])
+    pause: Any = lambda *_: time.sleep(next(pauses, 0.0))  # noqa: E731
+    if late_in == "forward":
+        engine.model.audio.register_forward_pre_hook(pause)
+    else:
+        next(iter(engine.model.parameters())).register_post_accumulate_grad_hook(pause)
+    engine.step(batches, TIMER)
+    clock.mark()
+    return clock.stop()[2][0]
+
+
+@pytest.mark.parametrize("late_in", ["forward", "backward"])
+@pytest.mark.parametrize("case", [("softmax", "overlapped", {}), ("sigmoid", "deepspeed", {"accumulation": "cached"})])
+def test_the_others_wait_is_not_their_own_time(two_ranks: RankPool, late_in: str, case: tuple[Any, ...]) -> None:
+    """Wherever they meet: what isn't noticed as waiting would make the difference 0."""
+    first, late = two_ranks.run(_own_s, late_in, *case)
+    assert late - first > 1

@@ -37,7 +37,7 @@ def test_the_rate_is_all_samples_over_all_seconds_however_they_are_cut(windows: 
         step_s = np.array(
             [[long(1 + number * steps + step)] for step in range(steps)]
         )  # of one rank, which never waits
-        measurement.windows.append(Window(step_s.sum(axis=0), step_s, np.zeros_like(step_s)))
+        measurement.windows.append(Window(step_s.sum(axis=0), step_s, np.zeros_like(step_s), step_s))
     assert measurement.rates()["mean"] == pytest.approx(8 / 1.3)
 
 
@@ -83,7 +83,7 @@ def _measured(folder: str) -> dict[str, Any]:
     scalars: list[Any] = []
     run: Any = SimpleNamespace(batch_sizes=lambda world_size: BatchSizes(4, 2, 8 * world_size))
     run.clap = SimpleNamespace(bench=BenchSettings(warmup_steps=2, windows=3, steps_per_window=10, breakdown_steps=2))
-    ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=2)
+    ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
     nothing: Any = SimpleNamespace(supply=lambda: None)
     writer: Any = SimpleNamespace(write=scalars.extend)
     session = Session(run, ranks, torch.device("cpu"), RunDirectory(Path(folder)), engine, nothing, writer)

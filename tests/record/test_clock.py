@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-from clap_ds.record.clock import PhaseTimer, StepClock
+from clap_ds.record.clock import PhaseTimer, StepClock, standing_still
 
 CPU = torch.device("cpu")
 
@@ -19,15 +19,21 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return now.append
 
 
-def test_step_clock_counts_steps_and_covers_them(passes: Callable[[float], None]) -> None:
+def test_step_clock_counts_steps_and_covers_them_and_tells_what_is_own(passes: Callable[[float], None]) -> None:
     clock = StepClock(CPU)
     for _ in range(2):
+        with standing_still():
+            passes(32.0)  # of nobody's step
         clock.start()
         for seconds in (1.0, 2.0, 4.0):
             passes(seconds)
+            for part in (0.125, seconds / 4):
+                with standing_still():
+                    passes(part)
             clock.mark()
-        passes(0.5)
-        assert clock.stop() == (7.5, [1.0, 2.0, 4.0])
+        with standing_still():
+            passes(0.5)
+        assert clock.stop() == (9.625, [1.375, 2.625, 5.125], [1.0, 2.0, 4.0])
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def _logged(folder: str) -> dict[str, Any]:
     engine: Any = SimpleNamespace(deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale))
     engine.count_skipped = engine.check_loss = lambda: None
     schedule: Any = SimpleNamespace(ahead=lambda samples: (6, 48))
-    ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=2)
+    ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
     scalars: list[Any] = []
     record, nothing = RunDirectory(Path(folder)), SimpleNamespace(supply=lambda: None)
     rest: Any = (record, engine, nothing, SimpleNamespace(write=scalars.extend))

@@ -1,0 +1,99 @@
+"""Who makes the others wait: ranks whose own time of a step, without what they stood still for others (`clock.standing_still`)
+but with their wait for data, lies above the median rank's. A slow link, for which all ranks wait, is nobody's own time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clap_ds.record.schema import SlowRank, Summary
+from clap_ds.record.stream import Stream
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+KEPT_STEPS, GROUPS, FEWEST_STEPS = 300, 15, 20
+"""Ranks are judged by the last steps, taken together in so many groups of neighbours: some wait for data now and then."""
+SPREADS, FLOOR, MOST = 3.0, 0.03, 0.6
+"""Behind is who is so many standard deviations above the median rank, and this share of it; slow, who is in most groups."""
+
+
+def slow_ranks(own_s: Floats, before: Collection[int] = ()) -> list[int]:
+    """Ranks slower than the others, by each one's own seconds of each step, (steps, ranks), at most `KEPT_STEPS` steps.
+
+    The usual spread is the larger of two standard deviations, from lower medians, which slow ranks don't move: of all lags
+    behind the (lower) median rank, 0 on two; and of how two ranks' difference changes. Half counts for who was slow `before`.
+    """
+    if len(own_s) < FEWEST_STEPS or own_s.shape[1] < 2:
+        return []
+    grouped_s = np.add.reduceat(own_s, np.linspace(0, len(own_s), min(len(own_s), GROUPS), endpoint=False).astype(int))
+    lag = grouped_s / _lower_median(grouped_s) - 1
+    difference = np.diff(lag, axis=1)
+    change = np.abs(difference - np.median(difference, axis=0)).reshape(1, -1) / 2**0.5
+    deviation = np.abs(lag - _lower_median(lag.reshape(1, -1))).reshape(1, -1)
+    spread = 1.4826 * max(_lower_median(each).item() for each in (change, deviation))  # of a normal distribution
+    limit = max(SPREADS * spread, FLOOR) / np.where(np.isin(range(lag.shape[1]), list(before)), 2, 1)
+    return [int(rank) for rank in np.flatnonzero((lag > limit).mean(axis=0) > MOST)]
+
+
+def rate_without(slow: Sequence[int], samples: Floats, step_s: Floats, own_s: Floats) -> float:
+    """Samples/s, of steps of (steps,) samples and seconds, if slow ranks had the median rank's own time, (steps, ranks)."""
+    others_s = own_s.copy()
+    others_s[:, slow] = np.minimum(own_s[:, slow], _lower_median(own_s))
+    return float(samples.sum() / (step_s - own_s.max(axis=1) + others_s.max(axis=1)).sum())
+
+
+def _lower_median(rows: Floats) -> Floats:
+    return np.partition(rows, (rows.shape[1] - 1) // 2, axis=1)[:, (rows.shape[1] - 1) // 2, None]
+
+
+class Stragglers:
+    """Told all ranks' times on rank 0, says who is slow when that is known or changes; `warnings` has what it said last.
+
+    It leaves `lags.jsonl` in the folder: a line each 30 s, later each two hundredth of the run's age (a thousand a week), with
+    how many whole percents each host's slowest rank was behind the median rank since the line before. `hosts` has each rank's.
+    """
+
+    def __init__(self, hosts: Sequence[str], folder: Path) -> None:
+        self._hosts, self._slow, self.warnings = np.array(hosts), list[int](), list[str]()
+        self._kept: tuple[Floats, ...] = ()
+        self._lags, self._since_s = Stream(folder / "lags.jsonl"), np.zeros(len(hosts))
+        self._began_s = self._written_s = time.monotonic()
+
+    def add(self, samples: Any, step_s: Any, own_s: Floats, data_wait_s: Floats) -> Summary:
+        """What to record after steps of so many samples and seconds, (steps,), and each rank's own, (steps, ranks)."""
+        new = (np.broadcast_to(np.asarray(samples, float), len(own_s)), np.asarray(step_s, float), own_s, data_wait_s)
+        kept = zip(self._kept or [each[:0] for each in new], new, strict=True)
+        samples, step_s, own, data = self._kept = tuple(np.concatenate(each)[-KEPT_STEPS:] for each in kept)
+        self._write_lags(own_s)
+        before, self._slow = self._slow, slow_ranks(own, self._slow)
+        lag, wait = ((each - _lower_median(each)).mean(axis=0).round(6).tolist() for each in (own, data))
+        percent = (100 / _lower_median(own).mean() * np.array(lag)).round(2).tolist()
+        slow = [
+            SlowRank(rank=n, host=str(self._hosts[n]), behind_s=lag[n], behind_percent=percent[n], data_wait_s=wait[n])
+            for n in sorted(self._slow, key=lambda n: -lag[n])
+        ]
+        cost = rate_without(self._slow, samples, step_s, own) - samples.sum() / step_s.sum()
+        self.warnings = [_words(slow, cost)] if slow else []
+        if self._slow != before:
+            print(*(self.warnings or ["no rank is slower than the others any more"]), flush=True)
+        return Summary(slow_ranks=slow, slow_ranks_cost_samples_per_s=float(cost))
+
+    def _write_lags(self, own_s: Floats) -> None:
+        self._since_s, now_s = self._since_s + own_s.sum(axis=0), time.monotonic()
+        if now_s - self._written_s < max(30.0, (now_s - self._began_s) / 200):
+            return
+        starts = np.flatnonzero(np.append(True, self._hosts[1:] != self._hosts[:-1]))
+        behind = np.maximum.reduceat(100 * (self._since_s / _lower_median(self._since_s[None])[0] - 1), starts)
+        self._lags.append({"time": round(time.time()), "behind_percent": [round(each) for each in behind.tolist()]})
+        self._since_s, self._written_s = np.zeros_like(self._since_s), now_s
+
+
+def _words(slow: Sequence[SlowRank], cost: float) -> str:
+    each = [
+        f"rank {one['rank']} on {one['host']} by {1000 * one['behind_s']:,.1f} ms a step ({one['behind_percent']:.1f} %),"
+        f" of which {1000 * one['data_wait_s']:,.1f} waiting for data" for one in slow[:5]
+    ] + [f"{len(slow) - 5} more"] * (len(slow) > 5)  # fmt: skip
+    return f"slower than the median rank, at a cost of {cost:,.1f} samples/s: {'; '.join(each)}"

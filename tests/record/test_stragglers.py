@@ -1,0 +1,90 @@
+"""Who is slow, of invented own times of a known law."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clap_ds.record import stragglers
+from clap_ds.record.stragglers import KEPT_STEPS, Stragglers, rate_without, slow_ranks
+
+
+def noise(kind: str, steps: int, ranks: int, generator: np.random.Generator) -> Any:
+    """Own times around 1 s, longer in some steps on all ranks alike."""
+    spread = {
+        "normal": lambda size: generator.normal(0, 0.1, size),
+        "skew": lambda size: np.exp(generator.normal(0, 0.3, size)) - 1,
+        "now and then": lambda size: generator.normal(0, 0.02, size) + 2 * (generator.random(size) < 0.1),
+    }[kind]((steps, ranks))
+    return np.maximum(0.1, 1 + spread) * (1 + generator.random((steps, 1)))
+
+
+@pytest.mark.parametrize("kind", ["normal", "skew", "now and then"])
+@pytest.mark.parametrize(("ranks", "trials"), [(2, 200), (4, 200), (6, 200), (64, 40), (512, 4)])
+def test_noise_alone_names_nobody_and_a_slow_rank_is_named(kind: str, ranks: int, trials: int) -> None:
+    generator = np.random.default_rng(1)
+    for _ in range(trials):
+        own_s = noise(kind, 30, ranks, generator)
+        assert slow_ranks(own_s) == []
+        order = generator.permutation(ranks)
+        own_s = own_s**0.1  # a tenth of the noise
+        own_s[:, order[0]] *= 1.4
+        assert slow_ranks(own_s) == [order[0]]
+
+
+def test_how_much_slower_a_slow_rank_is_and_how_long_that_must_be_known() -> None:
+    own_s = 1 + np.random.default_rng(2).normal(0, 0.02, (300, 6))
+    for factor, is_slow in {1.045: False, 1.075: True, 0.8: False}.items():  # 3 spreads: 6 % of a step, 2 % of ten
+        assert slow_ranks(own_s[:30] * [1, 1, 1, 1, factor, 1]) == [4] * is_slow, factor
+    assert slow_ranks(own_s**0 * [1, 1, 1.001, 1, 1.05, 1]) == slow_ranks(own_s * [1, 1, 1.001, 1, 1.045, 1]) == [4]
+    assert slow_ranks(own_s[:30] * [1, 1, 1, 1, 1.045, 1], before=[4]) == [4]  # who is told isn't taken back at once
+    slow_now_and_then = own_s * np.where((np.arange(300)[:, None] % 5 == 0) & (np.arange(6) == 1), 2, 1)
+    assert slow_ranks(slow_now_and_then) == [1]  # as one that waits for data each fifth step
+    assert slow_ranks(own_s[:19] * [1, 2, 1, 1, 1, 1]) == slow_ranks(own_s[:, :1]) == []
+    assert slow_ranks(own_s * [1, 1.5, 1, 1, 1, 1.2]) == [1, 5]
+
+
+def test_the_cost_is_what_the_steps_would_be_shorter() -> None:
+    """A step takes its slowest rank's own time and 1 s more; without rank 2 it is rank 0's 4 s that count."""
+    own_s = np.array([[4.0, 3.0, 8.0, 3.0]] * 5 + [[4.0, 3.0, 3.5, 3.0]] * 5)
+    step_s = 1 + own_s.max(axis=1)
+    assert rate_without([2], np.full(10, 24.0), step_s, own_s) == pytest.approx(24 / 5)
+    assert rate_without([0, 2], np.full(10, 24.0), step_s, own_s) == pytest.approx(24 / 4)
+
+
+@pytest.mark.parametrize("window", [1, 5, 25])
+def test_a_run_says_who_is_slow_once_and_that_it_is_over(
+    window: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 3 takes 0.3 s longer, of which it waits 0.2 s for data; a step takes what its slowest rank does."""
+    now = [0.0]
+    monkeypatch.setattr(stragglers.time, "monotonic", lambda: now[0])
+    watched, found = Stragglers(["a", "a", "b", "b"], tmp_path), []
+    for step in range(0, 3 * KEPT_STEPS, window):
+        data_wait_s = np.full((window, 4), 0.1) + 0.2 * (np.arange(4) == 3) * (step < 300)
+        own_s = 0.9 + data_wait_s + 0.1 * (np.arange(4) == 3) * (step < 300)
+        now[0] += 10 * window
+        found.append(watched.add(8, own_s.max(axis=1), own_s, data_wait_s))
+    ((slow,), cost) = found[299 // window].values()
+    assert slow == pytest.approx({"rank": 3, "host": "b", "behind_s": 0.3, "behind_percent": 30, "data_wait_s": 0.2})
+    assert cost == pytest.approx(8 / 1 - 8 / 1.3)
+    assert [bool(each["slow_ranks"]) for each in found].index(True) == -(-20 // window) - 1
+    assert (found[-1], watched.warnings) == ({"slow_ranks": [], "slow_ranks_cost_samples_per_s": 0}, [])
+    first, last = capsys.readouterr().out.splitlines()
+    assert "cost of 1.8 samples/s: rank 3 on b by 300.0 ms a step (30.0 %), of which 200.0 waiting for data" in first
+    assert "no rank is slower" in last
+    lines = [json.loads(line)["behind_percent"] for line in (tmp_path / "lags.jsonl").read_text().splitlines()]
+    assert (lines[0], lines[-1]) == ([0, 30], [0, 0])
+    assert 20 <= len(lines) <= 900 / 3
+
+
+def test_a_week_on_512_hosts_leaves_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(stragglers.time, "monotonic", lambda: now[0])
+    watched = Stragglers([f"n{rank // 8}" for rank in range(4096)], tmp_path)
+    while now[0] < 7 * 86400:
+        now[0] += 100
+        watched._write_lags(1 + np.random.default_rng(0).normal(0, 0.02, (1, 4096)))
+    assert (tmp_path / "lags.jsonl").stat().st_size < 4e6
