@@ -3,8 +3,8 @@
     deepspeed [--hostfile H] clap_ds/train.py --deepspeed_config my_run.json
 
 Resumes from the newest checkpoint of the same run if there is one; options say what else to do with the checkpoints that are
-there. SIGTERM, SIGUSR1 and SIGHUP finish the step under way or the next, save and exit; the same command then resumes. Also runs under
-torchrun and, as a single rank, under plain python.
+there. SIGTERM, SIGUSR1 and SIGHUP finish the step under way or the next, save and exit; the same command then resumes. Also
+runs under torchrun and, as a single rank, under plain python.
 """
 
 from __future__ import annotations
