@@ -170,7 +170,7 @@ def initialize(
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
         keep_freed_memory()
         if not compile_cpu_collective:
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            deepspeed.ops.__compatible_ops__ = {}  # to look what is in it would try the compiler on every operation there is
     # Otherwise gloo connects every rank with every other, in each of its groups: sockets as the square of the ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()

@@ -62,9 +62,12 @@ class Soak:
         self.began, self.rows = time.monotonic(), list[dict[str, Any]]()
         self.submit()
 
-    def submit(self) -> None:
+    def connect(self) -> None:
         for host in self.cluster.nodes:
             self.cluster.connect(host)
+
+    def submit(self) -> None:
+        self.connect()
         self.cluster.wait_until(lambda: not self.cluster.processes(TRAIN), 300, "the end of a lost host's ranks")
         words = ["sbatch", "--parsable", "--gpus-per-node=1", "--cpus-per-task=4", str(self.folder / "job.sbatch")]
         self.job = Submitted(self.cluster, self.cluster.run("ctl", *words, folder=ROOT).stdout.strip(), self.folder)
@@ -106,6 +109,8 @@ class Soak:
             if self.is_over():
                 self.submit()
                 again += 1
+            elif self.cluster.job(self.job.number)["JobState"] == "PENDING":
+                self.connect()  # the host that ran its script was lost: SLURM queued it again, for as many hosts
             assert time.monotonic() - begun_s < MENDED_S, f"{fault} on {host}: {self.job.output[-3000:]}"
             time.sleep(1)
         resumed_at = (self.job.summaries[-1].get("resumed_at_step") or 0) if self.position()[0] > runs else step
