@@ -63,8 +63,11 @@ class Soak:
         self.submit()
 
     def connect(self) -> None:
-        for host in self.cluster.nodes:
-            self.cluster.connect(host)
+        """Connect hosts that SLURM has no answer of, and have it use them again."""
+        lines = self.cluster.run("ctl", "sinfo", "-h", "-N", "-o", "%N %T").stdout.splitlines()
+        for host, state in map(str.split, lines):
+            if state not in ("idle", "allocated", "mixed", "completing"):
+                self.cluster.connect(host)
 
     def submit(self) -> None:
         self.connect()
