@@ -59,7 +59,7 @@ class Soak:
             site_file(folder, gpus_per_node=1), 1, None, train=True, time="12:00:00", launcher="slurm", spare_nodes=1
         )
         (folder / "job.sbatch").write_text(script(request, 2, "soak", f"{folder}/%j.out", folder / "job"))
-        self.began, self.rows = time.monotonic(), list[dict[str, Any]]()
+        self.began, self.rows, self.to_come = time.monotonic(), list[dict[str, Any]](), list[str]()
         self.submit()
 
     def connect(self) -> None:
@@ -92,7 +92,8 @@ class Soak:
         runs, step = self.position()
         if not hosts or not step or self.is_over():
             return
-        fault, host = self.chance.choice(FAULTS), self.chance.choice(sorted(hosts))
+        self.to_come = self.to_come or self.chance.sample(FAULTS, len(FAULTS))
+        fault, host = self.to_come.pop(), self.chance.choice(sorted(hosts))
         minute, begun_s = (time.monotonic() - self.began) / 60, time.monotonic()
         if fault in SIGNALS:
             self.cluster.run(host, "kill", f"-{fault}", min(hosts[host]))
