@@ -144,7 +144,7 @@ def _run_window(session: Session, num_steps: int, number: int | None) -> Window:
     window_s, step_s, own_s = clock.stop()
     data_wait_s = [timer.seconds["data_wait"] for timer in timers]
     own = torch.tensor([window_s, *step_s, *data_wait_s, *own_s], dtype=torch.float64, device=session.device)
-    rows = gather_tensor(own).T.cpu().numpy()  # every rank's times, on every rank
+    rows = gather_tensor(own).T.cpu().numpy()  # every rank's times, on rank 0
     window = Window(rows[0], *rows[1:].reshape(3, num_steps, -1))
     loss_means = torch.stack(losses)
     dist.all_reduce(loss_means)
