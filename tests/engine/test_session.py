@@ -16,7 +16,7 @@ from clap_ds.data.supply import Supply
 from clap_ds.engine import session as session_module
 from clap_ds.engine.building import build_model, fetch_from_hub, wrap
 from clap_ds.engine.session import Session, _describe, check_deepspeed_sections
-from clap_ds.model import text
+from clap_ds.model import hub
 from clap_ds.ranks.agreement import agreed
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.directory import RunDirectory
@@ -100,7 +100,7 @@ def _refusal() -> tuple[str, int]:
     """The message, and how often this rank looked."""
     ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2)
     run = settings(model={"preset": "htsat_tiny_roberta_base", "text_from_hub": True})
-    with mock.patch.object(text, "load_by_name", side_effect=ValueError("not on the hub")) as load:
+    with mock.patch.object(hub, "load_by_name", side_effect=ValueError("not on the hub")) as load:
         with pytest.raises(AgreedError) as refused, agreed():
             fetch_from_hub(run, ranks)
         return str(refused.value), load.call_count

@@ -50,9 +50,10 @@ def test_a_fault_meanwhile(tmp_path: Path, rank: int, number: Any, code: int, sa
     if number != SIGKILL:
         (folder / "go").touch() if number else (folder / "go").mkdir()
     assert ranks.wait()[rank] == code, ranks.outputs
-    assert sorted(int(path.name[-2:]) for path in folder.glob("step-*")) == saved
+    found = sorted(int(path.name[-2:]) for path in folder.glob("step-*"))
+    assert found in (saved, [*saved[:-1], saved[-1] + (number == SIGTERM)])  # after the step under way or the next
     assert ("step 8 could not be saved: [Errno 28] No space left on" in ranks.outputs[0]) == (not number)
-    assert f"resuming from {folder}/step-{saved[-1]:08d}" in commands.train(config)
+    assert f"resuming from {folder}/step-{found[-1]:08d}" in commands.train(config)
     (tmp_path / "whole").mkdir()
     whole, undisturbed = write_run(tmp_path / "whole")
     commands.train(whole)
