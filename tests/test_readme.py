@@ -44,6 +44,7 @@ RULES = {
     r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config \S+": LOAD,
     r"python analysis/.*|python -m examples\.synthetic_sounds .*|clap-shards (prepare|size|measure) .*": RUN,
     "salloc .*|clap-hostfile .*": "tests/cluster/test_jobs.py::test_deepspeeds_own_line",
+    "(tar -cf|mkdir -p) .*clap-env.*": "tests/cluster/test_jobs.py::test_ranks_start_from_an_environment_on_their_nodes",
     "make bench": "tests/ranks/test_accelerator.py::test_make_bench_on_the_cpus",
     r"python -m benchmarks\.variants .*": "tests/benchmarks/test_variants.py::test_all_combinations_in_order",
     r"tar -xf results/.*|python -m benchmarks\.efficiencies .*": "tests/benchmarks/test_efficiencies.py::test_every_class_",
@@ -135,7 +136,7 @@ def test_programs_scripts_and_configurations_are_there(
 
 
 def test_configurations_shown_are_valid(tmp_path: Path) -> None:
-    assert (len(JSON_BLOCKS), len(SITES)) == (2, 3)
+    assert (len(JSON_BLOCKS), len(SITES)) == (2, 4)
     for block in JSON_BLOCKS:
         (tmp_path / "run.json").write_text(block)
         load_run(tmp_path / "run.json")

@@ -37,8 +37,6 @@ def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--restart", action="store_true", help="move them into a folder beside theirs and start anew")
     changes = "resume though tokenizer, model, precision, optimizer or trained towers are others than the checkpoint's"
     group.add_argument("--accept_changes", action="store_true", help=changes)
-    convert = "read a checkpoint of format 1, whose state is a pickle, such as you trust"
-    group.add_argument("--convert_checkpoint", action="store_true", help=convert)
     skip = "leave out the batches of steps A to B, such as those that gave a loss of NaN"
     group.add_argument("--skip_steps", type=_steps, metavar="A-B", help=skip)
 

@@ -172,9 +172,7 @@ class CheckpointFolder:
         return on_first(lambda: files.move_aside(self.path, but=LOCK))
 
     @doing("loading a checkpoint")
-    def load(
-        self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False, convert: bool = False
-    ) -> TrainingProgress:
+    def load(self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
         """Put the engine, and this rank's random number generators, in the state of a checkpoint that `find` gave, whose run
         goes on. A collective; see `restore`. Raises ValueError: not every rank sees it, or `restore` refuses it."""
         manifest = on_first(lambda: Manifest.read(folder))
@@ -182,7 +180,7 @@ class CheckpointFolder:
         blind = judged((folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None)
         if blind is not None:
             raise ValueError(f"rank {blind} can't see {folder}: checkpoints must lie where every host sees them")
-        return restore(folder, engine, self._run, accept_changes=accept_changes, convert=convert)
+        return restore(folder, engine, self._run, accept_changes=accept_changes)
 
     @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:

@@ -15,11 +15,9 @@ from clap_ds.ranks.agreement import on_first, rank
 from clap_ds.training.schedule import TrainingProgress
 from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, warn
 from clap_ds.weights.load import check_same_model, differences, load_weights
-from clap_ds.weights.state_file import read_pickled_state, read_state_file
+from clap_ds.weights.state_file import read_state_file
 
 PROGRESS = "progress.json"
-_PICKLED = {"engine": "deepspeed/mp_rank_00_model_states.pt", "random": "random_states.pt"}
-"""Of checkpoints of format 1."""
 _OF_NO_CONSEQUENCE = (
     *("clap.output", "clap.checkpoint", "clap.bench", "clap.hardware", "clap.debug"),
     *("clap.train.resume", "clap.train.log_every_steps"),
@@ -29,9 +27,7 @@ _ROBERTA, _HELLO = ("roberta-base", "FacebookAI/roberta-base"), [0, 31414, 232, 
 """Hub names of its tokenizer, and what that makes of "Hello world!", by which it is known without a hub."""
 
 
-def restore(
-    folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool, convert: bool = False
-) -> TrainingProgress:
+def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool) -> TrainingProgress:
     """Put the engine, and this rank's random number generators, in the state of a whole checkpoint; where it is of another
     training and that is accepted, the weights and progress alone. A collective; errors are `CheckpointFolder.load`'s."""
     to_accept, others = on_first(lambda: compare(folder, engine.model.config, describe(engine), run))
@@ -54,28 +50,13 @@ def restore(
         weights = load_weights(folder / (RAW if (folder / RAW).exists() else WEIGHTS))
         load_weights_alone(engine, weights, progress.step, progress.samples)
         return progress
-    state = _read_state(folder, convert=convert)
+    state = read_state_file(folder / STATE)
+    if not isinstance(state, dict) or not isinstance(state.get("random"), list):
+        raise ValueError(f"{folder}: {STATE} holds no state of training")
     load_engine_state(engine, state, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
     if rank() < len(state["random"]):
         restore_random_state(state["random"][rank()], engine.model.logit_scale.device)
     return progress
-
-
-def _read_state(folder: Path, *, convert: bool) -> dict[str, Any]:
-    """A checkpoint's state. One of format 1 is a pickle, and read only where that is asked for."""
-    if not (folder / _PICKLED["engine"]).exists():
-        found = read_state_file(folder / STATE)
-    elif convert:
-        found = read_pickled_state(folder / _PICKLED["engine"])
-        found["random"] = read_pickled_state(folder / _PICKLED["random"])
-    else:
-        raise ValueError(
-            f"{folder} is of format 1, whose state is a pickle: --convert_checkpoint reads it, by torch's reader that runs"
-            " nothing; what is saved from then on is none"
-        )
-    if not isinstance(found, dict) or not isinstance(found.get("random"), list):
-        raise ValueError(f"{folder}: {STATE} holds no state of training")
-    return found
 
 
 def compare(

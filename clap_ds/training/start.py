@@ -30,13 +30,11 @@ class Choices:
     Attributes:
         restart: move them aside and start anew.
         accept_changes: resume though the run is another training than the checkpoint's (`clap_ds.training.restoring`).
-        convert_checkpoint: resume from a checkpoint of format 1, whose state is a pickle.
         skip_steps: first and last of the steps whose batches are left out.
     """
 
     restart: bool = False
     accept_changes: bool = False
-    convert_checkpoint: bool = False
     skip_steps: tuple[int, int] | None = None
 
 
@@ -141,8 +139,7 @@ def _load(
     path = checkpoints.find(Path(wanted) if has_path and not has_begun else None)
     if path is None:
         return None, TrainingProgress()
-    accepted = {"accept_changes": choices.accept_changes, "convert": choices.convert_checkpoint}
-    progress = checkpoints.load(path, engine, **accepted)
+    progress = checkpoints.load(path, engine, accept_changes=choices.accept_changes)
     if has_path and not has_begun:
         checkpoints.begin(new_run)
     return path, progress

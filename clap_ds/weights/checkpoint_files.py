@@ -35,9 +35,7 @@ AVERAGE = ", moving average of the weights"
 STATE = "state.safetensors"
 TOKENIZER = "tokenizer"
 FORMAT = 2
-"""1: the state was pickles, of DeepSpeed's and of torch's."""
-_FORMAT_1 = r"latest|random_states\.pt|deepspeed/mp_rank_00_model_states\.pt"
-FILE_NAME = re.compile(rf"(weights|raw|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*|{_FORMAT_1}", re.ASCII)
+FILE_NAME = re.compile(rf"(weights|raw|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*", re.ASCII)
 """Of a file in a checkpoint. Somebody else may have written the manifest: none outside, no URL, none of another case."""
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
@@ -101,7 +99,7 @@ class Manifest:
             stated, version = content.pop("hash"), content["format"]
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise DamagedError(f"{where}: its {MANIFEST} can't be read: {error}") from error
-        if version not in (1, FORMAT):
+        if version != FORMAT:
             raise DamagedError(f"{where}: a checkpoint of format {version}, this version reads {FORMAT}")
         if stated != _hash(content):
             raise DamagedError(f"{where}: its {MANIFEST} has been damaged")

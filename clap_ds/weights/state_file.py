@@ -9,7 +9,6 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from clap_ds.config.files import parse_json, pinned
@@ -78,14 +77,3 @@ def _restored(described: Any, tensor_of: Any) -> Any:
     if kind == "dict":
         return {_restored(key, tensor_of): _restored(value, tensor_of) for key, value in content}
     return {"list": list, "tuple": tuple}[kind](_restored(part, tensor_of) for part in content)
-
-
-def read_pickled_state(path: Path) -> Any:
-    """A state as checkpoints of format 1 have it, by torch's reader that runs nothing; raises ValueError where that refuses."""
-    try:
-        with pinned(path) as opened:
-            return torch.load(opened, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ValueError(f"{path}: can't be read: {error.strerror}") from error
-    except Exception as error:  # of many types, where a file is damaged
-        raise ValueError(f"{path}: damaged, or holds more than tensors and numbers, which is never loaded") from error

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,36 @@ def two_odd_hosts(cluster: SlurmCluster, tmp_path: Path) -> Iterator[None]:
     yield
     cluster.run("node3", "umount", str(file))
     cluster.run("node2", "umount", str(hidden))
+
+
+def test_ranks_start_from_an_environment_on_their_nodes(submit: Submit, cluster: SlurmCluster, tmp_path: Path) -> None:
+    """As docs/cluster.md says, with a small environment that leads to this one; each node has a disk of its own."""
+    local, page = tmp_path / "scratch", (ROOT / "docs" / "cluster.md").read_text()
+    page = (
+        page.replace("/project", str(tmp_path))
+        .replace("/scratch", str(local))
+        .replace("-C .venv", f"-C {tmp_path}/venv")
+    )
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    for number, host in enumerate(cluster.nodes):
+        (disk := tmp_path / f"disk{number}").mkdir()
+        local.mkdir(exist_ok=True)
+        cluster.run(host, "mount", "--bind", str(disk), str(local))
+    try:
+        for command in re.findall(r"^\$ (.*clap-env.*)$", page, re.MULTILINE):
+            subprocess.run(["bash", "-c", command], check=True)
+        site = next(
+            json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if "sbcast" in block
+        )
+        (job := submit(2, site=site)).ends("COMPLETED", 0)
+    finally:
+        for host in cluster.nodes:
+            cluster.run(host, "umount", str(local))
+    (run,) = job.runs
+    assert json.loads((run / "environment.json").read_text())["command"][0] == f"{local}/clap-env/bin/python"
+    assert all((tmp_path / f"disk{number}" / "clap-env" / "bin").is_dir() for number in range(2))
 
 
 def test_preflight_names_odd_hosts(cluster: SlurmCluster, tmp_path: Path, two_odd_hosts: None) -> None:

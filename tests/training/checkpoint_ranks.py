@@ -4,7 +4,6 @@ import copy
 import errno
 import io
 import itertools
-import os
 import random
 import tempfile
 import threading
@@ -39,7 +38,6 @@ from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.training.start import Choices, opened_checkpoints, resume
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.formats import load_safetensors
-from clap_ds.weights.state_file import read_state_file
 from tests.training.reference_steps import CPU, TIMER, run_settings
 
 ROWS = 6
@@ -268,49 +266,6 @@ def refusal(folder: str, unseen_by: int | None = None) -> str:
         with pytest.raises(ValueError) as refused:  # noqa: PT011
             load(CheckpointFolder(folder), fresh, Path(folder))
     return str(refused.value)
-
-
-def convert(folder: str, marker: str) -> tuple[str, list[float], list[float]]:
-    """A checkpoint becomes one of format 1, with pickles, and is resumed from: why it is refused, and the losses of both runs
-    once that is asked for. Then with a pickle in it that would make the file `marker`."""
-    first = engine(settings(), 1)
-    losses(first, 0, 2)
-    checkpoints = CheckpointFolder(folder)
-    path = checkpoints.save(first, progress(2)).path
-    assert path is not None
-    manifest, state = checkpoint_files.Manifest.read(path), read_state_file(path / checkpoint_files.STATE)
-    (path / checkpoint_files.STATE).unlink()
-    pickles = {"deepspeed/mp_rank_00_model_states.pt": state, "random_states.pt": state.pop("random")}
-    (path / "deepspeed").mkdir()
-
-    def write(pickles: dict[str, Any]) -> None:
-        for name, content in pickles.items():
-            torch.save(content, path / name)
-            written = (path / name).read_bytes()
-            manifest.files[name] = checkpoint_files.write_file(path / name, written)
-        manifest.files.pop(checkpoint_files.STATE, None)
-        checkpoint_files.write_file(path / checkpoint_files.MANIFEST, manifest.to_json().encode())
-
-    write(pickles)
-    second, third = engine(settings(), 99), engine(settings(), 98)
-    with pytest.raises(ValueError, match="--convert_checkpoint") as refused:
-        CheckpointFolder(folder).load(path, second)
-    CheckpointFolder(folder).load(path, second, convert=True)
-    found = losses(first, 2, 2), losses(second, 2, 2)
-    write({"random_states.pt": Malicious(marker)})
-    with pytest.raises(ValueError, match="more than tensors and numbers"):
-        CheckpointFolder(folder).load(path, third, convert=True)
-    return str(refused.value), *found
-
-
-class Malicious:
-    """A pickle of it runs a command when it is read."""
-
-    def __init__(self, marker: str) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch '{self._marker}'",)
 
 
 def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accept: bool = False) -> tuple[str, Any]:

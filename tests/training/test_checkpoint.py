@@ -214,10 +214,3 @@ def test_last_and_best_are_kept_and_copied_with_the_tokenizer(one_rank: RankPool
     assert (newest / "tokenizer" / "tokenizer.json").read_text() == "made up"
     ((saved,),) = one_rank.run(ranks.save, str(tmp_path / "other"), (None,), "FacebookAI/roberta-base")
     assert Manifest.read(saved.path).tokenizer_in(saved.path) == "FacebookAI/roberta-base"
-
-
-def test_pickles_of_format_1_are_read_only_where_asked_for_and_run_nothing(one_rank: RankPool, tmp_path: Path) -> None:
-    ((refusal, losses, converted),) = one_rank.run(ranks.convert, str(tmp_path), str(tmp_path / "marker"))
-    assert "format 1, whose state is a pickle" in refusal
-    assert losses == converted
-    assert not (tmp_path / "marker").exists()

@@ -43,22 +43,6 @@ def test_what_is_written_is_found_and_read_back(tmp_path: Path, capsys: pytest.C
     assert checkpoint_files.move_aside(tmp_path, but="notes") is None
 
 
-OLD_MANIFEST = """{"format": 1, "serial": 1760000000000, "step": 1, "model": {"name": "micro"},
-"engine": {"loss": "SoftmaxLoss"}, "tokenizer": null, "metrics": {},
-"files": {"latest": {"bytes": 7, "hash": "c681ff421fbd7af6dc373a7ced20fbeb"}}, "hash": "77444a15aafec6fcdbb1c63c733635b6"}"""
-
-
-def test_a_checkpoint_saved_by_an_earlier_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_bytes(b"content")
-    (tmp_path / "manifest.json").write_text(OLD_MANIFEST)
-    manifest = checkpoint_files.verify(tmp_path)
-    assert (manifest.serial, manifest.step, manifest.model) == (1760000000000, 1, {"name": "micro"})
-    content = {**json.loads(OLD_MANIFEST), "kernels": {"device": "NVIDIA H200", "sites": {}}}  # as some versions wrote
-    del content["hash"]
-    (tmp_path / "manifest.json").write_text(json.dumps({**content, "hash": checkpoint_files._hash(content)}))
-    assert checkpoint_files.verify(tmp_path) == manifest
-
-
 def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
