@@ -22,9 +22,6 @@ from clap_ds.config.secrets import redacted, redacted_all, redacted_words
 from clap_ds.record.schema import VERSION, State, StepLine, Summary
 from clap_ds.record.stream import Stream, unless_full
 
-SPARE_BYTES = 2048
-"""Kept free in a record for what a run's end adds to it."""
-
 
 class RunDirectory:
     """Files of one run. Rank 0 writes; the others write only `summary.json`, and only to say that they failed."""
@@ -45,10 +42,8 @@ class RunDirectory:
         raise AssertionError
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Replace a JSON file in one go; one whose `state` is running has room for the end on a disk that is full by then."""
-        write_object(
-            self.path / name, redacted_all(content), spare=SPARE_BYTES if content.get("state") == "running" else 0
-        )
+        """Replace a JSON file in one go."""
+        write_object(self.path / name, redacted_all(content))
 
     def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
         """Merge fields into `summary.json` and return the whole. A disk that is full by then is warned of."""
