@@ -1,38 +1,31 @@
-"""Audio files before and while they go into shards: regular files only, each content once, and none whose end is missing.
-
-Decoders take what is there of a file that was cut off, and files that are the same would meet in training and evaluation.
-"""
+"""Audio files before and while they go into shards: regular files only, each content once, and none whose end is missing."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import stat
 from collections import defaultdict
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import soundfile
 from tqdm import tqdm
 
-from clap_ds.config.files import parse_json, read_bytes, write_atomically
+from clap_ds.config.files import open_regular, parse_json, read_bytes, write_atomically
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry
 
-_PROBE = 65536  # bytes read from the start of files of the same size
 _OF_A_STREAM = 0x7FFF0000  # sizes from here on stand in WAVs written to a pipe: sox 0x7FFFF000, ffmpeg 0xFFFFFFFF
-_FRAMES_LOST = {"FLAC": 0, "MP3": 2 * 1152}  # what decoding may give less than the header states
+_FRAMES_LOST = 2 * 1152  # what decoding an MP3 may give less than its header states
 
 
 def find_same(entries: list[Entry], num_threads: int, saved: Path | None) -> list[list[Entry]]:
-    """Groups of entries whose files hold the same. Entries are given their sizes and problems.
+    """Group entries whose files hold the same. Entries are given their sizes and problems.
 
-    What isn't a regular file, also by a link, becomes a problem of its entry and is never opened. Files are read only where
-    they are as long as another: their start, and whole where that is the same, too. Where `save_same` has `saved` all this
-    of as many entries, no file is looked at.
+    Files are read only where they are as long as another. Where `save_same` has `saved` all this of as many entries, no file
+    is looked at.
     """
     if saved and saved.is_file():
         seen, same = parse_json(read_bytes(saved, MOST_OF_A_FILE))
@@ -42,7 +35,7 @@ def find_same(entries: list[Entry], num_threads: int, saved: Path | None) -> lis
             return [[entries[number] for number in group] for group in same]
     groups = [[entry for entry in entries if not entry.problem]]
     with ThreadPoolExecutor(num_threads) as pool:
-        for look in (_size, partial(_digest, num_bytes=_PROBE), partial(_digest, num_bytes=-1)):
+        for look in (_size, _digest):
             candidates = [entry for group in groups for entry in group]
             looked_at = tqdm(pool.map(look, candidates), "duplicates", len(candidates), unit="file", disable=None)
             alike: dict[Hashable, list[Entry]] = defaultdict(list)
@@ -61,7 +54,7 @@ def save_same(path: Path, entries: list[Entry], same: list[list[Entry]]) -> None
 
 
 def merge(entries: list[Entry], same: list[list[Entry]]) -> list[Entry]:
-    """Of each group the first entry alone, which then has all captions and names the others."""
+    """Keep of each group the first entry alone, which then has all captions and names the others."""
     merged = set()
     for first, *others in same:
         for other in others:
@@ -73,44 +66,31 @@ def merge(entries: list[Entry], same: list[list[Entry]]) -> list[Entry]:
 
 def _size(entry: Entry) -> Hashable:
     try:
-        status = entry.path.stat()
+        entry.size = entry.path.stat().st_size
+        if not entry.path.is_file():
+            entry.problem = "isn't a regular file"
+        elif entry.size > MOST_OF_A_FILE:
+            entry.problem = f"has more than {MOST_OF_A_FILE:,} bytes"
     except (OSError, ValueError) as error:  # the latter of a path with a zero byte
         entry.problem = f"audio file can't be read: {error}"
-        return None
-    entry.size = status.st_size
-    if not stat.S_ISREG(status.st_mode):
-        entry.problem = "isn't a regular file"
-    elif status.st_size > MOST_OF_A_FILE:
-        entry.problem = f"has more than {MOST_OF_A_FILE:,} bytes"
     return entry.size
 
 
-def _digest(entry: Entry, num_bytes: int) -> Hashable:
+def _digest(entry: Entry) -> Hashable:
     try:
-        with entry.path.open("rb") as file:
-            return entry.size, hashlib.sha256(file.read(num_bytes)).digest()
+        with open_regular(entry.path) as file:
+            return entry.size, hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
         entry.problem = f"audio file can't be read: {error}"
         return None
 
 
 def check_whole(content: bytes, file: soundfile.SoundFile, num_decoded: int) -> None:
-    """BrokenItemError for a file whose end is missing: shorter than the header of a WAV or an AIFF states, fewer frames decoded
-    than that of a FLAC or an MP3 (with a Xing or VBRI header), an Ogg without its last page.
-
-    A WAV written to a pipe, which states a size of 0x7FFF0000 or more, is taken to its end.
-    """
-    kind = content[:4]
-    order: Literal["little", "big"] = "big" if kind == b"FORM" else "little"
-    stated = int.from_bytes(content[4:8], order) if kind in (b"RIFF", b"FORM") else 0
+    """Raise BrokenItemError for a file whose end is missing: shorter than the header of a WAV or an AIFF states, or fewer
+    frames decoded than that of a FLAC or an MP3. A WAV from a pipe states no size, and is taken to its end."""
+    order: Literal["little", "big"] = "big" if content[:4] == b"FORM" else "little"
+    stated = int.from_bytes(content[4:8], order) if content[:4] in (b"RIFF", b"FORM") else 0
     if len(content) < stated < _OF_A_STREAM:
-        raise BrokenItemError(
-            f"audio breaks off: {len(content)} of the {stated} bytes that its header states are there"
-        )
-    if kind == b"OggS":
-        last = content[content.rfind(b"OggS") :]
-        lengths = last[27 : 27 + last[26]] if len(last) > 26 else b""
-        if len(last) < 27 + len(lengths) + sum(lengths) or not last[5] & 4:
-            raise BrokenItemError("audio breaks off: the page that ends an Ogg stream is missing")
-    if num_decoded < file.frames - _FRAMES_LOST.get(file.format, file.frames):
+        raise BrokenItemError(f"audio breaks off: {len(content)} of {stated} bytes are there")
+    if file.format in ("FLAC", "MP3") and num_decoded < file.frames - _FRAMES_LOST:
         raise BrokenItemError(f"audio breaks off: {num_decoded} of {file.frames} samples could be decoded")

@@ -36,7 +36,7 @@ from clap_ds.model.tokenizer import train_tokenizer
 
 
 def add_build_options(parser: argparse.ArgumentParser) -> None:
-    """For options between SOURCE and FOLDER, parse with `parse_intermixed_args`."""
+    """Add options; for those between SOURCE and FOLDER, parse with `parse_intermixed_args`."""
     parser.add_argument("source", type=Path, metavar="SOURCE", help="CSV, JSONL or folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the shards go: new, empty, or begun before")
     add = parser.add_argument_group("how to read SOURCE (default: found out)").add_argument
@@ -44,16 +44,11 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add("--caption_columns", nargs="+", metavar="NAME", help="of captions; a column of classes makes captions, too")
     more = "of several names between commas, semicolons or bars, as FSD50K's labels: each becomes a list"
     add("--list_column", nargs="+", default=[], metavar="NAME", help=more)
-    add("--encoding", metavar="NAME", help="such as cp1252 (default: UTF-8, or UTF-16 with its mark)")
+    add("--encoding", metavar="NAME", help="such as cp1252 (default: UTF-8)")
     add("--audio_root", type=Path, metavar="DIR", help="what paths are relative to (default: SOURCE's folder)")
     add = parser.add_argument_group("what is kept for evaluation").add_argument
-    add(
-        "--held_out",
-        type=arguments.number(0, 1),
-        default=0.0,
-        metavar="SHARE",
-        help="of items, drawn at random (default 0); 1: all, such as a list of test clips",
-    )
+    more = "of items, drawn at random (default 0); 1: all, such as a list of test clips"
+    add("--held_out", type=arguments.number(0, 1), default=0.0, metavar="SHARE", help=more)
     add("--group_column", metavar="NAME", help="recording, speaker, …: items of one value stay on one side")
     add("--split_column", metavar="NAME", help=f"instead of these: says of each item {SIDES}")
     add("--fold_column", metavar="NAME", help="or: of the fold that each item is of, as ESC-50's and UrbanSound8K's")
@@ -65,17 +60,16 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add("--shards", type=arguments.whole_number(), metavar="N", help=more)
     add("--seed", type=int, default=0, metavar="K", help="of the order and of what is held out (default 0)")
     add_preparation_options(parser, KINDS, default="encoded")
-    more = "divide files that are louder than full scale by their peak, in place of clipping them; their audio becomes 16 bits"
+    more = "divide files that are louder than full scale by their peak, in place of clipping them"
     parser.add_argument("--peak_normalise", action="store_true", help=more)
-    largest = max(load_preset(name).text.vocab_size for name in preset_names())
-    more = "train a tokenizer of so many tokens on the captions, for a model trained from nothing, without a hub: 261 (bytes, "
-    more += "special tokens) and often 1000 to 10000, the more the more captions, up to the model's vocabulary"
-    parser.add_argument("--train_tokenizer", type=arguments.whole_number(261, largest), metavar="VOCABULARY", help=more)
+    more = "train a tokenizer of so many tokens on the captions, often 1000 to 10000, for a model trained from nothing"
+    sizes = arguments.whole_number(261, max(load_preset(name).text.vocab_size for name in preset_names()))
+    parser.add_argument("--train_tokenizer", type=sizes, metavar="VOCABULARY", help=more)
     add_work(parser)
 
 
 def run_build(options: argparse.Namespace) -> int:
-    """The exit code. UserError where the user made a mistake, or the folder can't be written."""
+    """Build, and return the exit code. UserError where the user made a mistake, or the folder can't be written."""
     if sum(map(bool, (options.split_column, options.fold_column, options.held_out or options.group_column))) > 1:
         raise UserError("--split_column, --fold_column and --held_out each say what is held out; expected one of them")
     if bool(options.fold_column) != bool(options.held_out_fold):
@@ -91,8 +85,7 @@ def run_build(options: argparse.Namespace) -> int:
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
-        how = "--audio_root says what paths are relative to, --audio_column '{column}.wav' adds what names in a column lack"
-        raise UserError(f"{none_usable(broken)}; {how}")
+        raise UserError(f"{none_usable(broken)}; --audio_root says what paths are relative to")
     divided = divide(usable, options)
     loud: list[tuple[float, str]] = []
     convert = partial(preparation.clip if preparation else as_it_is, peak_normalise=options.peak_normalise)
@@ -122,7 +115,7 @@ def run_build(options: argparse.Namespace) -> int:
 
 
 def _plan(divided: dict[str, Numbered], peak_normalise: bool) -> Iterator[str]:
-    """What the shards follow from: their list, its captions and sizes of files."""
+    """Give what the shards follow from: their list, its captions and sizes of files."""
     yield "peak_normalise" * peak_normalise
     for name, items in divided.items():
         yield name
@@ -134,8 +127,7 @@ def _plan(divided: dict[str, Numbered], peak_normalise: bool) -> Iterator[str]:
 def members_of(
     items: Numbered, convert: Callable[..., Clip], loud: list[tuple[float, str]], least: float, broken: list[Named]
 ) -> Iterator[Member]:
-    """What goes into a shard of each of its items; those that can't be used are added to `broken`, peaks beyond full scale to
-    `loud`."""
+    """Give each item of a shard; those that can't be used are added to `broken`, peaks beyond full scale to `loud`."""
     for number, entry in items:
         names = [entry.path, *entry.others]
         try:

@@ -1,4 +1,4 @@
-"""Audio files with their captions, as people have them: a CSV, a JSONL, or a folder with a caption file beside each audio file.
+"""Audio files with their captions: a CSV, a JSONL, or a folder with a caption file beside each audio file.
 
 A row that can't be read is refused by its line before any work. Audio is not looked at here.
 """
@@ -9,26 +9,21 @@ import csv
 import io
 import os
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes
-from clap_ds.data.captions import in_words, joined_names, names_in_cell
+from clap_ds.data.captions import in_words, names_in_cell
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl", ".ndjson")
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "wav", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
 COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names together
-_ROW_WITHIN = re.compile(rf"\n.*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})\b", re.IGNORECASE)
-_DELIMITERS = ",;\t|"
-_QUOTING = "a field with a delimiter or a line break goes into double quotes, with each of its own doubled"
 
 MOST_OF_A_FILE = 2**30
 """Bytes of a list, and of an audio file: hours."""
@@ -57,14 +52,13 @@ class Entry:
 
 
 def values_of(row: Row, name: str) -> list[Any]:
-    """What a column says: nothing, a value, or several where rows of the same sound differ."""
+    """List what a column says: nothing, a value, or several where rows of the same sound differ."""
     value = row.get(name)
     return value if isinstance(value, list) else [] if value is None or value == "" else [value]
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
-    """The audio files of a folder, CSV (.csv, .tsv, .txt) or JSONL (.jsonl, .ndjson); rows of the same path are one entry with
-    all their captions.
+    """Read the audio files of a folder or a list; rows of the same path are one entry with all their captions.
 
     Args:
         options: how to read them, as in the command's help: `audio_column`, `caption_columns`, `list_column`, `encoding`,
@@ -83,19 +77,19 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
 
 
 def read_paths(source: Path) -> list[Path]:
-    """The audio files that a list names, for who needs no captions: in a column of `AUDIO_COLUMNS`, or in its only one, which
-    needs no heading then. Raises UserError as `read_entries`."""
+    """Read the audio files that a list names, in a column of `AUDIO_COLUMNS` or in its only one, which needs no heading.
+    Raises UserError as `read_entries`."""
     rows, names = rows_of(source, None)
     of_audio = [name for name in names if is_of_audio(name)] or names
     if len(of_audio) > 1 and not is_of_audio(of_audio[0]):
         raise UserError(f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are {', '.join(names)}")
     is_heading = not names[0].lower().endswith(AUDIO_SUFFIXES)
     paths = [*([] if is_heading else names[:1]), *(path_in(row, of_audio[0]) for _, row in rows)]
-    return [_as_on_disk(source.parent, path) for path in paths if path]
+    return [source.parent / path for path in paths if path]
 
 
 def rows_of(source: Path, encoding: str | None) -> tuple[list[tuple[int, Row]], list[str]]:
-    """A list's rows, each with its line, and the names of its columns; UserError as `read_entries`."""
+    """Read a list's rows, each with its line, and the names of its columns; UserError as `read_entries`."""
     if not source.is_file() or source.suffix.lower() not in LIST_SUFFIXES:
         found = "" if source.exists() else ": no such file or folder"
         raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
@@ -113,46 +107,21 @@ def is_of_audio(column: str) -> bool:
 def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
     rows, names = rows_of(source, options.encoding)
     audio, captions = _columns(source, names, options)
-    for name in names:
-        cells = [cell for _, row in rows if isinstance(cell := row.get(name), str)]
-        is_known = name in (audio, *options.list_column) or _CAPTION_COLUMN.fullmatch(name)
-        if not is_known and (cell := joined_names(cells)):
-            print(
-                f"warning: {cell!r} in {name!r} is one name; --list_column {name} makes a list of it", file=sys.stderr
-            )
     for line, row in rows:
         if not (path := path_in(row, audio)):
             raise UserError(f"{source}:{line}: no path in {audio}")
         more = {name: value for name, value in row.items() if value is not None and name != audio}
-        yield Entry(
-            _as_on_disk(options.audio_root or source.parent, path), *_divided(more, captions, options.list_column)
-        )
-
-
-def _as_on_disk(root: Path, path: str) -> Path:
-    """A file that is there by another spelling: an ü is one character or, on macOS, two, and Windows has backslashes."""
-    if (path.isascii() and "\\" not in path) or os.path.exists(root / path):
-        return root / path
-    found = root
-    for part in Path(path.replace("\\", "/")).parts:  # a folder may have one spelling, what is in it the other
-        forms = (found / normalize(form, part) for form in ("NFC", "NFD"))
-        found = next(filter(os.path.exists, forms), found / part)
-    return found
+        yield Entry((options.audio_root or source.parent) / path, *_divided(more, captions, options.list_column))
 
 
 def _text_in(path: Path, encoding: str | None, most: int = MOST_BYTES) -> str:
     try:
-        content = read_bytes(path, most)
-        found = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-        if b"\0" in content[:2]:  # UTF-16 without its mark
-            found = "utf-16-be" if content[:1] == b"\0" else "utf-16-le"
-        return content.decode(encoding or found)
-    except (OSError, LookupError, UnicodeDecodeError) as error:
+        return read_bytes(path, most).decode(encoding or "utf-8-sig")
+    except (OSError, LookupError, UnicodeError) as error:
         raise UserError(f"{path} can't be read: {error}; name another encoding by --encoding, such as cp1252") from None
 
 
 def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
-    """Rows, each with its line."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -165,54 +134,39 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
-    """Rows, each with the line it begins in. The delimiter is the one that is most frequent in the first line, or that a line
-    `sep=;` before it says; empty rows, and empty columns at the end, don't count. A quote that isn't closed takes in what
-    follows: told by an audio file's name there.
-    """
+    """Read rows between commas, tabs or semicolons, whichever is most frequent in the first line. Empty rows don't count."""
     csv.field_size_limit(2**31 - 1)
-    delimiter = max(_DELIMITERS, key=text.lstrip("\r\n").partition("\n")[0].count)
-    if told := re.match(rf'\s*"?sep=([{_DELIMITERS}])"?[ \t\r]*$', text, re.IGNORECASE | re.MULTILINE):
-        delimiter, text = told[1], "\n" * told[0].count("\n") + text[told.end() :]
+    delimiter = max(",;\t", key=text.lstrip().partition("\n")[0].count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
     names: list[str] = []
-    line = 1
     try:
         for fields in reader:
-            begun, line = line, reader.line_num + 1
-            if not any(field.strip() for field in fields):
-                continue
-            while len(fields) > len(names) and not fields[-1].strip():
-                fields.pop()
             if not names:
                 names = [name.strip() for name in fields]
                 if twice := next((name for name in names if name and names.count(name) > 1), None):
                     raise UserError(f"{source}: two columns are named {twice!r}; give each a name of its own")
-                continue
-            if len(fields) != len(names) or any(map(_ROW_WITHIN.search, fields)):
-                expected = (
-                    f"expected {len(names)} ({', '.join(names)}), none with an audio file's name after its first line"
-                )
-                found = f"{len(fields)} field(s): {delimiter.join(fields)[:100]!r}"
-                raise UserError(f"{source}:{begun}: {expected}, found {found}; {_QUOTING}")
-            yield begun, {name: field for name, field in zip(names, fields, strict=True) if name}
+            elif any(field.strip() for field in fields):
+                if len(fields) != len(names):
+                    found = f"found {len(fields)} field(s): {delimiter.join(fields)[:100]!r}"
+                    raise UserError(f"{source}:{reader.line_num}: expected {len(names)} ({', '.join(names)}), {found}")
+                yield reader.line_num, {name: field for name, field in zip(names, fields, strict=True) if name}
     except csv.Error as error:
-        raise UserError(f"{source}:{line}: its quotes don't match: {error}; {_QUOTING}") from None
+        raise UserError(f"{source}:{reader.line_num}: its quotes don't match: {error}") from None
 
 
 def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
-    """The column of paths, or how they are put together from columns, and the columns of captions."""
+    """Find the column of paths, or how they are put together from columns, and the columns of captions."""
     audio = options.audio_column or next(filter(is_of_audio, names), "")
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
     of_audio = COLUMN_IN_NAME.findall(audio) or [audio]
-    for option, columns, usual, also in (
-        ("--audio_column", of_audio, AUDIO_COLUMNS, "also put together, such as '{id}.wav'"),
-        ("--list_column", options.list_column, (), "names between commas"),
-        ("--caption_columns", captions or [""], ("caption", "text", "description", "…"), "a column of classes will do"),
+    for option, columns, usual in (
+        ("--audio_column", of_audio, AUDIO_COLUMNS),
+        ("--list_column", options.list_column, ()),
+        ("--caption_columns", captions or [""], ("caption", "text", "description", "…")),
     ):
         if missing := [name for name in columns if name not in names or not name]:
             expected = repr(missing[0]) if missing[0] else f"named {', '.join(usual)}"
-            there = ", ".join(filter(None, names))
-            raise UserError(f"{source}: no column {expected}; there are {there}; name one by {option} ({also})")
+            raise UserError(f"{source}: no column {expected}; there are {', '.join(names)}; name one by {option}")
     return audio, captions
 
 
@@ -224,8 +178,8 @@ def path_in(row: Row, audio: str) -> str:
 
 
 def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[list[str], Row]:
-    """The captions in columns, also in lists, each once; and what else is said: columns of classes, too, though captions are
-    made of them (`in_words`). Text in columns of `lists` becomes one of names."""
+    """Divide a row into captions, each once, and what else is said. Columns of classes are both (`in_words`). Text in columns
+    of `lists` becomes one of names."""
     row = {name: names_in_cell(cell) if name in lists and isinstance(cell, str) else cell for name, cell in row.items()}
     texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
     more = {name: value for name, value in row.items() if name not in columns or not _CAPTION_COLUMN.fullmatch(name)}
@@ -233,7 +187,7 @@ def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[li
 
 
 def audio_files_in(folder: Path) -> list[Path]:
-    """The audio files of a folder, at any depth, sorted; UserError where there are none, or a folder can't be read."""
+    """List the audio files of a folder, at any depth, sorted; UserError where there are none, or a folder can't be read."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename} can't be read: {error.strerror}; expected folders that can") from None
@@ -246,16 +200,15 @@ def audio_files_in(folder: Path) -> list[Path]:
 
 
 def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
-    """Audio files with a .txt (a caption in each line) or .json (field caption or text) of the same name."""
+    """Read audio files with a .txt (a caption in each line) or .json (field caption or text) of the same name."""
     for path in audio_files_in(folder):
-        text, described = (_as_on_disk(path.parent, path.stem + suffix) for suffix in (".txt", ".json"))
+        text, described = (path.with_suffix(suffix) for suffix in (".txt", ".json"))
         try:
+            row: Any = None
             if text.is_file():
-                row: Any = {"caption": _text_in(text, options.encoding).splitlines()}
+                row = {"caption": _text_in(text, options.encoding).splitlines()}
             elif described.is_file():
                 row = parse_json(_text_in(described, options.encoding))
-            else:
-                row = None
             if not isinstance(row, dict):
                 raise UserError(f"expected {text.name}, or {described.name} with an object, beside it")
             columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))

@@ -32,7 +32,7 @@ from clap_ds.data.tar_items import read_items
 
 
 def add_prepare_options(parser: argparse.ArgumentParser) -> None:
-    """For options between SHARDS and FOLDER, parse with `parse_intermixed_args`."""
+    """Add options; for those between SHARDS and FOLDER, parse with `parse_intermixed_args`."""
     more = "tars, by path, pattern or URL as in clap.data.shards"
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help=more)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where these go: new, empty, or begun before")
@@ -41,7 +41,7 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_prepare(options: argparse.Namespace) -> int:
-    """The exit code. UserError or ValueError where the user made a mistake, or FOLDER can't be written."""
+    """Prepare, and return the exit code. UserError or ValueError where the user made a mistake."""
     preparation = preparation_of(options)
     assert preparation is not None  # of an encoded kind, which isn't among the choices
     tars, folder = _by_name(expand_shards(options.shards)), options.folder
@@ -64,7 +64,7 @@ def run_prepare(options: argparse.Namespace) -> int:
 
 
 def members_of(tar: str, preparation: Preparation, least: float, broken: list[Named]) -> Iterator[Member]:
-    """What a tar (path or URL) holds, prepared, item by item; what can't be used is added to `broken`."""
+    """Give each item of a tar (path or URL), prepared; what can't be used is added to `broken`."""
     for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
         try:
             captions_of(item)
@@ -77,7 +77,7 @@ def members_of(tar: str, preparation: Preparation, least: float, broken: list[Na
 
 
 def _by_name(tars: Iterable[str]) -> dict[str, str]:
-    """Tars by the names of those that they become."""
+    """Map the names of the new tars to the old."""
     named: dict[str, str] = {}
     for tar in tars:
         name = re.sub(r"\.(tar|tgz)\b.*", "", tar.rpartition("/")[2]) + ".tar"

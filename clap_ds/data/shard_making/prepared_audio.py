@@ -1,8 +1,7 @@
-"""What becomes of audio on its way into a shard: a file as people have it, or as a model sees it, once for all runs, the
-waveform before cropping or its log-mel features.
+"""What becomes of audio on its way into a shard: a file as it is, the waveform before cropping, or its log-mel features.
 
-These two go the way that decoding for a run on `waveforms: int16` goes, by the same functions: features of clips not longer
-than the model's differ from the model's own by their rounding to float16 alone, by 2⁻⁵ dB at most below 128 dB.
+These two are made by the functions that decode for a run on `waveforms: int16`. Features of clips not longer than the model's
+differ from the model's own by their rounding to float16 alone.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ class Clip(NamedTuple):
     peak: float = 0.0  # 1 is full scale; 0 where it can't be louder
 
     def of_at_least(self, seconds: float) -> Clip:
-        """Itself; BrokenItemError where it is shorter."""
+        """Return itself; BrokenItemError where it is shorter."""
         if self.seconds < seconds:
             raise BrokenItemError(f"{SHORT} {seconds:g}: {self.seconds:.3g} s")
         return self
 
 
 def as_it_is(content: bytes, extension: str, peak_normalise: bool = False) -> Clip:
-    """A file as it is or, where training couldn't read it, as FLAC; BrokenItemError where it can't be used, or its end is
-    missing. With `peak_normalise` one that is louder than full scale is divided by its peak, and FLAC, too."""
+    """Keep a file as it is or, where training couldn't read it, as FLAC; BrokenItemError where it can't be used. With
+    `peak_normalise` one that is louder than full scale is divided by its peak, and FLAC, too."""
     with open_audio(content) as file:
         rate = file.samplerate
         samples = file.read(dtype="float32", always_2d=True)
@@ -65,16 +64,15 @@ def as_it_is(content: bytes, extension: str, peak_normalise: bool = False) -> Cl
 
 
 def _levelled(samples: NDArray[np.float32], peak_normalise: bool) -> tuple[NDArray[np.float32], float]:
-    """Samples and their peak, divided by it where they are to be and it is beyond full scale."""
+    """Return samples and their peak, divided by it where they are to be and it is beyond full scale."""
     peak = float(np.abs(samples).max())
     return (samples / np.float32(peak), 1.0) if peak_normalise and peak > 1 else (samples, peak)
 
 
 class Preparation:
-    """What becomes of audio: WAV files of one channel in 16 bits at the model's rate (`waveform`), or the model's features,
-    (frames, mel_bins) float16, as NumPy files (`mel`).
+    """Makes audio files what `front_end` calls `waveform` or `mel`.
 
-    Of `mel`, clips not longer than the model's are repeated to its length first, as for training, and of longer ones what is
+    For `mel`, clips not longer than the model's are repeated to its length first, as for training. Of longer ones what is
     beyond the last whole hop is left out.
     """
 
@@ -84,8 +82,7 @@ class Preparation:
         convert(self._log_mel)
 
     def clip(self, content: bytes, extension: str = "", peak_normalise: bool = False) -> Clip:
-        """What becomes of an audio file, `peak_normalise` as with `as_it_is`; BrokenItemError where it can't be used, or where
-        its end is missing."""
+        """Prepare an audio file, `peak_normalise` as with `as_it_is`; BrokenItemError where it can't be used."""
         rate = self.audio.sample_rate
         waveform, peak = _decode(content, rate, peak_normalise)
         if not waveform.any():
@@ -96,7 +93,7 @@ class Preparation:
         return Clip("wav", wav, len(waveform) / rate, peak)
 
     def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
-        """(frames, mel_bins) of what a reader of this WAV would give the model, or of all of it if it is longer."""
+        """Compute (frames, mel_bins) of what a reader of this WAV would give the model, or of all of it if it is longer."""
         length, hop = self.audio.num_samples, self.audio.hop_size
         row = torch.empty(max(num_samples, length), dtype=torch.int16)
         decode_audio(wav, row, sample_rate=self.audio.sample_rate, rng=random.Random(0))
@@ -115,27 +112,22 @@ class Preparation:
 
 def add_preparation_options(parser: argparse.ArgumentParser, kinds: tuple[Kind, ...], **more: Any) -> None:
     add = parser.add_argument_group("audio prepared for a model, once for all runs").add_argument
-    what = {
-        "encoded": "audio files, FLAC where training couldn't read them",
-        "waveform": "WAV, mono, 16 bits, the model's rate",
-        "mel": "the model's features, 16 bits",
-    }
-    add("--kind", choices=kinds, help="; ".join(f"{kind}: {what[kind]}" for kind in kinds), **more)
+    what = "waveform: WAV, mono, 16 bits, the model's rate; mel: the model's features, 16 bits; encoded: audio files"
+    add("--kind", choices=kinds, help=what, **more)
     add("--preset", type=preset_argument, metavar="NAME", help=f"the model that it is for: {PRESETS}")
 
 
 def preparation_of(options: argparse.Namespace) -> Preparation | None:
-    """What these options ask for; None for kind `encoded`. UserError where they don't go together."""
+    """Make what these options ask for; None for kind `encoded`. UserError where they don't go together."""
     if (options.kind == "encoded") == bool(options.preset):
         raise UserError(f"--kind {options.kind}: waveform and mel, and these alone, take a --preset, one of {PRESETS}")
     if options.kind == "mel" and load_preset(options.preset).audio.fusion:
-        why = "has feature fusion, for which features are made of whole files while training: expected --kind waveform"
-        raise UserError(f"--kind mel: {options.preset} {why}")
+        raise UserError(f"--kind mel: {options.preset} has feature fusion: expected --kind waveform")
     return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None
 
 
 def _decode(content: bytes, rate: int, peak_normalise: bool) -> tuple[NDArray[np.int16], float]:
-    """All of an audio file (T,), as decoding for training gives it, and its peak before it was clipped."""
+    """Decode all of an audio file (T,), as for training, and return its peak before it was clipped."""
     with open_audio(content) as file:
         ratio = resampling_ratio(file.samplerate, rate)
         dtype = np.int16 if file.subtype.startswith("PCM") else np.float32
@@ -149,7 +141,6 @@ def _decode(content: bytes, rate: int, peak_normalise: bool) -> tuple[NDArray[np
 
 
 def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:
-    """A file of 16 bits."""
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=file_format, subtype="PCM_16")
     return file.getvalue()

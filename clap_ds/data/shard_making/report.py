@@ -13,7 +13,7 @@ from clap_ds.data.shard_making.writing import BROKEN, BuiltShard, Named
 
 
 def print_amount(title: str, shards: Sequence[BuiltShard]) -> bool:
-    """A line of how much these shards hold; whether they hold anything."""
+    """Print how much these shards hold; return whether they hold anything."""
     records = [shard.record for shard in shards if shard.record]
     items, size, seconds = (sum(getattr(record, name) for record in records) for name in ("items", "bytes", "seconds"))
     if records:
@@ -23,8 +23,8 @@ def print_amount(title: str, shards: Sequence[BuiltShard]) -> bool:
 
 
 def print_left_out(folder: Path, shards: Sequence[BuiltShard], unusable: Sequence[Named], most: float) -> int:
-    """What was left out, with the first reasons; the exit code: 1 where it is more than the share `most` of all,
-    not counting clips that are too short."""
+    """Print what was left out, with the first reasons, and return the exit code: 1 where it is more than the share `most` of
+    all, not counting clips that are too short."""
     left_out = [*unusable, *(each for shard in shards for each in shard.broken)]
     num_short = sum(reason.startswith(SHORT) for _, reason in left_out)
     share = (len(left_out) - num_short) / (len(left_out) + sum(shard.record.items for shard in shards if shard.record))
@@ -39,10 +39,8 @@ def print_left_out(folder: Path, shards: Sequence[BuiltShard], unusable: Sequenc
 
 
 def print_settings(shards: str | None, tokenizer: str, preset: str | None, more: dict[str, Any] | None = None) -> None:
-    """What a run on these shards, if they are for training, says of them, with `more` sections."""
-    settings: dict[str, Any] = (
-        {"data": {"source": "shards", "shards": shards, "tokenizer": tokenizer}} if shards else {}
-    )
-    settings |= ({"model": {"preset": preset}} if preset else {}) | (more or {})
+    """Print the settings of a run on these shards, if they are for training, with `more` sections."""
+    data = {"data": {"source": "shards", "shards": shards, "tokenizer": tokenizer}}
+    settings = (data if shards else {}) | ({"model": {"preset": preset}} if preset else {}) | (more or {})
     sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
     print('For a run\'s JSON, in "clap":', *sections, sep="\n")

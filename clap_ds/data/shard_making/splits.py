@@ -18,7 +18,7 @@ Numbered = list[tuple[int, Entry]]
 
 
 def check_columns(entries: list[Entry], options: Namespace) -> None:
-    """UserError where a column that decides an entry's side is empty, or says something else."""
+    """Raise UserError where a column that decides an entry's side is empty, or says something else."""
     column = options.split_column or options.group_column or options.fold_column
     for entry in entries if column else ():
         said = names_in(entry, column)
@@ -30,12 +30,12 @@ def check_columns(entries: list[Entry], options: Namespace) -> None:
 
 
 def names_in(entry: Entry, column: str) -> list[str]:
-    """What a column says, as text."""
+    """List what a column says, as text."""
     return [name for value in values_of(entry.more, column) if (name := str(value).strip())]
 
 
 def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
-    """Entries in random order, by the file names of their shards.
+    """Divide entries, in random order, among shards by their file names.
 
     Those that are held out go into `held_out-….tar`, the others into as many `train-….tar` as `options.shards`. Where that is
     None, and of what is held out, a shard gets about `options.shard_mb` of encoded audio.
@@ -61,9 +61,8 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
 
 
 def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
-    """Numbers of the entries that are held out: those that `split_column` says are (of files that are the same where it says so
-    of one), those of `held_out_fold` by `fold_column`, or about the share `held_out` of them in the order given. Entries that
-    share a value of `group_column`, or each share one with a third, stay together."""
+    """Choose the numbers of the entries that are held out, by a column or about a share of them in the order given. Entries
+    that share a value of `group_column`, or each share one with a third, stay together."""
     if column := options.split_column:
         chosen = {n for n in order if any(name.lower() in HELD_OUT for name in names_in(entries[n], column))}
     elif column := options.fold_column:
@@ -71,18 +70,16 @@ def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[
         if not chosen:
             there = ", ".join(sorted({name for entry in entries for name in names_in(entry, column)})[:20])
             raise UserError(f"--held_out_fold {options.held_out_fold}: no such value in {column!r}; there are {there}")
-    elif options.held_out:
-        chosen = _drawn(_groups(entries, order, options.group_column), max(1, round(options.held_out * len(entries))))
     else:
-        return set()
+        number, groups = round(options.held_out * len(entries)), _groups(entries, order, options.group_column)
+        chosen = _drawn(groups, max(1, number)) if options.held_out else set()
     if len(chosen) == len(entries) and options.held_out != 1:
-        by = f"--{'split' if options.split_column else 'fold'}_column {column}" if column else "--held_out"
-        raise UserError(f"{by}: all of {len(entries)} item(s) would be held out, and none left for training")
+        raise UserError(f"all of {len(entries)} item(s) would be held out, and none left for training")
     return chosen
 
 
 def _drawn(groups: list[list[int]], number: int) -> set[int]:
-    """So many of the groups' members, or the smallest group; a group whose greater part is within the number is taken whole."""
+    """Draw so many of the groups' members, or the smallest group. A group is taken whole where most of it is wanted."""
     chosen: set[int] = set()
     for group in groups:
         if 2 * (number - len(chosen)) > len(group):

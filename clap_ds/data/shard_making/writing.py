@@ -1,18 +1,19 @@
-"""Tars written side by side: each under another name until it is whole, then with a record, so that a command that was stopped
-goes on with those that have none; and beside them the manifest, and the list of what could not be used.
-A part of the work is every Nth shard of the same plan, in the same folder; joining them is resuming."""
+"""Tars written side by side, each under another name until it is whole; and beside them the manifest and what can't be used.
+
+Each finished tar has a record, so that a command that was stopped goes on with those that have none. A part of the work is
+every Nth shard of the same plan, in the same folder; joining them is resuming.
+"""
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -24,7 +25,7 @@ from webdataset.writer import TarWriter
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import write_atomically
+from clap_ds.config.files import read_json, replacing, write_atomically
 from clap_ds.data.shard_making.prepared_audio import Preparation
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, write_manifest
 
@@ -56,7 +57,7 @@ def fill(
     unusable: Sequence[Named] = (),
 ) -> list[BuiltShard]:
     """Write all shards that aren't there yet, in threads; then the manifest and the list of broken items, `unusable` first.
-    With `--part`, only that part's shards.
+    With `--part`, write only that part's shards.
 
     Args:
         plan: what the shards follow from, beside the preparation and `--min_seconds`.
@@ -67,8 +68,7 @@ def fill(
         OSError: the folder can't be written, or the disk is full: what is finished stays.
     """
     prepared = (preparation.kind, preparation.front_end) if preparation else ()
-    shortest = [repr(options.min_seconds)] if options.min_seconds else []
-    _claim(folder, chain([repr(prepared)], shortest, plan))
+    _claim(folder, chain([repr((prepared, options.min_seconds))], plan))
     if options.part:
         part, num_parts = options.part
         shards = {name: members for k, (name, members) in enumerate(shards.items()) if k % num_parts == part - 1}
@@ -80,9 +80,8 @@ def fill(
         raise UserError(f"{folder}: {len(waiting)} of {len(shards)} shards are missing; {again}")
     if built:
         print(f"{len(built)} of {len(shards)} shards are there already", flush=True)
-    with _locked(folder, shared=bool(options.part)):
-        for done in tqdm(_write_all(folder, waiting, options.workers), total=len(waiting), unit="shard", disable=None):
-            built[done.name] = done
+    for done in tqdm(_write_all(folder, waiting, options.workers), total=len(waiting), unit="shard", disable=None):
+        built[done.name] = done
     ordered = [built[name] for name in shards]
     if options.part:
         return ordered
@@ -91,23 +90,24 @@ def fill(
     write_atomically(folder / BROKEN, "".join(listed))
     records = {shard.name: shard.record for shard in ordered if shard.record}
     write_manifest(folder, ShardManifest(records, *prepared))
+    for left in folder.glob(".*.tar.*"):  # by commands that were killed
+        left.unlink(missing_ok=True)
     if not records:
         raise UserError(none_usable(broken))
     return ordered
 
 
 def none_usable(broken: Sequence[Named]) -> str:
-    """A message with the first few reasons."""
+    """Say so, with the first few reasons."""
     examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
     return f"none of {len(broken)} items can be used, the first: {examples}"
 
 
 def _claim(folder: Path, plan: Iterable[str]) -> None:
     """Make the folder, or make sure that it is for the same: UserError where its shards were to be of another plan."""
-    state = hashlib.sha256()
+    mark, state = folder / RECORDS / "plan", hashlib.sha256()
     for part in plan:
         state.update(part.encode())
-    mark = folder / RECORDS / "plan"
     is_used = folder.exists() and (not folder.is_dir() or any(path.name != RECORDS for path in folder.iterdir()))
     if not mark.is_file():  # looked for last, as another part may begin at the same time
         if is_used:
@@ -119,23 +119,8 @@ def _claim(folder: Path, plan: Iterable[str]) -> None:
         raise UserError(f"{folder} holds shards {other}; name a new folder, or empty it")
 
 
-@contextmanager
-def _locked(folder: Path, shared: bool) -> Iterator[None]:
-    """UserError where another command writes the folder's shards, unless both write parts; not told where the file system has
-    no locks. Who is alone clears away what killed commands left."""
-    with (folder / RECORDS / "plan").open() as mark:
-        with suppress(OSError):
-            try:
-                fcntl.flock(mark, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"{folder}: another command is writing its shards; wait for it, or stop it") from None
-        for left in () if shared else folder.glob("*.partial"):
-            left.unlink(missing_ok=True)
-        yield
-
-
 def _write_all(folder: Path, shards: Mapping[str, Members], num_workers: int) -> Iterator[BuiltShard]:
-    """In threads: decoding, features, checksums and writing leave Python's lock. Where one fails, all end."""
+    """Write in threads: decoding, features, checksums and writing leave Python's lock. Where one fails, all end."""
     stop = threading.Event()
     pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
@@ -147,36 +132,30 @@ def _write_all(folder: Path, shards: Mapping[str, Members], num_workers: int) ->
 
 
 def _finished(folder: Path, name: str) -> BuiltShard | None:
-    """What is known of a shard that was built before, if it is there in full length."""
+    """Read the record of a shard that was built before, if it is there in full length."""
     try:
-        content = json.loads((folder / RECORDS / f"{name}.json").read_text())
+        content = read_json(folder / RECORDS / f"{name}.json")
         record = ShardRecord(**content["record"]) if content["record"] else None
         is_whole = record is None or (folder / name).stat().st_size == record.bytes
+        return BuiltShard(name, record, [(path, reason) for path, reason in content["broken"]]) if is_whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return BuiltShard(name, record, [(path, reason) for path, reason in content["broken"]]) if is_whole else None
 
 
 def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> BuiltShard:
     """Write one tar and its record; OSError where the folder can't be written, the disk is full, or it is told to stop."""
-    partial = folder / f"{name}.{os.urandom(8).hex()}.partial"  # another node may write the same shard
     broken: list[Named] = []
     num_items, seconds, record = 0, 0.0, None
-    try:
-        with partial.open("wb") as file:
-            with TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
-                for content, length in members(broken):
-                    tar.write(content)
-                    num_items, seconds = num_items + 1, seconds + length
-                    if stop.is_set():
-                        raise InterruptedError
-            file.flush()
-            os.fsync(file.fileno())
-        if num_items:
-            record = ShardRecord(num_items, partial.stat().st_size, round(seconds, 3), digest(partial))
-            os.replace(partial, folder / name)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(folder / name) as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
+        for content, length in members(broken):
+            tar.write(content)
+            num_items, seconds = num_items + 1, seconds + length
+            if stop.is_set():
+                raise InterruptedError
+    if num_items:
+        record = ShardRecord(num_items, (folder / name).stat().st_size, round(seconds, 3), digest(folder / name))
+    else:
+        (folder / name).unlink()
     built = {"record": asdict(record) if record else None, "broken": broken}
     write_atomically(folder / RECORDS / f"{name}.json", json.dumps(built))
     return BuiltShard(name, record, broken)
@@ -205,7 +184,7 @@ def add_work(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """Says of what stops a command that fills a folder, that the same one resumes: a UserError of an OSError."""
+    """Say of what stops a command that fills a folder, that the same one resumes: a UserError of an OSError."""
     again = "the same command resumes"
     try:
         yield
