@@ -2,7 +2,7 @@
 
     clap-shards build clips.csv shards --held_out 0.05      audio files with captions → shards
     clap-shards prepare 'shards/train-*.tar' mel --kind mel  shards → shards of what the model sees
-    clap-shards measure 'mel/*.tar'                         samples/s by workers, and the file system's own rate
+    clap-shards measure 'mel/*.tar'                         samples/s by workers
     clap-shards size --clips 1000000 --link 100             bytes, files, time to copy, bandwidth that GPUs ask for
 
 Each subcommand is a module of `clap_ds.data`, imported when it is the one that runs.

@@ -19,8 +19,8 @@ from clap_ds.model.packed import Packing, pack
 class Batch:
     """Audio–caption pairs, all tensors on one device. B pairs, L text tokens (padding included).
 
-    `num_tokens` are the real ones: counted from the mask when left out, which waits for the device. `packed` are the captions
-    packed as well (`clap_ds.model.packed`): token ids (tokens,) and where they belong.
+    `num_tokens` are the real ones, counted from the mask when left out. `packed` are the captions packed as well
+    (`clap_ds.model.packed`): token ids (tokens,) and where they belong.
     """
 
     audio: (
@@ -44,7 +44,7 @@ class Batch:
         return self.audio.device
 
     def model_inputs(self) -> tuple[Any, ...]:
-        """What the model's forward takes: captions packed where they are, else padded, without a mask where all are full."""
+        """Give what the model's forward takes: captions packed where they are, else padded; no mask where all are full."""
         if self.packed is not None:
             input_ids, packing = self.packed
             return self.audio, input_ids, None, packing
@@ -52,8 +52,8 @@ class Batch:
         return self.audio, self.input_ids, None if is_full else self.attention_mask
 
     def caption_hashes(self) -> Tensor:
-        """A number for each caption, (B,) int64 on its device: the same for equal token ids, for two others with a probability
-        of at most 2⁻⁴⁷. Batches to compare have one L."""
+        """Number each caption, (B,) int64 on its device: alike for equal token ids, for two others with a probability of at
+        most 2⁻⁴⁷. Batches to compare have one L."""
         return (self.input_ids * _hash_factors(self.input_ids.shape[1], self.device)).sum(dim=1)
 
     def pack(self) -> None:
@@ -76,7 +76,7 @@ class Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """A batch of what `function` makes of each tensor."""
+        """Make a batch of what `function` makes of each tensor."""
         packed = self.packed and (function(self.packed[0]), _with_bounds(self.packed[1], function))
         audio, input_ids, mask = map(function, self.tensors())
         return Batch(audio, input_ids, mask, self.num_tokens, packed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 class BrokenItemError(ValueError):
-    """An item that can't be used; the message says why."""
+    """An item that can't be used."""
 
 
 @dataclass(frozen=True, slots=True)

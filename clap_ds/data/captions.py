@@ -17,18 +17,18 @@ MOST_BYTES, MOST_CHARACTERS = 2**20, 2**16
 
 
 def in_words(name: str) -> str:
-    """A class's name as captions have it, in training and in evaluation: `low_hum` is "low hum". A text with spaces stays."""
+    """Write a class's name as captions have it: `low_hum` is "low hum". A text with spaces stays."""
     return name.strip() if " " in name else name.replace("_", " ").strip()
 
 
 def names_in_cell(cell: str) -> list[str]:
-    """The names that commas, semicolons or bars separate."""
+    """Split the names that commas, semicolons or bars separate."""
     return [name for part in re.split(r"[,;|]", cell) if (name := part.strip())]
 
 
 def joined_names(cells: Iterable[str]) -> str | None:
-    """A cell that holds several names, where that is so of half of those with separators: each is known from other cells, too,
-    or they stand without spaces, as in `Bark,Dog`, which a text doesn't."""
+    """Find a cell that holds several names, where that is so of half of those with separators: each is known from other cells,
+    too, or they stand without spaces, as in `Bark,Dog`."""
     names = {cell: {*names_in_cell(cell)} for cell in cells}
     known = Counter(name for each in names.values() for name in each if re.search(r"[^\W\d]", name))
     least = {cell: 2 if re.search(r"[,;|]\s", cell) else 1 for cell in names}
@@ -37,10 +37,8 @@ def joined_names(cells: Iterable[str]) -> str | None:
 
 
 def captions_of(members: Mapping[str, Any]) -> list[str]:
-    """The captions among an item's members: `txt`, or `caption` or `text` in `json`; empty ones are left out.
-
-    BrokenItemError where there is none, or what is there can't be read.
-    """
+    """Find the captions among an item's members: `txt`, or `caption` or `text` in `json`; empty ones are left out.
+    BrokenItemError where there is none, or what is there can't be read."""
     found: Any = None
     if (size := max([len(members[name]) for name in CAPTION_FORMATS if name in members], default=0)) > MOST_BYTES:
         raise BrokenItemError(f"caption can't be read: a file of {size:,} bytes, expected at most {MOST_BYTES:,}")

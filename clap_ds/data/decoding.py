@@ -9,7 +9,7 @@ import os
 import random
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,6 @@ from clap_ds.data.batch import INT16_SCALE, to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.resampling import resample, resampling_ratio
 
-try:
-    import miniaudio
-except ImportError:  # there are no wheels of it for every machine
-    miniaudio = None
-
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
 
 _MP3_LEAD_IN_SECONDS = 30
@@ -34,6 +29,7 @@ _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of samples that
 _MOST_SEARCHED = 2**24  # frames: hours of silence take a megabyte of FLAC, and gigabytes of memory
 _LOUDEST = 1e15  # the square of the sum of a window of such samples still is finite in 32 bits
 _BLOCK = 65536  # frames mixed at a time, so that they stay in the cache
+_RATES = range(1000, 10**6 + 1)  # Hz; a second of a lower one would become an hour
 
 
 Encoded = bytes | memoryview
@@ -41,7 +37,7 @@ Encoded = bytes | memoryview
 
 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
-    """Write a clip as the model takes it to `row`: mono (the mean of the channels), at `sample_rate` (Hz), as long as `row`.
+    """Write a clip as the model takes it to `row`: mono, at `sample_rate` (Hz), as long as `row`.
 
     Longer audio is cropped at a place drawn from `rng`, or about its loudest sample where that place is silent; only that part
     is decoded. Shorter audio is repeated as often as it fits, then padded with zeros (LAION-CLAP's "repeatpad").
@@ -49,8 +45,7 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
     Args:
         encoded: a whole file in one of `AUDIO_FORMATS` (or anything else libsndfile reads).
         row: (num_samples,), contiguous on the CPU, float32 of full scale ±1 or int16 (see `to_int16`). Of float32, louder
-            samples, of floating-point files and of lossy ones, stay as they are, as `transformers.ClapFeatureExtractor` takes
-            them. int16 is float32 rounded to nearest, halves to even; 16-bit audio of this rate gets there in integers.
+            samples stay as they are, as `transformers.ClapFeatureExtractor` takes them.
 
     Returns:
         Samples in `row` before they are repeated.
@@ -64,17 +59,17 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
 
 
 def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
-    """As `decode_audio`, but that the rest of `row` behind the returned number of samples is left as it is."""
+    """Decode as `decode_audio`, but leave `row` as it is behind the returned number of samples."""
     target = row.numpy()
     with open_audio(encoded) as file:
         ratio = resampling_ratio(file.samplerate, sample_rate)
         expected = min(file.frames, math.ceil(len(target) / ratio))
         mixed = target[:expected] if ratio == 1 else np.empty(expected, np.float32)
-        in_integers = mixed.dtype == np.int16 and file.channels <= 2 and file.subtype in _INTEGERS
         start = rng.randint(0, file.frames - expected)
-        samples = _quickly(encoded, file, start, expected)
+        is_wav = file.subtype == "PCM_16" and file.format in ("WAV", "WAVEX")
+        samples = _in_wav(encoded, file.channels, start, expected) if is_wav else None
         if samples is None:
-            samples = _read_at(file, start, expected, in_integers)
+            samples = _read_at(file, start, expected)
         found, is_silent = mix(samples, mixed)
         if expected < file.frames and found and is_silent:
             found, is_silent = mix(_about_loudest(file, expected), mixed)
@@ -107,10 +102,12 @@ class _View:
 
 @contextmanager
 def open_audio(encoded: Encoded | str) -> Iterator[soundfile.SoundFile]:
-    """An encoded file, or a path to one, for decoding; raises BrokenItemError where that fails, inside the `with` too."""
+    """Open an encoded file, or a path to one, for decoding; raises BrokenItemError where that fails, inside the `with` too."""
     content = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
     try:
         with soundfile.SoundFile(_View(content) if isinstance(content, memoryview) else content) as file:
+            if file.samplerate not in _RATES:
+                raise BrokenItemError(f"audio has a sample rate of {file.samplerate} Hz: expected 1 kHz to 1 MHz")
             yield file
     except BrokenItemError:
         raise
@@ -120,7 +117,7 @@ def open_audio(encoded: Encoded | str) -> Iterator[soundfile.SoundFile]:
 
 
 def check_samples(found: int, expected: int, is_silent: bool) -> None:
-    """BrokenItemError for so many samples of no use to training, or far fewer than `expected`."""
+    """Raise BrokenItemError for so many samples of no use to training, or far fewer than `expected`."""
     if expected < 2:
         raise BrokenItemError("audio holds a single sample" if expected else "audio holds no samples")
     if found < max(1, expected // 2):
@@ -130,26 +127,14 @@ def check_samples(found: int, expected: int, is_silent: bool) -> None:
 
 
 def check_finite(samples: NDArray[np.float32]) -> None:
-    """BrokenItemError unless all are, and so is their power: a clip without would have every step skipped that it is in."""
+    """Raise BrokenItemError unless all samples and their power are finite: else each step with the clip would be skipped."""
     if not np.abs(samples).max(initial=0) <= _LOUDEST:
         raise BrokenItemError(f"audio holds NaN or infinite samples: expected none beyond {_LOUDEST:g}")
 
 
-def _quickly(encoded: Encoded, file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[np.int16] | None:
-    """Frames `start` to `start + num_frames`, (frames, channels), where there is a way quicker than libsndfile's; None where
-    there is none, or it doesn't find all of them."""
-    if file.subtype == "PCM_16" and file.format in ("WAV", "WAVEX"):
-        return _in_wav(encoded, file.channels, start, num_frames)
-    if miniaudio and num_frames == file.frames and (file.format, file.subtype) == ("FLAC", "PCM_16"):
-        with suppress(miniaudio.MiniaudioError):  # which takes two thirds of libsndfile's time
-            found = miniaudio.flac_read_s16(bytes(encoded))
-            samples = np.frombuffer(found.samples, np.int16).reshape(-1, found.nchannels)
-            return samples if samples.shape == (file.frames, file.channels) else None
-    return None
-
-
 def _in_wav(encoded: Encoded, channels: int, start: int, num_frames: int) -> NDArray[np.int16] | None:
-    """Frames of a WAV file of 16 bits where they lie. libsndfile would copy them in small parts."""
+    """Find frames of a WAV file of 16 bits where they lie; None where they can't be. libsndfile would copy them in small
+    parts."""
     place, name, size = 12, b"", 0
     while encoded[:4] == b"RIFF" and place + 8 <= len(encoded) and name != b"data":
         name, size = struct.unpack_from("<4sI", encoded, place)
@@ -160,39 +145,36 @@ def _in_wav(encoded: Encoded, channels: int, start: int, num_frames: int) -> NDA
     return np.frombuffer(encoded, "<i2", count, first).reshape(-1, channels)
 
 
-def _read_at(file: soundfile.SoundFile, start: int, num_frames: int, in_integers: bool) -> NDArray[Any]:
-    """Frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels)."""
-    # After a jump in an MP3, libmpg123 lacks bits of earlier frames: it gives zeros at first, and complains on stderr. And
-    # soundfile jumps after each read, to where it is, so there is only one.
+def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[Any]:
+    """Read frames `start` to `start + num_frames`, or as many of them as can be decoded: (frames, channels)."""
+    # After a jump in an MP3, libmpg123 lacks bits of earlier frames: it gives zeros at first, and complains on stderr.
     lead_in = min(start, _MP3_LEAD_IN_SECONDS * file.samplerate) if file.format == "MP3" else 0
     if start - lead_in != file.tell():
         file.seek(start - lead_in)
-    samples: NDArray[Any] = file.read(lead_in + num_frames, "int16" if in_integers else "float32", always_2d=True)
+    dtype = "int16" if file.subtype in _INTEGERS else "float32"
+    samples: NDArray[Any] = file.read(lead_in + num_frames, dtype, always_2d=True)
     return samples[lead_in:]
 
 
 def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:
-    """`num_frames` about the loudest frame of the file's first `_MOST_SEARCHED`: (frames, channels)."""
-    samples = _read_at(file, 0, min(file.frames, _MOST_SEARCHED), in_integers=False)
+    """Read `num_frames` about the loudest frame of the file's first `_MOST_SEARCHED`: (frames, channels)."""
+    file.seek(0)
+    samples: NDArray[np.float32] = file.read(min(file.frames, _MOST_SEARCHED), "float32", always_2d=True)
     loudest = int(np.abs(samples).max(axis=1).argmax())
     start = min(max(0, loudest - num_frames // 2), max(0, len(samples) - num_frames))
     return samples[start : start + num_frames]
 
 
 def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
-    """Write the mean of the channels of frames (frames, channels), float32 of full scale ±1 or int16, to `mixed` (frames,),
-    int16 as `to_int16` rounds or float32: block by block, so that all of it is done in the cache. Returns how many frames there
-    were, and whether each was 0."""
+    """Write the mean of the channels of frames (frames, channels), float32 or int16, to `mixed` (frames,), int16 or float32,
+    block by block. Returns how many frames there were, and whether each was 0."""
     is_silent = True
     for place in range(0, len(frames), _BLOCK):
         samples = frames[place : place + _BLOCK]
         is_silent = is_silent and not samples.any()
         target = mixed[place : place + len(samples)]
-        if samples.dtype == np.int16 and samples.shape[1] <= 2 and mixed.dtype == np.int16:
-            if samples.shape[1] == 2:
-                _mean_of_pairs(samples, out=target)
-            else:
-                target[:] = samples[:, 0]
+        if samples.dtype == mixed.dtype == np.int16 and samples.shape[1] == 1:
+            target[:] = samples[:, 0]
             continue
         channels = samples.astype(np.float32, copy=False).T
         mean: NDArray[np.float32] = functools.reduce(np.add, channels)  # much sooner than a mean over so short an axis
@@ -203,20 +185,6 @@ def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
         check_finite(mean)
         target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
     return len(frames), is_silent
-
-
-def _mean_of_pairs(samples: NDArray[np.int16], out: NDArray[np.int16]) -> None:
-    """The mean of two channels, (frames, 2), rounded to nearest and halves to even, in `out` (frames,)."""
-    both = samples.view(np.int32)[:, 0]  # operations on neighbours are vectorised, on every other sample they aren't
-    out[:] = both  # the lower half
-    other = np.empty_like(out)
-    np.right_shift(both, 16, out=other, casting="unsafe")
-    differing = out ^ other
-    out &= other
-    out += np.right_shift(differing, 1, out=other)  # the mean rounded down, within 16 bits
-    differing &= out
-    differing &= 1
-    out += differing
 
 
 def repeat(target: NDArray[Any], length: int) -> None:

@@ -15,16 +15,11 @@ from torch import Tensor
 from clap_ds.data.broken import BrokenItemError
 
 FEATURES = "npy"
-"""The extension of their files."""
 
 
 def read_mel(encoded: bytes | memoryview, row: Tensor, *, rng: random.Random) -> None:
-    """Write a clip's features to `row`, (num_frames, mel_bins) float16, from a NumPy file that has at least as many frames:
-    more are cropped at a place drawn from `rng`.
-
-    Raises:
-        BrokenItemError: it can't be read, is of another dtype or shape, or holds NaN or infinite features.
-    """
+    """Write a clip's features to `row`, (num_frames, mel_bins) float16, from a NumPy file of at least as many frames, cropped
+    at a place drawn from `rng`. BrokenItemError where it is of another dtype or shape, or holds NaN or infinite features."""
     num_frames, mel_bins = row.shape
     size = 10 + int.from_bytes(encoded[8:10], "little")  # of version 1.0, which has every array of few dimensions
     shape, dtype, in_columns = _numpy_header(bytes(encoded[:size]))
@@ -37,14 +32,14 @@ def read_mel(encoded: bytes | memoryview, row: Tensor, *, rng: random.Random) ->
     start = rng.randint(0, shape[0] - num_frames)
     target = row.numpy()
     target[:] = np.frombuffer(encoded, np.float16, target.size, size + 2 * start * mel_bins).reshape(target.shape)
-    # As integers, which compare sooner: exponents of ones, without and with a sign, are beyond everything finite.
+    # As integers, which compare sooner: the largest exponent, without and with a sign, is beyond everything finite.
     if target.view(np.int16).max() >= 0x7C00 or target.view(np.uint16).max() >= 0xFC00:
         raise BrokenItemError("features hold NaN or infinite values")
 
 
 @functools.lru_cache(maxsize=16)  # a set's files have the same few
 def _numpy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
-    """Shape, dtype and whether it is in Fortran's order."""
+    """Read shape, dtype and whether it is in Fortran's order."""
     stream = io.BytesIO(header)
     try:
         if np.lib.format.read_magic(stream) != (1, 0):

@@ -30,5 +30,4 @@ class FrontEnd:
 
     @classmethod
     def of(cls, audio: AudioConfig) -> FrontEnd:
-        """A model's."""
         return cls(**{name: getattr(audio, name) for name in cls.__slots__})

@@ -1,6 +1,4 @@
-"""Files of any length become what a model with feature fusion takes (`clap_ds.model.patch_embed`), as
-`transformers.ClapFeatureExtractor` makes it, in the worker that reads them: the model's part would be to hold whole files.
-"""
+"""Files of any length become what a model with feature fusion takes, as `transformers.ClapFeatureExtractor` makes it."""
 
 from __future__ import annotations
 
@@ -23,13 +21,9 @@ _NUDGE_DB = 0.5  # beyond the rounding of float16
 
 
 def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
-    """Write a file's features to `row`, (4, num_frames, mel_bins) float32 or float16: the whole shrunk to a clip's frames,
-    and a clip from each third of the places where one fits, drawn from `rng`; of a file not longer than a clip four times the
-    same.
-
-    Raises:
-        BrokenItemError: as `decode_audio`.
-    """
+    """Write a file's features to `row`, (4, num_frames, mel_bins): the whole shrunk to a clip's frames, and a clip from each
+    third of the places where one fits, drawn from `rng`; of a file not longer than a clip four times the same.
+    BrokenItemError as `decode_audio`."""
     samples = torch.empty(MOST_CLIPS * audio.num_samples)
     found = decode_part(encoded, samples, sample_rate=audio.sample_rate, rng=rng)
     if found < audio.num_samples:

@@ -1,8 +1,4 @@
-"""One item of a shard: which of its members is its clip, and how that is read to the row of a batch.
-
-Reading tars is left to `tar_items`, dividing and collating their items to `shard_list` and `shard_reader`; members are read by
-`decoding`, `features` and `captions`.
-"""
+"""One item of a shard: which of its members is its clip, and how that is read to the row of a batch."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ CLIP_FORMATS = (*AUDIO_FORMATS, FEATURES)
 
 
 def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
-    """What an item's members (extension → content) have in the first format of a kind; BrokenItemError where none is there."""
+    """Choose an item's member (extension → content) in the first format of a kind; BrokenItemError where none is there."""
     formats = (FEATURES,) if kind == "mel" else AUDIO_FORMATS
     for extension in formats:
         if extension in members:
@@ -33,7 +29,7 @@ def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
 
 
 def kind_of_row(row: Tensor) -> Kind:
-    """The kind of item that is read to it: of features (num_frames, mel_bins) `mel`, else audio."""
+    """Tell the kind of item that is read to a row: of features (num_frames, mel_bins) `mel`, else audio."""
     return "mel" if row.ndim == 2 else "encoded"
 
 

@@ -1,7 +1,6 @@
 """Windowed-sinc resampling with torchaudio's filters, without the zeros in them: the same samples in a fifth of the time.
 
-For 44.1 to 48 kHz, torchaudio convolves with 160 filters of 161 taps, of which all but 14 are zero, as each filter lies
-elsewhere. Here neighbouring filters, which share their taps, are one matrix product.
+Of torchaudio's filters for 44.1 to 48 kHz, all but 14 of 161 taps are zero. Here neighboring filters are one matrix product.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clap_ds.data.broken import BrokenItemError
 from clap_ds.model.torchaudio_compat import torchaudio
 
 _LARGEST_RATIO_TERM = 1000  # bounds the filter; every rate in use is exact (44100: 160/147)
@@ -24,8 +22,6 @@ _SMALLEST_PERIOD = 128  # output samples: long enough that products' rows don't 
 
 
 class _Filters(NamedTuple):
-    """Filters of one period."""
-
     step: int  # input samples
     num_filters: int  # output samples
     width: int  # zeros to add on the left
@@ -49,15 +45,12 @@ def _filters(ratio: Fraction) -> _Filters:
 
 
 def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
-    """Samples that one becomes."""
-    if ratio := Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM):
-        return ratio
-    raise BrokenItemError(f"audio has a sample rate of {from_rate} Hz")
+    """Return how many samples one becomes."""
+    return Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM)
 
 
 def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tensor]:
-    """What `resample` makes of the blocks put together, to the rounding of its sums, in blocks: each is resampled with all the
-    samples about it that the filters reach."""
+    """Resample as `resample` does of the blocks put together, to the rounding of its sums, in blocks."""
     period = ratio.denominator  # samples after which the filters come again
     context = -(-_filters(ratio).width // period) * period
     held, before = torch.empty(0), 0  # of the samples held, those before what was given already
@@ -72,7 +65,7 @@ def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tenso
 
 
 def resample(waveform: Tensor, ratio: Fraction) -> Tensor:
-    """(T,) float32 with so many samples for each of its own, as `torchaudio.transforms.Resample` gives it."""
+    """Resample (T,) float32 as `torchaudio.transforms.Resample` does."""
     step, num_filters, width, parts = _filters(ratio)
     num_steps = len(waveform) // step + 1
     padded = torch.nn.functional.pad(waveform, (width, width + step))

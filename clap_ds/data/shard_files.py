@@ -1,8 +1,7 @@
 """Shards wherever they lie: a path, or any URL that fsspec has a file system for (s3://, gs://, https://, hf://, …).
 
 Remote tars are copied whole to one folder on the host's disk, shared by its workers and runs, and read there, one while the
-next is fetched. Packages for a protocol (s3fs, gcsfs, aiohttp, …) and credentials are the user's, the latter from the
-environment alone: a URL would carry them into logs and records.
+next is fetched. Credentials come from the environment alone: a URL would carry them into logs and records.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hashlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -38,7 +36,7 @@ T = TypeVar("T")
 
 
 class OpenFile:
-    """A file that is read anywhere by its descriptor, `number`, and closed with the last reference to it."""
+    """A file that is closed with the last reference to it."""
 
     def __init__(self, path: str | Path) -> None:
         self.number = -1
@@ -46,7 +44,7 @@ class OpenFile:
             self.number = os.dup(file.fileno())
 
     def read(self, start: int, size: int) -> bytes:
-        """Up to `size` bytes, fewer where the file ends within them."""
+        """Read up to `size` bytes, fewer where the file ends within them."""
         return os.pread(self.number, size, start)
 
     def __del__(self) -> None:
@@ -59,7 +57,7 @@ def is_remote(shard: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """ValueError for a URL with credentials, or of a protocol that fsspec doesn't know or has no package for."""
+    """Raise ValueError for a URL with credentials, or of a protocol that fsspec doesn't know or has no package for."""
     for address in map(urlsplit, url.split("::")):
         if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
             why = "which would end up in logs and records; they are taken from the environment alone"
@@ -74,7 +72,7 @@ def check_url(url: str) -> None:
 
 
 def problem_with(url: str) -> str | None:
-    """What stands in the way of reading a remote file, found without reading it."""
+    """Say what stands in the way of reading a remote file, found without reading it."""
     try:
         fs, path = fsspec.url_to_fs(url)
         info = again(lambda: fs.info(path))
@@ -86,11 +84,8 @@ def problem_with(url: str) -> str | None:
 
 
 def again(attempt: Callable[[], T]) -> T:
-    """The result of `attempt`, tried up to `ATTEMPTS` times with longer and longer waits between.
-
-    Raises at once what another attempt wouldn't change: FileNotFoundError, PermissionError (of what a server refuses as well),
-    ImportError and those of folders; OSError where it failed every time.
-    """
+    """Try up to `ATTEMPTS` times. Raises at once what another attempt wouldn't change, such as FileNotFoundError or
+    PermissionError; OSError where it failed every time."""
     for number in range(ATTEMPTS):
         try:
             return attempt()
@@ -102,7 +97,7 @@ def again(attempt: Callable[[], T]) -> T:
         status, said = getattr(last, "status", 0), f"{type(last).__name__}: {last}"
         if isinstance(last, FileNotFoundError) or status in (404, 410):
             raise FileNotFoundError(said)
-        if status in (400, 401, 403, 451) or str(last).startswith("Forbidden"):  # gcsfs says it in words
+        if status in (400, 401, 403, 451):
             raise PermissionError(said)
         if number < ATTEMPTS - 1:
             time.sleep(FIRST_WAIT_S * 2**number)
@@ -110,14 +105,12 @@ def again(attempt: Callable[[], T]) -> T:
 
 
 def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
-    """A shard open for reading; of a remote one its copy, fetched unless it is there. OSError where that fails.
+    """Open a shard for reading; of a remote one its copy, fetched unless it is there. OSError where that fails.
 
     Once copies are larger than `cache_bytes` in all, the least recently used are deleted; what is open stays readable.
     """
-    if not is_remote(shard):
-        return OpenFile(shard)
     try:
-        return _open_copy(shard, cache_bytes)
+        return _open_copy(shard, cache_bytes) if is_remote(shard) else OpenFile(shard)
     except OSError:
         raise
     except Exception as error:  # whatever the file system's package raises
@@ -125,16 +118,15 @@ def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
 
 
 def open_ahead(shards: Iterable[str], cache_bytes: float) -> Iterator[tuple[str, Callable[[], OpenFile]]]:
-    """Shards in order, each with what opens it as `open_shard` does; while a remote one is read, the next is fetched."""
-    started: deque[tuple[str, Callable[[], OpenFile]]] = deque()
+    """Give shards in order, each with what opens it as `open_shard` does; while a remote one is read, the next is fetched."""
+    before: list[tuple[str, Callable[[], OpenFile]]] = []
     for shard in shards:
         opened: Future[OpenFile] = Future()
         if is_remote(shard):  # in no executor, for whose threads a worker's end would wait
             threading.Thread(target=_fetch, args=(opened, shard, cache_bytes), daemon=True).start()
-        started.append((shard, opened.result if is_remote(shard) else partial(OpenFile, shard)))
-        if len(started) > 1:
-            yield started.popleft()
-    yield from started
+        yield from before
+        before = [(shard, opened.result if is_remote(shard) else partial(OpenFile, shard))]
+    yield from before
 
 
 def _fetch(opened: Future[OpenFile], shard: str, cache_bytes: float) -> None:
@@ -145,7 +137,7 @@ def _fetch(opened: Future[OpenFile], shard: str, cache_bytes: float) -> None:
 
 
 def _open_copy(url: str, cache_bytes: float) -> OpenFile:
-    """A copy is named by its shard's URL, size and version, so that a shard that has changed is fetched anew."""
+    """Open the copy that is named by a shard's URL, size and version, so that one that has changed is fetched anew."""
     fs, path = fsspec.url_to_fs(url)
     fs.invalidate_cache(path)
     info = again(lambda: fs.info(path))

@@ -1,7 +1,4 @@
-"""Which tars a run reads, and which of their items belong to each worker of each rank.
-
-Every rank finds the same shards and refuses the same mistakes, so that all stop together before training.
-"""
+"""Which tars a run reads, and which of their items belong to each worker of each rank."""
 
 from __future__ import annotations
 
@@ -36,9 +33,8 @@ Part = tuple[str, int, int | None]
 class Deal:
     """Which samples of each epoch a worker gives, where it is known how many every tar has.
 
-    An epoch is the N samples of all tars, laid end to end. Ranks give equally many, a rank's workers one piece each in
-    turn: that says how many of a run's first E·N samples each worker gives, and for E + 1, how long its part of that epoch
-    is. So after E·N samples each has come E times, however many tars, ranks and workers there are.
+    An epoch is the N samples of all tars, laid end to end. Ranks give equally many, a rank's workers one piece each in turn:
+    that says how many of a run's first E·N samples each worker gives. So after E·N samples each has come E times.
     """
 
     samples: tuple[int, ...]  # of each tar
@@ -49,20 +45,20 @@ class Deal:
     own: int  # this worker's number among those of all ranks
 
     def given(self, epochs: int, number: int | None = None) -> int:
-        """Samples of the first epochs that this worker gives, or another one."""
+        """Count the samples of the first epochs that this worker gives, or another one."""
         rank, worker = divmod(self.own if number is None else number, self.num_workers)
         of_rank = (epochs * self.epoch_samples + rank) // self.world_size  # which adds up to all of them over the ranks
         rounds, rest = divmod(of_rank, self.num_workers * self.piece_size)
         return rounds * self.piece_size + min(max(rest - worker * self.piece_size, 0), self.piece_size)
 
     def parts(self, shards: list[str], epoch: int) -> tuple[list[Part], list[Part]]:
-        """This worker's parts of an epoch; and all others, beginning with what follows its own."""
+        """Give this worker's parts of an epoch; and all others, beginning with what follows its own."""
         start = sum(self.given(epoch + 1, number) - self.given(epoch, number) for number in range(self.own))
         end = start + self.given(epoch + 1) - self.given(epoch)
         return self._between(shards, start, end), self._between(shards, end) + self._between(shards, 0, start)
 
     def _between(self, shards: list[str], start: int, end: float = math.inf) -> list[Part]:
-        """What holds these samples of an epoch. A tar without any is opened by whoever has its place: its damage shows."""
+        """Find what holds these samples of an epoch. A tar without any is opened by whoever has its place."""
         parts: list[Part] = []
         before, last = 0, self.epoch_samples - 1
         for shard, number in zip(shards, self.samples, strict=True):
@@ -84,7 +80,7 @@ class Source:
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
-    """The tars that `clap.data.shards` names, with their weights; one source without them. Errors: see `expand_shards`."""
+    """Find the tars that `clap.data.shards` names, with their weights. Errors: see `expand_shards`."""
     if not isinstance(shards, Mapping):
         return [Source(expand_shards(shards), 1.0)]
     total = sum(shards.values())
@@ -92,10 +88,10 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
 
 
 def expand_shards(shards: str | list[str]) -> list[str]:
-    """The tar files a setting names, in order: paths or URLs, brace patterns (`a-{000..127}.tar`) and wildcards (`a-*.tar`).
+    """Find the tar files a setting names, in order: paths or URLs, with braces (`a-{000..127}.tar`) and wildcards.
 
-    ValueError for nothing named, an unreadable pattern, one that matches nothing, missing files, an unusable URL. Of remote
-    tars the first and the last are looked up; problems with others turn up while reading.
+    ValueError for nothing named, an unreadable pattern, missing files, an unusable URL. Of remote tars the first and the last
+    are looked up; problems with others turn up while reading.
     """
     patterns = [shards] if isinstance(shards, str) else shards
     names: list[str] = []
@@ -122,7 +118,7 @@ def expand_shards(shards: str | list[str]) -> list[str]:
 
 
 def _matches(name: str) -> list[str]:
-    """What a name with wildcards stands for, in order; ValueError for nothing."""
+    """Find what a name with wildcards stands for, in order; ValueError for nothing."""
     if not shard_files.is_remote(name):
         found = [name] if Path(name).exists() or not glob.has_magic(name) else sorted(glob.glob(name))
     else:
@@ -140,10 +136,10 @@ def _matches(name: str) -> list[str]:
 
 
 def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, num_workers: int) -> list[list[Source]]:
-    """Which whole tars each worker of a rank reads of every source.
+    """Share out which whole tars each worker of a rank reads of every source.
 
     With `epochs` each is one worker's, or where they are too few several workers', which rank 0 says. With `replacement` every
-    worker draws from all of them. `num_workers` are those of a rank; 0 (decoding in the training process) counts as one.
+    worker draws from all of them.
     """
     readers = world_size * max(num_workers, 1)
     if sampling == "replacement":
@@ -161,8 +157,8 @@ def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, 
 def deal_out(
     source: Source, samples: list[int], spec: BatchSpec, num_workers: int, piece_size: int, *, shuffled: bool
 ) -> list[list[Source]]:
-    """What each worker of a rank reads of a source whose tars have so many samples each: see `Deal`. They are laid end to end
-    in their order or, `shuffled`, in one that is drawn once for a seed, so that a worker keeps to the same tars."""
+    """Deal out what each worker of a rank reads of a source whose tars have so many samples each: see `Deal`. They are laid
+    end to end in their order or, `shuffled`, in one that is drawn once for a seed."""
     tars = list(zip(source.shards, samples, strict=True))
     if shuffled:
         random.Random(f"seed {spec.seed}, tars").shuffle(tars)
@@ -173,11 +169,10 @@ def deal_out(
 
 
 def tokenizer_beside(shard: str) -> str:
-    """What to read a tar's captions with where nothing else is said: the folder `tokenizer` beside it, or RoBERTa's own."""
+    """Find what to read a tar's captions with: the folder `tokenizer` beside it, or RoBERTa's own."""
     beside = Path(shard).parent / "tokenizer"
     return str(beside) if beside.is_dir() else HUB_TOKENIZER
 
 
 def note(text: str) -> None:
-    """One line to stderr, naming the setting it is about."""
     print(f"{FIELD}: {text}", file=sys.stderr, flush=True)

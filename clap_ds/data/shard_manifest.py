@@ -1,7 +1,6 @@
 """What a folder of shards holds, in a `manifest.json` beside them: its kind, and items, bytes and a checksum of each tar.
 
-`clap-shards build` writes it. From it an epoch's length is known without a look into the tars, whether they have changed, and
-whether a model can be fed what they hold.
+From it an epoch's length is known without a look into the tars, and whether a model can be fed what they hold.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from pathlib import Path
 import fsspec
 
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
-from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.model import ClapConfig
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
 from clap_ds.data.shard_files import again, is_remote
 from clap_ds.data.shard_list import FIELD, Source
@@ -37,14 +35,15 @@ class ShardRecord:
     sha256: str  # of the whole file, in hex
 
     def __post_init__(self) -> None:
-        """Raises ValueError, as anybody may have written the manifest."""
-        if any(type(count) is not int or count < 0 for count in (self.items, self.bytes)):
-            raise ValueError(f"{self.items!r} items, {self.bytes!r} bytes: expected whole numbers")
+        """Raise ValueError for counts that no tar has, as anybody may have written the manifest."""
+        for name in ("items", "bytes"):
+            if type(count := getattr(self, name)) is not int or not 0 <= count < 2**63:
+                raise ValueError(f"{name}: expected a whole number below 2^63, found {str(count)[:40]}")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardManifest:
-    """What a folder of shards holds: its kind and, of prepared kinds, by which front end; and its tars by file name."""
+    """What a folder of shards holds: its tars by file name, its kind and, of prepared kinds, by which front end."""
 
     shards: Mapping[str, ShardRecord]
     kind: Kind = "encoded"
@@ -52,7 +51,6 @@ class ShardManifest:
 
 
 def write_manifest(folder: Path, manifest: ShardManifest) -> None:
-    """Write the manifest of a folder at once or not at all."""
     front_end = {"front_end": asdict(manifest.front_end)} if manifest.front_end else {}
     shards = {name: asdict(record) for name, record in sorted(manifest.shards.items())}
     content = {"kind": manifest.kind, **front_end, "shards": shards}
@@ -60,8 +58,8 @@ def write_manifest(folder: Path, manifest: ShardManifest) -> None:
 
 
 def read_manifest(folder: str) -> ShardManifest:
-    """The manifest of a folder or URL; one of no shards where there is none, or something else of that name. ValueError where
-    that can't be told, as it can't be read."""
+    """Read the manifest of a folder or URL; one of no shards where there is none, or something else of that name. ValueError
+    where it can't be read, or a tar's record isn't one."""
     path = f"{folder}/{MANIFEST}"
 
     def read() -> bytes:
@@ -76,16 +74,19 @@ def read_manifest(folder: str) -> ShardManifest:
         raise ValueError(f"{path} can't be read: {error}") from None
     try:
         content = parse_json(found)
-        shards = {name: ShardRecord(**record) for name, record in content["shards"].items()}
-        front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
-        return ShardManifest(shards, content.get("kind", "encoded"), front_end)
+        records, kind = content["shards"].items(), content.get("kind", "encoded")
     except (ValueError, KeyError, TypeError, AttributeError):
         return ShardManifest({})
+    try:
+        shards = {name: ShardRecord(**record) for name, record in records}
+        return ShardManifest(shards, kind, FrontEnd(**content["front_end"]) if "front_end" in content else None)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: a tar's record or the front end isn't one: {error}") from None
 
 
 def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
-    """What a run on these shards reads, by the manifests of their folders. Without one they are `encoded`, and so are mixtures
-    with `waveform`, as both are decoded.
+    """Tell what a run on these shards reads, by the manifests of their folders. Without one they are `encoded`, and so are
+    mixtures with `waveform`, as both are decoded.
 
     Raises:
         ValueError: kinds that can't be mixed, or that aren't known; a front end that differs from the model's.
@@ -101,9 +102,7 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
         if others := [
             f"{name} is {there} in the shards, {ours} in the model" for name, there, ours in pairs if there != ours
         ]:
-            presets = [each for each in preset_names() if FrontEnd.of(load_preset(each).audio) == manifest.front_end]
-            fits = f"; it fits preset {' or '.join(presets)}" if presets else ""
-            raise ValueError(f"{where} was prepared for another model than {model.name}: {', '.join(others)}{fits}")
+            raise ValueError(f"{where} was prepared for another model than {model.name}: {', '.join(others)}")
         kinds[manifest.kind] = folder
     if "mel" in kinds and len(kinds) > 1:
         found = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
@@ -112,8 +111,7 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
 
 
 def warn_of_absent(shards: Iterable[str]) -> None:
-    """A warning where a manifest lists more local tars than there are, of those that go by the name of one that is read, such
-    as `train`: a copy that was not finished."""
+    """Warn where a manifest lists more local tars of the same name, such as `train`, than there are."""
     local = [Path(shard) for shard in shards if not is_remote(shard)]
     for folder, series in dict.fromkeys((shard.parent, shard.name.rpartition("-")[0]) for shard in local):
         names = [name for name in read_manifest(str(folder)).shards if name.rpartition("-")[0] == series]
@@ -128,8 +126,8 @@ def digest(path: Path) -> str:  # SHA-256 of a file, in hex
 
 
 def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int] | None:
-    """Samples in each tar, those included that turn out to be broken: from manifests where there are some; for local tars
-    without, of at most `most_bytes` in all, by going through their headers. None where neither tells of all of them."""
+    """Count the samples in each tar, also broken ones: by manifests; of local tars without, of at most `most_bytes` in all, by
+    their headers. None where neither tells of all of them."""
     manifests = {folder: read_manifest(folder or ".").shards for folder in {tar.rpartition("/")[0] for tar in shards}}
     records = [manifests[folder].get(name) for folder, _, name in (tar.rpartition("/") for tar in shards)]
     unknown = [tar for tar, record in zip(shards, records, strict=True) if record is None]

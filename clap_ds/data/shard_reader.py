@@ -1,8 +1,7 @@
 """One worker's part in reading shards: items in an order that can be entered anywhere, decoded and collated to pieces.
 
-The order of a pass follows from the seed, the pass and the place in it alone, and so do an item's crop and caption. To resume
-at a place, items before it are passed over without being decoded. Where a worker gives a fixed number of samples in each epoch
-(`Deal`), one of another part stands in for a broken item, so that no worker gets ahead of the others.
+The order of a pass follows from the seed, the pass and the place in it alone, and so do an item's crop and caption. Where a
+worker gives a fixed number of samples in each epoch (`Deal`), one of another part stands in for a broken item.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class Piece:
     place: int  # of the audio in that memory
     broken: list[Broken]
     after: Position  # where its reader stands when these rows are given
-    encoded_bytes: int  # of audio files decoded for them
     captions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # `Batch.input_ids` and `attention_mask`
     made_in_s: float = 0.0  # not counting how long they waited to be fetched; 0 of a worker's first
     failure: str = ""  # why it has given up; then there are no rows
@@ -66,7 +64,7 @@ class SourceReader:
     drawn: int  # items of this pass
 
     def captions(self, decode: Callable[[Item, random.Random], str | None]) -> Iterator[str]:
-        """What `decode` gives of each usable item, without end; ends only where a whole pass gave nothing."""
+        """Give what `decode` makes of each usable item; end only where a whole pass gave nothing."""
         is_useful = True
         while is_useful:
             skipped = self.drawn
@@ -86,7 +84,7 @@ class SourceReader:
                 self.pass_number, self.drawn = self.pass_number + 1, 0
 
     def _pass(self) -> Iterator[Item]:
-        """The items of one pass, and then those that stand in for broken ones."""
+        """Give the items of one pass, and then those that stand in for broken ones."""
         rng, source = random.Random(f"{self.seed}, pass {self.pass_number}"), self.source
         own: list[Part] = [(shard, 0, None) for shard in source.shards]
         others: list[Part] = []
@@ -101,7 +99,7 @@ class SourceReader:
         return chain(shuffle(self.shuffle_buffer, rng=rng)(self._read(own)), self._read(others))
 
     def _read(self, parts: list[Part]) -> Iterator[Item]:
-        """The items of these parts in order. No tar is opened before one of them is asked for."""
+        """Give the items of these parts in order. No tar is opened before one of them is asked for."""
         opened = open_ahead((shard for shard, _, _ in parts), self.cache_bytes)
         for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
             items = list_items(shard, self.report, open_file=open_file, ask_ahead=True)
@@ -110,10 +108,7 @@ class SourceReader:
 
 @dataclass(slots=True)
 class ShardReader:
-    """One worker's pieces. Remembers what was broken, so that each is sent once.
-
-    `memory`, (places, rows, *shape of a row), is filled place by place, again and again.
-    """
+    """One worker's pieces. `memory`, (places, rows, *shape of a row), is filled place by place, again and again."""
 
     worker: int
     sources: list[Source]  # the worker's part of every source
@@ -125,11 +120,10 @@ class ShardReader:
     start: Position
     _known: set[str] = field(default_factory=set)
     _broken: list[Broken] = field(default_factory=list)  # that haven't been sent
-    _encoded_bytes: int = 0
     _row: Tensor = field(default_factory=lambda: torch.empty(0))  # the next
 
     def pieces(self) -> Iterator[Piece]:
-        """Pieces without end; the last says why, where a source has nothing that can be used."""
+        """Give pieces without end; the last says why, where a source has nothing that can be used."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a tar stays open while an item of it waits
         readers = self._readers()
@@ -147,7 +141,7 @@ class ShardReader:
                 if len(captions) < piece_size:
                     continue
             after = {"samples": number + 1, "passes": [[reader.pass_number, reader.drawn] for reader in readers]}
-            piece = Piece(self.worker, place, self._broken, after, self._encoded_bytes)
+            piece = Piece(self.worker, place, self._broken, after)
             if caption is None:
                 shards = self.sources[chosen].shards
                 piece.failure = f"a whole pass over {len(shards)} shard(s), such as {shards[0]}, gave no usable item"
@@ -157,11 +151,10 @@ class ShardReader:
             piece.captions = ids.numpy(), mask.numpy()
             piece.made_in_s = time.perf_counter() - began_s if began_s else 0.0
             yield piece
-            began_s, captions, self._broken, self._encoded_bytes = time.perf_counter(), [], [], 0
+            began_s, captions, self._broken = time.perf_counter(), [], []
             place = (place + 1) % places
 
     def _readers(self) -> list[SourceReader]:
-        """Where `start` says that they stand."""
         readers, starts = [], self.start["passes"] or [[0, 0]] * len(self.sources)
         for number, (source, start) in enumerate(zip(self.sources, starts, strict=True)):
             buffer = self.data.shuffle_buffer and max(1, round(self.data.shuffle_buffer * source.weight))
@@ -170,16 +163,15 @@ class ShardReader:
         return readers
 
     def _decode(self, item: Item, rng: random.Random) -> str | None:
-        """Write an item's audio to the next row; its caption."""
+        """Write an item's audio to the next row, and return its caption."""
         try:
             fetch(item)
             caption = rng.choice(captions_of(item))
-            encoded = choose_clip(item, kind_of_row(self._row))
-            read_clip(encoded, self._row, audio=self.spec.model.audio, rng=rng)
+            clip = choose_clip(item, kind_of_row(self._row))
+            read_clip(clip, self._row, audio=self.spec.model.audio, rng=rng)
         except (BrokenItemError, *DAMAGE) as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
-        self._encoded_bytes += len(encoded)
         return caption
 
     def _report(self, name: str, reason: str) -> None:

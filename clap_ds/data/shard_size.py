@@ -1,7 +1,6 @@
 """`clap-shards size`: what shards take of disks, links and file systems, before any is made.
 
-Prepared kinds have their sizes by formula, to the byte; audio files as people have them by typical rates, which are stated.
-Without torch.
+Sizes of prepared kinds are exact, those of encoded audio follow from typical rates. Without torch.
 """
 
 from __future__ import annotations
@@ -14,13 +13,8 @@ from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.model import AudioConfig, load_preset, preset_argument
 from clap_ds.data.front_end import KINDS, Kind
 
-ENCODED = {
-    "flac": (105_600, "55 % of 16-bit stereo at 48 kHz"),
-    "wav": (192_000, "16-bit stereo at 48 kHz"),
-    "mp3": (16_000, "128 kbit/s"),
-    "ogg": (14_000, "112 kbit/s"),
-}
-"""Formats of encoded audio: bytes that a second typically takes, and what that is."""
+ENCODED = {"flac": 105_600, "wav": 192_000, "mp3": 16_000, "ogg": 14_000}
+"""Bytes that a second typically takes: of 48 kHz stereo in 16 bits (FLAC 55 % of it), at 128 and 112 kbit/s."""
 RATES = (624.0, 3300.0, 4500.0)
 """Samples per second of one GPU: the published rate, and this project's goals for one H200."""
 READ_BYTES = 2**17
@@ -31,10 +25,10 @@ FOLDER_INODES = 5
 
 
 def clip_bytes(kind: Kind, audio: AudioConfig, seconds: float, encoded: str = "flac") -> int:
-    """Bytes of a clip's file: a WAV of 16-bit mono, features in float16, of the model's length at least, or an encoded one."""
+    """Count bytes of a clip's file: a 16-bit mono WAV, features in float16 of the model's length at least, or encoded."""
     samples = round(seconds * audio.sample_rate)
     if kind == "encoded":
-        return math.ceil(seconds * ENCODED[encoded][0])
+        return math.ceil(seconds * ENCODED[encoded])
     if kind == "waveform":
         return WAV_HEADER + 2 * samples
     frames = max(samples, audio.num_samples) // audio.hop_size + 1
@@ -42,19 +36,16 @@ def clip_bytes(kind: Kind, audio: AudioConfig, seconds: float, encoded: str = "f
 
 
 def item_bytes(clip: int) -> int:
-    """Bytes of an item in a tar: a clip's file and its JSON, up to 512 bytes of it, each after a header and in whole blocks."""
+    """Count bytes of an item in a tar: a clip and up to 512 bytes of JSON, each after a header and in whole blocks."""
     block = tarfile.BLOCKSIZE
     return block + math.ceil(clip / block) * block + 2 * block
 
 
 def set_bytes(clips: int, tars: int, item: int) -> int:
-    """Bytes of tars among which clips are shared out evenly. A tar ends with two blocks of zeros, and fills whole records."""
-
-    def one(items: int) -> int:
-        return -(-(items * item + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
-
+    """Count bytes of tars among which clips are shared out evenly. A tar ends with two blocks of zeros, and fills records."""
     fewer, with_more = divmod(clips, tars)
-    return with_more * one(fewer + 1) + (tars - with_more) * one(fewer)
+    records = [math.ceil((n * item + 2 * tarfile.BLOCKSIZE) / tarfile.RECORDSIZE) for n in (fewer, fewer + 1)]
+    return ((tars - with_more) * records[0] + with_more * records[1]) * tarfile.RECORDSIZE
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +55,7 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=number(0.001, 40_000), default=10.0, metavar="S", help=length)
     tiny = "htsat_tiny_roberta_base"
     add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"model they are for (default {tiny})")
-    rates = ", ".join(f"{name} {rate:,}" for name, (rate, _) in ENCODED.items())
+    rates = ", ".join(f"{name} {rate:,}" for name, rate in ENCODED.items())
     add("--format", choices=ENCODED, default="flac", help=f"of encoded clips; bytes a second: {rates} (default flac)")
     add("--shard_mb", type=rate, default=500.0, metavar="MB", help="size of a tar, about (default 500)")
     add("--link", type=rate, metavar="GBIT", help="Gbit/s of the link to copy them over")
@@ -72,8 +63,6 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=rate, nargs="+", default=RATES, metavar="R", help="samples/s of one GPU (624 3300 4500)")
     add("--gpus", type=count, default=4, metavar="N", help="in all (default 4)")
     add("--gpus_per_node", type=count, default=4, metavar="N", help="(default 4)")
-    add("--node_mb_per_s", type=rate, metavar="MB", help="that the storage gives a node: whether it is enough is said")
-    add("--node_iops", type=rate, metavar="N", help="reads of 128 KiB a second that it gives a node, likewise")
 
 
 def run_size(options: argparse.Namespace) -> None:
@@ -83,17 +72,14 @@ def run_size(options: argparse.Namespace) -> None:
     rows += [(label, *(found[label] for found in kinds.values())) for label in kinds["encoded"]]
     width = max(len(label) for label, *_ in rows)
     print("\n".join(label.ljust(width) + "".join(f"{cell:>18}" for cell in cells) for label, *cells in rows))
-    gpus = f"{options.gpus:,} GPU(s) on {math.ceil(options.gpus / options.gpus_per_node):,} node(s)"
-    per_s, what = ENCODED[options.format]
-    print(f"\nRates are what {gpus} ask of the file system: whole items, none in memory.")
-    print("Reads are of 128 KiB, as tars are read; single files would take two an item at least.")
-    print(f"encoded: {options.format} of {per_s:,} bytes a second ({what})")
-    print("Prepared kinds are exact, with two headers and a JSON of up to 512 bytes an item. Units: GB = 10⁹ bytes.")
+    print(f"\nRates are for {options.gpus:,} GPU(s), {options.gpus_per_node} on a node, with no item in memory.")
+    print(
+        f"Reads are of 128 KiB. encoded: {options.format}, {ENCODED[options.format]:,} bytes a second. GB = 10⁹ bytes."
+    )
 
 
 def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
-    """What the clips take as a kind: bytes (a clip's with headers, padding and caption), files, and seconds; and what a file
-    system must deliver a second for GPUs of each rate, in all and to a node."""
+    """Work out what the clips take as a kind: bytes, files and seconds; and what a file system must deliver to GPUs."""
     clips, gpus = options.clips, options.gpus
     clip = clip_bytes(kind, load_preset(options.preset).audio, options.seconds, options.format)
     tars = min(clips, max(1, round(clips * clip / (options.shard_mb * 1e6))))
@@ -109,26 +95,20 @@ def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
     found[f"written at {digits(options.disk_mb_per_s)} MB/s in"] = duration(size / (options.disk_mb_per_s * 1e6))
     for rate in options.rate:
         in_all, at = rate * gpus * size / clips, f"at {digits(rate)} samples/s a GPU"
-        found[at] = f"{digits(rate * gpus)} items/s"
-        found[f"{at}, bytes"] = f"{amount(in_all)}/s"
         to_node = in_all * min(options.gpus_per_node, gpus) / gpus
+        found[f"{at}, bytes"] = f"{amount(in_all)}/s"
         found[f"{at}, to a node"] = f"{amount(to_node)}/s"
         found[f"{at}, reads to a node"] = f"{digits(to_node / READ_BYTES)}/s"
-        given = {"bytes": (options.node_mb_per_s or 0) * 1e6, "reads": (options.node_iops or 0) * READ_BYTES}
-        if shares := {what: to_node / most for what, most in given.items() if most}:
-            what = max(shares, key=lambda each: shares[each])
-            found[f"{at}, of a node's storage"] = f"{digits(100 * shares[what])} % of {what}"
-            found[f"{at}, a node's storage is"] = "enough" if shares[what] <= 1 else "too slow"
     return found
 
 
 def digits(value: float) -> str:
-    """A number with three significant digits or more, without an exponent."""
+    """Write a number with three significant digits or more, without an exponent."""
     return f"{value:.3g}" if 1e-4 < value < 99.95 else f"{value:,.0f}"
 
 
 def amount(size: float) -> str:
-    """Bytes in the unit that suits, of powers of 1000."""
+    """Write bytes in the unit that suits, of powers of 1000."""
     power = next((k for k in range(4) if size < 1000 ** (k + 1)), 4)
     return f"{digits(size / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 

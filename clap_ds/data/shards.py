@@ -1,9 +1,7 @@
 """Real audio and captions from WebDataset tars, decoded in worker processes.
 
-Each worker goes through its part again and again, in a new order each time (`shard_reader`), and sends small pieces of a
-micro-batch with news of the items it had to skip and of where it stands: 616 ten-second clips are 1.2 GB, and each worker would
-hold several. Their audio lies in memory that the processes share and use again and again (`shared_empty`): new memory for each
-would cost as much as reading it. Why a worker gave up is in its last piece, for an exception would arrive as a traceback.
+Workers send small pieces of a micro-batch, as 616 ten-second clips are 1.2 GB. Their audio lies in memory that the processes
+share and use again and again. Why a worker gave up is in its last piece, for an exception would arrive as a traceback.
 """
 
 from __future__ import annotations
@@ -31,16 +29,12 @@ from clap_ds.data.supply import Supply
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.model.tokenizer import load_tokenizer
 
-COUNTED_BYTES = 1e10
-"""Local tars without a manifest are counted up to this many bytes in all, which takes a second."""
+COUNTED_BYTES = 1e10  # of local tars without a manifest, whose items are counted in a second
 NUM_EXAMPLES = 5  # broken items quoted in errors
-PIECE_SIZE = 32
-"""Rows of a piece: tokenizing and sending one costs the same however many it has, and memory waits for whole ones."""
+PIECE_SIZE = 32  # rows
 
 
 class _Readers(IterableDataset[Piece]):
-    """Gives each DataLoader worker its own `ShardReader`; without workers, the first."""
-
     def __init__(self, readers: list[ShardReader]) -> None:
         self._readers = readers
 
@@ -83,7 +77,6 @@ class ShardPieces:
             ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)
             for worker, (own, start) in enumerate(zip(shares, self._state["positions"], strict=True))
         ]
-        self.encoded_bytes = 0  # of audio files decoded so far
         self._made, self._made_in_s = 0, 0.0  # rows, and a worker's time for them
         self._broken: dict[str, Broken] = {}  # by name
         self._piece: tuple[Piece, Batch] | None = None
@@ -104,7 +97,7 @@ class ShardPieces:
     def _share(
         self, sources: list[Source], data: ShardData, spec: BatchSpec, *, needs_epochs: bool
     ) -> tuple[list[list[Source]], dict[str, Any]]:
-        """What each worker reads, and all that the order of samples follows from."""
+        """Share out what each worker reads, and return with it all that the order of samples follows from."""
         all_shards = [shard for source in sources for shard in source.shards]
         samples = samples_of(all_shards, math.inf if needs_epochs else COUNTED_BYTES)
         self._num_shards, self._num_samples = len(all_shards), sum(samples) if samples else None
@@ -164,7 +157,6 @@ class ShardPieces:
             if broken.name not in self._broken:  # workers may meet the same one
                 note(f"skipped {broken}")
                 self._broken[broken.name] = broken
-        self.encoded_bytes += piece.encoded_bytes
         if piece.captions is None:
             self.close()
             examples = "; ".join(map(str, islice(self._broken.values(), NUM_EXAMPLES)))
@@ -183,12 +175,11 @@ class ShardPieces:
         return Supply(rate, self.num_workers, self.kind, self.prepared)
 
     def state(self) -> dict[str, Any]:
-        """Where this rank stands after the last micro-batch."""
         return dict(self._state)
 
     def statistics(self) -> dict[str, Any]:
-        """Broken items are counted once each, however often they are met; a damaged tar counts as one. `num_samples` are those
-        of all shards, None where that isn't known, and `epoch_samples` the same where each comes once an epoch."""
+        """Count broken items and damaged tars once each. `num_samples` are those of all shards, None where that isn't known,
+        and `epoch_samples` the same where each comes once an epoch."""
         return {
             "source": "shards",
             "kind": self.kind,

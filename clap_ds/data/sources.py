@@ -1,8 +1,4 @@
-"""The source that has a rank's next batch on the device in time, whatever its rows come from.
-
-Synthetic data and shards hand over rows as pieces on the host. `BatchSource` puts them together on the device, on a GPU one
-micro-batch ahead on a stream of its own, so that the copy runs under the step before it.
-"""
+"""A rank's batches on the device in time: on a GPU one is copied ahead, on a stream of its own, under the step before it."""
 
 from __future__ import annotations
 
@@ -23,10 +19,7 @@ _Ahead = tuple[Batch, Any, dict[str, Any]]  # the event at its copy's end, or No
 
 
 class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
-    """Endless iterator of batches on the device. Use it as a context manager, or call `close()`.
-
-    With `copy_ahead` (not on CPUs) the next batch is copied on a stream of its own whenever one is handed out.
-    """
+    """Endless iterator of batches on the device. Use it as a context manager, or call `close()`."""
 
     def __init__(self, pieces: Pieces, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False) -> None:
         its = self._accelerator = accelerator_of(device)
@@ -39,10 +32,8 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         self._state = pieces.state()
 
     def __next__(self) -> Batch:
-        """The next batch; work queued on the current stream afterwards sees it complete.
-
-        ValueError where the shards hold nothing that can be used, or a worker process died.
-        """
+        """Return the next batch; work queued on the current stream afterwards sees it complete. ValueError where the shards
+        hold nothing that can be used, or a worker process died."""
         batch, done, self._state = self._ahead or self._take()
         self._ahead = None
         if (its := self._accelerator) and done:
@@ -54,7 +45,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return batch
 
     def peek(self) -> Batch:
-        """The batch that `next` gives next, complete."""
+        """Return the batch that `next` gives next, complete."""
         self._ahead = self._ahead or self._take()
         batch, done, _ = self._ahead
         if done is not None:
@@ -71,7 +62,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return batch, done, self._pieces.state()
 
     def state(self) -> dict[str, Any]:
-        """Where this rank's data stands after the last batch handed out, for `build_batches` to resume. Fit for JSON."""
+        """Tell where this rank's data stands after the last batch handed out, for `build_batches` to resume. Fit for JSON."""
         return self._state
 
     def statistics(self) -> dict[str, Any]:
@@ -81,7 +72,6 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return self._pieces.supply()
 
     def close(self) -> None:
-        """Stop worker processes and let go of the batches."""
         if self._ahead and self._ahead[1]:
             self._ahead[1].synchronize()
         self._ahead = None
@@ -105,18 +95,16 @@ def build_batches(
     state: dict[str, Any] | None = None,
     needs_epochs: bool = False,
 ) -> BatchSource:
-    """The batches of one rank, as the `clap.data` section describes them, on `device` and without end.
+    """Open the batches of one rank, as the `clap.data` section describes them, on `device` and without end.
 
     Args:
         text_tokens: length of every row of `input_ids`.
-        seed: of the run; ranks draw different data from it, and the same on every run.
         state: of a former source (`BatchSource.state()`) to resume, this rank's; from another number of ranks, any rank's.
-            Exact where ranks, workers, settings and shards are the same, at whatever micro-batch pieces allow; otherwise the
-            data continues in a new order, and rank 0 says why.
+            Exact where ranks, workers, settings and shards are the same; else data continues in a new order.
         needs_epochs: local tars without a manifest are counted however large they are.
 
     Raises:
-        ValueError: settings that can't be met, naming the field: caption lengths, shards, tokenizer. On all ranks alike.
+        ValueError: settings that can't be met, naming the field. On all ranks alike.
     """
     spec = BatchSpec(model, text_tokens, micro_batch, rank, world_size, seed, device)
     copy_ahead = accelerator_of(device) is not None

@@ -12,7 +12,7 @@ MARGIN = 1.25
 
 
 class Supply(NamedTuple):
-    """What a rank's workers can give: clips per second, all of them together, by how long they took for what they gave."""
+    """What a rank's workers can give: clips per second, all of them together."""
 
     samples_per_s: float
     num_workers: int  # 0: the training process reads
@@ -20,12 +20,12 @@ class Supply(NamedTuple):
     prepared: Kind = "mel"  # the kind that takes least, of those that the model can be fed
 
     def workers_for(self, needed: float) -> int:
-        """Workers that give `MARGIN` times the clips per second that a step needs."""
+        """Return how many workers give `MARGIN` times the clips per second that a step needs."""
         return math.ceil(MARGIN * needed * self.num_workers / self.samples_per_s)
 
 
 def verdict(supply: Supply, needed: float, *, ranks_per_host: int, cores: int) -> str:
-    """One line: whether the loader keeps up with a rank's step that needs so many clips per second, and what to do if not."""
+    """Say whether the loader keeps up with a rank's step that needs so many clips per second, and what to do if not."""
     if supply.num_workers == 0:
         share = needed / supply.samples_per_s
         return f"clap.data.num_workers: 0: reading in the training process makes each step {share:.0%} longer"

@@ -1,8 +1,7 @@
 """Random batches of the right shapes, so that a benchmark measures the machine and not its disks or decoders.
 
-The audio is white noise, uniform in [-1, 1): bounded as real audio is, and none of the model's cost depends on more. It is in
-int16 until it is on the device, as real audio is. Captions are random token ids framed as RoBERTa frames them; only their
-lengths can matter (packing), so those can be set.
+The audio is white noise, uniform in [-1, 1), in int16 until it is on the device, as real audio is. Captions are random token
+ids framed as RoBERTa frames them.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ START_TOKEN_ID, END_TOKEN_ID, FIRST_WORD_ID = 0, 2, 4  # RoBERTa's: <s>, <pad>, 
 
 
 class SyntheticPieces:
-    """`num_batches` random batches, made once and handed out in turn.
-
-    Noise is drawn on the device: the same seed gives other noise on another kind of device, but the same captions.
-    """
+    """`num_batches` random batches, made once and handed out in turn. Noise is drawn on the device."""
 
     def __init__(self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
         setting = data.caption_lengths
@@ -71,7 +67,7 @@ def _mix(*parts: int) -> int:  # a 63-bit seed in which every part matters
 def _random_captions(
     lengths_B: Tensor, text_tokens: int, text: TextConfig, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, both (B, text_tokens) int64, of captions with the given numbers of real tokens."""
+    """Draw token ids and attention mask, both (B, text_tokens) int64, of captions with so many real tokens."""
     ids = torch.randint(FIRST_WORD_ID, text.vocab_size, (len(lengths_B), text_tokens), generator=generator)
     ids[:, 0] = START_TOKEN_ID
     ids[torch.arange(len(ids)), lengths_B - 1] = END_TOKEN_ID

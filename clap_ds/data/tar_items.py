@@ -1,7 +1,6 @@
 """The items of one tar: what its members of the same name hold, as WebDataset groups them. Nothing is decoded here.
 
-tarfile reads the headers. Contents stay where they are until they are wanted: of items that wait to be shuffled, or that a
-resumed run passes over, or all audio of an evaluation. Where they lie is remembered, so that later passes read no headers.
+Contents stay in the tar until they are wanted. Where they lie is remembered, so that later passes read no headers.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ Item = dict[str, Any]
 Report = Callable[[str, str], None]
 """Called for what can't be used, with its name and why."""
 UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError, RecursionError, MemoryError)
-"""What tarfile raises of headers that nobody writes by mistake, too."""
 DAMAGE = (*UNREADABLE, OSError)  # what reading a damaged tar, or one that is gone, raises
 
 _READ_AHEAD_BYTES, _ASKED_FOR_BYTES = 2**26, 2**17  # Linux heeds a request up to its own read-ahead, by default 128 KB
 _MOST_READ_AT_ONCE = 2**22
 _HEADER_BUFFER_BYTES = 2**13  # some file systems would have it be megabytes, which each jump to a header would read
-_LARGEST_FILE, _LARGEST_HEADER, _MOST_FIELDS = 2**32, 2**20, 1000
-_MOST_ZEROS = 2**26  # behind a tar's end: writers fill a block up
+_LARGEST_FILE, _LARGEST_HEADER = 2**32, 2**20
+_MOST_ZEROS = 2**20  # behind a tar's end: writers fill a block up
 _MOST_REMEMBERED = 200_000  # items of a process, of some 700 bytes
 
 
@@ -43,11 +41,8 @@ class Place(NamedTuple):
     size: int
 
     def read(self, file: OpenFile) -> Encoded:
-        """The content: read at once, or if it is long mapped, for a crop needs little of it.
-
-        Mapping everything would be slower (a clip of 128 KB 21 µs, not 17; of 960 KB 122, not 75), and a disk that fails under
-        a map ends the process. Raises OSError; EOFError where the tar ends within it.
-        """
+        """Read the content at once, or if it is long map it, for a crop needs little of it. Raises OSError; EOFError where the
+        tar ends within it."""
         if self.size > _MOST_READ_AT_ONCE:
             inset = self.start % mmap.ALLOCATIONGRANULARITY
             length, offset = inset + self.size, self.start - inset
@@ -65,12 +60,8 @@ _remembered: dict[tuple[int, ...], list[Item]] = {}  # by file and version
 def list_items(
     shard: str, report: Report, *, open_file: Callable[[], OpenFile] | None = None, ask_ahead: bool = False
 ) -> Iterator[Item]:
-    """The items of a tar (path or URL) in order, their contents left in it. A damaged tar gives what can be read of it.
-
-    Args:
-        open_file: opens it, where that isn't `open_shard`.
-        ask_ahead: have the disk read what comes next, for the contents will be read soon.
-    """
+    """List the items of a tar (path or URL) in order, their contents left in it. A damaged tar gives what can be read of it.
+    With `ask_ahead` the disk reads what comes next, for the contents will be read soon."""
     try:
         file = open_file() if open_file else open_shard(shard)
         state = os.fstat(file.number)
@@ -89,7 +80,7 @@ def list_items(
 
 
 def read_items(shard: str, report: Report) -> Iterator[Item]:
-    """The items of a tar (path or URL) in order, with their contents. A damaged tar gives what can be read of it."""
+    """Read the items of a tar as `list_items`, with their contents."""
     for item in list_items(shard, report, ask_ahead=True):
         try:
             fetch(item)
@@ -100,7 +91,7 @@ def read_items(shard: str, report: Report) -> Iterator[Item]:
 
 
 def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: Report) -> Iterator[Item]:
-    """Items as they are met; all of them are remembered in the end, unless something was to report."""
+    """Give items as they are met; all of them are remembered in the end, unless something was to report."""
     found: list[Item] = []
     problems: list[str] = []
 
@@ -117,7 +108,7 @@ def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: 
 
 
 class _Header(tarfile.TarInfo):
-    """A header as shards have them: tarfile takes one of negative size, and reads whatever a header says of further ones."""
+    """A header of a sensible size: tarfile takes a negative one, and reads whatever a header says of further ones."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -128,8 +119,7 @@ class _Header(tarfile.TarInfo):
 
 
 def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) -> Iterator[Item]:
-    """All files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut between members, for the end, behind
-    which only zeros may be."""
+    """Give all files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut between members, for the end."""
     with (
         os.fdopen(os.dup(file.number), "rb", _HEADER_BUFFER_BYTES) as stream,
         tarfile.open(fileobj=stream, mode="r:", tarinfo=_Header) as tar,
@@ -137,8 +127,8 @@ def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) ->
         size, offset = os.fstat(file.number).st_size, 0
         try:
             while member := tar.next():
-                if tar.offset <= offset or len(tar.pax_headers) > _MOST_FIELDS:
-                    raise tarfile.ReadError("its headers lead back, or fill the memory")
+                if tar.offset <= offset:
+                    raise tarfile.ReadError("its headers lead back")
                 offset = tar.offset
                 tar.__dict__["members"].clear()  # which would be kept, of every member
                 if member.isfile() and not member.issparse():
@@ -148,15 +138,13 @@ def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) ->
                     yield {"fname": member.name, "data": place, "__url__": shard}
             if tar.offset >= size:
                 raise EOFError("no end-of-archive mark")
-            for start in range(tar.offset, size, _ASKED_FOR_BYTES):
-                if start - tar.offset > _MOST_ZEROS or any(file.read(start, _ASKED_FOR_BYTES)):
-                    raise EOFError(f"it ends at byte {tar.offset:,}, and there is more behind that")
+            if size - tar.offset > _MOST_ZEROS or any(file.read(tar.offset, _MOST_ZEROS)):
+                raise EOFError(f"it ends at byte {tar.offset:,}, and there is more behind that")
         except UNREADABLE as error:
             tell(EOFError(f"tar is truncated or damaged ({words(error)}); what can be read of it is used"))
 
 
 def words(error: BaseException) -> str:
-    """What an error of `DAMAGE` says, for people."""
     return str(error.args[-1] if isinstance(error, OSError) and error.strerror else error) or repr(error)
 
 
@@ -169,17 +157,17 @@ def fetch(item: Item) -> None:
 
 
 def is_sample(item: Item) -> bool:
-    """Whether an item has audio or features, and what a caption can be in: only such are counted."""
+    """Tell whether an item has audio or features, and what a caption can be in: only such are counted."""
     return all(item.keys() & set(formats) for formats in (CLIP_FORMATS, CAPTION_FORMATS))
 
 
 def count_samples(shard: str) -> int:
-    """Samples in a tar; nothing but headers is read."""
+    """Count the samples in a tar by its headers."""
     return sum(map(is_sample, list_items(shard, lambda name, reason: None)))
 
 
 def samples_between(items: Iterator[Item], first: int, end: int | None) -> Iterator[Item]:
-    """Of a tar's items, those from one sample's number up to another's, or to its end; what is no sample there, too."""
+    """Give a tar's items from one sample's number up to another's, or to its end; what is no sample there, too."""
     number = 0
     for item in items:
         if number >= first:

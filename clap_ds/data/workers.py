@@ -1,5 +1,4 @@
-"""Worker processes that load data: how they are started, take signals, and are found dead; and memory that they fill and the
-training process reads, mapped once."""
+"""Worker processes that load data, and memory that they fill and the training process reads."""
 
 from __future__ import annotations
 
@@ -27,9 +26,10 @@ T = TypeVar("T")
 
 
 class Loader(Iterator[T], Generic[T]):
-    """What a `DataLoader` gives, with this project's conventions: each worker computes in one thread and leaves signals to the
-    rank, torch's global generator stays as it is, and a worker's death shows where data is asked for, not wherever torch's
-    signal handler would raise it. `section` of the settings has `num_workers`, `options` are the DataLoader's.
+    """A `DataLoader` whose workers compute in one thread and leave signals to the rank.
+
+    torch's global generator stays as it is, and a worker's death shows where data is asked for. `section` of the settings has
+    `num_workers`, `options` are the DataLoader's.
     """
 
     def __init__(self, dataset: Dataset[Any], *, num_workers: int, section: str, **options: Any) -> None:
@@ -43,7 +43,7 @@ class Loader(Iterator[T], Generic[T]):
             signal.signal(signal.SIGCHLD, handler)
 
     def __next__(self) -> T:
-        """Raises ValueError when a worker was killed."""
+        """Raise ValueError when a worker was killed."""
         try:
             return next(self._loaded)
         except StopIteration:
@@ -65,11 +65,8 @@ class Loader(Iterator[T], Generic[T]):
 
 
 def _start_worker(worker: int) -> None:
-    """In a worker process, whose forked signal handlers are the rank's.
-
-    Launchers send SIGTERM to a rank's whole process tree. A worker that obeyed would take the data from a rank that still has a
-    step to finish, so it lets the first one pass and obeys the next.
-    """
+    """Set up a worker process. Launchers send SIGTERM to a rank's whole process tree: a worker lets the first one pass, for its
+    rank still has a step to finish, and obeys the next."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -80,17 +77,13 @@ def _start_worker(worker: int) -> None:
 
 
 def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros on the CPU, for this process and those forked from it. OSError where there is no room for it.
-
-    Not in /dev/shm, which is small in containers; a page takes room once something is written to it.
-    """
+    """Make a tensor of zeros for this process and those forked from it: not in /dev/shm, which is small in containers."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 def lock_pages(tensor: Tensor) -> bool:
-    """Let the GPU copy from a tensor while the host goes on, as after `Tensor.pin_memory`, until `unlock_pages`. Returns
-    whether CUDA can do that. After workers are forked, as they need none of it."""
+    """Let the GPU copy from a tensor while the host goes on, until `unlock_pages`. Returns whether CUDA can do that."""
     size = tensor.numel() * tensor.element_size()
     if not int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)):
         return True
@@ -100,5 +93,4 @@ def lock_pages(tensor: Tensor) -> bool:
 
 
 def unlock_pages(tensor: Tensor) -> None:
-    """Copies from it are over."""
     torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Hashable
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -21,68 +20,54 @@ _OF_A_STREAM = 0x7FFF0000  # sizes from here on stand in WAVs written to a pipe:
 _FRAMES_LOST = 2 * 1152  # what decoding an MP3 may give less than its header states
 
 
-def find_same(entries: list[Entry], num_threads: int, saved: Path | None) -> list[list[Entry]]:
-    """Group entries whose files hold the same. Entries are given their sizes and problems.
+def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
+    """Give entries their files' sizes, problems and, where another file is as long, digests.
 
-    Files are read only where they are as long as another. Where `save_same` has `saved` all this of as many entries, no file
-    is looked at.
+    Where `save_looks` has `saved` all this of as many entries, no file is looked at.
     """
-    if saved and saved.is_file():
-        seen, same = parse_json(read_bytes(saved, MOST_OF_A_FILE))
-        if len(seen) == len(entries):
-            for entry, (size, problem) in zip(entries, seen, strict=True):
-                entry.size, entry.problem = size, problem
-            return [[entries[number] for number in group] for group in same]
-    groups = [[entry for entry in entries if not entry.problem]]
+    if saved and saved.is_file() and len(seen := parse_json(read_bytes(saved, MOST_OF_A_FILE))) == len(entries):
+        for entry, found in zip(entries, seen, strict=True):
+            entry.size, entry.problem, entry.digest = found
+        return
     with ThreadPoolExecutor(num_threads) as pool:
-        for look in (_size, _digest):
-            candidates = [entry for group in groups for entry in group]
-            looked_at = tqdm(pool.map(look, candidates), "duplicates", len(candidates), unit="file", disable=None)
-            alike: dict[Hashable, list[Entry]] = defaultdict(list)
-            for entry, seen in zip(candidates, looked_at, strict=True):
-                if not entry.problem:
-                    alike[seen].append(entry)
-            groups = [group for group in alike.values() if len(group) > 1]
-    return groups
+        list(tqdm(pool.map(_look, entries), "files", len(entries), unit="file", disable=None))
+        number_of = Counter(entry.size for entry in entries if not entry.problem)
+        alike = [entry for entry in entries if not entry.problem and number_of[entry.size] > 1]
+        list(tqdm(pool.map(_hash, alike), "duplicates", len(alike), unit="file", disable=None))
 
 
-def save_same(path: Path, entries: list[Entry], same: list[list[Entry]]) -> None:
-    """Write what `find_same` found of these entries."""
-    numbers = {id(entry): number for number, entry in enumerate(entries)}
-    seen = [(entry.size, entry.problem) for entry in entries]
-    write_atomically(path, json.dumps([seen, [[numbers[id(entry)] for entry in group] for group in same]]))
+def save_looks(path: Path, entries: list[Entry]) -> None:
+    """Write what `look_at` found of these entries."""
+    write_atomically(path, json.dumps([(entry.size, entry.problem, entry.digest) for entry in entries]))
 
 
-def merge(entries: list[Entry], same: list[list[Entry]]) -> list[Entry]:
-    """Keep of each group the first entry alone, which then has all captions and names the others."""
-    merged = set()
-    for first, *others in same:
-        for other in others:
-            first.add(other)
-            first.others.append(other.path)
-            merged.add(id(other))
-    return [entry for entry in entries if id(entry) not in merged]
+def merge(entries: list[Entry]) -> list[Entry]:
+    """Keep of entries whose files hold the same the first alone, which then has all captions and names the others."""
+    first_of: dict[object, Entry] = {}
+    for entry in entries:
+        if (first := first_of.setdefault(entry.digest or id(entry), entry)) is not entry:
+            first.add(entry)
+            first.others.append(entry.path)
+    return list(first_of.values())
 
 
-def _size(entry: Entry) -> Hashable:
+def _look(entry: Entry) -> None:
     try:
         entry.size = entry.path.stat().st_size
         if not entry.path.is_file():
-            entry.problem = "isn't a regular file"
+            entry.problem = entry.problem or "isn't a regular file"
         elif entry.size > MOST_OF_A_FILE:
-            entry.problem = f"has more than {MOST_OF_A_FILE:,} bytes"
+            entry.problem = entry.problem or f"has more than {MOST_OF_A_FILE:,} bytes"
     except (OSError, ValueError) as error:  # the latter of a path with a zero byte
-        entry.problem = f"audio file can't be read: {error}"
-    return entry.size
+        entry.problem = entry.problem or f"audio file can't be read: {error}"
 
 
-def _digest(entry: Entry) -> Hashable:
+def _hash(entry: Entry) -> None:
     try:
         with open_regular(entry.path) as file:
-            return entry.size, hashlib.file_digest(file, "sha256").digest()
+            entry.digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         entry.problem = f"audio file can't be read: {error}"
-        return None
 
 
 def check_whole(content: bytes, file: soundfile.SoundFile, num_decoded: int) -> None:

@@ -26,12 +26,12 @@ from clap_ds.config.model_names import preset_names
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.front_end import KINDS
 from clap_ds.data.shard_list import HUB_TOKENIZER
-from clap_ds.data.shard_making.audio_files import find_same, merge, save_same
+from clap_ds.data.shard_making.audio_files import look_at, merge, save_looks
 from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry, read_entries
 from clap_ds.data.shard_making.prepared_audio import Clip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
 from clap_ds.data.shard_making.splits import SIDES, Numbered, check_columns, divide
-from clap_ds.data.shard_making.writing import RECORDS, BuiltShard, Member, Named, add_work, fill, none_usable, resumable
+from clap_ds.data.shard_making.writing import RECORDS, BuiltShard, Member, Named, add_work, fill, none_usable
 from clap_ds.model.tokenizer import train_tokenizer
 
 
@@ -60,8 +60,6 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add("--shards", type=arguments.whole_number(), metavar="N", help=more)
     add("--seed", type=int, default=0, metavar="K", help="of the order and of what is held out (default 0)")
     add_preparation_options(parser, KINDS, default="encoded")
-    more = "divide files that are louder than full scale by their peak, in place of clipping them"
-    parser.add_argument("--peak_normalise", action="store_true", help=more)
     more = "train a tokenizer of so many tokens on the captions, often 1000 to 10000, for a model trained from nothing"
     sizes = arguments.whole_number(261, max(load_preset(name).text.vocab_size for name in preset_names()))
     parser.add_argument("--train_tokenizer", type=sizes, metavar="VOCABULARY", help=more)
@@ -80,27 +78,19 @@ def run_build(options: argparse.Namespace) -> int:
     entries = read_entries(options.source, options)
     check_columns(entries, options)
     saved = options.folder / RECORDS / "files.json"
-    listed, same = entries, find_same(entries, options.workers, saved if options.part or options.join else None)
-    entries = merge(entries, same)
+    look_at(entries, options.workers, saved if options.part or options.join else None)
+    listed, entries = entries, merge(entries)
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
         raise UserError(f"{none_usable(broken)}; --audio_root says what paths are relative to")
     divided = divide(usable, options)
-    loud: list[tuple[float, str]] = []
-    convert = partial(preparation.clip if preparation else as_it_is, peak_normalise=options.peak_normalise)
-    least = options.min_seconds
-    members = {name: partial(members_of, items, convert, loud, least) for name, items in divided.items()}
-    plan = _plan(divided, options.peak_normalise)
-    with resumable(options.folder):
-        shards = fill(options.folder, plan, members, options, preparation, broken)
-        if options.part and not saved.is_file():
-            save_same(saved, listed, same)
-    if loud:
-        peak, name = max(loud)
-        remedy = "here or in training (clap.data.waveforms) they are clipped; --peak_normalise divides each by its peak"
-        print(f"warning: {len(loud)} file(s) are louder than full scale, {name} most, {peak:,.4g} times: {remedy}")
+    convert, least = preparation.clip if preparation else as_it_is, options.min_seconds
+    members = {name: partial(members_of, items, convert, least) for name, items in divided.items()}
+    shards = fill(options.folder, _plan(divided), members, options, preparation, broken)
     if options.part:
+        if not saved.is_file():
+            save_looks(saved, listed)
         print_amount("part {}/{}".format(*options.part), shards)
         return 0
     tokenizer = HUB_TOKENIZER
@@ -108,15 +98,13 @@ def run_build(options: argparse.Namespace) -> int:
         tokenizer = str(options.folder / "tokenizer")
         captions = (caption for entry in usable for caption in entry.captions)
         vocab_size = train_tokenizer(captions, options.folder / "tokenizer", vocab_size=options.train_tokenizer)
-        fits = [name for name in preset_names() if load_preset(name).text.vocab_size >= vocab_size]
-        print(f"tokenizer of {vocab_size} tokens for a model trained from nothing, of preset {', '.join(fits)}")
+        print(f"tokenizer of {vocab_size} tokens for a model trained from nothing")
     _report(options.folder, shards, entries, tokenizer, options.preset)
     return print_left_out(options.folder, shards, broken, options.max_left_out)
 
 
-def _plan(divided: dict[str, Numbered], peak_normalise: bool) -> Iterator[str]:
+def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
     """Give what the shards follow from: their list, its captions and sizes of files."""
-    yield "peak_normalise" * peak_normalise
     for name, items in divided.items():
         yield name
         for number, entry in items:
@@ -125,9 +113,9 @@ def _plan(divided: dict[str, Numbered], peak_normalise: bool) -> Iterator[str]:
 
 
 def members_of(
-    items: Numbered, convert: Callable[..., Clip], loud: list[tuple[float, str]], least: float, broken: list[Named]
+    items: Numbered, convert: Callable[[bytes, str], Clip], least: float, broken: list[Named]
 ) -> Iterator[Member]:
-    """Give each item of a shard; those that can't be used are added to `broken`, peaks beyond full scale to `loud`."""
+    """Give each item of a shard; those that can't be used are added to `broken`."""
     for number, entry in items:
         names = [entry.path, *entry.others]
         try:
@@ -136,7 +124,6 @@ def members_of(
         except (BrokenItemError, OSError) as error:
             broken += [(str(path), str(error)) for path in names]
             continue
-        loud += [(clip.peak, str(entry.path))] * (clip.peak > 1)
         sources = list(dict.fromkeys(path.name for path in names))
         caption, source = (each[0] if len(each) == 1 else each for each in (entry.captions, sources))
         described = {**entry.more, "caption": caption, "source": source}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes
 from clap_ds.data.captions import in_words, names_in_cell
 
@@ -40,6 +40,7 @@ class Entry:
     more: Row = field(default_factory=dict)
     problem: str | None = None
     size: int = 0  # bytes, where the file was looked at
+    digest: str = ""  # of the file's content, where another is as long
     others: list[Path] = field(default_factory=list)  # files that hold the same
 
     def add(self, other: Entry) -> None:
@@ -137,19 +138,15 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     """Read rows between commas, tabs or semicolons, whichever is most frequent in the first line. Empty rows don't count."""
     csv.field_size_limit(2**31 - 1)
     delimiter = max(",;\t", key=text.lstrip().partition("\n")[0].count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
-    names: list[str] = []
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
     try:
-        for fields in reader:
-            if not names:
-                names = [name.strip() for name in fields]
-                if twice := next((name for name in names if name and names.count(name) > 1), None):
-                    raise UserError(f"{source}: two columns are named {twice!r}; give each a name of its own")
-            elif any(field.strip() for field in fields):
-                if len(fields) != len(names):
-                    found = f"found {len(fields)} field(s): {delimiter.join(fields)[:100]!r}"
-                    raise UserError(f"{source}:{reader.line_num}: expected {len(names)} ({', '.join(names)}), {found}")
-                yield reader.line_num, {name: field for name, field in zip(names, fields, strict=True) if name}
+        for row in reader:
+            if None in row or None in row.values():
+                raise UserError(
+                    f"{source}:{reader.line_num}: expected {len(row)} fields: {', '.join(filter(None, row))}"
+                )
+            if any(row.values()):
+                yield reader.line_num, {name.strip(): cell for name, cell in row.items() if name}
     except csv.Error as error:
         raise UserError(f"{source}:{reader.line_num}: its quotes don't match: {error}") from None
 
@@ -158,15 +155,15 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
     """Find the column of paths, or how they are put together from columns, and the columns of captions."""
     audio = options.audio_column or next(filter(is_of_audio, names), "")
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
-    of_audio = COLUMN_IN_NAME.findall(audio) or [audio]
-    for option, columns, usual in (
-        ("--audio_column", of_audio, AUDIO_COLUMNS),
-        ("--list_column", options.list_column, ()),
-        ("--caption_columns", captions or [""], ("caption", "text", "description", "…")),
+    for option, columns in (
+        ("--audio_column", COLUMN_IN_NAME.findall(audio) or [audio or "path"]),
+        ("--list_column", options.list_column),
+        ("--caption_columns", captions or ["caption"]),
     ):
-        if missing := [name for name in columns if name not in names or not name]:
-            expected = repr(missing[0]) if missing[0] else f"named {', '.join(usual)}"
-            raise UserError(f"{source}: no column {expected}; there are {', '.join(names)}; name one by {option}")
+        if missing := [name for name in columns if name not in names]:
+            raise UserError(
+                f"{source}: no column {missing[0]!r}; name one by {option}{did_you_mean(missing[0], names)}"
+            )
     return audio, captions
 
 

@@ -10,14 +10,11 @@ that can't be used are left out, counted, and listed in `broken.jsonl`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import shutil
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-
-import fsspec
 
 from clap_ds.config.errors import UserError
 from clap_ds.data.broken import BrokenItemError
@@ -26,7 +23,7 @@ from clap_ds.data.items import CLIP_FORMATS, choose_clip
 from clap_ds.data.shard_list import expand_shards, tokenizer_beside
 from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
-from clap_ds.data.shard_making.writing import Member, Named, add_work, fill, resumable
+from clap_ds.data.shard_making.writing import Member, Named, add_work, fill
 from clap_ds.data.shard_manifest import read_manifest, warn_of_absent
 from clap_ds.data.tar_items import read_items
 
@@ -49,10 +46,8 @@ def run_prepare(options: argparse.Namespace) -> int:
     for place in dict.fromkeys(tar.rpartition("/")[0] or "." for tar in tars.values()):
         if read_manifest(place).kind == "mel":
             raise UserError(f"{place} holds features; expected audio")
-    plan = (f"{tar} {_size(tar)}" for tar in tars.values())
     members = {name: partial(members_of, tar, preparation, options.min_seconds) for name, tar in tars.items()}
-    with resumable(folder):
-        shards = fill(folder, plan, members, options, preparation)
+    shards = fill(folder, tars.values(), members, options, preparation)
     print_amount("part {}/{}".format(*options.part) if options.part else preparation.kind, shards)
     if options.part:
         return 0
@@ -85,11 +80,3 @@ def _by_name(tars: Iterable[str]) -> dict[str, str]:
             raise UserError(f"{named[name]} and {tar} would both become {name}; prepare them into folders of their own")
         named[name] = tar
     return named
-
-
-def _size(tar: str) -> int:
-    """Bytes; 0 where that isn't known."""
-    with contextlib.suppress(Exception):  # whatever the file system's package raises
-        fs, path = fsspec.url_to_fs(tar)
-        return int(fs.size(path) or 0)
-    return 0

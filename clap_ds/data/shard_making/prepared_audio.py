@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import PRESETS, AudioConfig, load_preset, preset_argument
-from clap_ds.data.batch import INT16_SCALE, to_int16
+from clap_ds.data.batch import INT16_SCALE
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.decoding import AUDIO_FORMATS, check_finite, check_samples, decode_audio, open_audio
 from clap_ds.data.features import FEATURES
@@ -29,8 +29,6 @@ from clap_ds.data.shard_making.audio_files import check_whole
 from clap_ds.model.mel import LogMel
 from clap_ds.native.convert import convert
 
-SHORT = "shorter than --min_seconds"
-
 
 class Clip(NamedTuple):
     """Audio as it goes into a shard."""
@@ -38,35 +36,26 @@ class Clip(NamedTuple):
     extension: str
     content: bytes
     seconds: float
-    peak: float = 0.0  # 1 is full scale; 0 where it can't be louder
 
     def of_at_least(self, seconds: float) -> Clip:
         """Return itself; BrokenItemError where it is shorter."""
         if self.seconds < seconds:
-            raise BrokenItemError(f"{SHORT} {seconds:g}: {self.seconds:.3g} s")
+            raise BrokenItemError(f"shorter than --min_seconds {seconds:g}: {self.seconds:.3g} s")
         return self
 
 
-def as_it_is(content: bytes, extension: str, peak_normalise: bool = False) -> Clip:
-    """Keep a file as it is or, where training couldn't read it, as FLAC; BrokenItemError where it can't be used. With
-    `peak_normalise` one that is louder than full scale is divided by its peak, and FLAC, too."""
+def as_it_is(content: bytes, extension: str) -> Clip:
+    """Keep a file as it is or, where training couldn't read it, as FLAC; BrokenItemError where it can't be used."""
     with open_audio(content) as file:
         rate = file.samplerate
         samples = file.read(dtype="float32", always_2d=True)
         check_whole(content, file, len(samples))
     check_finite(samples)
     check_samples(len(samples), len(samples), not samples.any())
-    levelled, peak = _levelled(samples, peak_normalise)
-    if extension not in AUDIO_FORMATS or levelled is not samples:
-        mixed = levelled if levelled.shape[1] <= 8 else levelled.mean(axis=1)  # FLAC's most channels
+    if extension not in AUDIO_FORMATS:
+        mixed = samples if samples.shape[1] <= 8 else samples.mean(axis=1)  # FLAC's most channels
         extension, content = "flac", _encoded(mixed.clip(-1, 1), rate, "FLAC")
-    return Clip(extension, content, len(samples) / rate, peak)
-
-
-def _levelled(samples: NDArray[np.float32], peak_normalise: bool) -> tuple[NDArray[np.float32], float]:
-    """Return samples and their peak, divided by it where they are to be and it is beyond full scale."""
-    peak = float(np.abs(samples).max())
-    return (samples / np.float32(peak), 1.0) if peak_normalise and peak > 1 else (samples, peak)
+    return Clip(extension, content, len(samples) / rate)
 
 
 class Preparation:
@@ -81,16 +70,16 @@ class Preparation:
         self._log_mel = LogMel(audio)
         convert(self._log_mel)
 
-    def clip(self, content: bytes, extension: str = "", peak_normalise: bool = False) -> Clip:
-        """Prepare an audio file, `peak_normalise` as with `as_it_is`; BrokenItemError where it can't be used."""
+    def clip(self, content: bytes, extension: str = "") -> Clip:
+        """Prepare an audio file; BrokenItemError where it can't be used."""
         rate = self.audio.sample_rate
-        waveform, peak = _decode(content, rate, peak_normalise)
+        waveform = _decode(content, rate)
         if not waveform.any():
             raise BrokenItemError("audio is silent: every sample is 0 in 16 bits")
         wav = _encoded(waveform, rate, "WAV")
         if self.kind == "mel":
-            return Clip(FEATURES, _npy(self._features(wav, len(waveform))), len(waveform) / rate, peak)
-        return Clip("wav", wav, len(waveform) / rate, peak)
+            return Clip(FEATURES, _npy(self._features(wav, len(waveform))), len(waveform) / rate)
+        return Clip("wav", wav, len(waveform) / rate)
 
     def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
         """Compute (frames, mel_bins) of what a reader of this WAV would give the model, or of all of it if it is longer."""
@@ -126,18 +115,14 @@ def preparation_of(options: argparse.Namespace) -> Preparation | None:
     return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None
 
 
-def _decode(content: bytes, rate: int, peak_normalise: bool) -> tuple[NDArray[np.int16], float]:
-    """Decode all of an audio file (T,), as for training, and return its peak before it was clipped."""
+def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
+    """Decode all of an audio file (T,), as for training."""
     with open_audio(content) as file:
         ratio = resampling_ratio(file.samplerate, rate)
-        dtype = np.int16 if file.subtype.startswith("PCM") else np.float32
-        row = torch.from_numpy(np.empty(math.ceil(file.frames * ratio), dtype))  # torch's error isn't a MemoryError
+        row = torch.from_numpy(np.empty(math.ceil(file.frames * ratio), np.int16))  # torch's error isn't a MemoryError
         length = decode_audio(content, row, sample_rate=rate, rng=random.Random(0))
         check_whole(content, file, file.frames if length == len(row) else math.floor(length / ratio))
-    if row.dtype == torch.int16:
-        return row[:length].numpy(), 0.0
-    levelled, peak = _levelled(row[:length].numpy(), peak_normalise)
-    return to_int16(torch.from_numpy(levelled)).numpy(), peak
+    return row[:length].numpy()
 
 
 def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:

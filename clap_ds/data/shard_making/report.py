@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clap_ds.data.shard_making.prepared_audio import SHORT
 from clap_ds.data.shard_making.writing import BROKEN, BuiltShard, Named
 
 
@@ -24,12 +23,9 @@ def print_amount(title: str, shards: Sequence[BuiltShard]) -> bool:
 
 def print_left_out(folder: Path, shards: Sequence[BuiltShard], unusable: Sequence[Named], most: float) -> int:
     """Print what was left out, with the first reasons, and return the exit code: 1 where it is more than the share `most` of
-    all, not counting clips that are too short."""
+    all."""
     left_out = [*unusable, *(each for shard in shards for each in shard.broken)]
-    num_short = sum(reason.startswith(SHORT) for _, reason in left_out)
-    share = (len(left_out) - num_short) / (len(left_out) + sum(shard.record.items for shard in shards if shard.record))
-    if num_short:
-        print(f"{num_short} of those left out are {SHORT}")
+    share = len(left_out) / (len(left_out) + sum(shard.record.items for shard in shards if shard.record))
     if left_out:
         examples = "; ".join(f"{name}: {reason}" for name, reason in left_out[:3])
         print(f"{len(left_out)} left out, listed with reasons in {folder / BROKEN}, the first: {examples}")

@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -64,8 +63,7 @@ def fill(
         options: those of `add_work`.
 
     Raises:
-        UserError: no item can be used, the folder holds something else, or shards of a part to be joined are missing.
-        OSError: the folder can't be written, or the disk is full: what is finished stays.
+        UserError: no item can be used, the folder holds something else or can't be written, or a part's shards are missing.
     """
     prepared = (preparation.kind, preparation.front_end) if preparation else ()
     _claim(folder, chain([repr((prepared, options.min_seconds))], plan))
@@ -80,8 +78,11 @@ def fill(
         raise UserError(f"{folder}: {len(waiting)} of {len(shards)} shards are missing; {again}")
     if built:
         print(f"{len(built)} of {len(shards)} shards are there already", flush=True)
-    for done in tqdm(_write_all(folder, waiting, options.workers), total=len(waiting), unit="shard", disable=None):
-        built[done.name] = done
+    try:
+        for done in tqdm(_write_all(folder, waiting, options.workers), total=len(waiting), unit="shard", disable=None):
+            built[done.name] = done
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror or error}; the same command resumes") from None
     ordered = [built[name] for name in shards]
     if options.part:
         return ordered
@@ -180,17 +181,3 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
     more = "exit code 1 where more than that was left out as it can't be used (default 0.01)"
     parser.add_argument("--max_left_out", type=number(0, 1), default=0.01, metavar="SHARE", help=more)
-
-
-@contextmanager
-def resumable(folder: Path) -> Iterator[None]:
-    """Say of what stops a command that fills a folder, that the same one resumes: a UserError of an OSError."""
-    again = "the same command resumes"
-    try:
-        yield
-    except BrokenPipeError:  # nobody reads what is printed: the command ends as quietly
-        raise
-    except OSError as error:
-        raise UserError(f"{folder} can't be written: {error.strerror or error}; {again}") from None
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(again) from None
