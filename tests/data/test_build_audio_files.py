@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from clap_ds.data.shard_making.audio_files import find_same, merge
+from clap_ds.data.shard_making.audio_files import look_at, merge
 from clap_ds.data.shard_making.caption_lists import Entry
 from tests.data.builds import RATE, items_by_source, reasons_in, run, tone, write_list
-from tests.data.tars import items_in, wav
+from tests.data.tars import wav
 
 NOISE = np.random.default_rng(0).uniform(-0.5, 0.5, 8 * RATE)
 
@@ -27,7 +27,6 @@ def test_files_that_are_the_same_are_one_item(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "copy.wav").write_bytes((tmp_path / "audio" / "clip 01.wav").read_bytes())
     assert run(path, tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    assert "3 file(s) hold the same as another" in printed
     assert f"copy.wav (= {tmp_path}/audio/clip 01.wav)" in printed
     found = {name: json.loads(item["json"]) for name, item in items_by_source(tmp_path / "out").items()}
     assert {name: (each["caption"], each["take"]) for name, each in found.items()} == {
@@ -49,8 +48,8 @@ def test_files_that_differ_anywhere_stay_apart(tmp_path: Path) -> None:
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     entries = [Entry(tmp_path / name, [name]) for name in contents]
-    merged = merge(entries, find_same(entries, 2, None))
-    assert [entry.captions for entry in merged] == [["alone"], ["long", "same"], ["nearly"], ["other"]]
+    look_at(entries, 2, None)
+    assert [entry.captions for entry in merge(entries)] == [["alone"], ["long", "same"], ["nearly"], ["other"]]
 
 
 @pytest.mark.parametrize(
@@ -74,10 +73,7 @@ def build_one(folder: Path, files: dict[str, bytes]) -> tuple[set[str], dict[str
     return set(items_by_source(folder / "out")), reasons_in(folder / "out")
 
 
-FORMATS = ["WAV", "AIFF", "FLAC", "MP3", "OGG"]
-
-
-@pytest.mark.parametrize("file_format", FORMATS)
+@pytest.mark.parametrize("file_format", ["WAV", "AIFF", "FLAC", "MP3"])
 def test_files_whose_end_is_missing_are_left_out(tmp_path: Path, file_format: str) -> None:
     soundfile.write(buffer := io.BytesIO(), NOISE, RATE, format=file_format)
     content, suffix = buffer.getvalue(), file_format.lower()
@@ -89,60 +85,32 @@ def test_files_whose_end_is_missing_are_left_out(tmp_path: Path, file_format: st
 
 
 def test_wavs_from_a_pipe_are_taken_to_their_end(tmp_path: Path) -> None:
-    """Of ffmpeg and of sox, whose headers say nothing of their size; of a recorder that was not told to stop, it says 0."""
+    """Of ffmpeg and of sox, whose headers say nothing of their size."""
     whole, files = wav(NOISE, RATE, "PCM_16"), {}
-    for number, size in enumerate((0xFFFFFFFF, 0x7FFFF000, 0)):
+    for number, size in enumerate((0xFFFFFFFF, 0x7FFFF000)):
         changed = bytearray(whole[: -2 * (number + 1)])
         changed[4:8] = changed[40:44] = struct.pack("<I", size)
         files[f"{number}.wav"] = bytes(changed)
     used, reasons = build_one(tmp_path, files)
-    assert (used, reasons) == ({"0.wav", "1.wav"}, {"2.wav": "audio holds no samples"})
-    record = json.loads((tmp_path / "out" / "manifest.json").read_text())["shards"]["train-00000.tar"]
-    assert record["seconds"] == 16 - round(3 / RATE, 3)
+    assert (used, reasons) == ({"0.wav", "1.wav"}, {})
 
 
 def test_other_audio_of_no_use_is_left_out_and_what_training_cannot_read_becomes_flac(tmp_path: Path) -> None:
     stereo = np.stack([tone(0, 1.0), np.zeros(RATE)], axis=1)
     soundfile.write(aiff := io.BytesIO(), stereo, RATE, format="AIFF")
-    soundfile.write(many := io.BytesIO(), np.tile(stereo, 5), RATE, format="AIFF")
-    files = {"a.wav": wav(stereo, RATE), "b.aiff": aiff.getvalue(), "ten.aiff": many.getvalue()}
+    files = {"a.wav": wav(stereo, RATE), "b.aiff": aiff.getvalue()}
     bad = {
         "text.wav": b"no audio",
-        "one.wav": wav(np.ones(1)),
         "mute.wav": wav(np.zeros(99)),
         "nan.wav": wav(np.full(99, np.nan)),
-        "absurd.wav": wav(np.full(99, 1e30)),
+        "slow.wav": wav(tone(0), 1),
     }
     used, reasons = build_one(tmp_path, files | bad)
     assert used == files.keys()
-    assert [reasons[name].partition(":")[0] for name in bad] == [
-        *("audio can't be decoded", "audio holds a single sample", "audio is silent"),
-        *["audio holds NaN or infinite samples"] * 2,
-    ]
+    for name, word in zip(bad, ("decoded", "silent", "NaN", "sample rate of 1 Hz"), strict=True):
+        assert word in reasons[name]
     items = items_by_source(tmp_path / "out")
     assert items["a.wav"]["wav"] == files["a.wav"]
-    for name, expected in {"b.aiff": stereo, "ten.aiff": stereo.mean(axis=1, keepdims=True)}.items():
-        found, rate = soundfile.read(io.BytesIO(items[name]["flac"]), always_2d=True)
-        assert rate == RATE
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert len(items_in(tmp_path / "out")) == 3
-
-
-@pytest.mark.parametrize("kind", [(), ("--kind", "waveform", "--preset", "micro")], ids=["encoded", "waveform"])
-def test_what_is_louder_than_full_scale_is_said_and_divided_by_its_peak_where_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: tuple[str, ...]
-) -> None:
-    path = write_list(tmp_path, 2, "loud.wav,loud\nsquare.wav,louder\n")
-    for name, peak in (("loud", 2), ("square", 16000)):
-        soundfile.write(tmp_path / f"{name}.wav", 2 * peak * tone(0, 0.5), RATE, subtype="FLOAT")
-    assert run(path, tmp_path / "out", *kind) == 0
-    assert (
-        f"2 file(s) are louder than full scale, {tmp_path}/square.wav most, 1.6e+04 times:" in capsys.readouterr().out
-    )
-    assert run(path, tmp_path / "level", "--peak_normalise", *kind) == 0
-    assert "warning" not in capsys.readouterr().out
-    items = items_by_source(tmp_path / "level")
-    for name in ("loud.wav", "square.wav"):
-        samples = np.abs(soundfile.read(io.BytesIO(items[name]["wav" if kind else "flac"]))[0])
-        assert (samples.max(), samples.mean()) == pytest.approx((1, 2 / np.pi), abs=2e-3)  # a sine's; a square's are 1
-    assert run(path, tmp_path / "out", "--peak_normalise", *kind) == 2  # which holds others
+    found, rate = soundfile.read(io.BytesIO(items["b.aiff"]["flac"]))
+    assert rate == RATE
+    np.testing.assert_allclose(found, stereo, atol=1e-4)

@@ -9,7 +9,6 @@ import pytest
 import soundfile
 import torch
 
-from clap_ds.data import decoding
 from clap_ds.data.batch import to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.decoding import decode_audio
@@ -36,16 +35,9 @@ def tone(frequency: float, sample_rate: int, seconds: float = 1.0) -> np.ndarray
     return 0.5 * np.sin(2 * np.pi * frequency * np.arange(round(seconds * sample_rate)) / sample_rate)
 
 
-def riff(
-    data: bytes, kind: int = 1, bits: int = 16, *, channels: int = 1, extended: bool = False, before: bytes = b"",
-    size: int = -1,
-) -> bytes:  # fmt: skip
-    """A WAV file made by hand: `before` its data other chunks, `size` in its header where that isn't the data's."""
-    frame = channels * bits // 8
-    description = struct.pack("<HHIIHH", 0xFFFE if extended else kind, channels, SECOND, SECOND * frame, frame, bits)
-    if extended:  # with the speakers' positions, and the kind in a GUID
-        description += struct.pack("<HHIH", 22, bits, 2**channels - 1, kind)
-        description += bytes.fromhex("000000001000800000aa00389b71")
+def riff(data: bytes, *, channels: int = 1, before: bytes = b"", size: int = -1) -> bytes:
+    """A 16-bit WAV made by hand: `before` its data other chunks, `size` in its header where that isn't the data's."""
+    description = struct.pack("<HHIIHH", 1, channels, SECOND, SECOND * 2 * channels, 2 * channels, 16)
     chunks = b"WAVEfmt " + struct.pack("<I", len(description)) + description + before
     chunks += b"data" + struct.pack("<I", len(data) if size < 0 else size) + data
     return b"RIFF" + struct.pack("<I", len(chunks) if size < 0 else min(size + 36, 2**32 - 1)) + chunks
@@ -60,25 +52,20 @@ FILES = {
     **{f"WAV of {n} channel(s)": encode(NOISE[:, :n], SECOND, "WAV", "PCM_16") for n in (1, 2, 6)},
     **{f"FLAC of {rate} Hz": encode(NOISE[:, :2], rate, "FLAC", "PCM_16") for rate in (8000, 44100, 96000)},
     "FLAC of 24 bits": encode(NOISE, SECOND, "FLAC", "PCM_24"),
-    "FLAC of 8 bits": encode(NOISE, SECOND, "FLAC", "PCM_S8"),
     "MP3": encode(tone(440, SECOND, 3) + 0.2 * tone(1234, SECOND, 3), SECOND, "MP3"),
     "Ogg Vorbis": encode(NOISE[:, :2], SECOND, "OGG", "VORBIS"),
-    "Ogg Opus": encode(NOISE[:, :1], SECOND, "OGG", "OPUS"),
-    "8 bits": riff(bytes(range(256)), bits=8),
-    "24 bits": riff(SHORTS, bits=24),
-    "float": riff(RNG.uniform(-1.5, 1.5, 960).astype("<f4").tobytes(), 3, 32),
-    "extensible": riff(SHORTS, channels=6, extended=True),
+    "float": encode(1.5 * NOISE[:, :1], SECOND, "WAV", "FLOAT"),
+    "8 bits": encode(NOISE[:, :1], SECOND, "WAV", "PCM_U8"),
+    "extensible": encode(NOISE, SECOND, "WAVEX", "PCM_16"),
     "odd chunk before": riff(SHORTS, before=b"junk" + struct.pack("<I", 3) + b"odd\0"),
     "chunk behind": riff(SHORTS) + LIST,
     "ffmpeg's pipe": riff(SHORTS, before=LIST, size=2**32 - 1),
-    "SoX's pipe": riff(SHORTS, size=0x7FFFF000),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_rows_are_what_libsndfile_numpy_and_torchaudio_make(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The mean of the channels at the row's rate, cropped at a place that is drawn, or repeated and filled up with zeros; by
-    either decoder of FLAC."""
+def test_rows_are_what_libsndfile_numpy_and_torchaudio_make(name: str) -> None:
+    """The mean of the channels at the row's rate, cropped at a place that is drawn, or repeated and filled up with zeros."""
     encoded = FILES[name]
     samples, rate = soundfile.read(io.BytesIO(encoded), dtype="float32", always_2d=True)
     for num_samples, seed in ((300, 0), (300, 1), (2500, 0), (400_000, 0)):
@@ -90,12 +77,11 @@ def test_rows_are_what_libsndfile_numpy_and_torchaudio_make(monkeypatch: pytest.
         expected = torch.cat([repeated, torch.zeros(num_samples - len(repeated))])
         is_exact = rate == SECOND and name[:3] not in ("Ogg", "MP3")
         tolerance = 1e-7 if is_exact else 1e-5  # beside 1; seeking in lossy files may round otherwise
-        for content, decoder in ((encoded, decoding.miniaudio), (memoryview(encoded), None)):
-            monkeypatch.setattr(decoding, "miniaudio", decoder)
+        for content in (encoded, memoryview(encoded)):
             found = decode(content, num_samples, seed)
             torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
             in_16_bits = decode(content, num_samples, seed, torch.int16)
-            assert torch.equal(in_16_bits, to_int16(found if len(samples[0]) < 3 else expected)) or not is_exact
+            assert torch.equal(in_16_bits, to_int16(found)) or not is_exact
             assert (in_16_bits - to_int16(found)).abs().max() <= 1
 
 
@@ -103,13 +89,6 @@ def test_two_channels_are_rounded_to_even() -> None:
     pairs = [[-1, 0], [0, 1], [1, 2], [-2, -1], [-(2**15), -(2**15)], [2**15 - 1, 2**15 - 1], [-3, -5]]
     encoded = encode(np.array(pairs, np.int16), SECOND, "WAV", "PCM_16")
     assert decode(encoded, 7, dtype=torch.int16).tolist() == [0, 0, 2, -2, -(2**15), 2**15 - 1, -4]
-
-
-@pytest.mark.parametrize(("file_format", "subtype"), [("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", None)])
-def test_lossy_files_sound_as_they_did(file_format: str, subtype: str | None) -> None:
-    original = tone(440, SECOND, 3) + 0.2 * tone(1234, SECOND, 3)
-    error = decode(encode(original, SECOND, file_format, subtype), 3 * SECOND).numpy() - original
-    assert np.abs(error[2000:-2000]).max() <= 0.1  # the abrupt ends are smeared
 
 
 @pytest.mark.parametrize("file_format", ["WAV", "FLAC"])
@@ -136,16 +115,13 @@ FLAC = encode(tone(440, SECOND), SECOND, "FLAC")  # 36 bits from byte 21 on coun
     [
         (b"", "can't be decoded"),
         (b"not audio at all" * 100, "can't be decoded"),
-        (riff(SHORTS, kind=0x2000), "can't be decoded"),  # AC-3
         (encode(tone(440, 16000), 16000, "FLAC")[:8000], "can't be decoded"),
         (riff(SHORTS, size=0), "no samples"),
         (encode(np.array([0.25]), SECOND, "WAV", "FLOAT"), "a single sample"),
-        (riff(SHORTS, channels=2)[:48], "a single sample"),
         (encode(np.zeros(10), SECOND, "FLAC"), "silent"),
-        (encode(np.zeros((3 * SECOND, 7)), SECOND, "WAV"), "silent"),
         (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
-        (encode(np.array([0.1, -np.inf]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
         (encode(tone(440, SECOND), 10**9, "WAV"), "sample rate of 1000000000 Hz"),
+        (encode(tone(440, SECOND), 1, "WAV"), "sample rate of 1 Hz"),  # hours, as the model hears it
         (FLAC[:21] + bytes([FLAC[21] & 0xF0, 0, 0, 0, 0]) + FLAC[26:], "can't be decoded"),  # as written to a pipe
         # An MP3's length stands at its start, so a part of a file still promises all of it.
         (encode(np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND), SECOND, "MP3")[:20000], "breaks off"),

@@ -35,7 +35,7 @@ def read(samples: np.ndarray, rng: random.Random, audio: AudioConfig = AUDIO) ->
     return row
 
 
-@pytest.mark.parametrize("num_samples", [20_000, 48_000, 48_300, 48_480, 48_960, 170_000])
+@pytest.mark.parametrize("num_samples", [20_000, 48_300, 48_480, 170_000])
 def test_equals_the_extractor_of_transformers(num_samples: int) -> None:
     samples, extractor = noise(num_samples), feature_extractor(AUDIO)
     with mock.patch.object(np.random, "choice", lambda places: (int(places[0]) + int(places[-1])) // 2):

@@ -24,25 +24,18 @@ def _file(name: str, content: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
     return _header(name, len(content), kind) + content + bytes(-len(content) % 512)
 
 
-def _pax(*fields: str, kind: bytes = tarfile.XHDTYPE) -> bytes:
-    """A header of further fields, each of fewer than 90 bytes."""
-    return _file("pax", b"".join(f"{len(field) + 4} {field}\n".encode() for field in fields), kind)
+def _pax(field: str) -> bytes:
+    """A header of a further field, of fewer than 90 bytes."""
+    return _file("pax", f"{len(field) + 4} {field}\n".encode(), tarfile.XHDTYPE)
 
 
 FIRST = b"".join(_file(*each) for each in GOOD)
 LAST = _file("z.txt", b"never met")
 ATTACKS: dict[str, Callable[[], bytes]] = {
     "negative size": lambda: _header("b.txt", -512) + LAST,
-    "negative size in pax": lambda: _pax("size=-1024") + _file("b.txt", b"x") + LAST,
     "a header that leads back to itself": lambda: _pax("size=-1536") + _file("b.txt", b"") + LAST,
-    "1 TB file": lambda: _header("b.wav", 10**12) + LAST,
     "10 GB header": lambda: _header("pax", 10**10, tarfile.XHDTYPE) + LAST,
-    "10 GB name": lambda: _header("name", 10**10, tarfile.GNUTYPE_LONGNAME) + LAST,
     "chained headers": lambda: 20_000 * _pax("comment=x") + LAST,
-    "fields of all": lambda: b"".join(_pax(f"field{n}=v", kind=tarfile.XGLTYPE) for n in range(1200)) + LAST,
-    "no number": lambda: _pax("size=many") + _file("b.txt", b"x") + LAST,
-    "sparse, without a map": lambda: _pax("GNU.sparse.major=1", "GNU.sparse.minor=0") + _file("b.wav", b"x" * 512),
-    "not a charset": lambda: _file("pax", b"20 hdrcharset=\xff\xff\n", tarfile.XHDTYPE) + _file("b.txt", b"x"),
 }
 
 
