@@ -75,16 +75,6 @@ def test_a_fold_is_held_out() -> None:
         divided(items, held_out=0, fold_column="fold", held_out_fold="3")
 
 
-def test_shards_are_as_many_or_as_large_as_wanted() -> None:
-    three, small = (divided(entries([0] * 10), **options) for options in ({"shards": 3}, {"shard_mb": 2e-4}))
-    assert {name: len(items) for name, items in three.items()} == {
-        "held_out-00000.tar": 2, "train-00000.tar": 2, "train-00001.tar": 3, "train-00002.tar": 3
-    }  # fmt: skip
-    assert {name: len(items) for name, items in small.items()} == dict.fromkeys(
-        ["held_out-00000.tar", *(f"train-{n:05d}.tar" for n in range(4))], 2
-    )
-
-
 @pytest.mark.parametrize(
     ("values", "options", "message"),
     [

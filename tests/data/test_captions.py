@@ -1,9 +1,6 @@
 import json
-from contextlib import suppress
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.captions import captions_of
@@ -33,9 +30,3 @@ def test_captions_are_found_or_refused_with_a_reason(members: dict[str, bytes], 
     else:
         with pytest.raises(BrokenItemError, match=captions):
             captions_of(members)
-
-
-@given(st.sampled_from(["txt", "json"]), st.binary(max_size=200) | st.from_regex(rb'\{"(caption|text)": .{0,99}\}'))
-def test_whatever_bytes_there_are_they_are_captions_or_left_out(extension: str, content: bytes) -> None:
-    with suppress(BrokenItemError):
-        assert all(caption.strip() for caption in captions_of({extension: content}))

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clap_ds.data import shards as module
 from clap_ds.data.shard_list import Deal, Part
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from tests.data.conftest import OpenSource
-from tests.data.tars import marked_item, marked_items, marked_tars, numbers_in, write_tar
+from tests.data.tars import marked_item, marked_items, numbers_in, write_tar
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 
@@ -98,19 +97,3 @@ def test_others_stand_in_for_broken_items(tmp_path: Path, open_source: OpenSourc
         seen.update(numbers)
         assert step % 6 or (set(seen) == set(range(42)) - broken and min(seen.values()) >= step // 6)
     assert [(end["samples"], end["passes"][0][0]) for end in ends] == [(36, 2)] * 4  # at the end of the third pass
-
-
-def test_where_there_are_no_epochs(tmp_path: Path, open_source: OpenSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixtures, drawing with replacement, and tars that are too large to be counted for nothing."""
-    monkeypatch.setattr(module, "COUNTED_BYTES", 25000)
-    small, large = marked_tars(tmp_path / "small", 1, 3), marked_tars(tmp_path / "large", 2, 5)
-    for shards, options, samples, epoch in (
-        ({small: 2.0}, {}, 3, 3),
-        (small, {"sampling": "replacement"}, 3, None),
-        (large, {}, None, None),
-        (large, {"needs_epochs": True}, 10, 10),
-        ({large: 1.0, small: 1.0}, {"needs_epochs": True}, 13, None),
-    ):
-        with open_source(shards, **options) as source:
-            found = source.statistics()
-        assert (found["num_samples"], found["epoch_samples"]) == (samples, epoch), (shards, options)

@@ -47,29 +47,6 @@ def test_equals_the_extractor_of_transformers(num_samples: int) -> None:
     assert bool(longer_rows(found[None])) == (num_samples >= 48_480)
 
 
-def test_parts_are_drawn_from_each_third_and_of_long_files_some_is_heard() -> None:
-    whole = fused._front_end(AUDIO.model_dump_json()).of_any_length(torch.from_numpy(noise(190_000))[None])[0]
-    starts = []
-    for seed in range(40):
-        row = read(noise(190_000), random.Random(seed))
-        starts.append([next(n for n in range(296) if torch.equal(whole[n : n + 101], part)) for part in row[1:]])
-    low, high = np.array(starts).min(axis=0), np.array(starts).max(axis=0)
-    assert (low >= [0, 99, 198]).all()
-    assert (high < [99, 198, 296]).all()
-    assert (high - low > 60).all()
-    longest = noise(600_000)
-    assert torch.equal(
-        read(longest, Middle()), read(longest[60_000:540_000], Middle())
-    )  # ten clips' length of its middle
-
-
-def test_a_steady_tone_is_told_from_a_short_one() -> None:
-    tone = np.tile(0.2 * np.sin(np.arange(48) * 2 * np.pi / 48).astype(np.float32), 9000)
-    for row in (read(tone, Middle()), read(tone, Middle()).half()):
-        assert longer_rows(row[None])
-    assert not longer_rows(read(tone[:9000], Middle())[None])
-
-
 def test_evaluation_and_training_read_shards_by_it(tmp_path: Path, tokenizer_dir: str) -> None:
     model = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fusion": True})})
     clips = [noise(30_000 + 60_000 * (n % 2), n) for n in range(4)]

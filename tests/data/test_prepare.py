@@ -121,15 +121,6 @@ def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
     assert np.abs(features - expected.numpy()).max() <= HALF_STEP
 
 
-def test_building_prepares_too(tmp_path: Path) -> None:
-    """With the same result as preparing what was built."""
-    path = builds.write_list(tmp_path, 5)
-    assert builds.run(path, tmp_path / "plain", "--held_out", 0.2) == 0
-    assert builds.run(path, tmp_path / "mel", "--held_out", 0.2, "--kind", "mel", "--preset", "micro") == 0
-    assert run(f"{tmp_path}/plain/*.tar", tmp_path / "prepared", "--kind", "mel") == 0
-    assert read_manifest(f"{tmp_path}/mel") == read_manifest(f"{tmp_path}/prepared")
-
-
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     """Items and, of a tar that is cut off, what is behind; remote tars, too."""
     soundfile.write(flac := io.BytesIO(), sound(0.1), RATE, format="FLAC")
@@ -193,16 +184,6 @@ def test_the_same_command_resumes(
     assert not list(out.glob(".*.tar.*"))
     for name, record in read_manifest(str(out)).shards.items():
         assert record.sha256 == digest(out / name)
-
-
-def test_parts_are_what_one_command_makes(tmp_path: Path) -> None:
-    for n in range(3):
-        write_tar(tmp_path / f"{n}.tar", members({f"clip{n}": wav(sound(0.1, seed=n), RATE, "PCM_16")}))
-    parts, whole = ([f"{tmp_path}/*.tar", tmp_path / name, "--kind", "waveform"] for name in ("parts", "whole"))
-    assert [run(*parts, "--part", f"{part}/2") for part in (2, 1, 2)] == [0, 0, 0]
-    assert not (tmp_path / "parts" / "manifest.json").exists()
-    assert run(*parts, "--join", 2) == run(*whole) == 0
-    assert read_manifest(f"{tmp_path}/parts") == read_manifest(f"{tmp_path}/whole")
 
 
 def test_shards_that_cannot_be_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

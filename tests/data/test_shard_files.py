@@ -1,13 +1,11 @@
 import threading
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, call
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from clap_ds.data.shard_files import open_ahead, open_shard, problem_with
+from clap_ds.data.shard_files import open_ahead, open_shard
 from tests.data.tars import put
 
 SIZE = 5000
@@ -71,54 +69,3 @@ def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: Mock, t
         gone()
     assert [open_file().read(0, 1) for _, open_file in list(open_ahead([urls[2]] * 5, 1e9))] == [b"\2"] * 5
     assert fetched.call_count == 3, "the same wanted at once is fetched once"
-
-
-class ClientConnectorError(OSError):
-    pass
-
-
-class ClientResponseError(Exception):
-    def __init__(self, status: int) -> None:
-        super().__init__(f"{status}, message")
-        self.status = status
-
-
-class HttpFiles(fsspec.AbstractFileSystem):
-    protocol = "http"
-    cachable = False
-    failures: list[Exception] = []  # noqa: RUF012
-
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
-        if self.failures:
-            raise FileNotFoundError(path) from self.failures.pop()
-        return {"name": path, "size": None, "type": "file"}
-
-    def get_file(self, path: str, local: str, **_: Any) -> None:
-        Path(local).write_bytes(path.encode())
-
-
-DOWN = ClientConnectorError("Cannot connect to host files.example")
-
-
-@pytest.mark.parametrize(
-    ("failures", "problem"),
-    [
-        ([DOWN] * 4, None),
-        ([DOWN] * 5, "can't be reached: failed 5 times"),
-        ([ClientResponseError(503)] * 4, None),
-        ([ClientResponseError(404)], "is not there"),
-        ([ClientResponseError(403)], "can't be reached: ClientResponseError: 403"),
-    ],
-)
-@pytest.mark.usefixtures("shard_cache")
-def test_failures_are_tried_again_and_told_from_files_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch, failures: list[Exception], problem: str | None
-) -> None:
-    """Of a server that states no sizes, too. What another attempt wouldn't change isn't tried again."""
-    monkeypatch.setattr("fsspec.core.get_filesystem_class", lambda protocol: HttpFiles)
-    monkeypatch.setattr("fsspec.core.filesystem", lambda protocol, **options: HttpFiles(**options))
-    assert content("http://files.example/a.tar") == b"files.example/a.tar"
-    HttpFiles.failures[:] = failures
-    found = problem_with("http://files.example/a.tar")
-    assert found == problem or (problem and str(found).startswith(problem))
-    assert not HttpFiles.failures

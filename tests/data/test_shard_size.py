@@ -10,7 +10,7 @@ from webdataset.writer import TarWriter
 
 from clap_ds import shards
 from clap_ds.config.model import load_preset
-from clap_ds.data.shard_size import FOLDER_INODES, amount, clip_bytes, digits, duration, item_bytes, set_bytes
+from clap_ds.data.shard_size import FOLDER_INODES, clip_bytes, item_bytes, set_bytes
 from tests.data import builds
 from tests.data.tars import wav
 
@@ -44,16 +44,6 @@ def test_thousand_clips(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["at 3,300 samples/s a GPU, to a node"] == ["14 GB/s", "12.7 GB/s", "1.72 GB/s"]
 
 
-def test_features_and_clips_that_do_not_divide() -> None:
-    """1,001 frames × 64 bins in 2 bytes, after a header of 128, are 251 blocks, with the rest 254 of an item: 130,048 bytes.
-    7 clips in 3 tars: 3, 2 and 2 of them."""
-    assert clip_bytes("mel", TINY, 10) == clip_bytes("mel", TINY, 3) == 128_256
-    assert clip_bytes("mel", TINY, 20) == 128 + 2 * 2001 * 64
-    assert clip_bytes("encoded", TINY, 2.5, "mp3") == 40_000
-    assert item_bytes(128_256) == 130_048
-    assert set_bytes(7, 3, 10_240) == 4 * 10_240 + 2 * 3 * 10_240
-
-
 def test_tars_and_files_are_as_large_as_said(tmp_path: Path) -> None:
     for clip, items in ((44, 1), (512, 7), (513, 2), (960_044, 7)):
         file = io.BytesIO()
@@ -67,9 +57,3 @@ def test_tars_and_files_are_as_large_as_said(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert builds.run(builds.write_list(tmp_path, 6), out, "--shards", 3) == 0
     assert len([out, *out.rglob("*")]) == 2 * 3 + FOLDER_INODES
-
-
-def test_numbers_have_three_digits_and_no_exponent() -> None:
-    assert [digits(value) for value in (0, 0.00123456, 1.5, 99.96, 12345.6)] == ["0", "0.00123", "1.5", "100", "12,346"]
-    assert [amount(value) for value in (0, 999, 1000, 1.5e9, 2e16)] == ["0 B", "999 B", "1 kB", "1.5 GB", "20,000 TB"]
-    assert [duration(seconds) for seconds in (90, 600, 9000, 864_000)] == ["90 s", "10 min", "2.5 h", "10 days"]

@@ -5,7 +5,6 @@ import torch
 
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import BatchSource
-from clap_ds.data.workers import lock_pages, shared_empty, unlock_pages
 from tests.data.test_batch import CPU, assert_equal, random_batch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -75,18 +74,3 @@ def test_batches_copied_ahead_are_complete(num_pieces: int) -> None:
         torch.testing.assert_close(waveform_sums.cpu(), batch.audio.double().sum(1))
         assert torch.equal(id_sums.cpu(), batch.input_ids.sum(1))
         assert num_tokens == batch.num_tokens
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_gpu_copies_from_locked_pages() -> None:
-    memory = shared_empty((3, 100_000), torch.int16)
-    assert lock_pages(memory)
-    try:
-        assert memory[1].is_pinned()
-        memory[1] = 7
-        assert (memory[1].to("cuda", non_blocking=True) == 7).all()
-        assert not lock_pages(memory), "twice"
-        assert (torch.ones(9, device="cuda") == 1).all(), "CUDA's error is gone"
-    finally:
-        unlock_pages(memory)
