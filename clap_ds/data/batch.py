@@ -76,7 +76,6 @@ class Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Make a batch of what `function` makes of each tensor."""
         packed = self.packed and (function(self.packed[0]), _with_bounds(self.packed[1], function))
         audio, input_ids, mask = map(function, self.tensors())
         return Batch(audio, input_ids, mask, self.num_tokens, packed)
@@ -128,11 +127,8 @@ def to_int16(waveforms: Tensor) -> Tensor:
 
 
 def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:
-    """One batch on `device` from the rows of `pieces`: audio without a copy on the host between, and asynchronously from
-    page-locked memory. It shares no memory on the host with them but captions.
-
-    A single piece keeps its packed captions, as synthetic batches come again.
-    """
+    """Put the rows of `pieces` into one batch on `device`, asynchronously from page-locked memory. It shares no memory on the
+    host with them but captions. A single piece keeps its packed captions, as synthetic batches come again."""
     if len(pieces) == 1:
         if pack_captions:
             pieces[0].pack()
@@ -164,7 +160,6 @@ def _hash_factors(text_tokens: int, device: torch.device) -> Tensor:
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it."""
     return (tensor if device.type == "cpu" else tensor.pin_memory()).to(device, non_blocking=True)
 
 

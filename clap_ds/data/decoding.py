@@ -37,21 +37,12 @@ Encoded = bytes | memoryview
 
 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
-    """Write a clip as the model takes it to `row`: mono, at `sample_rate` (Hz), as long as `row`.
+    """Write a clip as the model takes it to `row`: mono, at `sample_rate` (Hz), as long as `row`. Return its length before
+    repeating.
 
-    Longer audio is cropped at a place drawn from `rng`, or about its loudest sample where that place is silent; only that part
-    is decoded. Shorter audio is repeated as often as it fits, then padded with zeros (LAION-CLAP's "repeatpad").
-
-    Args:
-        encoded: a whole file in one of `AUDIO_FORMATS` (or anything else libsndfile reads).
-        row: (num_samples,), contiguous on the CPU, float32 of full scale ±1 or int16 (see `to_int16`). Of float32, louder
-            samples stay as they are, as `transformers.ClapFeatureExtractor` takes them.
-
-    Returns:
-        Samples in `row` before they are repeated.
-
-    Raises:
-        BrokenItemError: can't be decoded, or nothing in it could be heard (see `check_samples`).
+    Longer audio is cropped at a place drawn from `rng`, or about its loudest sample where that place is silent. Shorter audio
+    is repeated as often as it fits, then padded with zeros (LAION-CLAP's "repeatpad"). `row` is contiguous on the CPU, float32 of
+    full scale ±1 or int16 (see `to_int16`). BrokenItemError where nothing can be decoded or heard.
     """
     found = decode_part(encoded, row, sample_rate=sample_rate, rng=rng)
     repeat(row.numpy(), found)
@@ -133,8 +124,7 @@ def check_finite(samples: NDArray[np.float32]) -> None:
 
 
 def _in_wav(encoded: Encoded, channels: int, start: int, num_frames: int) -> NDArray[np.int16] | None:
-    """Find frames of a WAV file of 16 bits where they lie; None where they can't be. libsndfile would copy them in small
-    parts."""
+    """Find frames of a 16-bit WAV where they lie, or None. libsndfile would copy them in small parts."""
     place, name, size = 12, b"", 0
     while encoded[:4] == b"RIFF" and place + 8 <= len(encoded) and name != b"data":
         name, size = struct.unpack_from("<4sI", encoded, place)
@@ -188,7 +178,6 @@ def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
 
 
 def repeat(target: NDArray[Any], length: int) -> None:
-    """Repeat the first `length` samples as often as they fit, in place; zeros follow."""
     whole = len(target) // length * length
     while length < whole:
         step = min(length, whole - length)

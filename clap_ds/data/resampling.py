@@ -45,7 +45,6 @@ def _filters(ratio: Fraction) -> _Filters:
 
 
 def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
-    """Return how many samples one becomes."""
     return Fraction(to_rate, from_rate).limit_denominator(_LARGEST_RATIO_TERM)
 
 

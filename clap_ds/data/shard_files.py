@@ -44,7 +44,6 @@ class OpenFile:
             self.number = os.dup(file.fileno())
 
     def read(self, start: int, size: int) -> bytes:
-        """Read up to `size` bytes, fewer where the file ends within them."""
         return os.pread(self.number, size, start)
 
     def __del__(self) -> None:
@@ -105,10 +104,8 @@ def again(attempt: Callable[[], T]) -> T:
 
 
 def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
-    """Open a shard for reading; of a remote one its copy, fetched unless it is there. OSError where that fails.
-
-    Once copies are larger than `cache_bytes` in all, the least recently used are deleted; what is open stays readable.
-    """
+    """Open a shard for reading; of a remote one its copy, fetched unless it is there. OSError where that fails. Of copies
+    beyond `cache_bytes` the least recently used are deleted; what is open stays readable."""
     try:
         return _open_copy(shard, cache_bytes) if is_remote(shard) else OpenFile(shard)
     except OSError:

@@ -88,11 +88,8 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
 
 
 def expand_shards(shards: str | list[str]) -> list[str]:
-    """Find the tar files a setting names, in order: paths or URLs, with braces (`a-{000..127}.tar`) and wildcards.
-
-    ValueError for nothing named, an unreadable pattern, missing files, an unusable URL. Of remote tars the first and the last
-    are looked up; problems with others turn up while reading.
-    """
+    """Find the tar files a setting names, in order: paths or URLs, with braces (`a-{000..127}.tar`) and wildcards. ValueError
+    where there are none. Of remote tars only the first and the last are looked up."""
     patterns = [shards] if isinstance(shards, str) else shards
     names: list[str] = []
     for pattern in patterns:
@@ -136,11 +133,8 @@ def _matches(name: str) -> list[str]:
 
 
 def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, num_workers: int) -> list[list[Source]]:
-    """Share out which whole tars each worker of a rank reads of every source.
-
-    With `epochs` each is one worker's, or where they are too few several workers', which rank 0 says. With `replacement` every
-    worker draws from all of them.
-    """
+    """Share out which whole tars each worker of a rank reads of every source: with `epochs` each is one worker's, or where they
+    are too few several workers'; with `replacement` every worker draws from all of them."""
     readers = world_size * max(num_workers, 1)
     if sampling == "replacement":
         numbers = [max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources]

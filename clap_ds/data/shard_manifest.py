@@ -27,8 +27,6 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One tar."""
-
     items: int
     bytes: int
     seconds: float  # of audio
@@ -86,11 +84,7 @@ def read_manifest(folder: str) -> ShardManifest:
 
 def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
     """Tell what a run on these shards reads, by the manifests of their folders. Without one they are `encoded`, and so are
-    mixtures with `waveform`, as both are decoded.
-
-    Raises:
-        ValueError: kinds that can't be mixed, or that aren't known; a front end that differs from the model's.
-    """
+    mixtures with `waveform`. ValueError for kinds that can't be mixed or aren't known, and for another model's front end."""
     own, kinds = FrontEnd.of(model.audio), dict[str, str]()  # kinds with the last folder of each
     for folder in dict.fromkeys(shard.rpartition("/")[0] or "." for source in sources for shard in source.shards):
         manifest, where = read_manifest(folder), f"{FIELD}: {folder}"

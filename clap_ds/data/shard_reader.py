@@ -118,7 +118,6 @@ class ShardReader:
     memory: Tensor
     seed: str  # differs between runs' seeds, ranks and workers
     start: Position
-    _known: set[str] = field(default_factory=set)
     _broken: list[Broken] = field(default_factory=list)  # that haven't been sent
     _row: Tensor = field(default_factory=lambda: torch.empty(0))  # the next
 
@@ -175,6 +174,4 @@ class ShardReader:
         return caption
 
     def _report(self, name: str, reason: str) -> None:
-        if name not in self._known:
-            self._known.add(name)
-            self._broken.append(Broken(name, reason))
+        self._broken.append(Broken(name, reason))

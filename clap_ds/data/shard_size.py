@@ -66,7 +66,6 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_size(options: argparse.Namespace) -> None:
-    """Work out and print."""
     kinds = {kind: figures(kind, options) for kind in KINDS}
     rows = [(f"{options.clips:,} clips of {digits(options.seconds)} s", *kinds)]
     rows += [(label, *(found[label] for found in kinds.values())) for label in kinds["encoded"]]

@@ -45,7 +45,6 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return batch
 
     def peek(self) -> Batch:
-        """Return the batch that `next` gives next, complete."""
         self._ahead = self._ahead or self._take()
         batch, done, _ = self._ahead
         if done is not None:
@@ -98,7 +97,6 @@ def build_batches(
     """Open the batches of one rank, as the `clap.data` section describes them, on `device` and without end.
 
     Args:
-        text_tokens: length of every row of `input_ids`.
         state: of a former source (`BatchSource.state()`) to resume, this rank's; from another number of ranks, any rank's.
             Exact where ranks, workers, settings and shards are the same; else data continues in a new order.
         needs_epochs: local tars without a manifest are counted however large they are.

@@ -10,7 +10,7 @@ import mmap
 import os
 import tarfile
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from webdataset.tariterators import group_by_keys
 
@@ -29,7 +29,6 @@ DAMAGE = (*UNREADABLE, OSError)  # what reading a damaged tar, or one that is go
 _READ_AHEAD_BYTES, _ASKED_FOR_BYTES = 2**26, 2**17  # Linux heeds a request up to its own read-ahead, by default 128 KB
 _MOST_READ_AT_ONCE = 2**22
 _HEADER_BUFFER_BYTES = 2**13  # some file systems would have it be megabytes, which each jump to a header would read
-_LARGEST_FILE, _LARGEST_HEADER = 2**32, 2**20
 _MOST_ZEROS = 2**20  # behind a tar's end: writers fill a block up
 _MOST_REMEMBERED = 200_000  # items of a process, of some 700 bytes
 
@@ -107,22 +106,11 @@ def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: 
         _remembered[version] = found
 
 
-class _Header(tarfile.TarInfo):
-    """A header of a sensible size: tarfile takes a negative one, and reads whatever a header says of further ones."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        header = super().frombuf(buf, encoding, errors)
-        if not 0 <= header.size <= (_LARGEST_FILE if header.type in tarfile.REGULAR_TYPES else _LARGEST_HEADER):
-            raise tarfile.ReadError(f"{header.name} has {header.size:,} bytes")
-        return header
-
-
 def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) -> Iterator[Item]:
     """Give all files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut between members, for the end."""
     with (
         os.fdopen(os.dup(file.number), "rb", _HEADER_BUFFER_BYTES) as stream,
-        tarfile.open(fileobj=stream, mode="r:", tarinfo=_Header) as tar,
+        tarfile.open(fileobj=stream, mode="r:") as tar,
     ):
         size, offset = os.fstat(file.number).st_size, 0
         try:
@@ -162,7 +150,6 @@ def is_sample(item: Item) -> bool:
 
 
 def count_samples(shard: str) -> int:
-    """Count the samples in a tar by its headers."""
     return sum(map(is_sample, list_items(shard, lambda name, reason: None)))
 
 

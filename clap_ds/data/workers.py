@@ -26,11 +26,8 @@ T = TypeVar("T")
 
 
 class Loader(Iterator[T], Generic[T]):
-    """A `DataLoader` whose workers compute in one thread and leave signals to the rank.
-
-    torch's global generator stays as it is, and a worker's death shows where data is asked for. `section` of the settings has
-    `num_workers`, `options` are the DataLoader's.
-    """
+    """A `DataLoader` whose workers compute in one thread and leave signals to the rank. torch's global generator stays as it
+    is. `section` of the settings has `num_workers`, `options` are the DataLoader's."""
 
     def __init__(self, dataset: Dataset[Any], *, num_workers: int, section: str, **options: Any) -> None:
         self._section = section
@@ -43,7 +40,6 @@ class Loader(Iterator[T], Generic[T]):
             signal.signal(signal.SIGCHLD, handler)
 
     def __next__(self) -> T:
-        """Raise ValueError when a worker was killed."""
         try:
             return next(self._loaded)
         except StopIteration:

@@ -21,10 +21,8 @@ _FRAMES_LOST = 2 * 1152  # what decoding an MP3 may give less than its header st
 
 
 def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
-    """Give entries their files' sizes, problems and, where another file is as long, digests.
-
-    Where `save_looks` has `saved` all this of as many entries, no file is looked at.
-    """
+    """Give entries their files' sizes, problems and, where another file is as long, digests: those that `save_looks` has
+    `saved` of as many entries, or by looking at each file."""
     if saved and saved.is_file() and len(seen := parse_json(read_bytes(saved, MOST_OF_A_FILE))) == len(entries):
         for entry, found in zip(entries, seen, strict=True):
             entry.size, entry.problem, entry.digest = found
@@ -37,7 +35,6 @@ def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
 
 
 def save_looks(path: Path, entries: list[Entry]) -> None:
-    """Write what `look_at` found of these entries."""
     write_atomically(path, json.dumps([(entry.size, entry.problem, entry.digest) for entry in entries]))
 
 

@@ -59,15 +59,8 @@ def values_of(row: Row, name: str) -> list[Any]:
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
-    """Read the audio files of a folder or a list; rows of the same path are one entry with all their captions.
-
-    Args:
-        options: how to read them, as in the command's help: `audio_column`, `caption_columns`, `list_column`, `encoding`,
-            `audio_root`.
-
-    Raises:
-        UserError: a source that is missing, empty, of another kind, in another encoding, or lacks a column; malformed rows.
-    """
+    """Read the audio files of a folder or a list, by `options` of the command; rows of the same path are one entry. UserError
+    for a source that is missing, empty, in another encoding, or lacks a column."""
     merged: dict[Path, Entry] = {}
     for entry in (_read_folder if source.is_dir() else _read_list)(source, options):
         if (first := merged.setdefault(entry.path, entry)) is not entry:

@@ -72,7 +72,6 @@ def members_of(tar: str, preparation: Preparation, least: float, broken: list[Na
 
 
 def _by_name(tars: Iterable[str]) -> dict[str, str]:
-    """Map the names of the new tars to the old."""
     named: dict[str, str] = {}
     for tar in tars:
         name = re.sub(r"\.(tar|tgz)\b.*", "", tar.rpartition("/")[2]) + ".tar"

@@ -31,14 +31,11 @@ from clap_ds.native.convert import convert
 
 
 class Clip(NamedTuple):
-    """Audio as it goes into a shard."""
-
     extension: str
     content: bytes
     seconds: float
 
     def of_at_least(self, seconds: float) -> Clip:
-        """Return itself; BrokenItemError where it is shorter."""
         if self.seconds < seconds:
             raise BrokenItemError(f"shorter than --min_seconds {seconds:g}: {self.seconds:.3g} s")
         return self
@@ -59,11 +56,8 @@ def as_it_is(content: bytes, extension: str) -> Clip:
 
 
 class Preparation:
-    """Makes audio files what `front_end` calls `waveform` or `mel`.
-
-    For `mel`, clips not longer than the model's are repeated to its length first, as for training. Of longer ones what is
-    beyond the last whole hop is left out.
-    """
+    """Makes audio files what `front_end` calls `waveform` or `mel`. For `mel`, short clips are repeated to the model's length
+    first, as for training; of longer ones what is beyond the last whole hop is left out."""
 
     def __init__(self, kind: Kind, audio: AudioConfig) -> None:
         self.kind, self.audio, self.front_end = kind, audio, FrontEnd.of(audio)
@@ -116,7 +110,6 @@ def preparation_of(options: argparse.Namespace) -> Preparation | None:
 
 
 def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
-    """Decode all of an audio file (T,), as for training."""
     with open_audio(content) as file:
         ratio = resampling_ratio(file.samplerate, rate)
         row = torch.from_numpy(np.empty(math.ceil(file.frames * ratio), np.int16))  # torch's error isn't a MemoryError

@@ -30,19 +30,12 @@ def check_columns(entries: list[Entry], options: Namespace) -> None:
 
 
 def names_in(entry: Entry, column: str) -> list[str]:
-    """List what a column says, as text."""
     return [name for value in values_of(entry.more, column) if (name := str(value).strip())]
 
 
 def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
-    """Divide entries, in random order, among shards by their file names.
-
-    Those that are held out go into `held_out-….tar`, the others into as many `train-….tar` as `options.shards`. Where that is
-    None, and of what is held out, a shard gets about `options.shard_mb` of encoded audio.
-
-    Raises:
-        UserError: a side or a shard without items.
-    """
+    """Divide entries, in random order, among shards by their file names, `held_out-….tar` and `train-….tar`: `options.shards`
+    of the latter, or of about `options.shard_mb` of encoded audio. UserError for a side or a shard without items."""
     order = list(range(len(entries)))
     random.Random(options.seed).shuffle(order)
     chosen = held_out(entries, order, options)

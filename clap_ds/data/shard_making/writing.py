@@ -56,14 +56,9 @@ def fill(
     unusable: Sequence[Named] = (),
 ) -> list[BuiltShard]:
     """Write all shards that aren't there yet, in threads; then the manifest and the list of broken items, `unusable` first.
-    With `--part`, write only that part's shards.
 
-    Args:
-        plan: what the shards follow from, beside the preparation and `--min_seconds`.
-        options: those of `add_work`.
-
-    Raises:
-        UserError: no item can be used, the folder holds something else or can't be written, or a part's shards are missing.
+    With `--part`, write only that part's shards. `plan` is what the shards follow from, beside the preparation and
+    `--min_seconds`. UserError where no item can be used, or the folder holds something else or can't be written.
     """
     prepared = (preparation.kind, preparation.front_end) if preparation else ()
     _claim(folder, chain([repr((prepared, options.min_seconds))], plan))
@@ -99,7 +94,6 @@ def fill(
 
 
 def none_usable(broken: Sequence[Named]) -> str:
-    """Say so, with the first few reasons."""
     examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
     return f"none of {len(broken)} items can be used, the first: {examples}"
 
