@@ -100,21 +100,16 @@ class BatchSpec:
 
 
 class Pieces(Protocol):
-    """An endless supply of micro-batches, each as pieces: batches whose rows, one after the other, make it up."""
+    """An endless supply of micro-batches, each as pieces: batches whose rows, one after the other, make it up.
+
+    `state` is fit for JSON; `statistics` of this rank go into the run's record; `supply` is what workers can give, if known.
+    """
 
     def __next__(self) -> list[Batch]: ...
-
-    def close(self) -> None:
-        """Stop worker processes and let go of the memory."""
-
-    def state(self) -> dict[str, Any]:
-        """Where it stands, fit for JSON."""
-
-    def statistics(self) -> dict[str, Any]:
-        """For the run's record: `source`, `num_broken_items`, `broken_items` (name and reason of each), …: this rank's."""
-
-    def supply(self) -> Supply | None:
-        """What its workers can give; None as long as that isn't known, and of what is made without any."""
+    def close(self) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def statistics(self) -> dict[str, Any]: ...
+    def supply(self) -> Supply | None: ...
 
 
 INT16_SCALE = 32768

@@ -41,8 +41,8 @@ def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random
     repeating.
 
     Longer audio is cropped at a place drawn from `rng`, or about its loudest sample where that place is silent. Shorter audio
-    is repeated as often as it fits, then padded with zeros (LAION-CLAP's "repeatpad"). `row` is contiguous on the CPU, float32 of
-    full scale ±1 or int16 (see `to_int16`). BrokenItemError where nothing can be decoded or heard.
+    is repeated as often as it fits, then padded with zeros (LAION-CLAP's "repeatpad"). `row` is contiguous on the CPU, float32
+    of full scale ±1 or int16 (see `to_int16`). BrokenItemError where nothing can be decoded or heard.
     """
     found = decode_part(encoded, row, sample_rate=sample_rate, rng=rng)
     repeat(row.numpy(), found)

@@ -10,7 +10,6 @@ import pytest
 from clap_ds.config.errors import UserError
 from clap_ds.data.shard_making.caption_lists import Entry
 from clap_ds.data.shard_making.splits import Numbered, check_columns, divide
-from tests.data.builds import run, write_list
 
 
 def entries(values: list[Any], column: str = "speaker") -> list[Entry]:
@@ -89,11 +88,3 @@ def test_a_fold_is_held_out() -> None:
 def test_divisions_that_cannot_be(values: list[str], options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         divided(entries(values), **options)
-
-
-def test_all_of_a_list_can_be_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    everything = {"train": set(), "held_out": set(range(5))}
-    assert sides(entries(list("abcde")), 1) == sides(entries(list("aabbc")), 1, group_column="speaker") == everything
-    assert run(write_list(tmp_path, 3), tmp_path / "shards", "--held_out", "1") == 0
-    said = capsys.readouterr().out
-    assert ("held_out: 3 items" in said, '"evaluation"' in said, '"data"' in said) == (True, True, False)

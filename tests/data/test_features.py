@@ -55,7 +55,7 @@ def put(value: float) -> np.ndarray:
         (npy(FEATURES.astype(">f2")), "are >f2 of"),
         (npy(FEATURES[:9]), r"of shape \(9, 4\)"),
         (npy(FEATURES.ravel()), r"of shape \(48,\)"),
-        (npy(np.asfortranarray(FEATURES)), "by columns"),
+        (npy(np.asfortranarray(FEATURES)), "by rows"),
         (npy(FEATURES)[:-1], "break off: 223 of 224 bytes"),
         *((npy(put(value)), "NaN or infinite") for value in (np.nan, -np.nan, np.inf, -np.inf)),
     ],

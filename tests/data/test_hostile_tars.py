@@ -48,7 +48,7 @@ def test_the_rest_is_told_and_what_was_before_is_used(tmp_path: Path, attack: st
     assert told
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whatever_is_changed_it_ends_and_nothing_escapes(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

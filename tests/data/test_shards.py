@@ -136,17 +136,6 @@ def test_mixtures_give_each_source_its_share(tmp_path: Path, open_source: OpenSo
     assert 1 <= min(light) <= max(light) <= 6
 
 
-def test_drawn_with_replacement_shards_differ_between_ranks(tmp_path: Path, open_source: OpenSource) -> None:
-    """Even with fewer shards than ranks; all are drawn in the end."""
-    pattern, orders = marked_tars(tmp_path, 3, 4), []
-    for rank in (0, 7):
-        with open_source(pattern, rank=rank, world_size=8, sampling="replacement", num_workers=2) as source:
-            orders.append(numbers_in(source, 30))
-        assert set(orders[-1]) == set(range(12))
-        assert [orders[-1].count(4 * tar) for tar in range(3)] != [10, 10, 10]
-    assert orders[0] != orders[1]
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_remote_shards_give_what_local_ones_do(
     tmp_path: Path, open_source: OpenSource, shard_cache: Path, num_workers: int

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes
+from clap_ds.config.files import parse_json, read_bytes, read_json
 from clap_ds.data.captions import in_words, names_in_cell
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
@@ -87,8 +87,13 @@ def rows_of(source: Path, encoding: str | None) -> tuple[list[tuple[int, Row]], 
     if not source.is_file() or source.suffix.lower() not in LIST_SUFFIXES:
         found = "" if source.exists() else ": no such file or folder"
         raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
-    read = _jsonl_rows if source.suffix.lower() in (".jsonl", ".ndjson") else _csv_rows
-    rows = list(read(source, _text_in(source, encoding, MOST_OF_A_FILE)))
+    try:
+        text = read_bytes(source, MOST_OF_A_FILE).decode(encoding or "utf-8-sig")
+    except (OSError, LookupError, UnicodeError) as error:
+        raise UserError(
+            f"{source} can't be read: {error}; name another encoding by --encoding, such as cp1252"
+        ) from None
+    rows = list((_jsonl_rows if source.suffix.lower() in (".jsonl", ".ndjson") else _csv_rows)(source, text))
     if not rows:
         raise UserError(f"{source}: no rows in it")
     return rows, list(dict.fromkeys(name for _, row in rows for name in row))
@@ -106,13 +111,6 @@ def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
             raise UserError(f"{source}:{line}: no path in {audio}")
         more = {name: value for name, value in row.items() if value is not None and name != audio}
         yield Entry((options.audio_root or source.parent) / path, *_divided(more, captions, options.list_column))
-
-
-def _text_in(path: Path, encoding: str | None, most: int = MOST_BYTES) -> str:
-    try:
-        return read_bytes(path, most).decode(encoding or "utf-8-sig")
-    except (OSError, LookupError, UnicodeError) as error:
-        raise UserError(f"{path} can't be read: {error}; name another encoding by --encoding, such as cp1252") from None
 
 
 def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
@@ -196,12 +194,12 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
         try:
             row: Any = None
             if text.is_file():
-                row = {"caption": _text_in(text, options.encoding).splitlines()}
+                row = {"caption": read_bytes(text).decode(options.encoding or "utf-8-sig").splitlines()}
             elif described.is_file():
-                row = parse_json(_text_in(described, options.encoding))
+                row = read_json(described)
             if not isinstance(row, dict):
-                raise UserError(f"expected {text.name}, or {described.name} with an object, beside it")
+                raise ValueError(f"expected {text.name}, or {described.name} with an object, beside it")
             columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))
             yield Entry(path, *_divided(row, columns, options.list_column))
-        except (ValueError, UserError) as error:
+        except (ValueError, OSError, LookupError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")
