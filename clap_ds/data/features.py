@@ -24,7 +24,7 @@ def read_mel(encoded: bytes | memoryview, row: Tensor, *, rng: random.Random) ->
     size = 10 + int.from_bytes(encoded[8:10], "little")  # of version 1.0, which has every array of few dimensions
     shape, dtype, in_columns = _numpy_header(bytes(encoded[:size]))
     if dtype != np.float16 or in_columns or len(shape) != 2 or shape[1] != mel_bins or shape[0] < num_frames:
-        wanted = f"float16 by rows, at least {num_frames} frames of {mel_bins} mel bins"
+        wanted = f"float16, at least {num_frames} frames of {mel_bins} mel bins, by rows"
         raise BrokenItemError(f"features are {dtype} of shape {shape}, expected {wanted}")
     if len(encoded) < size + 2 * math.prod(shape):
         raise BrokenItemError(f"features break off: {len(encoded)} of {size + 2 * math.prod(shape)} bytes are there")

@@ -49,12 +49,9 @@ def put(value: float) -> np.ndarray:
     [
         (b"", "aren't a NumPy file"),
         (HEADER.replace(b"descr", b"[[[[["), "aren't a NumPy file"),
-        (HEADER.replace(b"}", b"("), "aren't a NumPy file"),
-        (b"\x93NUMPY\x02" + HEADER[7:], "aren't a NumPy file of version 1.0"),
-        (npy(FEATURES.astype("f4")), r"are float32 of shape \(12, 4\), expected float16, at least 10 frames of 4 mel"),
+        (npy(FEATURES.astype("f4")), r"are float32 of shape \(12, 4\), expected float16, at least 10 frames"),
         (npy(FEATURES.astype(">f2")), "are >f2 of"),
         (npy(FEATURES[:9]), r"of shape \(9, 4\)"),
-        (npy(FEATURES.ravel()), r"of shape \(48,\)"),
         (npy(np.asfortranarray(FEATURES)), "by rows"),
         (npy(FEATURES)[:-1], "break off: 223 of 224 bytes"),
         *((npy(put(value)), "NaN or infinite") for value in (np.nan, -np.nan, np.inf, -np.inf)),

@@ -23,8 +23,7 @@ from clap_ds.data.shard_making import prepare
 from clap_ds.data.shard_manifest import digest, read_manifest
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
-from tests.data import builds
-from tests.data.tars import items_in, put, wav, write_tar
+from tests.data.tars import items_in, wav, write_tar
 
 MICRO = load_preset("micro")  # of clips of one second
 RATE = MICRO.audio.sample_rate
@@ -119,32 +118,6 @@ def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
     expected = log_mel(live(clip, RATE + num_samples)[None, :whole].float() / INT16_SCALE)[0]
     assert features.shape == expected.shape
     assert np.abs(features - expected.numpy()).max() <= HALF_STEP
-
-
-def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
-    """Items and, of a tar that is cut off, what is behind; remote tars, too."""
-    soundfile.write(flac := io.BytesIO(), sound(0.1), RATE, format="FLAC")
-    endless = flac.getvalue()[:21] + b"\xff" * 5 + flac.getvalue()[26:]  # 2³⁶ samples, more than there is memory for
-    good = members({"good": CLIPS["short"]})
-    bad = members({"garbage": b"no audio", "cut": CLIPS["short"][:-999], "quiet": wav(np.full(99, 1e-6))})
-    bad += [("long.flac", endless), ("long.txt", b"a sound")]
-    full = write_tar(tmp_path / "a.tar", [*bad, *good, ("mute.wav", CLIPS["short"]), ("deaf.txt", b"x")]).read_bytes()
-    whole = put("memory://prepare/whole.tar", full)
-    cut = put("memory://prepare/cut.tar.gz", full[: full.index(b"mute.wav") + 700])
-    assert run(whole, cut, tmp_path / "out", "--kind", "waveform") == 1
-    said = {
-        "garbage": "can't be decoded",
-        "long": "can't be decoded",
-        "cut": "breaks off",
-        "quiet": "silent",
-    }
-    expected = {"whole.tar: mute": "no caption", "whole.tar: deaf": "no audio", "cut.tar.gz": "truncated"}
-    for name in ("whole.tar", "cut.tar.gz"):
-        assert list(items_in(tmp_path / "out", name.removesuffix(".gz"))) == ["good"]
-        expected |= {f"{name}: {item}": reason for item, reason in said.items()}
-    reasons = builds.reasons_in(tmp_path / "out")
-    assert reasons.keys() == expected.keys()
-    assert all(reason in reasons[name] for name, reason in expected.items())
 
 
 @pytest.mark.parametrize(
