@@ -102,12 +102,11 @@ def expand_shards(shards: str | list[str]) -> list[str]:
         raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
     remote = list(filter(shard_files.is_remote, names))
     missing = [name for name in names if not (shard_files.is_remote(name) or Path(name).is_file())]
-    if missing and Path(missing[0]).is_dir():
-        write = f"write {missing[0].rstrip('/') + '/*.tar'!r}"
-        raise ValueError(f"{FIELD}: expected tar files, found the folder {missing[0]}; {write}")
     if missing:
-        found = f"{len(missing)} of the {len(names)} files of {', '.join(patterns)!r} are not there"
-        raise ValueError(f"{FIELD}: {found}, the first: {missing[0]} (working folder: {Path.cwd()})")
+        found = f"{len(missing)} of the {len(names)} files of {', '.join(patterns)!r} are not there, the first:"
+        if Path(missing[0]).is_dir():
+            found = f"expected tar files, such as '{missing[0]}/*.tar', found the folder"
+        raise ValueError(f"{FIELD}: {found} {missing[0]} (working folder: {Path.cwd()})")
     for url in dict.fromkeys([*remote[:1], *remote[-1:]]):
         if problem := shard_files.problem_with(url):
             raise ValueError(f"{FIELD}: {url} {problem}")

@@ -99,7 +99,6 @@ class SourceReader:
         return chain(shuffle(self.shuffle_buffer, rng=rng)(self._read(own)), self._read(others))
 
     def _read(self, parts: list[Part]) -> Iterator[Item]:
-        """Give the items of these parts in order. No tar is opened before one of them is asked for."""
         opened = open_ahead((shard for shard, _, _ in parts), self.cache_bytes)
         for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
             items = list_items(shard, self.report, open_file=open_file, ask_ahead=True)

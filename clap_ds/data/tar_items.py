@@ -29,7 +29,7 @@ DAMAGE = (*UNREADABLE, OSError)  # what reading a damaged tar, or one that is go
 _READ_AHEAD_BYTES, _ASKED_FOR_BYTES = 2**26, 2**17  # Linux heeds a request up to its own read-ahead, by default 128 KB
 _MOST_READ_AT_ONCE = 2**22
 _HEADER_BUFFER_BYTES = 2**13  # some file systems would have it be megabytes, which each jump to a header would read
-_MOST_ZEROS = 2**20  # behind a tar's end: writers fill a block up
+_MOST_ZEROS = 2**24  # behind a tar's end: writers fill a block up
 _MOST_REMEMBERED = 200_000  # items of a process, of some 700 bytes
 
 

@@ -1,6 +1,5 @@
 """The build command: from a list to what a run reads, resumed or refused."""
 
-import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -59,19 +58,3 @@ def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pyte
         assert message in capsys.readouterr().err
     path.write_text(path.read_text().replace("a tone", "a sine"))
     assert run(path, out) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--split_column split --held_out 0.1", "expected one of them"),
-        ("--group_column kind", "expected --held_out"),
-        ("--kind mel", "--preset"),
-        ("--part 4/3", "found '4/3'"),
-    ],
-)
-def test_impossible_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
-    with contextlib.suppress(SystemExit):  # by argparse, whose code is 2
-        assert run(write_list(tmp_path, 1), tmp_path / "out", *options.split()) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -34,7 +34,6 @@ LAST = _file("z.txt", b"never met")
 ATTACKS: dict[str, Callable[[], bytes]] = {
     "negative size": lambda: _header("b.txt", -512) + LAST,
     "a header that leads back to itself": lambda: _pax("size=-1536") + _file("b.txt", b"") + LAST,
-    "10 GB header": lambda: _header("pax", 10**10, tarfile.XHDTYPE) + LAST,
     "chained headers": lambda: 20_000 * _pax("comment=x") + LAST,
 }
 

@@ -157,19 +157,3 @@ def test_the_same_command_resumes(
     assert not list(out.glob(".*.tar.*"))
     for name, record in read_manifest(str(out)).shards.items():
         assert record.sha256 == digest(out / name)
-
-
-def test_shards_that_cannot_be_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        write_tar(tmp_path / folder / "x.tar", members({"clip": CLIPS["short"]}))
-    assert run(f"{tmp_path}/a/x.tar", tmp_path / "mel", "--kind", "mel") == 0
-    capsys.readouterr()
-    for shards, message in {
-        f"{tmp_path}/{{a,b}}/x.tar": "would both become x.tar",
-        f"{tmp_path}/mel/x.tar": "holds features; expected audio",
-        f"{tmp_path}/c/*.tar": "no file matches",
-    }.items():
-        assert run(shards, tmp_path / "out", "--kind", "mel") == 2
-        assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -44,9 +44,6 @@ def test_captions_are_framed_as_roberta_frames_them(
     assert batch.num_tokens == lengths.sum()
     for length, share in shares.items():
         assert abs((lengths == length).double().mean() - share) <= 5 * (share * (1 - share) / 2000) ** 0.5  # 5 sigma
-    for ids, mask in zip(batch.input_ids[:50].tolist(), batch.attention_mask.tolist(), strict=False):
-        length = sum(mask)
-        assert mask == [1] * length + [0] * (12 - length)
-        assert (ids[0], ids[length - 1]) == (0, 2)
+    for ids, length in zip(batch.input_ids[:50].tolist(), lengths.tolist(), strict=False):
+        assert (ids[0], ids[length - 1], ids[length:]) == (0, 2, [1] * (12 - length))
         assert all(token > 3 for token in ids[1 : length - 1])
-        assert ids[length:] == [1] * (12 - length)

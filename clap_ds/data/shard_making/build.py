@@ -70,10 +70,8 @@ def run_build(options: argparse.Namespace) -> int:
     """Build, and return the exit code. UserError where the user made a mistake, or the folder can't be written."""
     if sum(map(bool, (options.split_column, options.fold_column, options.held_out or options.group_column))) > 1:
         raise UserError("--split_column, --fold_column and --held_out each say what is held out; expected one of them")
-    if bool(options.fold_column) != bool(options.held_out_fold):
-        raise UserError("expected --fold_column NAME and --held_out_fold FOLD together")
-    if options.group_column and not options.held_out:
-        raise UserError("--group_column: expected --held_out SHARE, too")
+    if bool(options.fold_column) != bool(options.held_out_fold) or (options.group_column and not options.held_out):
+        raise UserError("expected --fold_column with --held_out_fold, and --group_column with --held_out")
     preparation = preparation_of(options)
     entries = read_entries(options.source, options)
     check_columns(entries, options)
