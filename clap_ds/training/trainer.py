@@ -18,7 +18,6 @@ from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import agreed, gather, on_first
 from clap_ds.ranks.watch import ending
 from clap_ds.record.clock import standing_still
-from clap_ds.training.batches import shuffled_captions
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.messages import conclude, how_to_go_on, introduce, same_command
@@ -34,8 +33,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
     """Train until `clap.train` is fulfilled.
 
     Raises:
-        AgreedError: evaluation or epochs aren't possible as the settings want them, the model collapsed and that is to stop
-            the run, or the last checkpoint can't be saved.
+        AgreedError: evaluation or epochs aren't possible as the settings want them, or the last checkpoint can't be saved.
         NonFiniteError: loss, gradient or weights became NaN or infinite; says how to go on.
         Interrupted: a signal came; the state is saved.
     """
@@ -82,7 +80,6 @@ def _run(
 ) -> tuple[int, SavedCheckpoint | None]:
     """Step to the end: the number of the signal that came before, or 0, and what came of the last checkpoint."""
     clap, engine = session.run.clap, session.engine
-    batches = shuffled_captions(session) if clap.train.shuffle_captions else session.batches
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
     begun_at = progress.step
     wanted = clap.train.stop_at
@@ -95,7 +92,7 @@ def _run(
             if session.ranks.is_first:
                 print(f"left out the batches of steps {first_skipped} to {last_skipped}", flush=True)
         stop.ask()
-        loss = engine.step(batches, log.begin_step())
+        loss = engine.step(session.batches, log.begin_step())
         progress.step += 1
         progress.samples += schedule.samples_per_step
         progress.epoch = schedule.epoch(progress.samples)
@@ -111,9 +108,6 @@ def _run(
         if to_evaluate or to_save or stopped_by or _is_due(progress.step, clap.train.log_every_steps):
             log.write()
             log.saved(checkpoints.poll())
-            if clap.train.stop_on_collapse and (collapse := on_first(lambda: log.collapse)):
-                checkpoints.close()
-                raise AgreedError(collapse[0])
         metrics: dict[str, float] = {}
         if evaluator is not None and to_evaluate and not stopped_by:
             begun = time.monotonic()

@@ -1,6 +1,6 @@
 """Command: a checkpoint as a folder that `transformers.ClapModel` and `transformers.ClapProcessor` load.
 
-    python -m clap_ds.weights.export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER] [--card [--run DIR]]
+    python -m clap_ds.weights.export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER]
 
 Weights, sizes and front end are `formats.save_transformers`'; the tokenizer, the other half of the processor, comes from the
 checkpoint or the command line.
@@ -14,9 +14,7 @@ from pathlib import Path
 import safetensors
 
 from clap_ds.config.errors import exit_code_of
-from clap_ds.config.files import write_atomically
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.weights.card import model_card
 from clap_ds.weights.expressible import changes
 from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, save_transformers
 from clap_ds.weights.hf_config import feature_extractor
@@ -84,21 +82,10 @@ def main(argv: list[str] | None = None) -> None:
     raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
     parser.add_argument("--raw", action="store_true", help=raw)
     parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="of the captions (default: the checkpoint's)")
-    more = "write a model card for the hub, README.md, of what the checkpoint says, too"
-    parser.add_argument("--card", action="store_true", help=more)
-    more = "with --card: directory of the run that made the checkpoint, whose records are added"
-    parser.add_argument("--run", type=Path, metavar="DIR", help=more)
     arguments = parser.parse_args(argv)
-    if arguments.run and not arguments.card:
-        raise ValueError("--run: is of --card alone")
     found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.raw)
-    if arguments.card:
-        model_card(found, [], arguments.run)  # a mistake in it is found before anything is written
-    remarks = export(found, arguments.folder, arguments.tokenizer)
-    for remark in remarks:
+    for remark in export(found, arguments.folder, arguments.tokenizer):
         print(f"note: {remark}")
-    if arguments.card:
-        write_atomically(arguments.folder / "README.md", model_card(found, remarks, arguments.run))
     print(f"exported: {found.shown}, model {found.config.name}")
     print(f"{arguments.folder}: for transformers.ClapModel.from_pretrained and ClapProcessor.from_pretrained")
 

@@ -93,3 +93,11 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path, mo
     higher = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fmax": 9000})})
     (change,), _ = compare(checkpoint, higher, {}, None)
     assert "audio.fmax is " in change
+
+
+def test_the_default_folder_of_a_run_keeps_its_name() -> None:
+    """A name of another version's would be a folder without checkpoints: `resume: auto` would start anew."""
+    freeze = {"train": {"samples": 8, "freeze": ["text"]}}
+    for changes, digest in (({}, "369d41eb"), (freeze, "7525d298")):
+        folder = reference.settings(**changes).checkpoint_folder
+        assert folder.name.endswith(f"-{digest}-checkpoints")

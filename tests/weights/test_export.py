@@ -1,20 +1,15 @@
 """The exported folder is what `transformers` loads, and gives the embeddings that training had."""
 
-import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import ModelCard
 
-from clap_ds.config.errors import UserError
 from clap_ds.config.model import Activation, ClapConfig, ProjectionConfig, load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize, train_tokenizer
-from clap_ds.weights import card, export
-from clap_ds.weights.checkpoint_files import AVERAGE, RAW
+from clap_ds.weights import export
 from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.names import laion_names, to_names
@@ -152,56 +147,3 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
     export.main([str(laion), str(tmp_path / "new"), "--tokenizer", str(tokenizer)])
     _, report = transformers.ClapModel.from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
-
-
-def test_a_card_of_the_raw_weights_has_no_scores_of_the_average() -> None:
-    found = SimpleNamespace(path="", config=random_model().config, reached="step 7")
-    files, settings = {RAW: None}, {"clap": {"train": {"ema": 0.9}}}
-    manifest = SimpleNamespace(files=files, settings=settings, step=7, metrics={"recall": 0.5})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(card.Path, "exists", lambda path: True)
-        patch.setattr(card.Manifest, "read", lambda folder: manifest)
-        assert "recall" not in card.model_card(found, [])
-        found.reached += AVERAGE
-        assert "| recall | 0.5 |" in card.model_card(found, [])
-
-
-def test_a_card_says_what_the_records_say_and_no_more(tokenizer: Path, tmp_path: Path) -> None:
-    shards = "s3://b/x.tar?X-Amz-Signature=abc|<script>\n---"
-    data = {
-        "shards": {shards: 1.0, "/home/me/b.tar": 2.0, "/home/you/b.tar": 3.0},
-        "tokenizer": "FacebookAI/roberta-base",
-    }
-    train = {"initial_weights": "/home/me/runs/a-checkpoints/"}
-    settings = {"clap": {"data": data, "train": train, "loss": {"kind": "softmax"}}, "train_batch_size": 64}
-    told = {"settings": settings, "metrics": {"zero_shot_top1": 0.5, "train_loss": 0.4}}
-    checkpoint_of(random_model(), tmp_path / "checkpoints", 7, tokenizer=tokenizer, **told)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "summary.json").write_text(
-        '{"samples": 448, "command": "secret", "loss": NaN, "state": "completed"}'
-    )
-    words = [str(tmp_path / "checkpoints"), str(tmp_path / "out"), "--card", "--run", str(tmp_path / "nothing")]
-    with pytest.raises(UserError, match=r"no summary\.json"):
-        export.main(words)
-    assert not (tmp_path / "out").exists()
-    export.main([*words[:-1], str(tmp_path / "run")])
-    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    card = ModelCard(text)
-    assert card.data.to_dict()["pipeline_tag"] == "zero-shot-audio-classification"
-    rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", text, re.MULTILINE))
-    assert (rows["step"], rows["zero\\_shot\\_top1"], rows["train\\_batch\\_size"], rows["samples"]) == (
-        "7",
-        "0.5",
-        "64",
-        "448",
-    )
-    assert rows["clap.loss.kind"] == "softmax"
-    assert any(name.startswith("clap.data.shards.s3") and "hidden" in name for name in rows)
-    assert (rows["clap.data.shards.2 b.tar"], rows["clap.data.shards.3 b.tar"]) == ("2", "3")
-    assert (rows["clap.data.tokenizer"], rows["clap.train.initial\\_weights"]) == (
-        "FacebookAI/roberta-base",
-        "a-checkpoints",
-    )
-    assert not re.search(r"abc|(?<!\\)<|secret|null|None|/home|train\\_loss", text)
-    assert text.count("\n---\n") == 1, "no second end of the header"
-    assert transformers.ClapModel.from_pretrained(tmp_path / "out")
