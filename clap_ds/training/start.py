@@ -86,8 +86,7 @@ def _take(lock: FolderLock, folder: Path, config: Path) -> None:
     try:
         lock.acquire()
     except HeldError as error:
-        wait = "Wait until that run is over, or name another folder"
-        raise ValueError(f"{config}: clap.checkpoint.folder: {error}. {wait}") from None
+        raise ValueError(f"{config}: clap.checkpoint.folder: {error}") from None
     except OSError as error:
         raise ValueError(f"clap.checkpoint.folder: {folder} can't be written: {error.strerror}") from error
 

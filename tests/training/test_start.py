@@ -33,9 +33,8 @@ def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(UserError) as refusal, opened_checkpoints(run, Ranks(0, 1, 0, 1)):
             pass
         assert [path.name for path in (tmp_path / "here").iterdir()] == ["writer.json"]
-    who = f"{tmp_path / 'here'} is held by host {os.uname().nodename}, pid {os.getpid()}, "
-    assert f"{run.path}: clap.checkpoint.folder: {who}" in str(refusal.value)
-    assert "Wait until that run is over, or name another folder" in str(refusal.value)
+    for part in (f"{run.path}: clap.checkpoint.folder", os.uname().nodename, str(os.getpid())):
+        assert part in str(refusal.value)
     with opened_checkpoints(run, Ranks(0, 1, 0, 1)) as checkpoints:
         assert checkpoints.path == tmp_path / "here"
 
