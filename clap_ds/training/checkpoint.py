@@ -85,8 +85,7 @@ class CheckpointFolder:
     ) -> SavedCheckpoint:
         """Save the state of training. A collective; every rank gets the same answer.
 
-        A disk that is full or failing is warned of and named in the answer; nothing half-written stays behind. What is reported
-        as saved is on the disk and has been read back.
+        A disk that is full or failing is warned of and named in the answer; nothing half-written stays behind.
 
         Args:
             metrics: as `Manifest` has them; those that aren't finite are left out.
@@ -199,8 +198,8 @@ class CheckpointFolder:
         model: ClapConfig,
         manifest: Callable[[dict[str, FileRecord]], Manifest],
     ) -> SavedCheckpoint:
-        """Write the new checkpoint and read it back, delete what it makes superfluous, and have it copied; what came of it,
-        warned of whatever goes wrong."""
+        """Write the new checkpoint, delete what it makes superfluous, and have it copied; what came of it, warned of whatever
+        goes wrong."""
         try:
             state = found.pop("state")
             if bad := not_finite({**state, "weights": found[WEIGHTS]}):

@@ -132,5 +132,5 @@ class SavedCheckpoint:
 
     @property
     def saved(self) -> bool:
-        """It is on the disk, whole and read back."""
+        """It is on the disk, and whole."""
         return self.path is not None
