@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.files import read_json
+from clap_ds.config.files import read_json, write_atomically
 
 FILE = "writer.json"
 
@@ -32,7 +32,7 @@ class FolderLock:
 
     def __init__(self, folder: Path, attempt: Path | None = None) -> None:
         job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
-        self._path, self._claim = folder / FILE, folder / f".{FILE}"
+        self._path = folder / FILE
         self._own: dict[str, Any] = {
             "token": os.urandom(8).hex(), "host": socket.gethostname(), "user": os.environ.get("USER", str(os.getuid())),
             "kernel": _kernel(), "pid": os.getpid(), "started": _start_time(os.getpid()), "slurm_job": job,
@@ -41,22 +41,16 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Take the folder, made where it isn't there. Raises HeldError: it has a holder; OSError: it can't be written."""
-        if self._create(self._path):
+        if self._create():
             return
-        found = _read(self._path)
-        if not self._is_over(found):
+        if not self._is_over(_read(self._path)):
             raise HeldError(f"{_said(self._path, 'is held by')}. If that job is over, delete {self._path}")
-        if not self._create(self._claim):  # of all that found the same one, one at a time can
-            raise HeldError(f"{self._path.parent} is being taken over. If no run does so, delete {self._claim}")
-        if _read(self._path) != found:
-            self._claim.unlink()
-            raise HeldError(_said(self._path, "was taken over by"))
         print(f"{_said(self._path, 'was left behind by')}; taken over", file=sys.stderr, flush=True)
-        os.replace(self._claim, self._path)
+        write_atomically(self._path, json.dumps(self._own))
 
     def check(self) -> None:
-        """Raises HeldError where another run has taken the folder over meanwhile."""
-        if not self._create(self._path) and _read(self._path) != self._own:  # it is created where somebody deleted it
+        """Raises HeldError where another run has taken the folder over meanwhile. Call before each write."""
+        if not self._create() and _read(self._path) != self._own:  # it is created where somebody deleted it
             raise HeldError(_said(self._path, "was taken over by"))
 
     def release(self) -> None:
@@ -65,18 +59,18 @@ class FolderLock:
             if _read(self._path) == self._own:
                 self._path.unlink()
 
-    def _create(self, path: Path) -> bool:
+    def _create(self) -> bool:
         """Whether the file could be made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w")
+            file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w")
         except FileExistsError:
             return False
         try:
             with file:
                 json.dump(self._own, file)
         except BaseException:  # a full disk, or a signal's
-            path.unlink()
+            self._path.unlink()
             raise
         return True
 

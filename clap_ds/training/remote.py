@@ -38,12 +38,10 @@ def try_target(url: str | None) -> None:
 
 def _try_target(url: str) -> None:
     try:
-        within(TRY_S, lambda: RemoteFolder(url).try_writing())
+        within(TRY_S, RemoteFolder(url).try_writing)
     except Exception as error:  # of whatever type the file system's package has
-        raise ValueError(
-            f"clap.checkpoint.sync_to: {url} can't be written ({type(error).__name__}: {error}); credentials come from the"
-            " environment. Name a place that can be written, or leave sync_to out"
-        ) from error
+        problem = f"{url} can't be written ({type(error).__name__}: {error}); credentials come from the environment"
+        raise ValueError(f"clap.checkpoint.sync_to: {problem}") from error
 
 
 class RemoteFolder:
@@ -112,9 +110,9 @@ class RemoteFolder:
 
     def _delete(self, name: str) -> None:
         """Delete a checkpoint, its manifest first, so that it is none from then on."""
-        if self._fs.exists(f"{name}/{MANIFEST}"):
-            self._fs.rm_file(f"{name}/{MANIFEST}")
-        self._fs.rm(name, recursive=True)
+        for path in (f"{name}/{MANIFEST}", name):
+            if self._fs.exists(path):
+                self._fs.rm(path, recursive=True)
 
     def _check(self, path: str, sizes: Container[int]) -> None:
         """DamagedError for what isn't a file of one of these sizes, and might have no end; FileNotFoundError: nothing there."""
@@ -150,16 +148,15 @@ class BackgroundSync:
 
     def close(self, limit_s: float) -> list[Path]:
         """Wait for what is under way, say what isn't there, and give back those checkpoints."""
-        if pending := [path.name for path, copy in self._copies.items() if not copy.done()]:
-            print(f"copying {', '.join(pending)} to {self._url}, for {limit_s:,.0f} s at most", flush=True)
+        if any(not copy.done() for copy in self._copies.values()):
+            print(f"copying checkpoints to {self._url}, for {limit_s:,.0f} s at most", flush=True)
         wait(self._copies.values(), limit_s)
         left = [path for path, copy in self._copies.items() if not (copy.done() and copy.result())]
         self._closed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if left:
-            warn(
-                f"not copied to {self._url}: {', '.join(map(str, left))}. To copy a folder by hand, its {MANIFEST} comes last"
-            )
+            paths = ", ".join(map(str, left))
+            warn(f"not copied to {self._url}: {paths}. To copy a folder by hand, its {MANIFEST} comes last")
         return left
 
     def _copy(self, checkpoint: Path) -> bool:

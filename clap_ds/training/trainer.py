@@ -1,7 +1,4 @@
-"""The training loop: steps, evaluations and checkpoints until the samples are through, a target is reached or a signal comes.
-
-What a step is, is the engine's; where a run begins, `start`'s; what it tells, `log`'s and `messages`'.
-"""
+"""The training loop: steps, evaluations and checkpoints until the samples are through or a signal comes."""
 
 import time
 from contextlib import nullcontext
@@ -20,7 +17,7 @@ from clap_ds.ranks.watch import ending
 from clap_ds.record.clock import standing_still
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog
-from clap_ds.training.messages import conclude, how_to_go_on, introduce, same_command
+from clap_ds.training.messages import conclude, how_to_go_on, introduce
 from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress
 from clap_ds.training.start import Choices
 from clap_ds.training.stop import StopRequest
@@ -51,7 +48,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         except NonFiniteError as error:
             log.saved(checkpoints.poll(None))
             checkpoints.close()
-            raise NonFiniteError(f"{error}. {how_to_go_on(checkpoints, choices, session.engine.steps)}") from None
+            raise NonFiniteError(f"{error}. {how_to_go_on(checkpoints, session.engine.steps)}") from None
         ending()
         checkpoints.close()
         wanted = run.clap.train.stop_at
@@ -61,7 +58,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         dist.barrier()
     if stopped_by:
         assert saved is not None
-        _say_stopped(session, Interrupted(stopped_by), saved, same_command(choices))
+        _say_stopped(session, Interrupted(stopped_by), saved)
         dist.barrier()  # the state is recorded before any rank leaves
         raise Interrupted(stopped_by)
     if saved is not None and not saved.saved:
@@ -98,7 +95,7 @@ def _run(
         progress.epoch = schedule.epoch(progress.samples)
         log.end_step(loss)
         if clap.checkpoint.background and clap.checkpoint.every_steps and progress.step == begun_at + 1:
-            log.told_memory(checkpoints.make_room(engine))  # once the optimiser has its state
+            checkpoints.make_room(engine)  # once the optimiser has its state
 
         with standing_still():
             stopped_by = stop.wait()
@@ -168,12 +165,11 @@ def _evaluator(session: Session) -> "Evaluator | None":
     )
 
 
-def _say_stopped(session: Session, stop: Interrupted, saved: SavedCheckpoint, command: str) -> None:
+def _say_stopped(session: Session, stop: Interrupted, saved: SavedCheckpoint) -> None:
     """Record the state and say how to resume."""
     session.record_data()
     if not session.ranks.is_first:
         return
     lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
     session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
-    place = "there" if saved.saved else "the last checkpoint that could be"
-    print(f"stopped by {stop} after step {saved.step}{lost}; {command} resumes from {place}", flush=True)
+    print(f"stopped by {stop} after step {saved.step}{lost}; the same command without --restart resumes", flush=True)

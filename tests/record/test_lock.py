@@ -1,11 +1,9 @@
-"""A folder has one writer: a living one is named, and one that is known to be gone is replaced by one other."""
+"""A folder has one writer: a living one is named, and one that is known to be gone is replaced."""
 
 import json
 import os
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -49,11 +47,8 @@ def test_a_holder_is_named_with_what_to_do_and_leaves_nothing(tmp_path: Path) ->
     [
         ({}, ATTEMPT, False),
         ({"job": "/jobs/12/0"}, ATTEMPT, True),  # an earlier attempt of this job
-        ({"job": "/jobs/12/1"}, ATTEMPT, False),
-        ({"job": ""}, None, False),
         ({"job": "SLURM/12/1"}, None, True),  # before SLURM started this job anew
         ({"job": "SLURM/12/0"}, None, False),  # another run in this allocation
-        ({"pid": "ended"}, ATTEMPT, False),  # of another machine
         ({"pid": "ended", "kernel": "this"}, ATTEMPT, True),
         ({"pid": "ended", "kernel": "this", "user": "another"}, ATTEMPT, False),  # whose processes may be hidden
         ({"started": 1, "kernel": "this"}, ATTEMPT, True),  # another process has got its number
@@ -79,25 +74,6 @@ def test_a_holder_that_is_known_to_be_gone_is_replaced(
             lock.acquire()
         assert json.loads((tmp_path / "writer.json").read_text()) == left
     process.wait()
-
-
-def test_of_many_that_find_one_gone_one_takes_its_place(tmp_path: Path) -> None:
-    def take(contender: FolderLock) -> FolderLock | None:
-        ready.wait()
-        try:
-            contender.acquire()
-        except HeldError:
-            return None
-        return contender
-
-    for _ in range(20):
-        _left_behind(tmp_path, job="/jobs/12/0")
-        contenders, ready = [FolderLock(tmp_path, ATTEMPT) for _ in range(6)], threading.Barrier(6, timeout=60)
-        with ThreadPoolExecutor(6) as pool:
-            (winner,) = filter(None, pool.map(take, contenders))
-        winner.check()
-        winner.release()
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_one_taken_over_meanwhile_is_told_and_leaves_the_other_alone(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -234,6 +235,20 @@ def save_behind(folder: str) -> dict[str, Any]:
         "saved": [each.problem for each in (first, second, third)], "copies": copies, "bytes": (num_bytes, first.bytes),
         "losses": (uninterrupted, losses(other, 2, 3)),
     }  # fmt: skip
+
+
+def stalled(folder: str) -> SavedCheckpoint:
+    """A checkpoint of which 2 s are spent on the copy and 5 s on waiting for it, by a clock that stands still otherwise."""
+    now, checkpoints, trained = [100.0], CheckpointFolder(folder), trained_engine()
+
+    def lasting(seconds: float, call: Any) -> Any:
+        return lambda *arguments: (now.append(seconds), call(*arguments))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: sum(now)))
+        patch.setattr(checkpoint, "engine_state", lasting(2.0, checkpoint.engine_state))
+        patch.setattr(checkpoints, "poll", lasting(5.0, checkpoints.poll))
+        return checkpoints.save(trained, progress(1))
 
 
 def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:

@@ -49,6 +49,11 @@ def test_what_is_written_behind_training_is_the_state_when_it_began(two_ranks: R
             assert 0.5 * written < copied < written  # weights that are the optimiser's, too, lie there once
 
 
+def test_training_stood_still_for_the_copy_and_the_wait(one_rank: RankPool, tmp_path: Path) -> None:
+    (saved,) = one_rank.run(ranks.stalled, str(tmp_path))
+    assert (saved.begin, saved.stalled_s) == (100.0, 7.0)
+
+
 def test_numbers_that_are_not_finite_behind_training_end_it(one_rank: RankPool, tmp_path: Path) -> None:
     ((told, refusal),) = one_rank.run(ranks.poisoned_behind, str(tmp_path))
     assert (told.saved, told.problem) == (False, refusal)

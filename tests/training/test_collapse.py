@@ -39,10 +39,10 @@ def test_a_collapse_is_said_and_costs_no_good_checkpoint(tmp_path: Path) -> None
     """A run that learns, and goes on at a rate of 1 until it has collapsed."""
 
     def start(steps: int, lr: float) -> str:
-        clap: dict[str, Any] = {"train": {"samples": 4 * steps}, "data": {"source": "synthetic", "num_batches": 4}}
+        clap: dict[str, Any] = {"train": {"samples": 4 * 2 * steps}, "data": {"source": "synthetic", "num_batches": 4}}
         clap["checkpoint"] = {"folder": str(tmp_path / "checkpoints"), "every_steps": 20, "keep_last": 2}
         optimizer = {"type": "AdamW", "params": {"lr": lr}}
-        return commands.train(commands.write_training(tmp_path, optimizer=optimizer, scheduler={}, clap=clap), 1)
+        return commands.train(commands.write_training(tmp_path, optimizer=optimizer, scheduler={}, clap=clap))
 
     said = "the model has collapsed: since step "
     assert said not in start(80, 1e-3)

@@ -73,7 +73,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Pa
         summary = commands.summaries(parts)[-1]
         assert summary["state"] == state
         assert summary["checkpoints"][-1]["step"] == summary["step"] == max(commands.losses(parts)) < STEPS
-        assert "the same command resumes from there" in ranks.outputs[0]
+        assert "the same command without --restart resumes" in ranks.outputs[0]
     output = commands.train(parts)
     assert "resuming from" in output
 
@@ -166,7 +166,7 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
 
     # A first start, which is killed after 1000 s and before its second checkpoint.
     _, output = run("first", epochs=1.0)
-    assert "training to 60 samples (clap.train.epochs 1, of 60 each): 1 steps; the last step takes 1 more" in output
+    assert "training to 60 samples (clap.train.epochs 1, of 60 each): 1 steps" in output
     with (tmp_path / "checkpoints" / "history.jsonl").open("a") as file:
         file.write(json.dumps({"step": 2, "train_s": 1000.0}) + "\n")
     config, output = run("second", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
