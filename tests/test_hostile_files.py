@@ -4,14 +4,12 @@ import json
 import os
 import resource
 import tarfile
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 from clap_ds.analysis.record import read_record
 from clap_ds.config.errors import UserError
@@ -142,18 +140,6 @@ def test_a_chain_of_gnu_sparse_headers_without_end(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(block + bytes([*[0] * 504, 1, *[0] * 7]) * 3)
     assert list(list_items(str(tmp_path / "a.tar"), said.__setitem__)) == []
     assert "can't be read" in said[str(tmp_path / "a.tar")]
-
-
-def test_a_compressed_pickle(tmp_path: Path) -> None:
-    torch.save({"a": torch.zeros(10**6)}, tmp_path / "stored.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "stored.pt") as stored,
-        zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as file,
-    ):
-        for name in stored.namelist():
-            file.writestr(name, stored.read(name))
-    with pytest.raises(ValueError, match="compressed"):
-        load_weights(tmp_path / "a.pt")
 
 
 def test_progress_of_another_kind() -> None:

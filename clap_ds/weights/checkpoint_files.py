@@ -29,7 +29,6 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 RAW = "raw.safetensors"
 """The weights themselves, where `WEIGHTS` are a moving average of them."""
-AVERAGE = ", moving average of the weights"
 STATE = "state.safetensors"
 TOKENIZER = "tokenizer"
 FORMAT = 2
@@ -59,17 +58,17 @@ class Manifest:
     """What a checkpoint holds and what it may be loaded into.
 
     Attributes:
-        serial: ms since 1970 when it was saved, and larger than every older one's in its folder, whatever their steps.
-        step: optimiser steps taken.
+        serial: ms since 1970 when it was saved, and larger than every older one's in its folder.
+        step: optimizer steps taken.
         model: `ClapConfig` as JSON.
         engine: what a run that resumes must have in common (`clap_ds.engine.state.describe`).
-        tokenizer: hub name of the captions' tokenizer, or `tokenizer`: the folder of that name in the checkpoint.
+        tokenizer: hub name of the captions' tokenizer, or `TOKENIZER`: the folder in the checkpoint.
         metrics: of the evaluation at this step, if there was one, and `TRAIN_LOSS`.
         files: by path relative to the checkpoint.
-        run: of the run that saved it, through all its restarts; empty in old checkpoints.
-        settings: the run's JSON as resolved; empty in old checkpoints.
-        best_by: the evaluation metric that tells the run's best, or None.
-        resumed_from: serial of the checkpoint that the run resumed from when it started last, or None.
+        run: id of the run that saved it, through all its restarts.
+        settings: the run's JSON as resolved.
+        best_by: the evaluation metric that tells the run's best.
+        resumed_from: serial of the checkpoint that the run resumed from last.
     """
 
     serial: int
@@ -107,7 +106,7 @@ class Manifest:
             raise DamagedError(f"{where}: its {MANIFEST} can't be read: {error}") from error
 
     def tokenizer_in(self, folder: Path) -> str | None:
-        """As `clap_ds.model.tokenizer.load_tokenizer` takes it: the copy in the checkpoint, or the hub name."""
+        """The copy in the checkpoint, or the hub name."""
         return str(folder / TOKENIZER) if self.tokenizer == TOKENIZER else self.tokenizer
 
     @classmethod
@@ -143,13 +142,13 @@ def _hash_of(file: Any) -> str:
 
 
 def free_name(step: int, taken: Collection[str]) -> str:
-    """The name of a checkpoint of this step, where others have some names already."""
-    numbered = (f"step-{step:08d}-{number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain([f"step-{step:08d}"], numbered) if name not in taken)
+    """The name of a checkpoint of this step that isn't taken."""
+    names = (f"step-{step:08d}" + f"-{number}" * (number > 1) for number in itertools.count(1))
+    return next(name for name in names if name not in taken)
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new hidden folder to put a checkpoint of this step together in; `publish` gives it its name, one that is free now."""
+    """Make a hidden folder to put a checkpoint of this step together in, which `publish` renames."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{free_name(step, os.listdir(folder))}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -219,8 +218,8 @@ def move_aside(folder: Path, *, but: str) -> Path | None:
 
 
 def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged: dict[str, str]) -> dict[str, Manifest]:
-    """Manifests of those names that are a checkpoint's, the newest first, by name. `read` raises FileNotFoundError where there
-    is none, and DamagedError, of which `damaged` gets the text, by name."""
+    """Manifests by those names that are a checkpoint's, the newest first. Where `read` raises DamagedError, `damaged` gets the
+    text, by name; FileNotFoundError says that there is none."""
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:

@@ -2,8 +2,7 @@
 
     python -m clap_ds.weights.export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER]
 
-Weights, sizes and front end are `formats.save_transformers`'; the tokenizer, the other half of the processor, comes from the
-checkpoint or the command line.
+The tokenizer comes from the checkpoint or the command line.
 """
 
 import argparse
@@ -24,15 +23,10 @@ import transformers  # isort: skip  (after torchaudio_compat)
 
 
 def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> list[str]:
-    """Write the folder, all of it or nothing.
+    """Write the folder, new or empty, all of it or nothing. Returns what its users should know, in words.
 
     Args:
-        found: the weights, with what is known of them.
-        folder: to be made, or empty.
         tokenizer: hub name or folder; None: that of training.
-
-    Returns:
-        What whoever uses the folder should know, in words.
 
     Raises:
         ValueError: the model can't be expressed, there is no tokenizer or none that fits, or the folder is in use.
@@ -57,23 +51,17 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
         raise ValueError(f"{folder} can't be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    which = "length of training" if found.text_tokens else "model's most, as that of training isn't known"
     cut = "are only cut where the processor is told: text_kwargs={'padding': True, 'truncation': True}"
-    remarks = [*changes(found.config), f"captions beyond {length} tokens, the {which}, {cut}"]
-    at_random = (
-        "of longer clips ClapFeatureExtractor takes parts at random, and it takes a clip for longer where none is"
-    )
-    if found.config.audio.mel_bins != 64:
-        at_random += "; with other than 64 mel bins it fails on longer ones"
+    remarks = [*changes(found.config), f"captions beyond {length} tokens {cut}"]
+    fused = "of longer clips ClapFeatureExtractor takes parts at random, if there are 64 mel bins"
     refused = "longer clips than the model's are refused, as ClapFeatureExtractor crops at random alone"
-    remarks.append(at_random if found.config.audio.fusion else refused)
+    remarks.append(fused if found.config.audio.fusion else refused)
     if LOGIT_BIAS in found.state:
         remarks.append("the sigmoid loss's logit bias has no place in ClapModel; embeddings do without it")
     return remarks
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Export and say so; raises ValueError where the checkpoint, the tokenizer or the folder can't be used."""
     parser = argparse.ArgumentParser("clap_ds.weights.export", description=(__doc__ or "").splitlines()[0])
     kinds = "a checkpoint, a folder of them (its newest good one), a .safetensors file of this project's, or a LAION-CLAP .pt"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)

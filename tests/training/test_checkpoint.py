@@ -156,10 +156,7 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="none of 3 checkpoints is good") as refusal:
         CheckpointFolder(tmp_path).find()
-    for reason in (
-        *("step-00000001: no checkpoint", f"{STATE} has changed", "weights.safetensors has changed"),
-        *("--restart moves them aside", "clap.train.initial_weights"),
-    ):
+    for reason in ("step-00000001", f"{STATE} has changed", "weights.safetensors has changed", "--restart"):
         assert reason in str(refusal.value)
     assert sorted(tmp_path.rglob("*")) == before
 

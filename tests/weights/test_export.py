@@ -108,9 +108,8 @@ def test_captions_are_cut_at_the_trained_length(
     checkpoint_of(random_model(), tmp_path / "run", 4, tokenizer=tokenizer, **told | {"metrics": {}})
     export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--best"])
     said = capsys.readouterr().out
-    assert f"exported: {path}, step 3, zero_shot_top1 0.5, model micro\n" in said
-    assert "captions beyond 12 tokens" in said
-    assert "note: the sigmoid loss's logit bias" in said
+    for part in (f"{path}, step 3, zero_shot_top1 0.5", "beyond 12 tokens", "logit bias", "longer clips"):
+        assert part in said
     processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
     # As the note says; a plain truncation=True would reach the front end too, where it means something else.
     asked = {"text_kwargs": {"padding": True, "truncation": True}, "sampling_rate": 48000, "return_tensors": "pt"}
@@ -118,9 +117,8 @@ def test_captions_are_cut_at_the_trained_length(
     expected = tokenize(["rain " * 400], load_tokenizer(str(tokenizer), vocab_size=512), 12)[0]
     assert torch.equal(inputs["input_ids"], expected)
     assert inputs["input_features"].shape == (1, 1, 101, 16)
-    assert "note: longer clips than the model's are refused" in said
     long = np.tile(sounds()[0], 2)  # of which a crop at random would be another at each call
-    with pytest.raises(NotImplementedError, match=r"of longer clips \(crop them first, or say truncation='rand_trunc'"):
+    with pytest.raises(NotImplementedError, match="of longer clips"):
         processor(audio=long, sampling_rate=48000)
     asked = {"truncation": "rand_trunc", "sampling_rate": 48000, "return_tensors": "pt"}
     assert processor.feature_extractor(long, **asked)["input_features"].shape == (1, 1, 101, 16)
@@ -133,10 +131,10 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
     (tmp_path / "file").write_text("")
     save_safetensors(random_model(), bare := tmp_path / "model.safetensors")
     for source, folder, options, reason in (
-        (path, "out", [], "out: expected a new or empty folder"),
-        (path, "file/out", [], "file/out can't be written"),
+        (path, "out", [], "expected a new or empty folder"),
+        (path, "file/out", [], "can't be written"),
         (path, "new", ["--tokenizer", str(tmp_path / "out")], "holds no tokenizer"),
-        (bare, "new", [], "names no tokenizer: give it with --tokenizer"),
+        (bare, "new", [], "--tokenizer"),
     ):
         with pytest.raises(ValueError, match=reason):
             export.main([str(source), str(tmp_path / folder), *options])
