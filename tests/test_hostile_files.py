@@ -27,7 +27,6 @@ from clap_ds.ranks.verdict import read_stacks
 from clap_ds.record.directory import RunDirectory
 from clap_ds.record.lock import FolderLock, HeldError
 from clap_ds.record.stream import Stream
-from clap_ds.training.remote import RemoteFolder
 from clap_ds.training.schedule import TrainingProgress
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
@@ -74,8 +73,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "source/b.json": lambda folder: _described(folder / "source"),
     "list.jsonl": lambda folder: read_entries(folder / "list.jsonl", OPTIONS),
     "step-00000001/manifest.json": newest_good,
-    "step-00000001/progress.json": lambda folder: RemoteFolder(str(folder)).download_newest(folder / "copies", {}),
-    "step-00000002/manifest.json": lambda folder: RemoteFolder(str(folder)).download_newest(folder / "copies", {}),
     "step-00000001/weights.safetensors": lambda folder: (newest_good(folder), load_weights(folder / "step-00000001")),
     "errors/rank0.json": read_words,
     "stacks/rank0.txt": read_stacks,

@@ -17,7 +17,7 @@ class HostCopies:
         self._stager: Any = None
 
     def of(self, state: Any) -> Any:
-        """The state with its tensors in host memory; returns once they are there."""
+        """The state with its tensors in host memory."""
         if self._stager is None:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 

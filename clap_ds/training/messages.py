@@ -45,17 +45,15 @@ def introduce(
 
 def conclude(session: Session, progress: TrainingProgress, schedule: Schedule) -> None:
     """Say what ended the run, what was trained, and what can be done with it."""
-    run = session.run
+    run, reached = session.run, progress.reached(session.run.clap.train.stop_at)
+    if not (reached or schedule.is_done(progress.samples)):
+        return
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
     evaluation = f"--deepspeed_config {path}" if names(run.clap.evaluation) else "--retrieval SHARDS"
-    if reached := progress.reached(run.clap.train.stop_at):
-        print(reached, flush=True)
-    elif not schedule.is_done(progress.samples):
-        return
-    trained = " and ".join(trained_towers(session.engine.model))
     print(
-        f"trained {trained} on {progress.samples:,} samples in {progress.step:,} steps. To evaluate and to export:\n"
-        f"  clap-evaluate {folder} {evaluation}\n  python -m clap_ds.weights.export {folder} FOLDER",
+        f"{reached or 'done'}: trained {' and '.join(trained_towers(session.engine.model))} on {progress.samples:,} samples in"
+        f" {progress.step:,} steps. To evaluate and to export:\n  clap-evaluate {folder} {evaluation}\n"
+        f"  python -m clap_ds.weights.export {folder} FOLDER",
         flush=True,
     )
 

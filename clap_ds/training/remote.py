@@ -9,14 +9,12 @@ import posixpath
 import shutil
 import threading
 import uuid
-from collections.abc import Container
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
-from clap_ds.config.files import MOST_BYTES
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.ranks.agreement import on_first
 from clap_ds.ranks.limits import within
@@ -56,7 +54,6 @@ class RemoteFolder:
         """Manifests, the newest first, by name; `damaged` gets why others can't be read."""
 
         def read(name: str) -> Manifest:
-            self._check(f"{name}/{MANIFEST}", range(MOST_BYTES))
             return Manifest.from_json(self._fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
 
         return files.newest_first(self._names(), read, {} if damaged is None else damaged)
@@ -90,13 +87,12 @@ class RemoteFolder:
         self._fs.rm_file(name)
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
-        """Bring the newest good checkpoint into a local folder; None if there is none. `damaged` gets why others, by name, were
-        passed over, of which one that is found warns."""
+        """Bring the newest good checkpoint into a local folder; None if there is none. `damaged` gets why others, by name,
+        aren't; they are warned of where there is one."""
         for name, manifest in self.read_all(damaged).items():
             partial = files.begin(folder, manifest.step)
             try:
-                for file, record in manifest.files.items():
-                    self._check(f"{name}/{file}", [record.bytes])
+                for file in manifest.files:
                     (partial / file).parent.mkdir(exist_ok=True)
                     self._fs.get_file(f"{name}/{file}", str(partial / file))
                 found = files.publish(partial, manifest, check=True)
@@ -113,12 +109,6 @@ class RemoteFolder:
         for path in (f"{name}/{MANIFEST}", name):
             if self._fs.exists(path):
                 self._fs.rm(path, recursive=True)
-
-    def _check(self, path: str, sizes: Container[int]) -> None:
-        """DamagedError for what isn't a file of one of these sizes, and might have no end; FileNotFoundError: nothing there."""
-        info = self._fs.info(path)
-        if info["type"] != "file" or not (info["size"] is None or info["size"] in sizes):
-            raise DamagedError(f"{self.url}/{path}: not a file of the expected size")
 
     def _names(self) -> list[str]:
         """Of what can be a checkpoint, even half of one."""

@@ -38,10 +38,7 @@ def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept
     if rank() == 0 and (found := [*to_accept, *others]):
         alone = "; of the checkpoint only weights and step are taken" if to_accept else ""
         warn(f"settings have changed since {folder.name}: {'; '.join(found)}{alone}")
-    try:
-        progress = TrainingProgress.from_json(read_bytes(folder / PROGRESS))
-    except (OSError, LookupError, TypeError) as error:
-        raise ValueError(f"{folder} can't be read: {error}") from error
+    progress = TrainingProgress.from_json(read_bytes(folder / PROGRESS))
     engine.steps = progress.step
     if engine.average is not None:
         engine.average.load(load_weights(folder / WEIGHTS).state)
@@ -50,8 +47,6 @@ def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept
         load_weights_alone(engine, weights, progress.step, progress.samples)
         return progress
     state = read_state_file(folder / STATE)
-    if not isinstance(state, dict) or not isinstance(state.get("random"), list):
-        raise ValueError(f"{folder}: {STATE} holds no state of training")
     load_engine_state(engine, state, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
     if rank() < len(state["random"]):
         restore_random_state(state["random"][rank()], engine.model.logit_scale.device)
