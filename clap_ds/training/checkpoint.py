@@ -82,13 +82,8 @@ class CheckpointFolder:
     ) -> SavedCheckpoint:
         """Save the state of training. A collective; every rank gets the same answer.
 
-        A disk that is full or failing is warned of and named in the answer; nothing half-written stays behind.
-
-        Args:
-            metrics: as `Manifest` has them; those that aren't finite are left out.
-
-        Raises:
-            NonFiniteError: on all ranks: weights or the optimiser's state hold NaN or infinite numbers; nothing is saved.
+        A disk that is full or failing is warned of and named in the answer; nothing half-written stays behind. `metrics` that
+        aren't finite are left out. Raises NonFiniteError, on all ranks: weights or the optimizer's state aren't finite.
         """
         self.start_saving(engine, progress, metrics=metrics, copied=False)
         saved = self.finish()
@@ -157,11 +152,10 @@ class CheckpointFolder:
 
     @doing("looking for a checkpoint")
     def find(self, path: Path | None = None) -> Path | None:
-        """The checkpoint at a path, or the newest good one of a folder there, by default of this folder; brought here from
-        `sync_to` if there is none; None if there is none at all.
+        """The checkpoint at a path, or the newest good one of a folder there, by default of this one or, if empty, `sync_to`.
 
-        Damaged and half-written ones are warned of, with the reason, and passed over. A collective; every rank gets the same
-        answer. Raises ValueError: none is at the path, `sync_to` can't be read, or there are checkpoints and not one is good.
+        Damaged ones are warned of and passed over. A collective; every rank gets the same answer, None where there is none.
+        Raises ValueError: none is at the path, `sync_to` can't be read, or there are checkpoints and not one is good.
         """
         return on_first(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
 
@@ -183,8 +177,8 @@ class CheckpointFolder:
 
     @doing("loading a checkpoint")
     def load(self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
-        """Put the engine, and this rank's random number generators, in the state of a checkpoint that `find` gave, whose run
-        goes on. A collective; see `restore`. Raises ValueError: not every rank sees it, or `restore` refuses it."""
+        """Go on with the run of a checkpoint that `find` gave. A collective; raises ValueError: not every rank sees it, or
+        `restore` refuses it."""
         manifest = on_first(lambda: Manifest.read(folder))
         self._run_id, self._resumed_from = manifest.run, manifest.serial
         blind = judged((folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None)

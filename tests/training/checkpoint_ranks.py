@@ -263,16 +263,6 @@ def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
     return told, str(refusal.value)
 
 
-def save_poisoned(folder: str) -> tuple[str, list[Path]]:
-    """Why a checkpoint with one weight that isn't finite is refused, and what the folder holds then."""
-    trained = trained_engine()
-    with torch.no_grad():
-        trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
-    with pytest.raises(NonFiniteError) as refusal:
-        CheckpointFolder(folder).save(trained, progress(1))
-    return str(refusal.value), [*Path(folder).iterdir()]
-
-
 def refusal(folder: str, unseen_by: int | None = None) -> str:
     """Why a folder can't be resumed from, one whose files a rank doesn't see, perhaps."""
     fresh = engine(settings(), 1)

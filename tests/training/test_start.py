@@ -64,9 +64,7 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path, mo
     one, copied, other = (str(tmp_path / name) for name in ("one", "copy", "other"))
     assert tokenizer_problem(one, copied, MICRO.text) is None
     assert tokenizer_problem(None, other, MICRO.text) is tokenizer_problem(one, None, MICRO.text) is None
-    unknown = str(tokenizer_problem("no/such-tokenizer", one, MICRO.text))
-    assert "no/such-tokenizer there" in unknown
-    assert "can't be compared: " in unknown
+    assert "can't be compared" in str(tokenizer_problem("no/such-tokenizer", one, MICRO.text))
     checkpoint = checkpoint_of(ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one")
 
     def run(tokenizer: str, weights: Path = checkpoint) -> RunSettings:
@@ -82,16 +80,13 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path, mo
         _taken(run(other))
     save_safetensors(ClapModel(MICRO), tmp_path / "bare.safetensors")  # which doesn't say its tokenizer
     bare = run(other, tmp_path / "bare.safetensors")
-    with pytest.raises(ValueError, match=r"other has 271 tokens, .*bare\.safetensors a vocabulary of 512\. Set clap"):
+    with pytest.raises(ValueError, match="other has 271 tokens"):
         _taken(bare)
     assert _taken(bare, accept_changes=True).config == MICRO
     assert "other isn't RoBERTa's tokenizer" in str(tokenizer_problem("roberta-base", other, MICRO.text))
     hello = {"input_ids": [0, 31414, 232, 328, 2]}  # as fairseq's documentation has it
     monkeypatch.setattr(restoring, "load_tokenizer", lambda name, **fit: lambda text: hello)
     assert tokenizer_problem("roberta-base", "a local copy", MICRO.text) is None
-    higher = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"fmax": 9000})})
-    (change,), _ = compare(checkpoint, higher, {}, None)
-    assert "audio.fmax is " in change
 
 
 def test_the_default_folder_of_a_run_keeps_its_name() -> None:
