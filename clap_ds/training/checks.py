@@ -1,8 +1,6 @@
 """What training needs of a run's JSON beyond what every command checks; found before torch is loaded."""
 
-import os
 from collections.abc import Collection
-from pathlib import Path
 
 from clap_ds.config import metrics
 from clap_ds.config.check import missing_monitors
@@ -43,7 +41,7 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
 
 
 def _problems_with_urls(run: RunSettings) -> list[str]:
-    """URLs with credentials or of protocols that can't be used, and checkpoints that would be copied to where they are."""
+    """URLs with credentials, or of protocols that can't be used; nothing is connected to."""
     clap = run.clap
     places: dict[str, Collection[str] | str | None] = {"clap.checkpoint.sync_to": clap.checkpoint.sync_to}
     if isinstance(clap.data, ShardData):
@@ -51,9 +49,6 @@ def _problems_with_urls(run: RunSettings) -> list[str]:
     for name, task in (("retrieval", clap.evaluation.retrieval), ("zero_shot", clap.evaluation.zero_shot)):
         places[f"clap.evaluation.{name}.shards"] = task.shards if task else None
     problems = []
-    sync_to = clap.checkpoint.sync_to
-    if sync_to and Path(os.path.abspath(sync_to.removeprefix("file://"))) == run.checkpoint_folder:
-        problems.append(f"clap.checkpoint.sync_to: {sync_to} is the folder of the checkpoints itself")
     for field, urls in places.items():
         for url in filter(is_remote, [urls] if isinstance(urls, str) else urls or ()):
             try:

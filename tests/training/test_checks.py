@@ -19,7 +19,7 @@ NO_EPOCHS, ONE_PAIR = "clap.train.epochs: synthetic", "train_micro_batch_size_pe
 
 
 def copied_to(url: str) -> dict[str, Any]:
-    return {"train": {"samples": 9}, "checkpoint": {"folder": "/checkpoints", "sync_to": url}}
+    return {"train": {"samples": 9}, "checkpoint": {"sync_to": url}}
 
 
 def sized(accumulation: str, micro_batch: int = 1, steps: int = 4) -> dict[str, Any]:
@@ -39,7 +39,6 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb is not installed"),
     (copied_to("s3://key:hush@bucket/run"), "sync_to: the s3 URL of bucket carries credentials"),
     (copied_to("gopher://host/run"), "there is no protocol 'gopher'"),
-    (copied_to("file:///checkpoints"), "is the folder of the checkpoints itself"),
     (sized("independent"), ONE_PAIR),
     (sized("independent", 2), None),
     (sized("cached"), None),

@@ -140,18 +140,9 @@ def test_own_safetensors_carry_any_model_whole(tmp_path: Path) -> None:
         checkpoint.load_into(ClapModel(mean))
 
 
-@pytest.mark.parametrize(
-    ("audio", "reason"),
-    [
-        ({"depths": [2, 1, 1], "num_heads": [2, 4, 4]}, "its last token grid is smaller than the window"),
-        ({"num_samples": 47999}, "its clips are not whole seconds"),
-    ],
-)
-def test_models_that_transformers_has_no_sizes_for_are_refused(
-    tmp_path: Path, audio: dict[str, Any], reason: str
-) -> None:
-    config = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update=audio)})
-    with pytest.raises(ValueError, match=reason):
+def test_models_that_transformers_has_no_sizes_for_are_refused(tmp_path: Path) -> None:
+    config = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"num_samples": 47999})})
+    with pytest.raises(ValueError, match="whole seconds"):
         save_transformers(ClapModel(config), tmp_path / "never")
     assert not (tmp_path / "never").exists()
 
