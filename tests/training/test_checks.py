@@ -5,7 +5,6 @@ import subprocess
 import sys
 from typing import Any
 
-import fsspec
 import pytest
 
 from clap_ds.training.checks import problems_for_training
@@ -57,20 +56,6 @@ def test_problems_name_the_field(
     assert "hush" not in "".join(found)
     if expected == ONE_PAIR:  # which more ranks, or some that aren't known yet, may not make
         assert problems_for_training(settings(**changes), 2) == problems_for_training(settings(**changes)) == []
-
-
-def test_a_protocol_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(protocol: str) -> None:
-        raise ImportError(f"Install {protocol}fs")
-
-    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    data = {"source": "shards", "shards": {"s3://bucket/train-{0..9}.tar": 1.0, "here.tar": 2.0}, "tokenizer": "x"}
-    places = {"data": data, "checkpoint": {"sync_to": "gs://bucket/run"}}
-    evaluation = {"retrieval": {"shards": ["hf://x/a.tar"]}}
-    found = problems_for_training(settings(train={"samples": 9}, evaluation=evaluation, **places))
-    fields = ["clap.checkpoint.sync_to", "clap.data.shards", "clap.evaluation.retrieval.shards"]
-    assert [problem.split(": ")[0] for problem in found] == fields
-    assert all(f"Install {name}fs" in problem for name, problem in zip(("gs", "s3", "hf"), found, strict=True))
 
 
 def test_the_checks_load_neither_torch_nor_deepspeed() -> None:
