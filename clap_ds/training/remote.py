@@ -36,7 +36,7 @@ def try_target(url: str | None) -> None:
 
 def _try_target(url: str) -> None:
     try:
-        within(TRY_S, RemoteFolder(url).try_writing)
+        within(TRY_S, lambda: RemoteFolder(url).try_writing())  # some connect when they are made
     except Exception as error:  # of whatever type the file system's package has
         problem = f"{url} can't be written ({type(error).__name__}: {error}); credentials come from the environment"
         raise ValueError(f"clap.checkpoint.sync_to: {problem}") from error
