@@ -2,8 +2,8 @@
 
     python -m clap_ds.check_runs [--train] FILE…
 
-First prints what this Python has of the packages a run needs, which is how `launch/` learns whether the ranks' Python will
-do. Every problem is a line; exit code 2 where there is one. Imports none of those packages but pydantic.
+First prints what this Python has of the packages a run needs. Every problem is a line; exit code 2 where there is one. Imports
+none of those packages but pydantic.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PACKAGES_FOR_SHARDS = ("webdataset", "braceexpand", "fsspec", "soundfile")
 
 
 def missing(packages: Iterable[str]) -> str:
-    """Which of these packages this Python lacks, in words; empty where it has all."""
+    """Say which of these packages this Python lacks; empty where it has all."""
     names = [name for name in packages if importlib.util.find_spec(name) is None]
     return f"{sys.executable} has no {', '.join(names)}" if names else ""
 
 
 def check(paths: list[Path], *, train: bool) -> None:
-    """A UserError with the problems of all files, each line beginning with its file."""
+    """Raise a UserError with the problems of all files, each line beginning with its file."""
     from clap_ds.config.settings import load_run  # not at the top: pydantic may be what is missing
 
     problems = []

@@ -2,9 +2,8 @@
 
     deepspeed [--hostfile H] clap_ds/train.py --deepspeed_config my_run.json
 
-Resumes from the newest checkpoint of the same run if there is one; options say what else to do with the checkpoints that are
-there. SIGTERM, SIGUSR1 and SIGHUP finish the step under way or the next, save and exit; the same command then resumes. Also
-runs under torchrun and, as a single rank, under plain python.
+Resumes from the newest checkpoint of the same run if there is one. SIGTERM, SIGUSR1 and SIGHUP finish the step under way or the
+next, save and exit. Also runs under torchrun and, as a single rank, under plain python.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
 
 
 def draw(directory: Path) -> None:
-    """Curves of the run, where matplotlib is installed."""
+    """Draw the run's curves, where matplotlib is installed."""
     try:
         from clap_ds.analysis.plot_run import draw_runs
 

@@ -187,7 +187,7 @@ class DebugSettings(Section):
 class TrainSettings(Section):
     """How long training goes on, what it starts from and what a batch is."""
 
-    former = {"batch_ramp": {}, "stop_on_plateau": None}
+    former = {"batch_ramp": {}, "stop_on_plateau": None, "stop_on_collapse": False, "shuffle_captions": False}
 
     samples: PositiveInt | None = None
     """Audio–caption pairs to train on in all; give this or `epochs`."""
@@ -217,11 +217,6 @@ class TrainSettings(Section):
     """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if any; or the path of one."""
     stop_at: dict[str, float] = {}
     """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
-    stop_on_collapse: bool = False
-    """Stop, as failed, when the model has collapsed: 50 steps in a row with a loss at chance level and a gradient norm below
-    0.001 or a logit scale below 1. Without it, that is warned of."""
-    shuffle_captions: bool = False
-    """Control experiment: every clip gets another one's caption, so that there is nothing to learn."""
     log_every_steps: PositiveInt = 10
     """Steps between lines of progress, and between checks that the loss is finite."""
 

@@ -96,7 +96,8 @@ class RunSettings:
         if clap.checkpoint.folder is not None:
             return Path(os.path.abspath(clap.checkpoint.folder))
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
-        train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze", "shuffle_captions"})
+        train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze"})
+        train |= {"shuffle_captions": False}  # a field that is gone: the folders of existing runs keep their names
         train |= {"train_last": clap.train.train_last} if clap.train.train_last else {}
         model = clap.model.model_dump(mode="json", include={"preset"})["preset"]
         identity = [model, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]

@@ -1,7 +1,6 @@
 """The durations of steps and of their phases.
 
-Their edges are marked without synchronising the device: on a GPU by events on the stream, on CPUs by the host's clock. The
-device is synchronised only where the marks are read, at the edges of a window.
+Edges are marked by events on a GPU's stream, or by the host's clock. The device is synchronized only where marks are read.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _Mark = Any
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given; nothing to wait for on a CPU."""
+    """Wait until the device has done all it was given."""
     if its := accelerator_of(device):
         its.synchronize(device)
 
@@ -87,7 +86,7 @@ class StepClock:
 
 @contextmanager
 def standing_still() -> Iterator[None]:
-    """Around what waits for other ranks and does nothing else: the clock that runs, if one does, takes note of it."""
+    """Note, with the clock that runs, a wait for other ranks."""
     clock = StepClock.running
     begin = _mark(clock.device) if clock else 0.0
     yield
@@ -98,11 +97,8 @@ def standing_still() -> Iterator[None]:
 class PhaseTimer:
     """Where a step's time goes, by phase.
 
-    On a GPU a phase lasts on the device, from the end of the work queued before it to the end of its own: `data_wait` is how
-    long the device stood still, because the host had no data yet or their copy was late, and 0 where it had other work.
-
-    The other phases are timed only when `instrumented`, with the device synchronised at both edges, which slows the step: never
-    while throughput is measured.
+    On a GPU a phase lasts on the device: `data_wait` is how long the device stood still for data or their copy. The others are
+    timed only when `instrumented`, with the device synchronized at both edges, which slows the step.
     """
 
     def __init__(self, device: torch.device, *, instrumented: bool) -> None:
@@ -112,7 +108,7 @@ class PhaseTimer:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Total by phase, 0 for one there wasn't; a phase inside another is taken out of it. Waits for the device."""
+        """Total by phase; a phase inside another is taken out of it. Waits for the device."""
         synchronize(self._device)
         total: dict[str, float] = defaultdict(float)
         for phase, sign, begin, end in self._spans:

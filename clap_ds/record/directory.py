@@ -1,8 +1,7 @@
 """The run directory: what a run is, how far it got and what came of it, written as it goes.
 
 `config.json`, `environment.json`, `metrics.jsonl` (a line a step), `summary.json` (what analysis reads, with the run's
-state), `monitor/` (by `monitor.py`), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`. A run that is killed still
-tells its story. Leaves what the numbers mean to the command.
+state), `monitor/` (by `monitor.py`), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, label: str) -> RunDirectory:
-        """Make `<root>/<label>-<UTC time>/`, with a number where there is one; raises OSError where it can't be made."""
+        """Make `<root>/<label>-<UTC time>/`, numbered where there is one; raises OSError where it can't be made."""
         stem = f"{label}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         for number in itertools.count():
             path = root / f"{stem}-{number}" if number else root / stem
@@ -114,8 +113,8 @@ def start_log(path: Path) -> None:
 
 @contextmanager
 def quiet_deepspeed() -> Iterator[None]:
-    """Keep DeepSpeed's informational lines off the terminal while it is set up, its configuration's 150 among them, and its
-    warning that a scheduler hasn't begun. A filter, as `deepspeed.initialize` sets every handler's level."""
+    """Keep DeepSpeed's informational lines, and its warning that a scheduler hasn't begun, off the terminal while it is set up.
+    A filter, as `deepspeed.initialize` sets every handler's level."""
     from deepspeed.utils import logger
 
     def matters(record: logging.LogRecord) -> bool:

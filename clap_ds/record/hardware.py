@@ -20,8 +20,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webda
 
 
 def accelerator_of(device: torch.device) -> Any | None:
-    """DeepSpeed's interface to a device that works off what it is given while the host goes on: streams, events, memory. None
-    of one that computes at once, such as a CPU."""
+    """DeepSpeed's interface to a device that works while the host goes on; None of one that computes at once, such as a CPU."""
     # Not at the top: DeepSpeed chooses while it is imported, after `choose_accelerator`.
     from deepspeed.accelerator import get_accelerator
 
@@ -40,8 +39,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory in use so far: by tensors on a GPU, by the whole process on a CPU (not `ru_maxrss`: what was there before an
-    exec counts in that)."""
+    """Most memory in use so far: by tensors on a GPU, by the process on a CPU (`ru_maxrss` counts what was before an exec)."""
     if its := accelerator_of(device):
         return int(its.max_memory_allocated(device))
     status = Path("/proc/self/status").read_text()
@@ -49,7 +47,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> list[int]:
-    """`peak_memory_bytes`, and of a GPU also what its allocator held at most, which is what must fit."""
+    """`peak_memory_bytes`, and of a GPU also what its allocator held at most."""
     its = accelerator_of(device)
     return [peak_memory_bytes(device), *([its.max_memory_reserved(device)] if its else [])]
 
@@ -61,7 +59,7 @@ def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
 
 
 def environment(device: torch.device, cpu_kernels: str | None = None) -> Environment:
-    """Versions, device, driver, host and commit of this process, for the run's record, and which CPU kernels it runs."""
+    """What this process runs on, for the run's record."""
     its, on_gpu = accelerator_of(device), device.type == "cuda"
     tell_allocator = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # not every torch tells
     return {

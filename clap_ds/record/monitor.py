@@ -1,7 +1,6 @@
-"""A host's GPUs while a run steps: what they drew, held and passed on, every 15 s, by a thread of the host's first rank.
+"""A host's GPUs while a run steps, sampled every 15 s by a thread of the host's first rank into `monitor/<host>.jsonl`.
 
-Lines of `monitor/<host>.jsonl` in the run directory, by NVML (nvidia-ml-py), or of processors and memory (psutil) where there
-is no GPU. Neither a missing library nor a broken driver ends a run. Leaves what is made of them to `analysis/monitor.py`.
+By NVML (nvidia-ml-py), or of processors and memory (psutil) where there is no GPU. A broken driver doesn't end a run.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What has to be said beside a figure: by the run that measures it and by whoever reads its record. Standard library only."""
+"""What has to be said beside a figure. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ MOST_UNEVEN = 0.02
 
 
 def doubtful_mfu(published_percent: float | None, model_percent: float | None) -> list[str]:
-    """What has to be said of a model FLOPs utilisation that can't be real, by its two conventions; nothing of one that can."""
+    """Say where a model FLOPs utilization, by either convention, can't be real."""
     found = []
     if published_percent is not None and published_percent > 100:
         found.append(
             f"MFU of {published_percent:.1f} % in the published convention is no share of the peak: it counts captions of full"
-            " length (514 text tokens as published) whatever was done, and so overstates by design"
+            " length (514 text tokens), whatever was done"
         )
     if model_percent is not None and model_percent > MOST_MFU_PERCENT:
         found.append(

@@ -1,7 +1,7 @@
 """What a run leaves behind, field by field: the one schema of `summary.json`, `environment.json` and `metrics.jsonl`.
 
-Who writes a record and who reads one take the names from here. Every field can be absent: a run that was killed sums up less,
-and a record of an older version has fewer fields. Times are in seconds, rates in samples per second. Standard library only.
+Every field can be absent, as in a killed run or an older record. Times are in seconds, rates in samples per second. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communicatio
 
 
 class Rates(TypedDict, total=False):
-    """Samples/s of one GPU: all samples over all seconds of the timed windows, and the interval that holds the rate of a long
-    run with probability `coverage`; without a coverage it is the range of too few windows."""
+    """Samples/s of one GPU: all samples over all seconds of the timed windows, and the interval that holds a long run's rate
+    with probability `coverage`; without a coverage it is the range of too few windows."""
 
     mean: float
     low: float
@@ -53,14 +53,14 @@ class SlowRank(TypedDict):
 
 
 class ChosenKernel(TypedDict):
-    """What `auto` stands for in this run, joined by "and" where ranks differ, and on which GPUs it isn't Triton's and why."""
+    """What `auto` stands for, joined by "and" where ranks differ, and on which GPUs it isn't Triton's and why."""
 
     kernel: str
     problem: str | None
 
 
 class Summary(TypedDict, total=False):
-    """`summary.json`: what analysis reads."""
+    """`summary.json`."""
 
     schema: int
     state: State
@@ -78,40 +78,40 @@ class Summary(TypedDict, total=False):
     text: str
     precision: str
     device_name: str
-    """Of ranks on several kinds, all of them, joined by "and"."""
+    """Several kinds are joined by "and"."""
     device_type: str
     kernels: dict[str, ChosenKernel]
-    """On CUDA, by field of `clap.model`, of those that are `auto`."""
+    """On CUDA, by field of `clap.model` that is `auto`."""
     compiled: dict[str, str | None]
-    """By part of the model that was given to torch.compile (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
+    """By part given to torch.compile (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
     compile_s: float
-    """Seconds which that took before the first step, until all ranks had done it."""
+    """Seconds which that took on all ranks."""
 
     samples_per_s_per_gpu: Rates
     samples_per_s: float
     deepspeed_samples_per_s: float | None
     """By DeepSpeed's own timer, without the wait for data."""
     deepspeed_times_host_alone: bool
-    """That timer doesn't wait for the device: on a GPU it tells how fast the host queues steps, not how fast they are done."""
+    """That timer doesn't wait for the device: on a GPU it tells how fast the host queues steps."""
     step_time_s: StepTime
     data_wait_percent: float
     breakdown_s: dict[str, float] | None
-    """Seconds a step by `STEP_PHASES`, of an instrumented pass: mean over ranks, median over steps. Before `schema` 3, with
-    `gradient_sync` overlapped, `backward` holds what belongs into `exposed_communication`, which is noise."""
+    """Seconds a step by `STEP_PHASES`, of an instrumented pass: mean over ranks, median over steps. Before `schema` 3
+    `backward` could hold what belongs into `exposed_communication`."""
     memory_peak_bytes: int
-    """Of tensors on a GPU, of the whole process on a CPU; of the rank that has most (before schema 3: of rank 0)."""
+    """Of tensors on a GPU, of the process on a CPU; of the rank that has most (before schema 3: of rank 0)."""
     memory_reserved_peak_bytes: int
-    """Of a GPU alone: the most that torch's allocator held on any rank, gaps between tensors included."""
+    """The most that torch's allocator held on any GPU."""
     skipped_steps: int
     slow_ranks: list[SlowRank]
     slow_ranks_cost_samples_per_s: float
-    """On all ranks: how much more there would be if slow ranks were like the median rank (`record/stragglers.py`)."""
+    """On all ranks: how much more there would be if slow ranks were like the median rank."""
     data: dict[str, Any]
     warnings: list[str]
 
     flops: dict[str, Any]
-    """GFLOPs a sample: forward (`published_gflops`, `model_gflops` and DeepSpeed's count of that), forward and backward as they
-    are done (`training_gflops`), and of the forward pass what is done twice (`recomputed_gflops`)."""
+    """GFLOPs a sample: forward (`published_gflops`, `model_gflops` and DeepSpeed's count of that), forward and backward
+    (`training_gflops`), and of the forward pass what is done twice (`recomputed_gflops`)."""
     mfu_published_percent: float | None
     mfu_model_percent: float | None
     hfu_percent: float | None
@@ -125,9 +125,9 @@ class Summary(TypedDict, total=False):
     step: int
     samples: int
     epoch: float | None
-    """Passes over the data; None where there are none that could be counted."""
+    """Passes over the data, if they could be counted."""
     train_s: float
-    """Seconds of training, through all starts of the run, as is `time_to_target_s`."""
+    """Seconds of training through all starts, as is `time_to_target_s`."""
     loss: float
     target_samples: int
     planned_steps: int
@@ -142,11 +142,11 @@ class Summary(TypedDict, total=False):
     resumed_at_step: int
     time_to_target_s: float | None
     ended_early: str | None
-    """What ended training before its samples were through: a target, or a plateau."""
+    """The target that ended training before its samples were through."""
 
 
 class Environment(TypedDict, total=False):
-    """`environment.json`: what the run ran on. Of rank 0, where ranks differ."""
+    """`environment.json`, of rank 0 where ranks differ."""
 
     python: str
     versions: dict[str, str | None]
@@ -156,7 +156,7 @@ class Environment(TypedDict, total=False):
     device_name: str
     device_memory_bytes: int | None
     allocator: str | None
-    """Settings of torch's allocator for GPUs; empty where they are torch's defaults."""
+    """Settings of torch's allocator for GPUs, if not torch's defaults."""
     device_names: list[str]
     host: str
     hosts: list[str]
@@ -187,6 +187,6 @@ class StepLine(TypedDict, total=False):
     gradient_norm: float
     logit_scale: float
     chance: dict[str, float]
-    """Of an evaluation, by metric: what a model that says the same of everything would reach."""
+    """Of an evaluation, by metric."""
     skipped: bool
-    """The weights were left as they were: in 16 bits, a gradient wasn't finite."""
+    """In 16 bits, a gradient wasn't finite."""

@@ -1,7 +1,7 @@
-"""A rate over time with its interval, medians with theirs, and percentiles. Standard library and numpy only.
+"""A rate over time with its interval, and medians with theirs. Standard library and numpy only.
 
-There is one estimator of a rate: all samples over all seconds after warm-up, which is what a user gets. A median of windows
-isn't that where some steps take longer than others, and moves with how many steps a window has.
+There is one estimator of a rate: all samples over all seconds after warm-up. A median of windows isn't that where some steps
+take longer than others.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from clap_ds.record.schema import Rates
 
 COVERAGE = 0.95
 """Of the intervals here."""
-FEWEST_WINDOWS = 6
-"""From which on the spread of windows says how sure their rate is; of fewer only the range is told."""
-MOST_WINDOWS = 24
-"""More are taken together, neighbours with neighbours: what is left follows less from what came before."""
+FEWEST_WINDOWS, MOST_WINDOWS = 6, 24
+"""Of fewer only the range is told; of more, neighbors are taken together, as these follow less from what came before."""
 HIGHEST_CORRELATION = 0.9
 """Taken for windows that seem to follow each other even more closely."""
 
@@ -37,7 +35,6 @@ class Interval:
     count: int
 
     def label(self, values: str = "windows") -> str:
-        """`95 % interval of 8 windows`, `range of 4 windows`."""
         return interval_label(self.coverage, self.count, values)
 
 
@@ -61,16 +58,9 @@ def rate_interval(rates: Sequence[float], window_s: Sequence[float], coverage: f
     """Samples over seconds of all windows together, and its interval.
 
     The interval is that of a ratio of sums (Cochran, Sampling Techniques, 3rd ed., section 2.11) with Student's t, widened for
-    windows that follow each other's ups and downs as in a first-order autoregressive series. As few windows show too
-    little of that, half a standard error is added to the correlation they show. Simulated with a spread of 5 %, "95 %" holds
-    in 95 to 98 of 100 up to a correlation of 0.3, from 6 windows on, and in 90 of 100 at 0.5; from 60 windows on in 94 at 0.9.
-
-    Args:
-        rates: samples/s of each window, in the order they were timed.
-        window_s: seconds each lasted.
-
-    Raises:
-        ValueError: no windows.
+    windows that are correlated as in a first-order autoregressive series. As few windows show too little of that, half a
+    standard error is added to the correlation. In simulations "95 %" holds in 95 to 98 of 100 up to a correlation of 0.3, from
+    6 windows on, and in 90 at 0.5. Takes samples/s and seconds of each window, in order; raises ValueError where there is none.
     """
     if not rates:
         raise ValueError("no windows to take a rate of")
@@ -90,7 +80,7 @@ def rate_interval(rates: Sequence[float], window_s: Sequence[float], coverage: f
 
 
 def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
-    """What a record says of its timed windows, in order: samples/s of each, and seconds each lasted."""
+    """What a record says of its timed windows, in order."""
     found = rate_interval(windows, window_s)
     known = Rates(mean=found.rate, low=found.low, high=found.high, windows=list(windows), window_s=list(window_s))
     return known if found.coverage is None else known | Rates(coverage=found.coverage)
@@ -99,11 +89,8 @@ def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
 def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> MedianInterval:
     """Median and its distribution-free interval: the narrowest pair of order statistics with at least `coverage`.
 
-    The count of independent values below the true median is binomial with p = 1/2, whatever the distribution (Conover,
-    Practical Nonparametric Statistics, 3rd ed., section 3.2). Where no pair covers that much, it is the range.
-
-    Raises:
-        ValueError: no values.
+    The count of values below the true median is binomial with p = 1/2 (Conover, Practical Nonparametric Statistics, 3rd ed.,
+    section 3.2). Where no pair covers that much, it is the range. Raises ValueError: no values.
     """
     if not values:
         raise ValueError("no values to take a median of")
@@ -118,8 +105,8 @@ def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> Medi
 def serial_correlation(values: Sequence[float] | np.ndarray) -> float:
     """Lag-1 correlation of values in the order they were taken, from 0 to `HIGHEST_CORRELATION`.
 
-    The usual estimate falls short of the true ρ by (1 + 3ρ)/n on average (Kendall, Biometrika 41, 1954), which is put right.
-    Fewer than four values say nothing about it: 0.
+    The usual estimate falls short by (1 + 3ρ)/n on average (Kendall, Biometrika 41, 1954), which is added. Of fewer than four
+    values it is 0.
     """
     deviations = np.asarray(values, float) - np.mean(values)
     count, square = len(deviations), float(deviations @ deviations)
@@ -131,16 +118,8 @@ def serial_correlation(values: Sequence[float] | np.ndarray) -> float:
 
 @cache
 def student_t(coverage: float, degrees: int) -> float:
-    """Deviations either side of the mean that Student's t of so many degrees of freedom is within with probability `coverage`.
-
-    The angle atan(t/√degrees) has a density as cos^(degrees - 1), which is summed by the trapezoidal rule.
-    """
+    """Student's t, two-sided. The angle atan(t/√degrees) has a density as cos^(degrees - 1), summed by the trapezoidal rule."""
     angles = np.linspace(0, math.pi / 2, 100_001)
     density = np.cos(angles) ** (degrees - 1)
     within = np.cumsum(density) - (density + density[0]) / 2
     return math.sqrt(degrees) * math.tan(np.interp(coverage * within[-1], within, angles))
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Percentile by linear interpolation between order statistics."""
-    return float(np.percentile(values, percent))

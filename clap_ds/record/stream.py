@@ -21,7 +21,7 @@ _said: set[str] = set()
 
 @contextmanager
 def unless_full(what: object) -> Iterator[None]:
-    """Leave out what a full or failing disk doesn't take; the first time it is warned of, by its name `what`."""
+    """Leave out what a full or failing disk doesn't take, and warn of it the first time, by its name `what`."""
     try:
         yield
     except OSError as error:
@@ -39,8 +39,8 @@ class Stream:
         self._file: int | None = None
 
     def forget_after(self, step: int) -> float:
-        """Drop what is there of later steps, which will be trained again; a line that was cut, too. What there is of a run that
-        is to begin is put aside. Returns the seconds of training (`train_s`) that its last line tells of, 0 where none does."""
+        """Drop lines of later steps, which will be trained again, and lines that were cut. At step 0, put the whole file aside.
+        Returns the seconds of training (`train_s`) that its lines tell of."""
         kept, train_s = [], 0.0
         with unless_full(self._path):
             if self._path.exists() and step == 0:

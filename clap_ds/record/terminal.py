@@ -13,13 +13,7 @@ from clap_ds.record.statistics import interval_label
 
 
 class Progress:
-    """Steps done, live rate and time left: a line per advance.
-
-    Args:
-        num_steps: at the end.
-        enabled: show anything at all.
-        first: steps done before, which took none of this run's time.
-    """
+    """Steps done, live rate and time left: a line per advance. `first` steps were done before, in none of this run's time."""
 
     def __init__(self, num_steps: int, *, enabled: bool, first: int = 0) -> None:
         self._num_steps, self._enabled = num_steps, enabled
@@ -27,7 +21,6 @@ class Progress:
         self._started_s = time.monotonic()
 
     def advance(self, num_steps: int, text: str) -> None:
-        """Say that `num_steps` more steps are done."""
         self._done += num_steps
         if self._enabled:
             elapsed_s = time.monotonic() - self._started_s
@@ -47,7 +40,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def show(title: str, table: Table, *notes: str) -> None:
-    """A table under its title, and lines under it; their text is no markup."""
+    """A table under its title, and lines under it."""
     console = Console(width=max(100, Console().width), highlight=False, markup=False)
     console.print(title, style="bold", soft_wrap=True)
     console.print(table)
@@ -97,7 +90,6 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _utilization_rows(summary: Summary) -> Iterator[tuple[str, str]]:
-    """MFU by both counts of FLOPs, each named with what it counts."""
     if "flops" not in summary:
         return
     flops, peak = summary["flops"], summary["peak_tflops"]

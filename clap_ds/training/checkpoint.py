@@ -1,9 +1,7 @@
 """Checkpoints of a training run: saved by all ranks together, found again, and deleted where newer and better ones make them
 superfluous.
 
-Only the run's own are deleted, and none that was found damaged: what another run has written, or what can't be read, is for a
-person to delete. How they lie on the disk is left to `clap_ds.weights.checkpoint_files`, copies elsewhere to `remote`, an
-engine's state to `restoring`.
+Only the run's own are deleted, and none that was found damaged: the others are for a person to delete.
 """
 
 import math
@@ -11,10 +9,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +32,7 @@ from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.training.restoring import PROGRESS, restore
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
-from clap_ds.weights.checkpoint_files import RAW, STATE, TOKENIZER, WEIGHTS, FileRecord, Manifest, warn, write_file
+from clap_ds.weights.checkpoint_files import RAW, STATE, TOKENIZER, WEIGHTS, Manifest, warn, write_file
 from clap_ds.weights.formats import some, to_safetensors
 from clap_ds.weights.names import State
 from clap_ds.weights.state_file import to_state_file, write_tensors
@@ -52,7 +49,7 @@ class CheckpointFolder:
         path: the folder; made where it isn't there.
         tokenizer: of the captions: hub name, or a folder, which is copied into every checkpoint.
         lock: of the folder, on rank 0; nothing is saved there once another run has taken it over.
-        run: the run's settings, which every checkpoint states and which are compared with those of one that is loaded.
+        run: the run's settings, which every checkpoint states.
     """
 
     def __init__(
@@ -85,14 +82,8 @@ class CheckpointFolder:
     ) -> SavedCheckpoint:
         """Save the state of training. A collective; every rank gets the same answer.
 
-        A disk that is full or failing is warned of and named in the answer; nothing half-written stays behind. What is reported
-        as saved is on the disk and has been read back.
-
-        Args:
-            metrics: as `Manifest` has them; those that aren't finite are left out.
-
-        Raises:
-            NonFiniteError: on all ranks: weights or the optimiser's state hold NaN or infinite numbers; nothing is saved.
+        A disk that is full or failing is warned of and named in the answer; nothing half-written stays behind. `metrics` that
+        aren't finite are left out. Raises NonFiniteError, on all ranks: weights or the optimizer's state aren't finite.
         """
         self.start_saving(engine, progress, metrics=metrics, copied=False)
         saved = self.finish()
@@ -109,7 +100,7 @@ class CheckpointFolder:
         copied: bool = True,
     ) -> None:
         """Begin to save as `save` does, from a copy in rank 0's memory, so that training can go on meanwhile; without `copied`
-        it mustn't. What came of it is `poll`'s and `finish`'s. A collective; the one before is over."""
+        it mustn't. `poll` and `finish` tell what came of it. A collective; the one before is over."""
         begin = time.time()
         state = engine_state(engine)
         state["random"] = gather(random_state(engine.model.logit_scale.device))
@@ -118,16 +109,30 @@ class CheckpointFolder:
         assert self._writing is None
         found = {"state": state, **_weights(engine)}
         found = self._copies.of(found) if copied else found
-        finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
-        manifest = partial(self._manifest, progress.step, engine.model.config, describe(engine), finite)
-        saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
-        self._writing = self._thread.submit(
-            self._write, saved, found, progress.to_json(), engine.model.config, manifest
+        manifest = Manifest(
+            serial=0,
+            step=progress.step,
+            model=engine.model.config.model_dump(mode="json"),
+            engine=describe(engine),
+            tokenizer=self._tokenizer,
+            metrics={name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)},
+            files={},
+            run=self._run_id,
+            settings=self._run.resolved() if self._run is not None else {},
+            best_by=self._rule.best_by,
+            resumed_from=self._resumed_from,
         )
+        saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
+        model, told = engine.model.config, progress.to_json()
+        self._writing = self._thread.submit(lambda: self._write(saved, found, told, model, manifest))
 
     def make_room(self, engine: ClapEngine) -> int:
-        """Take the memory for copies now rather than at the first checkpoint: bytes of it, 0 on ranks that make none."""
-        return 0 if rank() else self._copies.bytes_of({"state": engine_state(engine), **_weights(engine)})
+        """Take the memory for copies now rather than at the first checkpoint, and say so: bytes of it, 0 but on rank 0."""
+        if rank():
+            return 0
+        num_bytes = self._copies.bytes_of({"state": engine_state(engine), **_weights(engine)})
+        print(f"checkpoints are written from a copy: rank 0 keeps {num_bytes / 1e9:.2g} GB in host memory", flush=True)
+        return num_bytes
 
     def poll(self, limit_s: float | None = 0.0) -> SavedCheckpoint | None:
         """What came of saving, told once on rank 0 when it is over within so many seconds (None: whenever); None elsewhere."""
@@ -147,11 +152,10 @@ class CheckpointFolder:
 
     @doing("looking for a checkpoint")
     def find(self, path: Path | None = None) -> Path | None:
-        """The checkpoint at a path, or the newest good one of a folder there, by default of this folder; brought here from
-        `sync_to` if there is none; None if there is none at all.
+        """The checkpoint at a path, or the newest good one of a folder there, by default of this one or, if empty, `sync_to`.
 
-        Damaged and half-written ones are warned of, with the reason, and passed over. A collective; every rank gets the same
-        answer. Raises ValueError: none is at the path, `sync_to` can't be read, or there are checkpoints and not one is good.
+        Damaged ones are warned of and passed over. A collective; every rank gets the same answer, None where there is none.
+        Raises ValueError: none is at the path, `sync_to` can't be read, or there are checkpoints and not one is good.
         """
         return on_first(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
 
@@ -173,8 +177,8 @@ class CheckpointFolder:
 
     @doing("loading a checkpoint")
     def load(self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
-        """Put the engine, and this rank's random number generators, in the state of a checkpoint that `find` gave, whose run
-        goes on. A collective; see `restore`. Raises ValueError: not every rank sees it, or `restore` refuses it."""
+        """Go on with the run of a checkpoint that `find` gave. A collective; raises ValueError: not every rank sees it, or
+        `restore` refuses it."""
         manifest = on_first(lambda: Manifest.read(folder))
         self._run_id, self._resumed_from = manifest.run, manifest.serial
         blind = judged((folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None)
@@ -192,15 +196,10 @@ class CheckpointFolder:
         return [] if sync is None else sync.close(limit_s)
 
     def _write(
-        self,
-        saved: SavedCheckpoint,
-        found: dict[str, Any],
-        progress: str,
-        model: ClapConfig,
-        manifest: Callable[[dict[str, FileRecord]], Manifest],
+        self, saved: SavedCheckpoint, found: dict[str, Any], progress: str, model: ClapConfig, manifest: Manifest
     ) -> SavedCheckpoint:
-        """Write the new checkpoint and read it back, delete what it makes superfluous, and have it copied; what came of it,
-        warned of whatever goes wrong."""
+        """Write the new checkpoint, delete what it makes superfluous, and have it copied; what came of it, warned of whatever
+        goes wrong."""
         try:
             state = found.pop("state")
             if bad := not_finite({**state, "weights": found[WEIGHTS]}):
@@ -216,8 +215,11 @@ class CheckpointFolder:
                 for name, weights in found.items():
                     records[name] = write_tensors(draft / name, *to_safetensors(weights, model, text_tokens))
                 records[PROGRESS] = write_file(draft / PROGRESS, progress.encode())
-                records |= {name: write_file(draft / name, content) for name, content in self._tokenizer_files()}
-                path = files.publish(draft, manifest(records))
+                copies = {name: write_file(draft / name, content) for name, content in self._tokenizer_files()}
+                newest = max((each.serial for each in files.read_all(self.path).values()), default=0)
+                serial, tokenizer = max(int(time.time() * 1000), newest + 1), TOKENIZER if copies else self._tokenizer
+                manifest = replace(manifest, serial=serial, tokenizer=tokenizer, files=records | copies)
+                path = files.publish(draft, manifest)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)  # where it has got its name, nothing is there
         except Exception as error:  # whatever it is, training can go on without
@@ -231,31 +233,7 @@ class CheckpointFolder:
             if self._saved % self._rule.sync_every == 0:
                 self._sync.submit(path)
                 self._to_sync = None
-        return replace(saved, end=time.time(), path=path, bytes=sum(record.bytes for record in records.values()))
-
-    def _manifest(
-        self,
-        step: int,
-        model: ClapConfig,
-        engine: dict[str, Any],
-        metrics: dict[str, float],
-        records: dict[str, FileRecord],
-    ) -> Manifest:
-        newest = max((manifest.serial for manifest in files.read_all(self.path).values()), default=0)
-        has_copy = any(name.startswith(f"{TOKENIZER}/") for name in records)
-        return Manifest(
-            serial=max(int(time.time() * 1000), newest + 1),
-            step=step,
-            model=model.model_dump(mode="json"),
-            engine=engine,
-            tokenizer=TOKENIZER if has_copy else self._tokenizer,
-            metrics=metrics,
-            files=records,
-            run=self._run_id,
-            settings=self._run.resolved() if self._run is not None else {},
-            best_by=self._rule.best_by,
-            resumed_from=self._resumed_from,
-        )
+        return replace(saved, end=time.time(), path=path, bytes=sum(each.bytes for each in manifest.files.values()))
 
     def _tokenizer_files(self) -> Iterator[tuple[str, bytes]]:
         """Name and content of each."""
@@ -277,19 +255,17 @@ class CheckpointFolder:
             listed = "".join(f"\n  {reason}" for reason in reasons)
             raise ValueError(
                 f"{self.path}: none of {len(reasons)} checkpoints is good, and nothing has been started or deleted:{listed}\n"
-                f"  What can be done: the same command again, where reading failed only for the moment; --restart moves them"
-                f" aside and starts anew, from the weights of one with clap.train.initial_weights STEP-FOLDER/{WEIGHTS}"
+                f"  Try the same command again, or move them aside and start anew by --restart (with clap.train.initial_weights"
+                f" STEP-FOLDER/{WEIGHTS} from the weights of one)"
             )
         return found
 
-    def _own(self) -> dict[str, Manifest]:
-        """The run's checkpoints, the newest first, by name, without those that were found damaged."""
-        there = files.read_all(self.path).items()
-        return {name: each for name, each in there if each.run == self._run_id and name not in self._damaged}
-
     def _delete_superfluous(self) -> None:
+        """Of the run's own checkpoints, without those that were found damaged."""
+        there = files.read_all(self.path).items()
+        own = {name: each for name, each in there if each.run == self._run_id and name not in self._damaged}
         try:
-            for name in files.superfluous(self._own(), self._rule):
+            for name in files.superfluous(own, self._rule):
                 if not (self._sync and self._sync.is_copying(self.path / name)):
                     files.remove(self.path / name)
         except OSError as error:

@@ -1,8 +1,6 @@
 """What training needs of a run's JSON beyond what every command checks; found before torch is loaded."""
 
-import os
 from collections.abc import Collection
-from pathlib import Path
 
 from clap_ds.config import metrics
 from clap_ds.config.check import missing_monitors
@@ -13,15 +11,13 @@ from clap_ds.training.schedule import pairs_together
 
 
 def problems_for_training(run: RunSettings, world_size: int | None = None) -> list[str]:
-    """Everything that keeps this run from training on as many ranks, where their number is known, each with its field and what
-    was expected."""
+    """Everything that keeps this run from training on as many ranks, if known, each with its field and what was expected."""
     train, evaluation = run.clap.train, run.clap.evaluation
     problems = []
     if world_size is not None and pairs_together(run, world_size) == 1:
         problems.append(
-            f'train_micro_batch_size_per_gpu: 1 on 1 rank with clap.train.accumulation "{train.accumulation}" makes contrastive'
-            " batches of one pair, from which nothing can be learned: give a larger micro-batch, or clap.train.accumulation"
-            ' "cached" with gradient_accumulation_steps above 1'
+            "train_micro_batch_size_per_gpu: 1 on 1 rank makes contrastive batches of one pair, which teach nothing: give a"
+            ' larger one, or clap.train.accumulation "cached" with gradient_accumulation_steps above 1'
         )
     if train.samples is None and train.epochs is None:
         problems.append("clap.train: missing samples or epochs: how long to train")
@@ -45,8 +41,7 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
 
 
 def _problems_with_urls(run: RunSettings) -> list[str]:
-    """URLs with credentials, or of protocols that aren't known or whose package isn't installed, and checkpoints that would be
-    copied to where they are; nothing is connected to."""
+    """URLs with credentials, or of protocols that can't be used; nothing is connected to."""
     clap = run.clap
     places: dict[str, Collection[str] | str | None] = {"clap.checkpoint.sync_to": clap.checkpoint.sync_to}
     if isinstance(clap.data, ShardData):
@@ -54,9 +49,6 @@ def _problems_with_urls(run: RunSettings) -> list[str]:
     for name, task in (("retrieval", clap.evaluation.retrieval), ("zero_shot", clap.evaluation.zero_shot)):
         places[f"clap.evaluation.{name}.shards"] = task.shards if task else None
     problems = []
-    sync_to = clap.checkpoint.sync_to
-    if sync_to and Path(os.path.abspath(sync_to.removeprefix("file://"))) == run.checkpoint_folder:
-        problems.append(f"clap.checkpoint.sync_to: {sync_to} is the folder of the checkpoints itself")
     for field, urls in places.items():
         for url in filter(is_remote, [urls] if isinstance(urls, str) else urls or ()):
             try:

@@ -1,8 +1,6 @@
 """A consistent copy of nested state in host memory, from which it is written while training goes on.
 
-The copying is torch's own (the stager of `torch.distributed.checkpoint`): pinned memory for a GPU's tensors, kept from one copy
-to the next, and what shares its memory copied once. What torch's and DeepSpeed's background writers then write are pickles, and
-neither reads back what it wrote: a `CheckpointFolder` writes the copy itself.
+torch's own stager copies: into pinned memory for a GPU's tensors, kept from one copy to the next; shared memory is copied once.
 """
 
 from typing import Any
@@ -19,7 +17,7 @@ class HostCopies:
         self._stager: Any = None
 
     def of(self, state: Any) -> Any:
-        """The state with its tensors in host memory; returns once they are there."""
+        """The state with its tensors in host memory."""
         if self._stager is None:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 

@@ -1,12 +1,11 @@
-"""What is recorded of a training run: a line a step in `metrics.jsonl`, scalars for DeepSpeed's monitor, progress on the
-terminal, the summary that analysis reads; and beside the checkpoints `history.jsonl`, through all restarts.
+"""What is recorded of a training run: `metrics.jsonl`, scalars for DeepSpeed's monitor, progress on the terminal, the summary;
+and beside the checkpoints `history.jsonl`, through all restarts.
 
 Losses and norms stay on the device until some steps are written together, so that no step waits for its own figures.
 """
 
 import time
 from array import array
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer, StepClock
 from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import StepLine, StepTime, Summary
-from clap_ds.record.statistics import percentile, rates
+from clap_ds.record.statistics import rates
 from clap_ds.record.stragglers import Stragglers
 from clap_ds.record.stream import Stream
 from clap_ds.record.terminal import Progress
@@ -34,55 +33,42 @@ WINDOWS = 256
 
 
 class Pace:
-    """How fast all steps of a run were, after the first window, which is for warming up.
+    """How fast all steps of a run were after the first window, without what lies between windows."""
 
-    What lies between windows, evaluations and checkpoints, isn't in it.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, samples_per_step: int, world_size: int) -> None:
+        self._samples_per_step, self._world_size = samples_per_step, world_size
         self._windows: list[tuple[int, float, float]] = []
-        self._step_s, self._sample_s = array("d"), array("d")
+        self._step_s = array("d")
 
-    def add(self, samples: int, window_s: float, waited_s: float, step_s: list[float], step_samples: list[int]) -> None:
-        """A window of steps written together.
-
-        Args:
-            samples: on all ranks.
-            window_s: of the slowest rank.
-            waited_s: for data, of the rank that waited longest.
-            step_s: of each step on rank 0; `step_samples` are its samples on all ranks.
-        """
+    def add(self, window_s: float, waited_s: float, step_s: list[float]) -> None:
+        """A window of steps written together: its seconds on the slowest rank, those for data on the rank that waited longest,
+        and those of each step on rank 0."""
         if self._windows:
             self._step_s.extend(step_s)
-            self._sample_s.extend(seconds / number for seconds, number in zip(step_s, step_samples, strict=True))
-        self._windows.append((samples, window_s, waited_s))
+        self._windows.append((self._samples_per_step * len(step_s), window_s, waited_s))
 
-    def summary(self, world_size: int) -> Summary:
+    def summary(self) -> Summary:
         """Rates, step times and the wait for data; empty before the second window."""
         windows = np.array(self._windows[1:], float)
         if not len(windows):
             return {}
         every = -(-len(windows) // WINDOWS)
         samples, window_s, waited_s = np.add.reduceat(windows, range(0, len(windows), every)).T
-        found = rates((samples / window_s / world_size).tolist(), window_s.tolist())
+        found, median_s = (
+            rates((samples / window_s / self._world_size).tolist(), window_s.tolist()),
+            np.median(self._step_s),
+        )
         return Summary(
             samples_per_s_per_gpu=found,
-            samples_per_s=found["mean"] * world_size,
-            step_time_s=StepTime(median=float(np.median(self._step_s)), p95=percentile(list(self._step_s), 95)),
+            samples_per_s=found["mean"] * self._world_size,
+            step_time_s=StepTime(median=float(median_s), p95=float(np.percentile(self._step_s, 95))),
             data_wait_percent=float(100 * waited_s.sum() / window_s.sum()),
-            warnings=uneven_steps(found["mean"], 1, float(np.median(self._sample_s)) * world_size),
+            warnings=uneven_steps(found["mean"], self._samples_per_step / self._world_size, float(median_s)),
         )
 
 
 class TrainingLog:
-    """Kept by rank 0; the others take part in what is collective. The trainer keeps `progress` up to date.
-
-    Args:
-        folder: of what the run leaves through all its starts.
-
-    Attributes:
-        collapse: on rank 0, what was said of one.
-    """
+    """Kept by rank 0; the others take part in what is collective. `folder` has what the run leaves through all its starts."""
 
     def __init__(self, session: Session, schedule: Schedule, progress: TrainingProgress, folder: Path) -> None:
         self._session, self._progress, self._folder = session, progress, folder
@@ -92,13 +78,12 @@ class TrainingLog:
             progress.train_s = max(progress.train_s, self._history.forget_after(progress.step))
             session.record.update_summary(history=str(folder / "history.jsonl"))
         self._clock = StepClock(session.device)
-        self._rows: list[
-            tuple[StepLine, PhaseTimer, Tensor]
-        ] = []  # with loss, norm, logit scale, whether it was skipped
-        self._pace, self._memory = Pace(), Summary()
+        self._rows: list[tuple[StepLine, PhaseTimer, Tensor]] = []  # figures: loss, norm, logit scale, is it skipped
+        self._samples = schedule.samples_per_step
+        self._pace, self._memory = Pace(self._samples, session.ranks.world_size), Summary()
         self._stragglers = Stragglers(gather(session.ranks.host), session.record.path)
         pairs, kind = pairs_together(session.run, session.ranks.world_size), LOSSES[session.run.clap.loss.kind]
-        self.last_steps, self.collapse = LastSteps(kind.chance(pairs)), list[str]()
+        self.last_steps, self._collapse = LastSteps(kind.chance(pairs)), list[str]()
         self._checkpoints: list[dict[str, Any]] = []
         self._before_s, self._started_s = progress.train_s, time.monotonic()
         last = progress.step + schedule.ahead(progress.samples)[0]
@@ -106,13 +91,12 @@ class TrainingLog:
 
     @property
     def train_s(self) -> float:
-        """Seconds since the first step, evaluations and checkpoints included, earlier starts of the run as well."""
+        """Seconds since the first step, with evaluations, checkpoints and earlier starts of the run."""
         return self._before_s + time.monotonic() - self._started_s
 
     def begin_step(self) -> PhaseTimer:
         """Call before each step; what times its phases."""
         if not self._rows:
-            self._samples_before = self._progress.samples
             self._clock.start()
         self._timer = PhaseTimer(self._session.device, instrumented=False)
         self._lr = self._session.engine.deepspeed.get_lr()[0]
@@ -137,12 +121,9 @@ class TrainingLog:
         rows, timers, figures = zip(*self._rows, strict=True)
         self._rows = []
         waited_s = [timer.seconds["data_wait"] for timer in timers]
-        edges = [self._samples_before, *(row["samples"] for row in rows)]
-        step_samples = [after - before for before, after in pairwise(edges)]
-        world_size, device = self._session.ranks.world_size, self._session.device
+        device, own_samples = self._session.device, self._samples / self._session.ranks.world_size
         self._session.tell_supply(
-            number / world_size / (seconds - waited)
-            for number, seconds, waited in zip(step_samples, step_s, waited_s, strict=True)
+            own_samples / (all_s - waited) for all_s, waited in zip(step_s, waited_s, strict=True)
         )
         times = torch.tensor([own_s, waited_s], dtype=torch.float64, device=device).T
         own_figures = torch.cat((torch.stack(figures).double(), times), dim=1)
@@ -152,13 +133,13 @@ class TrainingLog:
             by_rank = ranks[:, : own_figures.numel()].unflatten(1, (-1, 6))
             by_step = by_rank[..., :4].mean(0).tolist()
             own_s, data_wait_s = by_rank[..., 4:].permute(2, 1, 0).numpy()
-            self._slow = self._stragglers.add(step_samples, step_s, own_s, data_wait_s)
+            self._slow = self._stragglers.add(self._samples, step_s, own_s, data_wait_s)
             window_s, all_waited_s, *memory = ranks[:, own_figures.numel() :].amax(0).tolist()
             self._memory = hardware.largest_memory([memory])
-            self._pace.add(sum(step_samples), window_s, all_waited_s, step_s, step_samples)
+            self._pace.add(window_s, all_waited_s, step_s)
             for row, waited, seconds in zip(rows, waited_s, step_s, strict=True):
                 row.update(data_wait_s=waited, time_s=seconds, memory_bytes=hardware.peak_memory_bytes(device))
-            self._write_rows(rows, by_step, sum(step_samples) / window_s, 100 * all_waited_s / window_s)
+            self._write_rows(rows, by_step, self._samples * len(rows) / window_s, 100 * all_waited_s / window_s)
         self._session.engine.check_loss()
 
     def _write_rows(
@@ -183,10 +164,10 @@ class TrainingLog:
             + (f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""),
         )
         self._session.record.update_summary(self._position(), self._slow, loss=loss)
-        if not self.collapse and (verdict := self.last_steps.verdict(last["step"], self._folder)):
-            self.collapse.append(verdict)
+        if not self._collapse and (verdict := self.last_steps.verdict(last["step"], self._folder)):
+            self._collapse.append(verdict)
             print(f"warning: {verdict}", flush=True)
-            self._session.record.update_summary(warnings=self.collapse)
+            self._session.record.update_summary(warnings=self._collapse)
 
     def evaluated(self, metrics: dict[str, float], chances: dict[str, float], seconds: float) -> None:
         """Note an evaluation of the present weights, and what chance would reach."""
@@ -200,37 +181,29 @@ class TrainingLog:
         self._session.record.update_summary(evaluation=evaluation, best=self._progress.best)
         print(f"evaluation at step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()), flush=True)
 
-    def told_memory(self, num_bytes: int) -> None:
-        """Say what copies of the state take."""
-        if self._is_first:
-            what = "of host memory for it, beside the model's and the optimizer's own"
-            print(
-                f"checkpoints are written while training goes on: rank 0 keeps {num_bytes / 1e9:.2g} GB {what}",
-                flush=True,
-            )
-
     def saved(self, checkpoint: SavedCheckpoint | None) -> None:
         """Note a checkpoint, saved or not."""
         if not self._is_first or checkpoint is None:
             return
-        seconds, path = checkpoint.end - checkpoint.begin, str(checkpoint.path) if checkpoint.path else None
-        stalled_s = checkpoint.stalled_s
-        outcome: dict[str, Any] = {"step": checkpoint.step, "saved": checkpoint.saved, "seconds": seconds}
-        outcome |= {"bytes": checkpoint.bytes, "path": path, "problem": checkpoint.problem, "stalled_s": stalled_s}
+        seconds, stalled_s = checkpoint.end - checkpoint.begin, checkpoint.stalled_s
+        outcome: dict[str, Any] = {
+            "step": checkpoint.step, "saved": checkpoint.saved, "seconds": seconds, "bytes": checkpoint.bytes,
+            "path": str(checkpoint.path) if checkpoint.path else None, "problem": checkpoint.problem, "stalled_s": stalled_s,
+        }  # fmt: skip
         self._checkpoints.append(outcome)
         self._append({"phase": "checkpoint"}, checkpoint=[checkpoint.begin, checkpoint.begin + stalled_s], **outcome)
         self._session.record.update_summary(checkpoints=self._checkpoints[-20:], num_checkpoints=len(self._checkpoints))
         if checkpoint.saved:
-            took = f"{checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s, of which training stood still for {stalled_s:.2f}"
-            print(f"saved {path}: {took}", flush=True)
+            size = f"{checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
+            print(f"saved {checkpoint.path}: {size}, of which training stood still for {stalled_s:.2f} s", flush=True)
 
     def close(self, **fields: Any) -> None:
         """Bring the summary up to date, these fields of it as well."""
         if not self._is_first:
             return
         self._history.close()
-        pace = self._pace.summary(self._session.ranks.world_size)
-        pace["warnings"] = [*pace.get("warnings", []), *self.collapse, *self._stragglers.warnings]
+        pace = self._pace.summary()
+        pace["warnings"] = [*pace.get("warnings", []), *self._collapse, *self._stragglers.warnings]
         self._session.record.update_summary(self._position(), pace, self._memory, **fields)
 
     def _position(self) -> Summary:

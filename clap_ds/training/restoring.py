@@ -1,5 +1,4 @@
-"""An engine in the state of a checkpoint, or with its weights alone; what the run has otherwise than it, and what of that must
-be accepted."""
+"""An engine in the state of a checkpoint, and what the run has otherwise than it."""
 
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,13 @@ def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept
     to_accept, others = on_first(lambda: compare(folder, engine.model.config, describe(engine), run))
     if to_accept and not accept_changes:
         raise ValueError(
-            f"{folder} can't be resumed: {'; '.join(to_accept)}. --accept_changes goes on with what this run has from its"
-            " weights alone, the optimizer's state begins anew; --restart starts anew"
+            f"{folder} can't be resumed: {'; '.join(to_accept)}. --accept_changes goes on from its weights alone, the"
+            " optimizer's state begins anew; --restart starts anew"
         )
     if rank() == 0 and (found := [*to_accept, *others]):
         alone = "; of the checkpoint only weights and step are taken" if to_accept else ""
         warn(f"settings have changed since {folder.name}: {'; '.join(found)}{alone}")
-    try:
-        progress = TrainingProgress.from_json(read_bytes(folder / PROGRESS))
-    except (OSError, LookupError, TypeError) as error:
-        raise ValueError(f"{folder} can't be read: {error}") from error
+    progress = TrainingProgress.from_json(read_bytes(folder / PROGRESS))
     engine.steps = progress.step
     if engine.average is not None:
         engine.average.load(load_weights(folder / WEIGHTS).state)
@@ -51,8 +47,6 @@ def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept
         load_weights_alone(engine, weights, progress.step, progress.samples)
         return progress
     state = read_state_file(folder / STATE)
-    if not isinstance(state, dict) or not isinstance(state.get("random"), list):
-        raise ValueError(f"{folder}: {STATE} holds no state of training")
     load_engine_state(engine, state, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
     if rank() < len(state["random"]):
         restore_random_state(state["random"][rank()], engine.model.logit_scale.device)
@@ -63,14 +57,8 @@ def compare(
     folder: Path, model: ClapConfig, engine: dict[str, Any], run: RunSettings | None
 ) -> tuple[list[str], list[str]]:
     """What the run that resumes has otherwise than a checkpoint, in words with both values: what makes it another training
-    (tokenizer, front end or sizes of the model, precision, optimizer and its groups, loss, what is trained), and every other
-    setting.
-
-    Args:
-        model: of this run.
-        engine: this run's, as `clap_ds.engine.state.describe` has it.
-        run: its settings, None to look at model and engine alone.
-    """
+    (tokenizer, front end or sizes of the model, precision, optimizer and its groups, loss, what is trained), and the rest.
+    `engine` is this run's, by `clap_ds.engine.state.describe`; without a `run` model and engine alone are looked at."""
     manifest = Manifest.read(folder)
     to_accept: list[str] = []
     others: list[str] = []
@@ -87,13 +75,7 @@ def compare(
         to_accept.append(f"the tokenizer: {problem}")
     if manifest.settings:
         deepspeed = {name: value for name, value in manifest.settings.items() if name != "clap"}
-        try:
-            there = RunSettings(run.path, run.clap, deepspeed).precision
-        except AttributeError as error:
-            raise ValueError(
-                f"{folder}: the settings in its manifest have other fields than a run's: {error}"
-            ) from error
-        if there != run.precision:
+        if (there := RunSettings(run.path, run.clap, deepspeed).precision) != run.precision:
             to_accept.append(f"the precision is {there} there, {run.precision} here")
         others += _different_settings(manifest.settings, run.resolved())
     return to_accept, others

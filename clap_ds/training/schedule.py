@@ -1,8 +1,4 @@
-"""How much a run trains (samples in all, the steps that makes) and how far it has come.
-
-The learning rate's course is DeepSpeed's `scheduler` section, which counts optimiser steps. Imports neither torch nor
-DeepSpeed.
-"""
+"""How much a run trains (samples in all, the steps that makes) and how far it has come. Imports neither torch nor DeepSpeed."""
 
 import json
 import math
@@ -38,8 +34,8 @@ class Schedule:
         if epochs is not None:
             if epoch_samples is None:
                 raise ValueError(
-                    "clap.train.epochs: nothing says how many samples an epoch has: remote shards need a manifest.json beside"
-                    " them (clap-shards prepare); or give clap.train.samples"
+                    "clap.train.epochs: remote shards need a manifest.json beside them (clap-shards prepare), which says how"
+                    " many samples an epoch has; or give clap.train.samples"
                 )
             samples = math.ceil(epochs * epoch_samples)
         assert samples is not None
@@ -54,7 +50,7 @@ class Schedule:
         return steps, samples + steps * self.samples_per_step
 
     def epoch(self, samples: int) -> float | None:
-        """Passes over the data after so many samples; None where the length of one isn't known."""
+        """Passes over the data after so many samples, if the length of one is known."""
         return round(samples / self.epoch_samples, 6) if self.epoch_samples else None
 
 
@@ -69,8 +65,7 @@ class TrainingProgress:
     """How far a run has come.
 
     Attributes:
-        step, samples, epoch: optimiser steps taken, audio–caption pairs trained on over all ranks, passes over the data
-            (None where there are none that could be counted).
+        step, samples, epoch: optimiser steps, audio–caption pairs over all ranks, passes over the data (None: not counted).
         data: where each rank's data source stands (`BatchSource.state()`), by rank.
         train_s: time trained so far, in seconds.
         best: best value of each evaluation metric so far.
@@ -86,7 +81,7 @@ class TrainingProgress:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def note(self, metrics: dict[str, float], wanted: dict[str, float], train_s: float) -> None:
-        """Remember an evaluation's metrics where they are the best, and the time where they reach all that is wanted."""
+        """Remember an evaluation's best metrics, and the time where they reach all that is wanted."""
         for name, value in metrics.items():
             if math.isfinite(value) and score(name, value) >= score(name, self.best.get(name, value)):
                 self.best[name] = value
@@ -94,14 +89,14 @@ class TrainingProgress:
             self.extra |= {"target": wanted, "time_to_target_s": train_s, "target_step": self.step}
 
     def reached(self, wanted: dict[str, float]) -> str | None:
-        """Where and when an evaluation reached what is wanted, for people; None where nothing is, or none has."""
+        """Where and when an evaluation reached what is wanted, for people; None where none has."""
         if (seconds := self.time_to(wanted)) is None:
             return None
         values = ", ".join(f"{name} {value:g}" for name, value in wanted.items())
         return f"target reached at step {self.extra.get('target_step', self.step)}, after {seconds:,.0f} s: {values}"
 
     def time_to(self, wanted: dict[str, float]) -> float | None:
-        """Seconds of training to the evaluation that reached what is wanted; None where nothing is, or none has."""
+        """Seconds of training to the evaluation that reached what is wanted; None where none has."""
         return self.extra["time_to_target_s"] if wanted and self.extra.get("target") == wanted else None
 
     def data_of(self, rank: int) -> dict[str, Any] | None:
@@ -132,5 +127,5 @@ class SavedCheckpoint:
 
     @property
     def saved(self) -> bool:
-        """It is on the disk, whole and read back."""
+        """It is on the disk, and whole."""
         return self.path is not None

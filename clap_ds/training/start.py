@@ -25,10 +25,10 @@ from clap_ds.weights.load import load_weights
 
 @dataclass(frozen=True)
 class Choices:
-    """What the command line decides about a run that has checkpoints.
+    """What the command line decides.
 
     Attributes:
-        restart: move them aside and start anew.
+        restart: move checkpoints aside and start anew.
         accept_changes: resume though the run is another training than the checkpoint's (`clap_ds.training.restoring`).
         skip_steps: first and last of the steps whose batches are left out.
     """
@@ -39,8 +39,7 @@ class Choices:
 
 
 def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: bool = False) -> None:
-    """Load `clap.train.initial_weights`, if any; raises ValueError where there are none, or they are another model's or for
-    another tokenizer: where theirs isn't known, one of another size than their vocabulary."""
+    """Load `clap.train.initial_weights`, if any; raises ValueError: none there, another model's, or for another tokenizer."""
     path, tokenizer = run.clap.train.initial_weights, getattr(run.clap.data, "tokenizer", None)
     if path is None:
         return
@@ -64,8 +63,7 @@ def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: 
 
 @contextmanager
 def opened_checkpoints(run: RunSettings, ranks: Ranks) -> Iterator[CheckpointFolder]:
-    """The folder of the run's checkpoints, which no other run writes meanwhile. A collective; raises UserError where one does,
-    or the folder can't be written."""
+    """The folder of the run's checkpoints, locked. A collective; raises UserError: held by another run, or not writable."""
     folder, data = run.checkpoint_folder, run.clap.data
     lock = FolderLock(folder, ranks.job_folder)
     try:
@@ -86,8 +84,7 @@ def _take(lock: FolderLock, folder: Path, config: Path) -> None:
     try:
         lock.acquire()
     except HeldError as error:
-        wait = "Wait until that run is over, or name another folder"
-        raise ValueError(f"{config}: clap.checkpoint.folder: {error}. {wait}") from None
+        raise ValueError(f"{config}: clap.checkpoint.folder: {error}") from None
     except OSError as error:
         raise ValueError(f"clap.checkpoint.folder: {folder} can't be written: {error.strerror}") from error
 

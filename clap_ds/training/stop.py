@@ -1,5 +1,4 @@
-"""SIGTERM, SIGUSR1, SIGINT and SIGHUP while training: all ranks finish the step under way or, where that has just begun to
-be agreed on, the next, and save."""
+"""SIGTERM, SIGUSR1, SIGINT and SIGHUP while training: all ranks finish the step under way or the next, and save."""
 
 import signal
 import socket
@@ -19,19 +18,16 @@ LOOK_S = 0.1  # between rank 0's looks whether a signal came to any rank
 
 
 class StopRequest:
-    """Notes the first signal; it reaches a rank several times, from the terminal, the launcher, SLURM and the job script.
+    """Notes the first signal, which launchers send to ranks one after the other, some only when the first has ended.
 
-    Launchers signal ranks one after the other, some only when the first has ended: so a rank leaves what it got in the store
-    where ranks have met, and rank 0 sends to all what is there, through the hosts, for which no device has to wait, while they
-    step. Signals are received by a thread, for the main one may be waiting for a rank that is gone.
+    A rank leaves what it got in the store where ranks have met. Rank 0 sends to all what is there while they step, over the
+    hosts, so that no device waits. A thread receives signals: the main one may be waiting for a rank that is gone.
     """
 
     def __init__(self) -> None:
         self._number = self._found = 0
-        self._store, self._key = (
-            dist.distributed_c10d._get_default_store(),
-            on_first(lambda: f"stop {uuid.uuid4().hex}"),
-        )
+        self._store = dist.distributed_c10d._get_default_store()
+        self._key = on_first(lambda: f"stop {uuid.uuid4().hex}")
 
     def ask(self) -> None:
         """Call before each step. A collective, of which `wait` gets the answer."""
@@ -54,9 +50,7 @@ class StopRequest:
                     if not self._found and self._store.check([self._key]):
                         self._found = int(self._store.get(self._key))
                 continue
-            if (
-                number in STOP_SIGNALS and not self._number
-            ):  # others have their own handlers, such as the end of a child
+            if number in STOP_SIGNALS and not self._number:  # others have handlers of their own
                 self._number = number
                 leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
                 with suppress(RuntimeError):  # rank 0, or its host, is gone

@@ -1,7 +1,4 @@
-"""The training loop: steps, evaluations and checkpoints until the samples are through, a target is reached or a signal comes.
-
-What a step is, is the engine's; where a run begins, `start`'s; what it tells, `log`'s and `messages`'.
-"""
+"""The training loop: steps, evaluations and checkpoints until the samples are through or a signal comes."""
 
 import time
 from contextlib import nullcontext
@@ -18,10 +15,9 @@ from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import agreed, gather, on_first
 from clap_ds.ranks.watch import ending
 from clap_ds.record.clock import standing_still
-from clap_ds.training.batches import shuffled_captions
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog
-from clap_ds.training.messages import conclude, how_to_go_on, introduce, same_command
+from clap_ds.training.messages import conclude, how_to_go_on, introduce
 from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress
 from clap_ds.training.start import Choices
 from clap_ds.training.stop import StopRequest
@@ -34,8 +30,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
     """Train until `clap.train` is fulfilled.
 
     Raises:
-        AgreedError: evaluation or epochs aren't possible as the settings want them, the model collapsed and that is to stop
-            the run, or the last checkpoint can't be saved.
+        AgreedError: evaluation or epochs aren't possible as the settings want them, or the last checkpoint can't be saved.
         NonFiniteError: loss, gradient or weights became NaN or infinite; says how to go on.
         Interrupted: a signal came; the state is saved.
     """
@@ -53,7 +48,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         except NonFiniteError as error:
             log.saved(checkpoints.poll(None))
             checkpoints.close()
-            raise NonFiniteError(f"{error}. {how_to_go_on(checkpoints, choices, session.engine.steps)}") from None
+            raise NonFiniteError(f"{error}. {how_to_go_on(checkpoints, session.engine.steps)}") from None
         ending()
         checkpoints.close()
         wanted = run.clap.train.stop_at
@@ -63,7 +58,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         dist.barrier()
     if stopped_by:
         assert saved is not None
-        _say_stopped(session, Interrupted(stopped_by), saved, same_command(choices))
+        _say_stopped(session, Interrupted(stopped_by), saved)
         dist.barrier()  # the state is recorded before any rank leaves
         raise Interrupted(stopped_by)
     if saved is not None and not saved.saved:
@@ -82,7 +77,6 @@ def _run(
 ) -> tuple[int, SavedCheckpoint | None]:
     """Step to the end: the number of the signal that came before, or 0, and what came of the last checkpoint."""
     clap, engine = session.run.clap, session.engine
-    batches = shuffled_captions(session) if clap.train.shuffle_captions else session.batches
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
     begun_at = progress.step
     wanted = clap.train.stop_at
@@ -95,13 +89,13 @@ def _run(
             if session.ranks.is_first:
                 print(f"left out the batches of steps {first_skipped} to {last_skipped}", flush=True)
         stop.ask()
-        loss = engine.step(batches, log.begin_step())
+        loss = engine.step(session.batches, log.begin_step())
         progress.step += 1
         progress.samples += schedule.samples_per_step
         progress.epoch = schedule.epoch(progress.samples)
         log.end_step(loss)
         if clap.checkpoint.background and clap.checkpoint.every_steps and progress.step == begun_at + 1:
-            log.told_memory(checkpoints.make_room(engine))  # once the optimiser has its state
+            checkpoints.make_room(engine)  # once the optimiser has its state
 
         with standing_still():
             stopped_by = stop.wait()
@@ -111,9 +105,6 @@ def _run(
         if to_evaluate or to_save or stopped_by or _is_due(progress.step, clap.train.log_every_steps):
             log.write()
             log.saved(checkpoints.poll())
-            if clap.train.stop_on_collapse and (collapse := on_first(lambda: log.collapse)):
-                checkpoints.close()
-                raise AgreedError(collapse[0])
         metrics: dict[str, float] = {}
         if evaluator is not None and to_evaluate and not stopped_by:
             begun = time.monotonic()
@@ -174,12 +165,11 @@ def _evaluator(session: Session) -> "Evaluator | None":
     )
 
 
-def _say_stopped(session: Session, stop: Interrupted, saved: SavedCheckpoint, command: str) -> None:
+def _say_stopped(session: Session, stop: Interrupted, saved: SavedCheckpoint) -> None:
     """Record the state and say how to resume."""
     session.record_data()
     if not session.ranks.is_first:
         return
     lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
     session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
-    place = "there" if saved.saved else "the last checkpoint that could be"
-    print(f"stopped by {stop} after step {saved.step}{lost}; {command} resumes from {place}", flush=True)
+    print(f"stopped by {stop} after step {saved.step}{lost}; the same command without --restart resumes", flush=True)

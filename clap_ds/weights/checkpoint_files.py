@@ -1,11 +1,10 @@
 """A checkpoint as files on a disk: nothing that looks whole is half there, and nothing damaged is taken for good.
 
 A checkpoint is a folder `step-<number>` with a manifest of the size and hash of every file. It is put together under a hidden
-name, read back from the disk, and renamed; what is deleted is renamed first. So a kill at any moment leaves each checkpoint
-whole or absent. What the files mean is left to `clap_ds.training.checkpoint`. Imports neither torch nor DeepSpeed.
+name and renamed; what is deleted is renamed first. So a kill at any moment leaves each checkpoint whole or absent. Files are
+compared with the manifest before they are loaded. Imports neither torch nor DeepSpeed.
 """
 
-import errno
 import hashlib
 import itertools
 import json
@@ -14,14 +13,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from clap_ds.config.files import open_regular, parse_json, read_bytes
 from clap_ds.config.metrics import TRAIN_LOSS, score
@@ -31,17 +29,15 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 RAW = "raw.safetensors"
 """The weights themselves, where `WEIGHTS` are a moving average of them."""
-AVERAGE = ", moving average of the weights"
 STATE = "state.safetensors"
 TOKENIZER = "tokenizer"
 FORMAT = 2
 FILE_NAME = re.compile(rf"(weights|raw|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*", re.ASCII)
-"""Of a file in a checkpoint. Somebody else may have written the manifest: none outside, no URL, none of another case."""
+"""Of a file in a checkpoint. Somebody else may have written the manifest: none outside, and no URL."""
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
 
 def warn(message: str) -> None:
-    """One line to standard error."""
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
@@ -51,9 +47,9 @@ class DamagedError(ValueError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes, few enough that a sparse file is soon read, and BLAKE2b-128 of a file's content."""
+    """Size in bytes and BLAKE2b-128 of a file's content."""
 
-    bytes: Annotated[int, Field(ge=0, le=2**34)]
+    bytes: int
     hash: str
 
 
@@ -62,17 +58,17 @@ class Manifest:
     """What a checkpoint holds and what it may be loaded into.
 
     Attributes:
-        serial: ms since 1970 when it was saved, and larger than every older one's in its folder, whatever their steps.
-        step: optimiser steps taken.
+        serial: ms since 1970 when it was saved, and larger than every older one's in its folder.
+        step: optimizer steps taken.
         model: `ClapConfig` as JSON.
         engine: what a run that resumes must have in common (`clap_ds.engine.state.describe`).
-        tokenizer: hub name of the captions' tokenizer, or `tokenizer`: the folder of that name in the checkpoint.
+        tokenizer: hub name of the captions' tokenizer, or `TOKENIZER`: the folder in the checkpoint.
         metrics: of the evaluation at this step, if there was one, and `TRAIN_LOSS`.
         files: by path relative to the checkpoint.
-        run: of the run that saved it, through all its restarts; empty in old checkpoints.
-        settings: the run's JSON as resolved; empty in old checkpoints.
-        best_by: the evaluation metric that tells the run's best, or None.
-        resumed_from: serial of the checkpoint that the run resumed from when it started last, or None.
+        run: id of the run that saved it, through all its restarts.
+        settings: the run's JSON as resolved.
+        best_by: the evaluation metric that tells the run's best.
+        resumed_from: serial of the checkpoint that the run resumed from last.
     """
 
     serial: int
@@ -93,28 +89,24 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: object) -> Self:
-        """Reads `to_json`'s text; raises DamagedError, naming `where`, if it isn't one, has changed or has another format."""
+        """Read `to_json`'s text; raises DamagedError, naming `where`, if it isn't one, has changed or has another format."""
         try:
             content = parse_json(text)
-            stated, version = content.pop("hash"), content["format"]
+            stated = content.pop("hash")
+            if content["format"] != FORMAT:
+                raise ValueError(f"it is of format {content['format']}, this version reads {FORMAT}")
+            if stated != _hash(content):
+                raise ValueError("it has changed since it was written")
+            known = {each.name: content[each.name] for each in fields(cls) if each.name in content}
+            found = TypeAdapter(cls).validate_python(known)
+            if outside := [name for name in found.files if not FILE_NAME.fullmatch(name)]:
+                raise ValueError(f"it names {outside[0]!r}, which is no file of a checkpoint")
+            return found
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise DamagedError(f"{where}: its {MANIFEST} can't be read: {error}") from error
-        if version != FORMAT:
-            raise DamagedError(f"{where}: a checkpoint of format {version}, this version reads {FORMAT}")
-        if stated != _hash(content):
-            raise DamagedError(f"{where}: its {MANIFEST} has been damaged")
-        known = {each.name: content[each.name] for each in fields(cls) if each.name in content}
-        try:
-            found = TypeAdapter(cls).validate_python(known)
-        except ValueError as error:
-            raise DamagedError(f"{where}: its {MANIFEST} has other fields than one: {error}") from error
-        names = [name for name in found.files if FILE_NAME.fullmatch(name)]
-        if outside := sorted({*found.files} - {*{name.casefold(): name for name in names}.values()}):
-            raise DamagedError(f"{where}: its {MANIFEST} names {outside[0]!r}, which is no file of a checkpoint")
-        return found
 
     def tokenizer_in(self, folder: Path) -> str | None:
-        """As `clap_ds.model.tokenizer.load_tokenizer` takes it: the copy in the checkpoint, or the hub name."""
+        """The copy in the checkpoint, or the hub name."""
         return str(folder / TOKENIZER) if self.tokenizer == TOKENIZER else self.tokenizer
 
     @classmethod
@@ -127,36 +119,22 @@ class Manifest:
         return cls.from_json(text, folder)
 
 
-def write_file(path: Path, content: bytes | memoryview) -> FileRecord:
-    """A new file, in a folder that is made where it isn't there, on the disk when this returns; raises OSError where it can't
-    be."""
+def write_file(path: Path, content: bytes) -> FileRecord:
+    """A new file, in a folder that is made where it isn't there; raises OSError where it can't be."""
     path.parent.mkdir(exist_ok=True)
-    with ThreadPoolExecutor(1) as hashing, path.open("wb") as file:
-        hashed = hashing.submit(_hash, content)
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        return FileRecord(file.tell(), hashed.result())
-
-
-def _hash(content: bytes | memoryview | dict[str, Any]) -> str:
-    """BLAKE2b-128 of bytes, or of a dictionary as JSON."""
-    content = json.dumps(content, sort_keys=True).encode() if isinstance(content, dict) else content
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    path.write_bytes(content)
+    return record_of(path)
 
 
 def record_of(path: Path) -> FileRecord:
-    """Of a file that somebody else has just written, once it is on the disk."""
+    """Of a file that has just been written, once it is on the disk."""
     with open_regular(path) as file:
         os.fsync(file.fileno())
         return FileRecord(os.fstat(file.fileno()).st_size, _hash_of(file))
 
 
-def hash_file(path: Path) -> str:
-    """BLAKE2b-128 of a file, read from the disk rather than from memory where the system allows it."""
-    with open_regular(path) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return _hash_of(file)
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _hash_of(file: Any) -> str:
@@ -164,13 +142,13 @@ def _hash_of(file: Any) -> str:
 
 
 def free_name(step: int, taken: Collection[str]) -> str:
-    """The name of a checkpoint of this step, where others have some names already."""
-    numbered = (f"step-{step:08d}-{number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain([f"step-{step:08d}"], numbered) if name not in taken)
+    """The name of a checkpoint of this step that isn't taken."""
+    names = (f"step-{step:08d}" + f"-{number}" * (number > 1) for number in itertools.count(1))
+    return next(name for name in names if name not in taken)
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new hidden folder to put a checkpoint of this step together in; `publish` gives it its name, one that is free now."""
+    """Make a hidden folder to put a checkpoint of this step together in, which `publish` renames."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{free_name(step, os.listdir(folder))}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -178,12 +156,13 @@ def begin(folder: Path, step: int) -> Path:
     return partial
 
 
-def publish(partial: Path, manifest: Manifest) -> Path:
-    """Write the manifest, read all back and give the checkpoint its name; raises OSError, or DamagedError: it isn't whole."""
+def publish(partial: Path, manifest: Manifest, *, check: bool = False) -> Path:
+    """Write the manifest and give the checkpoint its name; raises OSError, or DamagedError where `check` finds it so."""
     write_file(partial / MANIFEST, manifest.to_json().encode())
-    for folder in sorted({partial, *((partial / file).parent for file in manifest.files)}):
+    if check:
+        verify(partial)
+    for folder in {partial, *((partial / file).parent for file in manifest.files)}:
         _sync_folder(folder)
-    verify(partial)
     final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
     partial.rename(final)
     _sync_folder(final.parent)
@@ -193,27 +172,22 @@ def publish(partial: Path, manifest: Manifest) -> Path:
 def _sync_folder(folder: Path) -> None:
     """Bring a folder's list of names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with suppress(OSError):  # network file systems that can't, and needn't
         os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # network file systems that can't, and needn't
-            raise
-    finally:
-        os.close(descriptor)
+    os.close(descriptor)
 
 
 def verify(folder: Path) -> Manifest:
-    """Compare every file on the disk with the manifest; raises DamagedError: which is missing, cut short or changed."""
-    manifest, real = Manifest.read(folder), folder.resolve()
+    """Compare every file with the manifest; raises DamagedError: which is missing, cut short or changed."""
+    manifest = Manifest.read(folder)
     for name, record in manifest.files.items():
-        if (folder / name).resolve() != real / name:
-            raise DamagedError(f"{folder}: {name} is a link to elsewhere")
         try:
-            size = (folder / name).stat().st_size
-            if size != record.bytes:
-                raise DamagedError(f"{folder}: {name} has {size:,} bytes, {record.bytes:,} were written")
-            if hash_file(folder / name) != record.hash:
-                raise DamagedError(f"{folder}: {name} has changed since it was written (its hash differs)")
+            with open_regular(folder / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != record.bytes:
+                    raise DamagedError(f"{folder}: {name} has {size:,} bytes, {record.bytes:,} were written")
+                if _hash_of(file) != record.hash:
+                    raise DamagedError(f"{folder}: {name} has changed since it was written (its hash differs)")
         except OSError as error:
             raise DamagedError(f"{folder}: {name}: {error.strerror}") from error
     return manifest
@@ -244,8 +218,8 @@ def move_aside(folder: Path, *, but: str) -> Path | None:
 
 
 def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged: dict[str, str]) -> dict[str, Manifest]:
-    """Manifests of those names that are a checkpoint's, the newest first, by name. `read` raises FileNotFoundError where there
-    is none, and DamagedError, of which `damaged` gets the text, by name."""
+    """Manifests by those names that are a checkpoint's, the newest first. Where `read` raises DamagedError, `damaged` gets the
+    text, by name; FileNotFoundError says that there is none."""
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:
@@ -292,23 +266,19 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
         return path
     damaged: dict[str, str] = {}
     if (found := newest_good(path, damaged, best=best)) is None:
-        what = "no good checkpoint here that was evaluated by its run's best_by" if best else "no good checkpoint here"
+        evaluated = " that was evaluated by its run's best_by" if best else ""
         reasons = "; ".join(damaged.values()) or f"expected {MANIFEST}, or folders step-… with one"
-        raise DamagedError(f"{path}: {what}: {reasons}")
+        raise DamagedError(f"{path}: no good checkpoint here{evaluated}: {reasons}")
     return found
 
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
-    """Names to delete, the oldest first, of manifests with the newest first: all but the last and the best that are kept, and
-    two more until one of these best is better: what the run resumed from, and the one with the lowest training loss."""
-    evaluated, by_loss = best_first(manifests, rule.best_by), best_first(manifests, TRAIN_LOSS)
-    kept, best = [*manifests][: rule.keep_last], evaluated[: rule.keep_best]
+    """Names to delete, the oldest first, of manifests with the newest first. Kept are the last, the best, the one that the run
+    resumed from and the one with the lowest training loss."""
     resumed_from = next((each.resumed_from for each in manifests.values()), None)
-    for name in [*(name for name, each in manifests.items() if each.serial == resumed_from), *by_loss[:1]]:
-        order = evaluated if name in evaluated else by_loss
-        if name not in order or {*best}.isdisjoint(order[: order.index(name)]):
-            kept.append(name)
-    kept += best
+    kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_by)[: rule.keep_best]}
+    kept |= {name for name, each in manifests.items() if each.serial == resumed_from}
+    kept |= {*best_first(manifests, TRAIN_LOSS)[:1]}
     return [name for name in reversed(manifests) if name not in kept]
 
 

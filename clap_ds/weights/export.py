@@ -1,9 +1,8 @@
 """Command: a checkpoint as a folder that `transformers.ClapModel` and `transformers.ClapProcessor` load.
 
-    python -m clap_ds.weights.export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER] [--card [--run DIR]]
+    python -m clap_ds.weights.export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER]
 
-Weights, sizes and front end are `formats.save_transformers`'; the tokenizer, the other half of the processor, comes from the
-checkpoint or the command line.
+The tokenizer comes from the checkpoint or the command line.
 """
 
 import argparse
@@ -14,9 +13,7 @@ from pathlib import Path
 import safetensors
 
 from clap_ds.config.errors import exit_code_of
-from clap_ds.config.files import write_atomically
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.weights.card import model_card
 from clap_ds.weights.expressible import changes
 from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, save_transformers
 from clap_ds.weights.hf_config import feature_extractor
@@ -26,15 +23,10 @@ import transformers  # isort: skip  (after torchaudio_compat)
 
 
 def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> list[str]:
-    """Write the folder, all of it or nothing.
+    """Write the folder, new or empty, all of it or nothing. Returns what its users should know, in words.
 
     Args:
-        found: the weights, with what is known of them.
-        folder: to be made, or empty.
         tokenizer: hub name or folder; None: that of training.
-
-    Returns:
-        What whoever uses the folder should know, in words.
 
     Raises:
         ValueError: the model can't be expressed, there is no tokenizer or none that fits, or the folder is in use.
@@ -59,23 +51,17 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
         raise ValueError(f"{folder} can't be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    which = "length of training" if found.text_tokens else "model's most, as that of training isn't known"
     cut = "are only cut where the processor is told: text_kwargs={'padding': True, 'truncation': True}"
-    remarks = [*changes(found.config), f"captions beyond {length} tokens, the {which}, {cut}"]
-    at_random = (
-        "of longer clips ClapFeatureExtractor takes parts at random, and it takes a clip for longer where none is"
-    )
-    if found.config.audio.mel_bins != 64:
-        at_random += "; with other than 64 mel bins it fails on longer ones"
+    remarks = [*changes(found.config), f"captions beyond {length} tokens {cut}"]
+    fused = "of longer clips ClapFeatureExtractor takes parts at random, if there are 64 mel bins"
     refused = "longer clips than the model's are refused, as ClapFeatureExtractor crops at random alone"
-    remarks.append(at_random if found.config.audio.fusion else refused)
+    remarks.append(fused if found.config.audio.fusion else refused)
     if LOGIT_BIAS in found.state:
         remarks.append("the sigmoid loss's logit bias has no place in ClapModel; embeddings do without it")
     return remarks
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Export and say so; raises ValueError where the checkpoint, the tokenizer or the folder can't be used."""
     parser = argparse.ArgumentParser("clap_ds.weights.export", description=(__doc__ or "").splitlines()[0])
     kinds = "a checkpoint, a folder of them (its newest good one), a .safetensors file of this project's, or a LAION-CLAP .pt"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
@@ -84,21 +70,10 @@ def main(argv: list[str] | None = None) -> None:
     raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
     parser.add_argument("--raw", action="store_true", help=raw)
     parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="of the captions (default: the checkpoint's)")
-    more = "write a model card for the hub, README.md, of what the checkpoint says, too"
-    parser.add_argument("--card", action="store_true", help=more)
-    more = "with --card: directory of the run that made the checkpoint, whose records are added"
-    parser.add_argument("--run", type=Path, metavar="DIR", help=more)
     arguments = parser.parse_args(argv)
-    if arguments.run and not arguments.card:
-        raise ValueError("--run: is of --card alone")
     found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.raw)
-    if arguments.card:
-        model_card(found, [], arguments.run)  # a mistake in it is found before anything is written
-    remarks = export(found, arguments.folder, arguments.tokenizer)
-    for remark in remarks:
+    for remark in export(found, arguments.folder, arguments.tokenizer):
         print(f"note: {remark}")
-    if arguments.card:
-        write_atomically(arguments.folder / "README.md", model_card(found, remarks, arguments.run))
     print(f"exported: {found.shown}, model {found.config.name}")
     print(f"{arguments.folder}: for transformers.ClapModel.from_pretrained and ClapProcessor.from_pretrained")
 

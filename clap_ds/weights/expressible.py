@@ -23,8 +23,7 @@ _POOLED = 2.0**-17  # what goes into the tanh, of that; too large a factor back 
 
 def expressible(config: ClapConfig, state: State) -> tuple[ClapConfig, State]:
     """Sizes and state (fp32, in `ClapModel`'s names) of a model that pools by the first token and has projections of one width,
-    with biases. Embeddings are longer by zeros where a projection was wider than they were. ValueError where the text tower is
-    none of RoBERTa's architecture."""
+    with biases. Embeddings are longer by zeros where a projection was wider. ValueError: the text tower is no RoBERTa."""
     if (architecture := config.text.architecture) != "roberta":
         reason = f"its text tower is a {architecture}, not a roberta"
         raise ValueError(f"{config.name} can't be a transformers.ClapModel: {reason}")

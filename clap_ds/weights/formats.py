@@ -1,7 +1,6 @@
-"""Weights to and from `transformers.ClapModel` and this project's own safetensors; LAION-CLAP's files are `laion`'s.
+"""Weights to and from `transformers.ClapModel` and this project's own safetensors.
 
 Every reader gives a `Checkpoint`, checked against the model's own names and shapes, so that what loads is complete.
-Optimiser state and resuming a run belong to `clap_ds.training`.
 """
 
 import hashlib
@@ -44,11 +43,11 @@ class Checkpoint:
     """A model's sizes and its state, in `ClapModel`'s names, and what else is told of it.
 
     Attributes:
-        tokenizer: that it was trained with, as `clap_ds.model.tokenizer.load_tokenizer` takes it, where that is known.
-        text_tokens: the caption length that it was trained with, where that is known.
-        loss_kind: the `clap.loss.kind` that it was trained with.
+        tokenizer: of training, as `clap_ds.model.tokenizer.load_tokenizer` takes it, if known.
+        text_tokens: the caption length of training, if known.
+        loss_kind: the `clap.loss.kind` of training.
         path: where it is from.
-        reached: its step there, and the value of the metric that tells its run's best, in words.
+        reached: its step there, and the value of `best_by`, in words.
     """
 
     config: ClapConfig
@@ -71,8 +70,7 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digits that weights share which embed alike in fp32, in whatever file they lie: of the sizes and, by name, of the
-        tensors in fp32 that an embedding depends on. Takes a second for a GB."""
+        """Hash of the sizes and of the tensors, in fp32, that an embedding depends on."""
         digest = hashlib.sha256(self.config.model_dump_json(exclude={"name": True, "text": {"hub_name"}}).encode())
         for name in sorted(self.state):
             if not name.startswith((*_NOT_IN_OTHERS, "logit_scale")):
@@ -81,7 +79,7 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
     def build_for(self, device: torch.device, dtype: torch.dtype) -> ClapModel:
-        """A `ClapModel` to be used, not trained, by the quickest kernels that need no compiling at each start."""
+        """A `ClapModel` to be used, not trained, by the fastest kernels that need no compiling."""
         model = self.build(attention=default_kernel(device)).to(device, dtype).eval()
         if device.type == "cpu":
             convert(model)
@@ -94,16 +92,16 @@ class Checkpoint:
         return model
 
     def load_into(self, model: ClapModel) -> None:
-        """Copies the weights into a model of the same sizes, in the model's dtypes and on its devices; raises ValueError for
-        one of other names or shapes. A classifier that the checkpoint lacks or a logit bias that either does is passed over."""
+        """Copy the weights into a model, in its dtypes and on its devices; raises ValueError for other names or shapes. A
+        classifier that the checkpoint lacks, or a logit bias that either lacks, is passed over."""
         state = {name: t for name, t in self.state.items() if name != LOGIT_BIAS or model.logit_bias is not None}
         _check(state, model.state_dict(), f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
         model.load_state_dict(state, strict=False)
 
 
 def load_transformers(folder: str | Path) -> Checkpoint:
-    """A folder that `transformers.ClapModel` saved: `config.json`, safetensors (whole or in parts) and, where they are there,
-    the front end's and the tokenizer's configuration. Raises ValueError where it holds something else."""
+    """Read a folder that `transformers.ClapModel` saved: `config.json`, safetensors and, if there, the configurations of front
+    end and tokenizer. Raises ValueError where it holds something else."""
     folder, tensors = Path(folder), {}
     sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
     config = parse_sizes(read_clap(sizes, files.object_in(sizes)), folder.name, str(sizes))
@@ -120,13 +118,10 @@ def load_transformers(folder: str | Path) -> Checkpoint:
 
 
 def save_transformers(model: ClapModel, folder: str | Path) -> None:
-    """Writes a folder that `transformers.ClapModel.from_pretrained` and `ClapFeatureExtractor.from_pretrained` load, in fp32.
+    """Write a folder that `transformers.ClapModel.from_pretrained` and `ClapFeatureExtractor.from_pretrained` load, in fp32.
 
-    Shapes that HF's lacks are written as ones that it has (`clap_ds.weights.expressible`). The held AudioSet classifier and the
-    sigmoid loss's logit bias have no place there and are left out.
-
-    Raises:
-        ValueError: HF's ClapModel can't express this model; says why. `save_safetensors` can.
+    Shapes that HF's lacks are written as ones that it has (`clap_ds.weights.expressible`). The AudioSet classifier and the
+    sigmoid loss's logit bias are left out. Raises ValueError: HF's ClapModel can't express this model, and why.
     """
     from clap_ds.weights.hf_config import config_to_transformers, feature_extractor, transformers
 
@@ -141,15 +136,14 @@ def save_transformers(model: ClapModel, folder: str | Path) -> None:
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> State:
-    """A `ClapModel` state in `transformers.ClapModel`'s names, floating tensors in fp32. Theirs has a logit scale for either
-    direction, which both are the one that is trained here."""
+    """A `ClapModel` state in `transformers.ClapModel`'s names, in fp32, with the trained logit scale in both directions."""
     named = to_names({k: v for k, v in state.items() if not k.startswith(_NOT_IN_OTHERS)}, transformers_names)
     named["logit_scale_t"] = named["logit_scale_a"].clone()
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
 
 
 def save_safetensors(model: ClapModel, path: str | Path) -> None:
-    """Writes any `ClapModel`, the held classifier included, to one safetensors file that carries its sizes; dtypes are kept."""
+    """Write any `ClapModel` to one safetensors file that carries its sizes; dtypes are kept."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_tensors(Path(path), *to_safetensors(model.state_dict(), model.config))
 
@@ -157,8 +151,7 @@ def save_safetensors(model: ClapModel, path: str | Path) -> None:
 def to_safetensors(
     state: Mapping[str, Tensor], config: ClapConfig, text_tokens: int | None = None
 ) -> tuple[State, dict[str, str]]:
-    """Tensors and metadata that `save_safetensors` would write of a model in this state, dtypes kept; `text_tokens` is the
-    caption length it was trained with."""
+    """Tensors and metadata that `save_safetensors` would write; `text_tokens` is the caption length of training."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
     metadata = {"format": "pt", METADATA_KEY: config.model_dump_json()}
     trained = {} if text_tokens is None else {TEXT_TOKENS_KEY: str(text_tokens)}
@@ -166,7 +159,7 @@ def to_safetensors(
 
 
 def load_safetensors(path: str | Path) -> Checkpoint:
-    """Reads what `save_safetensors` wrote; raises ValueError for another file, or where it doesn't fit its own sizes."""
+    """Read what `save_safetensors` wrote; raises ValueError for another file, or where it doesn't fit its own sizes."""
     state, metadata = _read_safetensors(Path(path))
     if METADATA_KEY not in metadata:
         raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")
@@ -193,7 +186,7 @@ def _expected(sizes: str, *, learns_bias: bool = False) -> State:
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complaint: str) -> None:
-    """Refuses tensors that aren't the expected ones, those aside that may be left out."""
+    """Refuse tensors that aren't the expected ones."""
     problems = {
         "missing": [name for name in expected if name not in found and not any(part in name for part in _OPTIONAL)],
         "unexpected": [name for name in found if name not in expected and not name.endswith(_CONSTANTS)],

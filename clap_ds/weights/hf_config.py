@@ -1,7 +1,4 @@
-"""This project's model sizes as a `transformers.ClapConfig`: what that can't express is refused with the reason.
-
-Sizes only; the tensors are `clap_ds.weights.formats`', and the way back is `clap_ds.config.clap_json`'s.
-"""
+"""This project's model sizes as a `transformers.ClapConfig`: what that can't express is refused with the reason."""
 
 from clap_ds.config.clap_json import AUDIO, FIXED_AUDIO, FIXED_TEXT, FRONT_END, TEXT
 from clap_ds.config.model import AudioConfig, ClapConfig
@@ -11,8 +8,7 @@ import transformers  # isort: skip
 
 
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
-    """The `transformers.ClapConfig` of sizes that `clap_ds.weights.expressible` gives; raises ValueError where `ClapModel` has
-    no such sizes, which is so for no preset."""
+    """The `transformers.ClapConfig` of sizes that `clap_ds.weights.expressible` gives; raises ValueError where it has none."""
     audio, text = config.audio, config.text
     for is_wrong, reason in (
         (audio.projection.activation != text.projection.activation, "its projections have different activations"),

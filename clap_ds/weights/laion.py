@@ -1,14 +1,12 @@
 """LAION-CLAP's `.pt` files: pickles, of which only tensors are read, of models whose sizes the file doesn't name.
 
 Nothing in a file is run. torch's own restricted reader takes neither pickle protocol 4 nor numpy's scalars, which
-published files have; for those there is an unpickler here with a list of what tensors are made of, which passes over
-such numbers. What tensors must be called is `clap_ds.weights.names`', what shapes they must have the model's.
+published files have. The unpickler here makes nothing but tensors, and passes over such numbers.
 """
 
 import pickle
 import types
 import warnings
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +57,8 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
     """Weights of a LAION-CLAP `.pt` file, with feature fusion (`aff_2d`) or without.
 
     Args:
-        path: the file: a state dict, bare or under "state_dict", with or without a `module.` prefix.
-        config: its sizes; by default those, of what LAION published and this project's presets, that its tensors have.
+        path: a state dict, bare or under "state_dict", with or without a `module.` prefix.
+        config: its sizes; by default those of LAION's models and this project's presets that its tensors have.
 
     Raises:
         ValueError: not such a file, or names and shapes that don't fit.
@@ -83,8 +81,7 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
 
 
 def _layouts(has_fusion: bool) -> list[ClapConfig]:
-    """What a file may hold, what LAION published first: HTSAT-tiny, HTSAT-base and, for music and speech, HTSAT-base with the
-    tiny one's heads; with feature fusion HTSAT-tiny."""
+    """What a file may hold, LAION's first: HTSAT-tiny, HTSAT-base and, for music and speech, HTSAT-base with tiny's heads."""
     tiny, base = load_preset("htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
     music = tiny.model_copy(update={"name": "laion_htsat_base_roberta_base", "audio": audio})
@@ -112,11 +109,6 @@ def _read(path: Path) -> dict[str, Any]:
 def _load(path: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the protocol
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                members = archive.infolist()
-            if sum(each.file_size for each in members) > 2**20 + 4 * sum(each.compress_size for each in members):
-                raise ValueError("it is compressed many times; torch.save stores tensors as they are")
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:  # so that it isn't a TorchScript archive, which would be run

@@ -1,7 +1,4 @@
-"""Weights to start from, to evaluate or to export, whatever they are kept in: told apart by what lies at the path.
-
-Reading and checking them is `clap_ds.weights.formats`'; resuming training from a checkpoint is `clap_ds.training.checkpoint`'s.
-"""
+"""Weights to start from, to evaluate or to export, whatever they are kept in: told apart by what lies at the path."""
 
 import re
 from dataclasses import replace
@@ -12,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.weights.checkpoint_files import AVERAGE, MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
+from clap_ds.weights.checkpoint_files import MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
 from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, load_safetensors, load_transformers, some
 from clap_ds.weights.laion import load_laion
 
@@ -28,12 +25,12 @@ def load_weights(
     """The weights at a path.
 
     Args:
-        path: one of this project's checkpoints, or the folder they lie in (its newest good one is taken); a file of
-            `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads, or the id of such a
-            repository on the hub, whose cache on this host comes first; a LAION-CLAP .pt file.
-        config: sizes to expect; by default their own, which a LAION file doesn't name: those that its tensors have.
-        best: of a folder of checkpoints the best by its run's `best_by` instead of the newest.
-        raw: of a checkpoint with a moving average of the weights (`clap.train.ema`) the weights themselves instead.
+        path: one of this project's checkpoints, or their folder (its newest good one is taken); a file of
+            `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads, or its id on the hub,
+            whose cache comes first; a LAION-CLAP .pt file.
+        config: sizes to expect; by default their own.
+        best: of a folder of checkpoints the best by `best_by` instead of the newest.
+        raw: of a checkpoint with `clap.train.ema` the weights themselves instead of their average.
 
     Raises:
         ValueError: nothing there, none of these, damaged, of another model, or not finite.
@@ -45,10 +42,8 @@ def load_weights(
     except Exception as error:  # whatever is made of fields of other types than they should have
         raise ValueError(f"{path}: can't be read: {type(error).__name__}: {error}") from error
     if wrong := [name for name, tensor in found.state.items() if not tensor.isfinite().all()]:
-        remedy = "a run that diverged, most likely: take an earlier checkpoint"
-        raise ValueError(
-            f"{path}: NaN or infinity in {len(wrong)} of {len(found.state)} tensors ({some(wrong)}): {remedy}"
-        )
+        where = f"{len(wrong)} of {len(found.state)} tensors ({some(wrong)})"
+        raise ValueError(f"{path}: NaN or infinity in {where}: take an earlier checkpoint")
     if config is not None:
         check_same_model(path, found.config, config)  # by tensors alone a model with other attention heads would fit
         found = replace(found, config=config)
@@ -84,8 +79,7 @@ def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
 
 
 def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
-    """What the manifest beside a file says of weights, if they are in a checkpoint: its step, too, what was reached there by
-    the metric that tells its run's best, and whether they are an average."""
+    """What the manifest beside a file of weights says of them, if there is one."""
     folder = path.parent
     kind = "sigmoid" if LOGIT_BIAS in found.state else "softmax"  # of checkpoints that don't say it
     if not (folder / MANIFEST).exists():
@@ -96,13 +90,13 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
     value = None if path.name == RAW else manifest.metrics.get(manifest.best_by or "")
     reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_by} {value:.4g}")
     if RAW in manifest.files and path.name == WEIGHTS:
-        reached += AVERAGE
+        reached += ", moving average of the weights"
     tokens = TypeAdapter(int | None).validate_python(clap.get("text_tokens", found.text_tokens))
     return replace(found, tokenizer=manifest.tokenizer_in(folder), text_tokens=tokens, loss_kind=kind, reached=reached)
 
 
 def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:
-    """Refuse weights of another model; raises ValueError with both models and the sizes that differ."""
+    """Raise ValueError for weights of another model, with the sizes that differ."""
     aside: Any = {"name": True, "text": {"hub_name", "layer_norm_eps"}}  # weights fit whatever these are
     found = differences(theirs.model_dump(exclude=aside), ours.model_dump(exclude=aside))
     if found:

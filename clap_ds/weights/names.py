@@ -1,7 +1,4 @@
-"""How other CLAPs name the tensors of this model's state, and how their tensors are cut.
-
-Pure renaming: the state's keys and shapes come from the model, so that nothing is listed twice. Files are `formats`'.
-"""
+"""How other CLAPs name the tensors of this model's state, and how their tensors are cut."""
 
 from collections.abc import Callable, Iterable, Mapping
 

@@ -1,6 +1,6 @@
 """Nested state of dictionaries, lists, numbers, text and tensors as one safetensors file: data, of which nothing can run.
 
-Tensors are the file's, what they hang on is JSON in its metadata. What the state means is left to who saves it.
+Tensors are the file's, what they hang on is JSON in its metadata.
 """
 
 import json
@@ -54,9 +54,7 @@ def _described(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> An
         return {type(value).__name__: [_described(part, tensors, storages) for part in value]}
     if value is None or type(value) in (bool, int, float, str):
         return value
-    raise TypeError(
-        f"a state holds {type(value).__name__}; expected tensors, numbers, text, and dictionaries and lists of these"
-    )
+    raise TypeError(f"a state holds {type(value).__name__}; expected tensors, numbers, text, dictionaries and lists")
 
 
 def read_state_file(path: Path) -> Any:

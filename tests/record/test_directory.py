@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,12 +9,6 @@ from pathlib import Path
 import pytest
 
 from clap_ds.record.directory import RunDirectory, Tee
-
-
-def test_two_runs_in_one_second_have_two_folders(tmp_path: Path) -> None:
-    folders = {RunDirectory.create(tmp_path / "new" / "root", "label").path for _ in range(3)}
-    assert {*(tmp_path / "new" / "root").iterdir()} == folders
-    assert len(folders) == 3
 
 
 def test_first_ending_stays(tmp_path: Path) -> None:
@@ -39,13 +32,6 @@ def test_ranks_may_record_their_end_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_metrics_are_on_disk_line_by_line(tmp_path: Path) -> None:
-    record = RunDirectory(tmp_path)
-    record.append_metrics({"step": 1, "loss": 2.5})
-    record.append_metrics({"step": 2}, loss=2.25)
-    # Read before the file is closed: a killed run has its lines.
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EPIPE])

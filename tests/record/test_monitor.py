@@ -32,7 +32,7 @@ NVML = SimpleNamespace(
 
 @pytest.mark.parametrize(
     ("visible", "num_gpus", "gpus"),
-    [("", 2, [0, 1]), ("1", 1, [1]), ("GPU-0", 1, [0]), ("1", 2, [0, 1]), ("MIG-1", 1, [0, 1])],
+    [("", 2, [0, 1]), ("1", 1, [1]), ("GPU-0", 1, [0]), ("MIG-1", 1, [0, 1])],
 )
 def test_units_of_the_jobs_own_gpus(
     monkeypatch: pytest.MonkeyPatch, visible: str, num_gpus: int, gpus: list[int]

@@ -12,6 +12,7 @@ from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,20 @@ def save_behind(folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def stalled(folder: str) -> SavedCheckpoint:
+    """A checkpoint of which 2 s are spent on the copy and 5 s on waiting for it, by a clock that stands still otherwise."""
+    now, checkpoints, trained = [100.0], CheckpointFolder(folder), trained_engine()
+
+    def lasting(seconds: float, call: Any) -> Any:
+        return lambda *arguments: (now.append(seconds), call(*arguments))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: sum(now)))
+        patch.setattr(checkpoint, "engine_state", lasting(2.0, checkpoint.engine_state))
+        patch.setattr(checkpoints, "poll", lasting(5.0, checkpoints.poll))
+        return checkpoints.save(trained, progress(1))
+
+
 def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
     """What rank 0 is told of a checkpoint that turns out not to be finite, and what all are at the next."""
     trained, checkpoints = trained_engine(), CheckpointFolder(folder)
@@ -246,16 +261,6 @@ def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
     with pytest.raises(NonFiniteError) as refusal:
         checkpoints.finish()
     return told, str(refusal.value)
-
-
-def save_poisoned(folder: str) -> tuple[str, list[Path]]:
-    """Why a checkpoint with one weight that isn't finite is refused, and what the folder holds then."""
-    trained = trained_engine()
-    with torch.no_grad():
-        trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
-    with pytest.raises(NonFiniteError) as refusal:
-        CheckpointFolder(folder).save(trained, progress(1))
-    return str(refusal.value), [*Path(folder).iterdir()]
 
 
 def refusal(folder: str, unseen_by: int | None = None) -> str:

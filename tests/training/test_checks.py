@@ -5,7 +5,6 @@ import subprocess
 import sys
 from typing import Any
 
-import fsspec
 import pytest
 
 from clap_ds.training.checks import problems_for_training
@@ -13,15 +12,13 @@ from tests.processes import ROOT
 from tests.training.reference_steps import settings
 
 ZERO_SHOT = {"zero_shot": {"shards": "held_out.tar"}, "every_steps": 5}
-ONCE = ZERO_SHOT | {"every_steps": None}
 STOP = {"samples": 9, "stop_at": {"zero_shot_top1": 0.9}}
 SHARDS = {"source": "shards", "shards": "a.tar", "tokenizer": "x"}
-NO_EPOCHS = "clap.train.epochs: synthetic data, mixtures and clap.data.sampling 'replacement' have no epochs"
-NAMES = "no evaluation gives 'top1'; there are zero_shot_top1, zero_shot_top5, zero_shot_map"
+NO_EPOCHS, ONE_PAIR = "clap.train.epochs: synthetic", "train_micro_batch_size_per_gpu: 1 on 1 rank"
 
 
 def copied_to(url: str) -> dict[str, Any]:
-    return {"train": {"samples": 9}, "checkpoint": {"folder": "/checkpoints", "sync_to": url}}
+    return {"train": {"samples": 9}, "checkpoint": {"sync_to": url}}
 
 
 def sized(accumulation: str, micro_batch: int = 1, steps: int = 4) -> dict[str, Any]:
@@ -29,22 +26,18 @@ def sized(accumulation: str, micro_batch: int = 1, steps: int = 4) -> dict[str, 
     return {"train": {"samples": 9, "accumulation": accumulation}, **sizes}
 
 
-ONE_PAIR = "train_micro_batch_size_per_gpu: 1 on 1 rank"
 CASES: list[tuple[dict[str, Any], str | None]] = [
     ({}, "clap.train: missing samples or epochs"),
     ({"train": {"epochs": 1.0}}, NO_EPOCHS),
     ({"train": {"epochs": 1.0}, "data": {**SHARDS, "shards": {"a.tar": 1.0, "b.tar": 2.0}}}, NO_EPOCHS),
-    ({"train": {"epochs": 1.0}, "data": {**SHARDS, "sampling": "replacement"}}, NO_EPOCHS),
     ({"train": STOP, "evaluation": {"every_steps": 1}}, "no evaluation gives 'zero_shot_top1'"),
-    ({"train": {"samples": 9, "stop_at": {"top1": 0.9}}, "evaluation": ZERO_SHOT}, NAMES),
-    ({"train": STOP, "evaluation": ONCE}, "clap.train.stop_at: clap.evaluation.every_steps is missing"),
+    ({"train": {"samples": 9, "stop_at": {"top1": 0.9}}, "evaluation": ZERO_SHOT}, "there are zero_shot_top1"),
+    ({"train": STOP, "evaluation": ZERO_SHOT | {"every_steps": None}}, "clap.evaluation.every_steps is missing"),
     ({"train": STOP, "evaluation": ZERO_SHOT}, None),
     ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: no evaluation gives"),
-    ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb.enabled: wandb is not installed; pip install"),
+    ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb is not installed"),
     (copied_to("s3://key:hush@bucket/run"), "sync_to: the s3 URL of bucket carries credentials"),
-    (copied_to("simplecache::sftp://me:hush@host/run"), "sync_to: the sftp URL of host carries credentials"),
-    (copied_to("gopher://host/run"), "sync_to: gopher://host/run: there is no protocol 'gopher'"),
-    (copied_to("file:///checkpoints"), "file:///checkpoints is the folder of the checkpoints itself"),
+    (copied_to("gopher://host/run"), "there is no protocol 'gopher'"),
     (sized("independent"), ONE_PAIR),
     (sized("independent", 2), None),
     (sized("cached"), None),
@@ -63,22 +56,6 @@ def test_problems_name_the_field(
     assert "hush" not in "".join(found)
     if expected == ONE_PAIR:  # which more ranks, or some that aren't known yet, may not make
         assert problems_for_training(settings(**changes), 2) == problems_for_training(settings(**changes)) == []
-
-
-def test_a_protocol_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(protocol: str) -> None:
-        raise ImportError(f"Install {protocol}fs")
-
-    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    data = {"source": "shards", "shards": {"s3://bucket/train-{0..9}.tar": 1.0, "here.tar": 2.0}, "tokenizer": "x"}
-    places = {"data": data, "checkpoint": {"sync_to": "gs://bucket/run"}}
-    evaluation = {"retrieval": {"shards": ["hf://x/a.tar"]}}
-    package = "the package for {0}:// is not installed: Install {0}fs"
-    assert problems_for_training(settings(train={"samples": 9}, evaluation=evaluation, **places)) == [
-        f"clap.checkpoint.sync_to: gs://bucket/run: {package.format('gs')}",
-        f"clap.data.shards: s3://bucket/train-{{0..9}}.tar: {package.format('s3')}",
-        f"clap.evaluation.retrieval.shards: hf://x/a.tar: {package.format('hf')}",
-    ]
 
 
 def test_the_checks_load_neither_torch_nor_deepspeed() -> None:

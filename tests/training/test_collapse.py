@@ -35,28 +35,20 @@ def test_what_has_begun_is_told_from_what_has_collapsed(tmp_path: Path, kind: st
 
 
 @pytest.mark.end_to_end
-def test_a_collapse_is_said_costs_no_good_checkpoint_and_ends_the_run_if_that_is_asked_for(tmp_path: Path) -> None:
-    """A run that learns, goes on at a rate of 1 until it has collapsed, and once more."""
+def test_a_collapse_is_said_and_costs_no_good_checkpoint(tmp_path: Path) -> None:
+    """A run that learns, and goes on at a rate of 1 until it has collapsed."""
 
-    def start(steps: int, lr: float, code: int, **train: Any) -> tuple[str, str]:
-        clap = {"train": {"samples": 4 * 2 * steps, **train}, "data": {"source": "synthetic", "num_batches": 4}}
+    def start(steps: int, lr: float) -> str:
+        clap: dict[str, Any] = {"train": {"samples": 4 * 2 * steps}, "data": {"source": "synthetic", "num_batches": 4}}
         clap["checkpoint"] = {"folder": str(tmp_path / "checkpoints"), "every_steps": 20, "keep_last": 2}
         optimizer = {"type": "AdamW", "params": {"lr": lr}}
-        ranks = commands.RunningRanks(
-            commands.write_training(tmp_path, optimizer=optimizer, scheduler={}, clap=clap), 2
-        )
-        assert ranks.wait() == [code, code], ranks.outputs
-        return ranks.processes[0].stdout, ranks.processes[0].stderr
+        return commands.train(commands.write_training(tmp_path, optimizer=optimizer, scheduler={}, clap=clap))
 
     said = "the model has collapsed: since step "
-    assert said not in start(80, 1e-3, 0)[0]
-    (shown, _), (_, error) = start(160, 1.0, 0), start(300, 1.0, 2, stop_on_collapse=True)
+    assert said not in start(80, 1e-3)
+    shown = start(160, 1.0)
     good = tmp_path / "checkpoints" / "step-00000080"
-    assert {path.name[-3:] for path in good.parent.glob("step-*")} == {"080", "160", "180", "200"}
-    first, second, third = commands.summaries(tmp_path / "run.json")
-    assert shown.count(f"warning: {said}8") == 2  # at once and, as here, last
-    assert shown.splitlines()[-1] == f"warning: {second['warnings'][-1]}"
-    assert f"of the checkpoints, the lowest loss has {good})" in third["error"]
-    assert error.splitlines()[-1] == f"error: {third['error']}"
-    ends = [(each["state"], each["step"]) for each in (first, second, third)]
-    assert ends == [("completed", 80), ("completed", 160), ("failed", 160 + STRETCH)]
+    assert {path.name[-3:] for path in good.parent.glob("step-*")} == {"080", "140", "160"}
+    warning = commands.summaries(tmp_path / "run.json")[-1]["warnings"][-1]
+    assert shown.count(f"warning: {said}8") == 2  # at once and last
+    assert str(good) in warning

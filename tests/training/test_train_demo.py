@@ -1,8 +1,7 @@
-"""The demonstration, much shortened: sounds and captions that belong together are learnt, shuffled ones are not."""
+"""The demonstration, much shortened: sounds and captions that belong together are learnt."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,24 +23,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _zero_shot(folder: Path, data: Path, **train: Any) -> float:
+def test_learns_what_unseen_sounds_are_called(tmp_path: Path, data: Path) -> None:
     text = (commands.ROOT / "ds_configs" / "train_demo_cpu.json").read_text()
     content = json.loads(text.replace("runs/train_demo_data", str(data)))
     content["train_micro_batch_size_per_gpu"] = 16
     content["scheduler"]["params"] |= {"total_num_steps": NUM_TRAIN * EPOCHS // 32, "warmup_num_steps": 10}
     content["clap"]["evaluation"] |= {"every_steps": None, "retrieval": None}
-    content["clap"] |= {"train": {"epochs": float(EPOCHS), **train}, "output": {"root": str(folder / "runs")}}
-    config = folder / "demo.json"
+    content["clap"] |= {"train": {"epochs": float(EPOCHS)}, "output": {"root": str(tmp_path / "runs")}}
+    config = tmp_path / "demo.json"
     config.write_text(json.dumps(content))
     commands.train(config)
     (summary,) = commands.summaries(config)
     assert (summary["epoch_samples"], summary["samples"] // NUM_TRAIN) == (NUM_TRAIN, EPOCHS)
     assert "collapsed" not in str(summary["warnings"])
-    return float(summary["evaluation"]["zero_shot_top1"])
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_learns_what_unseen_sounds_are_called_unless_captions_are_shuffled(
-    tmp_path: Path, data: Path, shuffle: bool
-) -> None:
-    assert (_zero_shot(tmp_path, data, shuffle_captions=shuffle) > LIMIT) == (not shuffle)
+    assert summary["evaluation"]["zero_shot_top1"] > LIMIT

@@ -1,16 +1,12 @@
 """What is damaged is refused with its reason, and a process stopped between any two operations leaves whole checkpoints."""
 
 import contextlib
-import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.weights import checkpoint_files
@@ -50,16 +46,13 @@ def _cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "name", "reason"),
     [
-        (
-            partial(flip_bit, position=3500),
-            "weights.safetensors",
-            r"weights\.safetensors has changed since it was written",
-        ),
-        (_cut, "state.safetensors", "has 18,000 bytes, 18,001 were written"),
+        (partial(flip_bit, position=3500), "weights.safetensors", r"weights\.safetensors has changed"),
+        (_cut, "state.safetensors", "18,000 bytes"),
         (Path.unlink, "weights.safetensors", r"weights\.safetensors: No such file"),
-        (_cut, "manifest.json", r"manifest\.json can't be read"),
-        (Path.unlink, "manifest.json", r"manifest\.json: No such file"),
-        (lambda path: path.write_text('{"hash": "", "format": 3}'), "manifest.json", "of format 3, this version reads"),
+        (_cut, "manifest.json", "can't be read"),
+        (partial(flip_bit, position=300), "manifest.json", "can't be read"),
+        (Path.unlink, "manifest.json", "No such file"),
+        (lambda path: path.write_text('{"hash": "", "format": 3}'), "manifest.json", "of format 3"),
     ],
 )
 def test_a_damaged_one_is_passed_over_and_refused_with_the_reason(
@@ -75,32 +68,13 @@ def test_a_damaged_one_is_passed_over_and_refused_with_the_reason(
     assert str(refusal.value) in warning
 
 
-def test_no_bit_of_a_manifest_can_change_unnoticed(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, 1, metrics={"zero_shot_top1": 0.25})
-    before = Manifest.read(path)
-    for position in range(0, (path / "manifest.json").stat().st_size, 7):
-        flip_bit(path / "manifest.json", position)
-        with contextlib.suppress(DamagedError):
-            assert Manifest.read(path) == before  # a space that became another kind of space at most
-        flip_bit(path / "manifest.json", position)
-
-
-def test_a_file_that_changes_between_writing_and_reading_back_is_never_published(tmp_path: Path) -> None:
-    draft = checkpoint_files.begin(tmp_path, 1)
-    record = checkpoint_files.write_file(draft / "progress.json", b"as it was meant")
-    flip_bit(draft / "progress.json", 3)
-    with pytest.raises(DamagedError, match=r"progress\.json has changed"):
-        checkpoint_files.publish(draft, Manifest(1, 1, {}, {}, None, {}, {"progress.json": record}))
-    assert not checkpoint_files.read_all(tmp_path)
-
-
 def test_the_best_good_one_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def best(folder: str) -> str:
         return checkpoint_files.find_checkpoint(tmp_path / folder, best=True).name
 
     make_checkpoint(tmp_path / "top1", 1, best_by="m")
     for folder in ("nowhere", "top1"):
-        with pytest.raises(DamagedError, match="no good checkpoint here that was evaluated by its run's best_by"):
+        with pytest.raises(DamagedError, match="best_by"):
             best(folder)
     for step, score in ((2, 0.2), (3, 0.3), (4, 0.1)):
         make_checkpoint(tmp_path / "top1", step, metrics={"m": score}, best_by="m")
@@ -157,82 +131,38 @@ def test_killed_before_any_operation_on_the_disk_the_last_good_one_is_there(
     assert capsys.readouterr().err == ""  # none had to be passed over
 
 
-@settings(deadline=None)
-@given(st.lists(st.none() | st.floats(0, 1), min_size=1, max_size=8), st.integers(1, 4), st.integers(0, 3))
-def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, keep_best: int) -> None:
-    found = {f"step-{serial:08d}": score for serial, score in enumerate(scores)}
-    manifests = {
-        name: Manifest(serial, 100 - serial, {}, {}, None, {} if score is None else {"m": score}, {})
-        for serial, (name, score) in reversed(list(enumerate(found.items())))
-    }
-    rule = CheckpointSettings(keep_last=keep_last, keep_best=keep_best, best_by="m")
-    doomed = checkpoint_files.superfluous(manifests, rule)
-    kept = set(found) - set(doomed)
-    assert doomed == sorted(doomed)
-    assert set(list(found)[-keep_last:]) <= kept
-    assert len(kept) <= keep_last + keep_best
-    lost = [score for name in doomed if (score := found[name]) is not None]
-    if keep_best and lost:
-        stay = [score for name in kept if (score := found[name]) is not None]
-        assert sum(score >= max(lost) for score in stay) >= keep_best
-
-
-HIGH, LOW = (1.0,), (0.4,)
-
-
 @pytest.mark.parametrize(
-    ("found", "resumed_from", "kept"),
+    ("scores", "keep_last", "keep_best", "kept"),
     [
-        ([HIGH, LOW, HIGH, HIGH, HIGH], None, "14"),  # the lowest loss, whatever was resumed from since
-        ([(), HIGH, HIGH, HIGH, HIGH], 0, "04"),  # of an earlier version
-        ([HIGH, (0.5,), LOW, (1.0, 0.1), HIGH], 1, "1234"),  # evaluated, but no better
-        ([HIGH, LOW, HIGH, (0.3, 0.1), HIGH], 1, "34"),
-        ([HIGH, (0.4, 0.2), HIGH, (1.0, 0.1), HIGH], 1, "14"),
-        ([HIGH, (0.4, 0.1), HIGH, (1.0, 0.2), HIGH], 1, "34"),
+        ([0.9, 0.8, 0.1, 0.2, None], 1, 1, "04"),
+        ([0.9, 0.8, 0.1, 0.2, None], 2, 2, "0134"),
+        ([None, 0.5, 0.5, 0.1], 1, 1, "23"),  # of equals, the newest
+        ([None, None, None], 2, 3, "12"),
+        ([0.3, 0.2, 0.1], 1, 0, "2"),
     ],
 )
-def test_what_was_resumed_from_and_the_lowest_loss_stay_until_one_evaluated_is_better(
-    found: list[tuple[float, ...]], resumed_from: int | None, kept: str
-) -> None:
-    metrics = [dict(zip(("train_loss", "m"), each, strict=False)) for each in found]
-    made = [Manifest(at, at, {}, {}, None, each, {}, resumed_from=resumed_from) for at, each in enumerate(metrics)]
+def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, keep_best: int, kept: str) -> None:
+    told = [{} if score is None else {"m": score} for score in scores]
+    made = [Manifest(at, 100 - at, {}, {}, None, each, {}) for at, each in enumerate(told)]
     manifests = {str(each.serial): each for each in reversed(made)}
-    rule = CheckpointSettings(keep_last=1, keep_best=1, best_by="m")
-    assert {*manifests} - {*checkpoint_files.superfluous(manifests, rule)} == {*kept}
+    doomed = checkpoint_files.superfluous(
+        manifests, CheckpointSettings(keep_last=keep_last, keep_best=keep_best, best_by="m")
+    )
+    assert doomed == [name for name in "01234"[: len(scores)] if name not in kept]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*("../weights.safetensors", "/etc/passwd", "file:///etc/passwd", "tokenizer/../../x", "tokenizer/.ssh", "..", ""),
-     *("Weights.safetensors", "tokenizer/a/b", "s3://bucket/x", "weights.safetensors\n")],
-)  # fmt: skip
+@pytest.mark.parametrize(("resumed_from", "kept"), [(None, "24"), (1, "124")])
+def test_what_was_resumed_from_and_the_lowest_loss_stay(resumed_from: int | None, kept: str) -> None:
+    losses = [{"train_loss": loss} for loss in (1.0, 0.9, 0.4, 0.8, 0.7)]
+    made = [Manifest(at, at, {}, {}, None, each, {}, resumed_from=resumed_from) for at, each in enumerate(losses)]
+    manifests = {str(each.serial): each for each in reversed(made)}
+    doomed = checkpoint_files.superfluous(manifests, CheckpointSettings(keep_last=1))
+    assert {*manifests} - {*doomed} == {*kept}
+
+
+@pytest.mark.parametrize("name", ["../weights.safetensors", "/etc/passwd", "tokenizer/../../x", "s3://bucket/x", ""])
 def test_a_manifest_names_a_checkpoints_own_files_alone(tmp_path: Path, name: str) -> None:
-    path = make_checkpoint(tmp_path, 1)
-    manifest = Manifest.read(path)
+    manifest = Manifest.read(make_checkpoint(tmp_path, 1))
     manifest.files[name] = manifest.files["weights.safetensors"]
     with pytest.raises(DamagedError, match="no file of a checkpoint"):
         Manifest.from_json(manifest.to_json(), "there")
-
-
-def test_other_types_links_and_names_that_differ_by_case_are_refused(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, 1)
-    content = json.loads((path / "manifest.json").read_text())
-    record = content["files"]["weights.safetensors"]
-    for changes in ({"serial": "x"}, {"metrics": []}, {"files": {"tokenizer/a": record, "tokenizer/A": record}}):
-        changed = {name: each for name, each in (content | changes).items() if name != "hash"}
-        with pytest.raises(DamagedError, match=r"other fields than one|no file of a checkpoint"):
-            Manifest.from_json(json.dumps({**changed, "hash": checkpoint_files._hash(changed)}), "there")
-    secret = tmp_path / "secret"
-    (path / "weights.safetensors").rename(secret)
-    (path / "weights.safetensors").symlink_to(secret)
-    with pytest.raises(DamagedError, match=r"weights\.safetensors is a link to elsewhere"):
-        checkpoint_files.verify(path)
-
-
-@given(st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda each: st.lists(each) | st.dictionaries(
-    st.sampled_from(["files", "format", "serial", "step", "weights.safetensors", "bytes", "hash"]), each)))  # fmt: skip
-def test_whatever_a_manifest_holds_it_is_read_or_refused(content: object) -> None:
-    told = {"format": 2, **content} if isinstance(content, dict) else content
-    told = {**told, "hash": checkpoint_files._hash(told)} if isinstance(told, dict) else told
-    with suppress(DamagedError):
-        Manifest.from_json(json.dumps(told), "there")

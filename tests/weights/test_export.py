@@ -1,20 +1,15 @@
 """The exported folder is what `transformers` loads, and gives the embeddings that training had."""
 
-import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import ModelCard
 
-from clap_ds.config.errors import UserError
 from clap_ds.config.model import Activation, ClapConfig, ProjectionConfig, load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize, train_tokenizer
-from clap_ds.weights import card, export
-from clap_ds.weights.checkpoint_files import AVERAGE, RAW
+from clap_ds.weights import export
 from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.names import laion_names, to_names
@@ -113,9 +108,8 @@ def test_captions_are_cut_at_the_trained_length(
     checkpoint_of(random_model(), tmp_path / "run", 4, tokenizer=tokenizer, **told | {"metrics": {}})
     export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--best"])
     said = capsys.readouterr().out
-    assert f"exported: {path}, step 3, zero_shot_top1 0.5, model micro\n" in said
-    assert "captions beyond 12 tokens" in said
-    assert "note: the sigmoid loss's logit bias" in said
+    for part in (f"{path}, step 3, zero_shot_top1 0.5", "beyond 12 tokens", "logit bias", "longer clips"):
+        assert part in said
     processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
     # As the note says; a plain truncation=True would reach the front end too, where it means something else.
     asked = {"text_kwargs": {"padding": True, "truncation": True}, "sampling_rate": 48000, "return_tensors": "pt"}
@@ -123,9 +117,8 @@ def test_captions_are_cut_at_the_trained_length(
     expected = tokenize(["rain " * 400], load_tokenizer(str(tokenizer), vocab_size=512), 12)[0]
     assert torch.equal(inputs["input_ids"], expected)
     assert inputs["input_features"].shape == (1, 1, 101, 16)
-    assert "note: longer clips than the model's are refused" in said
     long = np.tile(sounds()[0], 2)  # of which a crop at random would be another at each call
-    with pytest.raises(NotImplementedError, match=r"of longer clips \(crop them first, or say truncation='rand_trunc'"):
+    with pytest.raises(NotImplementedError, match="of longer clips"):
         processor(audio=long, sampling_rate=48000)
     asked = {"truncation": "rand_trunc", "sampling_rate": 48000, "return_tensors": "pt"}
     assert processor.feature_extractor(long, **asked)["input_features"].shape == (1, 1, 101, 16)
@@ -138,10 +131,10 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
     (tmp_path / "file").write_text("")
     save_safetensors(random_model(), bare := tmp_path / "model.safetensors")
     for source, folder, options, reason in (
-        (path, "out", [], "out: expected a new or empty folder"),
-        (path, "file/out", [], "file/out can't be written"),
+        (path, "out", [], "expected a new or empty folder"),
+        (path, "file/out", [], "can't be written"),
         (path, "new", ["--tokenizer", str(tmp_path / "out")], "holds no tokenizer"),
-        (bare, "new", [], "names no tokenizer: give it with --tokenizer"),
+        (bare, "new", [], "--tokenizer"),
     ):
         with pytest.raises(ValueError, match=reason):
             export.main([str(source), str(tmp_path / folder), *options])
@@ -152,56 +145,3 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
     export.main([str(laion), str(tmp_path / "new"), "--tokenizer", str(tokenizer)])
     _, report = transformers.ClapModel.from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))
-
-
-def test_a_card_of_the_raw_weights_has_no_scores_of_the_average() -> None:
-    found = SimpleNamespace(path="", config=random_model().config, reached="step 7")
-    files, settings = {RAW: None}, {"clap": {"train": {"ema": 0.9}}}
-    manifest = SimpleNamespace(files=files, settings=settings, step=7, metrics={"recall": 0.5})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(card.Path, "exists", lambda path: True)
-        patch.setattr(card.Manifest, "read", lambda folder: manifest)
-        assert "recall" not in card.model_card(found, [])
-        found.reached += AVERAGE
-        assert "| recall | 0.5 |" in card.model_card(found, [])
-
-
-def test_a_card_says_what_the_records_say_and_no_more(tokenizer: Path, tmp_path: Path) -> None:
-    shards = "s3://b/x.tar?X-Amz-Signature=abc|<script>\n---"
-    data = {
-        "shards": {shards: 1.0, "/home/me/b.tar": 2.0, "/home/you/b.tar": 3.0},
-        "tokenizer": "FacebookAI/roberta-base",
-    }
-    train = {"initial_weights": "/home/me/runs/a-checkpoints/"}
-    settings = {"clap": {"data": data, "train": train, "loss": {"kind": "softmax"}}, "train_batch_size": 64}
-    told = {"settings": settings, "metrics": {"zero_shot_top1": 0.5, "train_loss": 0.4}}
-    checkpoint_of(random_model(), tmp_path / "checkpoints", 7, tokenizer=tokenizer, **told)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "summary.json").write_text(
-        '{"samples": 448, "command": "secret", "loss": NaN, "state": "completed"}'
-    )
-    words = [str(tmp_path / "checkpoints"), str(tmp_path / "out"), "--card", "--run", str(tmp_path / "nothing")]
-    with pytest.raises(UserError, match=r"no summary\.json"):
-        export.main(words)
-    assert not (tmp_path / "out").exists()
-    export.main([*words[:-1], str(tmp_path / "run")])
-    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    card = ModelCard(text)
-    assert card.data.to_dict()["pipeline_tag"] == "zero-shot-audio-classification"
-    rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", text, re.MULTILINE))
-    assert (rows["step"], rows["zero\\_shot\\_top1"], rows["train\\_batch\\_size"], rows["samples"]) == (
-        "7",
-        "0.5",
-        "64",
-        "448",
-    )
-    assert rows["clap.loss.kind"] == "softmax"
-    assert any(name.startswith("clap.data.shards.s3") and "hidden" in name for name in rows)
-    assert (rows["clap.data.shards.2 b.tar"], rows["clap.data.shards.3 b.tar"]) == ("2", "3")
-    assert (rows["clap.data.tokenizer"], rows["clap.train.initial\\_weights"]) == (
-        "FacebookAI/roberta-base",
-        "a-checkpoints",
-    )
-    assert not re.search(r"abc|(?<!\\)<|secret|null|None|/home|train\\_loss", text)
-    assert text.count("\n---\n") == 1, "no second end of the header"
-    assert transformers.ClapModel.from_pretrained(tmp_path / "out")

@@ -91,17 +91,10 @@ def test_feature_fusion_goes_there_and_back(tmp_path: Path) -> None:
 
 KEY = "audio_model.audio_encoder.layers.0.blocks.1.attention.self.key.weight"
 WRONG_SIZES: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "audio_config",
-        {"enable_fusion": True, "fusion_type": "channel_map"},
-        "fusion_type is 'channel_map', only None or",
-    ),
-    ("audio_config", {"patch_stride": [2, 2]}, "audio_config.patch_stride is 2, only 4 is supported"),
-    ("audio_config", {"patch_size": [4, 2]}, r"patches must be square, got \[4, 2\]"),
-    ("audio_config", {"mlp_ratio": 3.5}, "audio_config.mlp_ratio is 3.5, only 4 is supported"),
-    ("text_config", {"pad_token_id": 0}, "text_config.pad_token_id is 0, only 1 is supported"),
-    ("", {"projection_hidden_act": "silu"}, "projection_hidden_act is 'silu', only 'relu' or 'gelu' is supported"),
-    ("", {"model_type": "bert"}, "config.json is of model_type 'bert', expected 'clap'"),
+    ("audio_config", {"enable_fusion": True, "fusion_type": "channel_map"}, "fusion_type is 'channel_map'"),
+    ("audio_config", {"patch_size": [4, 2]}, "patches must be square"),
+    ("text_config", {"pad_token_id": 0}, "text_config.pad_token_id is 0"),
+    ("", {"model_type": "bert"}, "model_type 'bert'"),
 ]
 WRONG_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
     (
@@ -147,22 +140,10 @@ def test_own_safetensors_carry_any_model_whole(tmp_path: Path) -> None:
         checkpoint.load_into(ClapModel(mean))
 
 
-@pytest.mark.parametrize(
-    ("audio", "activation", "reason"),
-    [
-        ({}, "gelu", "its projections have different activations"),
-        ({"depths": [2, 1, 1], "num_heads": [2, 4, 4]}, "relu", "its last token grid is smaller than the window"),
-        ({"num_samples": 47999}, "relu", "its clips are not whole seconds"),
-    ],
-)
-def test_models_that_transformers_has_no_sizes_for_are_refused(
-    tmp_path: Path, audio: dict[str, Any], activation: str, reason: str
-) -> None:
-    projection = MICRO.text.projection.model_copy(update={"activation": activation})
-    towers = {"audio": audio, "text": {"projection": projection}}
-    parts = {name: getattr(MICRO, name).model_copy(update=changes) for name, changes in towers.items()}
-    with pytest.raises(ValueError, match=rf"can't be a transformers\.ClapModel: {reason}"):
-        save_transformers(ClapModel(MICRO.model_copy(update=parts)), tmp_path / "never")
+def test_models_that_transformers_has_no_sizes_for_are_refused(tmp_path: Path) -> None:
+    config = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"num_samples": 47999})})
+    with pytest.raises(ValueError, match="whole seconds"):
+        save_transformers(ClapModel(config), tmp_path / "never")
     assert not (tmp_path / "never").exists()
 
 

