@@ -156,8 +156,6 @@ class HardwareSettings(Section):
 
     peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device; null: from this project's table, by the device's name."""
-    measure_peak: bool = False
-    """Measure the device's matmul ceiling after the run (a few seconds) and show the rate as a share of it."""
 
 
 class OutputSettings(Section):

@@ -90,7 +90,7 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     run |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 1}
     run["clap"]["model"]["preset"], run["clap"]["text_tokens"] = "micro", 16
     run["clap"]["bench"] = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 1}
-    run["clap"] |= {"output": {"root": str(tmp_path / "runs")}, "hardware": {"peak_tflops": 3.0, "measure_peak": True}}
+    run["clap"] |= {"output": {"root": str(tmp_path / "runs")}, "hardware": {"peak_tflops": 3.0}}
     optimizer = "FusedAdam"
     if " " in torch.__file__:  # torch's linker line doesn't quote its own folder, so DeepSpeed can't compile there
         optimizer, run["clap"]["fused_adam"] = "FlatAdamW", "torch"
@@ -108,13 +108,12 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     assert re.search(r"fwd latency +- {'ClapModel': '[\d.]+ m?s'}", report)
     flops, rate = summary["flops"], summary["samples_per_s_per_gpu"]["mean"]
     assert flops["deepspeed_gflops"] == pytest.approx(flops["model_gflops"], rel=1e-9)
-    assert not any("in doubt" in text or "doesn't know" in text for text in summary["warnings"])
+    assert not any("in doubt" in text for text in summary["warnings"])
     done_tflops = flops["training_gflops"] * rate / 1e3
     assert summary["achieved_tflops"] == pytest.approx(done_tflops)
     assert summary["mfu_model_percent"] == pytest.approx(100 * done_tflops / 3.0)
     published_tflops = 3 * published_flops(load_preset("micro")) * rate / 1e12
     assert summary["mfu_published_percent"] == pytest.approx(100 * published_tflops / 3.0)
-    assert summary["achievable_percent"] == pytest.approx(100 * done_tflops / summary["matmul_tflops"])
     assert "MFU, work really done" in result.stdout
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     events = _scalars(directory / "tensorboard")
