@@ -29,8 +29,6 @@ from clap_ds.config.sections import NonNegativeInt, PositiveFloat, Section, Synt
 class ClapSettings(Section):
     """What DeepSpeed has no word for."""
 
-    former = {"cuda_graphs": False}
-
     model: sections.ModelSettings = sections.ModelSettings()
     text_tokens: Annotated[int, Field(ge=2)] = 77
     """Caption length, start and end token and padding included."""

@@ -7,7 +7,7 @@ the whole loss's. A third more work than one large batch, for a batch that memor
 
 Exact but for the order of sums, with one thing to know: batch norm over mel bins takes the statistics of each micro-batch, as
 it takes those of each rank in data parallelism. The gradient is exact for the model with that normalisation, which is not quite
-the one that a single large batch would train. Leaves boundaries, the loss, backward passes and the update to the engine.
+the one that a single large batch would train.
 """
 
 import random
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from clap_ds.data.batch import Batch
@@ -68,7 +67,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     _, keys, *others = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": get_accelerator().get_rng_state(device) if device.type != "cpu" else None,  # by whatever name
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         "python": random.getstate(),
         "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), *others),
     }
@@ -77,8 +76,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Put `random_state` back. One captured without a GPU leaves the GPU's generator as it is."""
     torch.set_rng_state(state["torch"])
-    if device.type != "cpu" and state["cuda"] is not None:
-        get_accelerator().set_rng_state(state["cuda"], device)
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
     random.setstate(state["python"])
     keys, *others = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *others))

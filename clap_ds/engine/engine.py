@@ -1,9 +1,8 @@
 """One training step on a DeepSpeed engine, to be read top to bottom.
 
-Leaves the numbers to DeepSpeed wherever it has them right. What it doesn't do is done here: the logit scale's upper
-bound, and noticing a loss or gradient that isn't finite. After a run's first, no step has the host read from the device
-(but in fp16, for its loss scale, and with DeepSpeed's own optimisers): what became of steps is told where losses are
-checked.
+What DeepSpeed doesn't do is done here: the logit scale's upper bound, and noticing a loss or gradient that isn't finite.
+After a run's first, no step has the host read from the device (but in fp16, for its loss scale, and with DeepSpeed's own
+optimisers): what became of steps is told where losses are checked.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ class ClapEngine:
     """A CLAP model wrapped by DeepSpeed, stepping through batches.
 
     Attributes:
-        device: of this rank.
-        model: the model being trained.
-        deepspeed: DeepSpeed's engine around it.
+        deepspeed: DeepSpeed's engine around the model.
         average: of the weights, with `clap.train.ema`; updated by every step, skipped ones included.
         steps: optimiser steps taken, skipped ones included.
         is_skipped: whether the last step was, scalar bool on the device: in 16 bits, weights are left alone where a
@@ -86,7 +83,7 @@ class ClapEngine:
         self._skipped = torch.zeros(2, device=device, dtype=torch.long)
 
     def step(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
-        """One optimiser step: what `accumulate` does and returns, then the update."""
+        """Take one optimiser step: what `accumulate` does and returns, then the update."""
         skipped_before = self.deepspeed.skipped_steps
         statistics = [buffer.clone() for buffer in self.model.audio.running_statistics()]
         loss_mean = self.accumulate(batches, timer)
@@ -105,10 +102,6 @@ class ClapEngine:
 
         DeepSpeed is told which is the last: left alone it counts them from the start of the run, which goes wrong once their
         number changes.
-
-        Args:
-            batches: source of micro-batches on the device.
-            timer: gets the time of each phase.
 
         Returns:
             Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of

@@ -2,8 +2,7 @@
 
 DeepSpeed reduces after backward, in one go. Torch's own data-parallel reducer does it bucket by bucket as gradients get
 ready, in the order they really do; it is attached to the module DeepSpeed holds (`replicate` keeps parameter names, which
-DistributedDataParallel would change) and DeepSpeed's own reduction is switched off. Only what the reducer leaves open is
-written here: another data type on the wire than the gradients', and synchronisation at the accumulation boundary alone.
+DistributedDataParallel would change) and DeepSpeed's own reduction is switched off.
 """
 
 from collections.abc import Iterator

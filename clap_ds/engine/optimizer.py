@@ -1,8 +1,7 @@
 """AdamW for DeepSpeed's 16-bit wrapper, over one flat fp32 tensor a group: torch's fused kernel, or on CPUs this project's.
 
-Left to itself, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, with two passes and a host synchronisation
-each for their norms. It keeps groups flat only for its own FusedAdam, which it compiles at first use: a minute, and a CUDA
-toolkit on every machine. `FlatAdamW` is torch's AdamW in FusedAdam's place.
+DeepSpeed's wrapper keeps groups flat only for its own FusedAdam, which it compiles at first use: a minute, and a CUDA toolkit
+on every machine. `FlatAdamW` is torch's AdamW in FusedAdam's place.
 
 With FusedAdam, too, the wrapper's own step reads every group's norm on the host, and has ranks agree on an overflow and
 wait for each other. In bf16, whose loss scale is always 1, `FlatStep` does the same on the device. In fp16 the next loss

@@ -1,6 +1,4 @@
-"""What commands that train have in common around their steps: the group, the run's record, the engine with what is said of
-it, and all that a run that steps has at hand. The steps are the command's.
-"""
+"""What commands that train have in common around their steps: the group, the run's record, the engine and its data."""
 
 from __future__ import annotations
 
@@ -55,7 +53,6 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
     try:
         DeepSpeedConfig(dict(deepspeed))
     except Exception as error:
-        # Whatever DeepSpeed raises while reading its configuration is about the configuration.
         raise ValueError(f"{path}: DeepSpeed refuses the configuration: {error}") from None
 
 
@@ -120,11 +117,11 @@ def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: lis
 def build_engine(
     run: RunSettings, model: ClapModel, ranks: Ranks, device: torch.device, record: RunDirectory
 ) -> ClapEngine:
-    """The engine around the model, with its kernels chosen and this rank's random numbers ahead. A collective."""
+    """Build the engine around the model and choose its kernels. A collective."""
     with quiet_deepspeed(), agreed():
         engine = ClapEngine(run, model, device)
     if device.type == "cuda" or what_to_compile(run.clap.compile, device) != "off":
-        keep_code(record.path.parent)
+        keep_code()
     if device.type == "cuda":
         kernels = choose_kernels(run, engine.model, device)
         if ranks.is_first:
@@ -145,11 +142,11 @@ class Session:
     engine: ClapEngine
     batches: BatchSource
     scalars: Scalars
+    rates: tuple[float, ...] = ()  # of the two quickest steps, until `tell_supply` has spoken
     supply_told: bool = False
-    quickest: tuple[float, ...] = ()  # rates of the two quickest steps before that was told
 
     def record_data(self) -> None:
-        """Write down what the data was, and what of it any rank could not use, which is said, too. A collective."""
+        """Record what the data was, and what of it any rank could not use, which is said, too. A collective."""
         found = gather(self.batches.statistics())
         broken = {each["name"]: each for of_rank in found for each in of_rank.get("broken_items", ())}
         if self.ranks.is_first:
@@ -169,13 +166,12 @@ class Session:
         what they waited for them: the quickest of two or more counts, as it has warmed up."""
         if self.supply_told or not self.ranks.is_first:
             return
-        self.quickest = tuple(sorted((*self.quickest, *rates))[-2:])
+        self.rates = tuple(sorted((*self.rates, *rates))[-2:])
         supply = self.batches.supply()
-        if supply is None or len(self.quickest) < 2:
-            return
-        ranks = self.ranks.local_world_size
-        print(verdict(supply, self.quickest[-1], ranks_per_host=ranks, cores=CORES), flush=True)
-        self.supply_told = True
+        if supply is not None and len(self.rates) == 2:
+            ranks = self.ranks.local_world_size
+            print(verdict(supply, self.rates[-1], ranks_per_host=ranks, cores=CORES), flush=True)
+            self.supply_told = True
 
 
 @contextmanager
@@ -216,8 +212,7 @@ def ready_to_step(
                 compiled = compile_towers(engine.deepspeed, batches.peek(), what, cached=cached)
                 if ranks.is_first:
                     record.update_summary(compiled)
-            session = Session(run, ranks, engine.device, record, engine, batches, scalars)
-            yield session
+            yield (session := Session(run, ranks, engine.device, record, engine, batches, scalars))
         finally:
             watch.ending()
             scalars.write()

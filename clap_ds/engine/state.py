@@ -1,7 +1,6 @@
 """What an engine holds that training resumes from: its state at ZeRO-0, its fp32 weights, its description.
 
-How it is kept is left to `clap_ds.training.checkpoint`. DeepSpeed's own checkpoints are pickles, which run code when they are
-read; here they are neither written nor read.
+DeepSpeed's own checkpoints are pickles, which run code when they are read; here they are neither written nor read.
 """
 
 import zlib

@@ -1,8 +1,7 @@
 """Sums over rows of a similarity matrix that is never held whole: a tile of its columns at a time.
 
 Bound by memory traffic: what lies between two matrix products is a function of its own, which torch.compile makes one kernel on
-a GPU. A tile then crosses memory five times, three of them as the product's or the weights' own writing and reading. What the
-losses work out of the sums, and how features get from rank to rank, is `loss`'s. Shape letters are as there.
+a GPU. Shape letters are `loss`'s.
 """
 
 from __future__ import annotations

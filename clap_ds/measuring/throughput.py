@@ -1,7 +1,6 @@
 """The measuring protocol on a running session: warm-up, timed windows, instrumented pass, summary.
 
-Samples per second are counted here, data wait included. DeepSpeed's own figure, which leaves it out and times the host alone
-unless `timers.throughput.synchronized` has it wait for the device, is shown beside them.
+Samples per second include data wait. DeepSpeed's own figure, which leaves it out, is shown beside them.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def _utilized() -> Any:
     kind = ["H100", "A100"][dist.get_rank()]
     flops = {"published_gflops": 100.0, "training_gflops": 300.0, "recomputed_gflops": 60.0}
     session: Any = mock.Mock(**{"run.clap.hardware": HardwareSettings()})
-    measured = mock.patch.object(throughput, "measure_flops", lambda session: (flops, []))
+    measured = mock.patch.object(throughput, "measure_flops", return_value=(flops, []))
     with measured, mock.patch.object(hardware, "device_name", return_value=kind):
         return throughput._measure_utilization(session, 500.0)
 

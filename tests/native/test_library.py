@@ -1,6 +1,5 @@
 """Compiling, keeping and opening the library of CPU kernels, with a source that takes no time, on any processor."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -69,16 +68,6 @@ def test_compiled_once_while_others_wait_and_again_for_other_sources_or_where_it
     source.write_text(SOURCE + "// changed\n")
     assert not problem()
     assert calls.read_text().count(" -o ") == 3
-
-
-def test_a_lock_that_another_holds_is_not_waited_for_for_ever(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not problem()
-    lock = kept().with_suffix(".lock")
-    kept().unlink()
-    monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.5)
-    with lock.open() as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        assert str(lock) in problem()
 
 
 def test_a_library_that_others_could_have_put_there_is_never_opened(
