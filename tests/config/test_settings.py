@@ -35,7 +35,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"data": {"source": "synthetic", "caption_lengths": 1}}, r"clap\.data\.caption_lengths: .* found \['1'\]"),
     ({"data": {"source": "shards", "shards": 5}}, r"clap\.data\.shards\.str: expected a valid string, found 5"),
     ({"text_tokens": 600}, r"clap\.text_tokens: micro has positions for 64, found 600"),
-    ({"bf16": {}}, r"clap\.bf16: no such field; did you mean bf16 outside of clap\?"),
+    ({"bf16": {}}, r"clap\.bf16: no such field; did you mean 'bf16'\?"),
     ({"model": {"preset": MPNET}, "text": "packed"}, r"clap\.text: mpnet's attention .* expected 'padded'"),
     (
         {"model": {"preset": MPNET, "checkpoint_activations": ["text"]}},
@@ -50,7 +50,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"loss": {"same_caption": "positive"}}, r"clap\.loss\.same_caption: 'positive' has no effect .* kind 'sigmoid'"),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
-    ({"text_tokens": 4}, r"text_tokens: no such field; did you mean clap\.text_tokens\?"),
+    ({"text_tokens": 4}, r"text_tokens: no such field; did you mean 'clap\.text_tokens'\?"),
     ({"gradient_acumulation_steps": 1}, r"did you mean 'gradient_accumulation_steps'\?"),
     ({"steps_per_print": 0}, r"steps_per_print: expected greater than 0, found 0"),
     ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: expected 0 \(plain data parallel\), found 3"),

@@ -3,8 +3,6 @@ generator."""
 
 import itertools
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +14,10 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 from clap_ds.config.model import load_preset
-from clap_ds.engine import session
 from clap_ds.engine.compiled import compile_towers, what_to_compile
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import pack
-from clap_ds.ranks.distributed import Ranks
-from clap_ds.record.directory import RunDirectory
 from clap_ds.record.schema import Summary
 from tests.engine.test_engine import DEVICE, TIMER, batches_of, settings
 from tests.model.reference_clap import captions, clips
@@ -170,24 +165,6 @@ def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(two_ranks: R
         assert found == {"audio": why, "text": why}
         assert losses == plain_losses
         assert all(torch.equal(state[name], tensor) for name, tensor in plain_state.items())
-
-
-def _of_a_session(asked: str, root: str) -> dict[str, Any]:
-    """What the summary says of it."""
-    forget()
-    run, record = settings("fp32", 1), RunDirectory(RunDirectory.create(Path(root), "run").path)
-    run.clap = run.clap.model_copy(update={"compile": asked})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "compile_towers", partial(compile_towers, backend="aot_eager"))
-        with session.ready_to_step(run, Ranks(0, 1, 0, 1), record, ClapEngine(run, micro(), DEVICE)):
-            return record.summary()
-
-
-def test_what_is_compiled_and_for_how_long_is_recorded(one_rank: RankPool, tmp_path: Path) -> None:
-    (summary,), (by_default,) = (one_rank.run(_of_a_session, asked, str(tmp_path)) for asked in ("towers", "auto"))
-    assert summary["compiled"] == {"mel": None, "audio": None, "text": None}
-    assert summary["compile_s"] > 0
-    assert "compiled" not in by_default  # on a CPU
 
 
 def test_what_auto_stands_for() -> None:

@@ -56,17 +56,6 @@ def test_linear_and_mlp(rows: int, inputs: int, outputs: int, residual: bool) ->
     assert_as_exact_as_torch(native_mlp, mlp_by_torch, tensors, *upstream, slack=slack)
 
 
-def test_leading_dimensions_layouts_no_bias_and_no_rows() -> None:
-    for x in (numbers(2, 3, 5, 64, seed=0), numbers(64, 70, seed=0).T):
-        inputs, upstream = [x, numbers(96, 64, seed=1)], numbers(96, *x.shape[:-1], seed=2).movedim(0, -1)
-        assert_as_exact_as_torch(lambda x, weight: native_linears(x, weight, None), F.linear, inputs, upstream)
-    output, *gradients = results(
-        native_linears, [numbers(0, 64, seed=0), *inputs[1:], numbers(96, seed=2)], numbers(0, 96, seed=3)
-    )
-    assert output.shape == (0, 96)
-    assert not any(gradient.any() for gradient in gradients), "there are no rows"
-
-
 def test_gelu_and_its_slope_everywhere() -> None:
     """Through identity weights, every bf16 number up to 100, and some far out."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
