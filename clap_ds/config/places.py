@@ -28,8 +28,8 @@ def cache_folder() -> Path:
 
 
 def code_folder(name: str) -> Path:
-    """A folder of the cache for what is compiled and loaded again, into which nobody else can write. Raises PermissionError
-    where it is another user's."""
+    """Make a folder of the cache for what is compiled and loaded again, into which nobody else can write. Raises
+    PermissionError where it is another user's."""
     folder = cache_folder() / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.geteuid():

@@ -88,11 +88,11 @@ def _problem(part: nn.Module, inputs: list[Any], *, cached: bool) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever type a compiler or a driver has
-        return _reason(error)
+        return reason_of(error)
     return None
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """In a line, without Dynamo's words around it."""
     error = getattr(error, "inner_exception", error)
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -114,7 +114,7 @@ def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:
             return _compiled(function)(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
             _failed.add(function)
-            _say(f"warning: the loss runs slower, as {function.__name__} can't be compiled: {_reason(error)}")
+            _say(f"warning: the loss runs slower, as {function.__name__} can't be compiled: {reason_of(error)}")
     return function(*arguments)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils._triton import has_triton_package
 
 from clap_ds.config.settings import RunSettings
+from clap_ds.engine.compiled import reason_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
 from clap_ds.ranks.accelerator import triton_lacks
@@ -73,11 +74,11 @@ def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> 
 
 
 def _problem(run: RunSettings, field: Field, model: ClapModel) -> str | None:
-    """Why Triton's kernels don't compile or run on this rank, forward or backward, in a line; None where they do."""
+    """Say in a line why Triton's kernels don't compile or run on this rank, forward or backward; None where they do."""
     try:
         _try(run, field, model)
     except Exception as error:  # of whatever type a compiler or a driver has
-        return triton_lacks() or (str(error).strip() or type(error).__name__).splitlines()[0]
+        return triton_lacks() or reason_of(error)
     return None
 
 

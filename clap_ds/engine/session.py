@@ -120,9 +120,8 @@ def build_engine(
     """Build the engine around the model and choose its kernels. A collective."""
     with quiet_deepspeed(), agreed():
         engine = ClapEngine(run, model, device)
-    if device.type == "cuda" or what_to_compile(run.clap.compile, device) != "off":
-        keep_code()
     if device.type == "cuda":
+        keep_code()
         kernels = choose_kernels(run, engine.model, device)
         if ranks.is_first:
             record.update_summary(kernels=kernels)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.engine.building import trained_towers
+from clap_ds.engine.compiled import reason_of
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.optimizer import by_parameter, master_tensors
 from clap_ds.weights.formats import Checkpoint
@@ -48,8 +49,7 @@ def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object, 
         for name in COUNTERS:
             setattr(deepspeed, name, int(state[name]))
     except Exception as error:  # of many types, whatever the state isn't
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{where} can't be loaded into this run: {reason}") from error
+        raise ValueError(f"{where} can't be loaded into this run: {reason_of(error)}") from error
     for group, options in zip(_groups(engine), own, strict=True):
         group |= options
     _set_rates(engine, None if scheduler else deepspeed.global_steps)
@@ -68,9 +68,8 @@ def load_weights_alone(engine: ClapEngine, weights: Checkpoint, steps: int, samp
     _set_rates(engine, steps)
 
 
-def _groups(engine: ClapEngine) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = engine.deepspeed.optimizer.param_groups
-    return groups
+def _groups(engine: ClapEngine) -> Any:
+    return engine.deepspeed.optimizer.param_groups
 
 
 def _set_rates(engine: ClapEngine, steps: int | None = None) -> None:

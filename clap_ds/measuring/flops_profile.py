@@ -37,7 +37,7 @@ PROFILED_CLIPS = 16
 
 
 def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
-    """The summary's `flops` section, in GFLOPs per sample, and warnings. A collective.
+    """Work out the summary's `flops` section, in GFLOPs per sample, and warnings. A collective.
 
     DeepSpeed's report is `flops_profile.txt` in the run directory.
     """
@@ -135,7 +135,7 @@ def _by_torchs_operations(model: ClapModel, device: torch.device) -> Iterator[No
 
 
 def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[Count | None, Batch]:
-    """One more step, by the engine's own profiler on rank 0; and the last micro-batch, which is what was counted."""
+    """Take one more step, profiled by the engine on rank 0. Returns the count and the last micro-batch, which it is of."""
     engine, path = session.engine.deepspeed, session.record.path / REPORT
     batches = [_few(next(session.batches)) for _ in range(session.run.gradient_accumulation_steps)]
     asked = session.run.deepspeed["flops_profiler"]
@@ -160,7 +160,7 @@ def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[C
 
 
 def _few(batch: Batch) -> Batch:
-    """The first clips of a batch. On a GPU captions are padded, as the kernel over packed ones is unknown to the profiler."""
+    """Take the first clips of a batch. On a GPU captions are padded: the profiler doesn't know the kernel over packed ones."""
     few = batch.rows(0, PROFILED_CLIPS)
     if batch.packed and batch.device.type == "cpu":
         few.pack()
