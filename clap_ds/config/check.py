@@ -1,7 +1,4 @@
-"""What is wrong with a run's JSON, in words a user can act on; which of DeepSpeed's fields there are.
-
-Names and defaults of `clap` fields are `sections`' and `settings`', batch sizes `batch_sizes`'.
-"""
+"""What is wrong with a run's JSON, in words a user can act on; which of DeepSpeed's fields there are."""
 
 from __future__ import annotations
 

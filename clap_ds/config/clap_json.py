@@ -1,6 +1,6 @@
 """The sizes that a `transformers.ClapModel`'s `config.json` tells, in the form of `presets/*.json`; what either calls a field.
 
-Read without transformers. What the model here lacks is refused with the reason; the way back is `clap_ds.weights.hf_config`'s.
+Read without transformers. What the model here lacks is refused with the reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a CLAP model is made of: the typed form of `presets/*.json`, and of what a path to sizes names.
 
-Sizes only. Nothing here imports torch, so that FLOPs and parameter counts can be worked out on a login node. How a tower runs
-(dropout, SpecAugment, attention kernel) is a setting of the run and lives in `clap_ds.config.settings`.
+Nothing here imports torch, so that FLOPs and parameter counts can be worked out on a login node.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sections of `clap`: every field's name, type and default, and beside it what it means.
 
-`docs/reference.md` is made from these. Reading a run's JSON and checking fields against each other is left to `settings`.
+`docs/reference.md` is made from these.
 """
 
 from __future__ import annotations

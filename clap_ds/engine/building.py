@@ -55,12 +55,8 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
 
 
 def build_model(run: RunSettings, device: torch.device) -> ClapModel:
-    """A fresh model as `clap.model` describes it, to be run on the device, without gradients where
-    `clap.train` freezes it.
-
-    Raises:
-        ValueError: its text tower's pretrained weights can't be had, or the device can't do what is asked for.
-    """
+    """Build a fresh model, without gradients where `clap.train` freezes it. ValueError where its text tower's pretrained
+    weights can't be had, or the device can't do what is asked for."""
     options = run.clap.model
     model = ClapModel(
         run.clap.preset(),
@@ -123,11 +119,8 @@ def trained_towers(model: ClapModel) -> list[str]:
 
 
 def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
-    """DeepSpeed's engine around a model on its device; a collective over all ranks.
-
-    Raises:
-        ValueError: DeepSpeed refuses one of its own sections, or its optimiser can't be compiled.
-    """
+    """Build DeepSpeed's engine around a model on its device; a collective. ValueError where DeepSpeed refuses one of its own
+    sections, or its optimiser can't be compiled."""
     config, optimizer = dict(run.deepspeed), None
     if "tensorboard" in config:
         config["tensorboard"] = engine_section(config["tensorboard"])

@@ -10,11 +10,9 @@ it takes those of each rank in data parallelism. The gradient is exact for the m
 the one that a single large batch would train.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,12 +45,8 @@ def first_pass(
 def second_pass(
     forward: Forward, batch: Batch, state: dict[str, Any], gradients: Sequence[Tensor], number: int, total: int
 ) -> Tensor:
-    """The surrogate loss, scalar, of micro-batch `number` of `total`, from 0 on.
-
-    Args:
-        state: of random numbers, as before its first pass.
-        gradients: of the loss by the leaves of `first_pass`.
-    """
+    """Work out the surrogate loss, scalar, of micro-batch `number` of `total`, from 0 on, from the `state` of random numbers
+    before its first pass and the loss's `gradients` by the leaves of that."""
     restore_random_state(state, batch.device)
     audio, text, *scalars = forward(*batch.model_inputs())
     rows = slice(number * len(batch), (number + 1) * len(batch))
@@ -63,13 +57,10 @@ def second_pass(
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of torch's (CPU, and the GPU's where `device` is one), Python's and NumPy's generators, as tensors and numbers."""
-    _, keys, *others = np.random.get_state(legacy=True)
+    """State of torch's generators, of which all of training draws: the CPU's and, where `device` is one, the GPU's."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "python": random.getstate(),
-        "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), *others),
     }
 
 
@@ -78,6 +69,3 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
-    random.setstate(state["python"])
-    keys, *others = state["numpy"]
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *others))

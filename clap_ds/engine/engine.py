@@ -50,11 +50,7 @@ class ClapEngine:
     """
 
     def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
-        """Wrap `model`; a collective over all ranks.
-
-        Raises:
-            ValueError: DeepSpeed refuses one of its own sections, or gradients can't be averaged as it is asked to.
-        """
+        """Wrap `model`; a collective. ValueError where DeepSpeed refuses its sections, or gradients can't be averaged so."""
         self.device, self.model = device, model.to(device)
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
@@ -188,12 +184,8 @@ class ClapEngine:
             scale.clamp_(max=self._max_log_scale)
 
     def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
-        """Remember, on the device, whether the step was skipped, and the first that was taken with a loss or gradient
-        that isn't finite; put back the batch norm's `statistics` of before a skipped one.
-
-        Args:
-            by_deepspeed: DeepSpeed skipped the step, and counted it.
-        """
+        """Remember, on the device, whether the step was skipped (`by_deepspeed`: and counted), and the first with a loss or
+        gradient that isn't finite; put back the batch norm's `statistics` of before a skipped one."""
         if self._flat_step is None:
             self.is_skipped = torch.full_like(self.is_skipped, by_deepspeed)
         else:
@@ -222,12 +214,8 @@ class ClapEngine:
         return self.skipped_in_a_row > 0 and not judged(bool(loss.isfinite()), all)
 
     def check_loss(self, *, at_once: bool = False) -> None:
-        """Wait for the device and stop every rank if a step since the start had a loss or, with `norm_wanted`, a gradient
-        that isn't finite, or if too many in a row were skipped; with `at_once`, if any were. A collective.
-
-        Raises:
-            NonFiniteError: on all ranks, naming the first bad step.
-        """
+        """Raise NonFiniteError on all ranks if a step since the start had a loss or, with `norm_wanted`, a gradient that isn't
+        finite, or if too many in a row were skipped; with `at_once`, if any were. A collective that waits for the device."""
         self.count_skipped()
         never = torch.iinfo(torch.long).max
         first_bad = self._first_bad_step.masked_fill(self._first_bad_step < 0, never)

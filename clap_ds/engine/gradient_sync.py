@@ -21,16 +21,8 @@ PLAIN = {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "gradien
 
 
 class GradientSync:
-    """Averages gradients over ranks, by DeepSpeed or overlapped with backward.
-
-    Args:
-        engine: DeepSpeed's engine, ZeRO-0.
-        overlapped: let torch's reducer do it. Every trained parameter must then get a gradient in every step.
-        bucket_mb: bytes a bucket of gradients holds at most, in MB.
-
-    Raises:
-        ValueError: `overlapped`, and DeepSpeed's configuration wants gradients averaged otherwise than in `PLAIN`.
-    """
+    """Averages gradients over ranks, by DeepSpeed or, `overlapped` with backward, by torch's reducer: every trained parameter
+    must then get a gradient in every step. ValueError where DeepSpeed's configuration wants other averages than `PLAIN`."""
 
     def __init__(self, engine: Any, *, overlapped: bool, bucket_mb: float) -> None:
         self._engine, self._overlapped, self._is_off = engine, overlapped, False

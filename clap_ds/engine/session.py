@@ -58,12 +58,8 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
-    """The run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded.
-
-    Raises:
-        UserError: on every rank, for a mistake found on any.
-        SystemExit: the run failed or was stopped by a signal; shown and recorded already.
-    """
+    """Open the run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded: a
+    SystemExit follows where it failed or was stopped."""
     kernels = report(run.clap.cpu_kernels, run.clap.preset().text.architecture) if device.type == "cpu" else None
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
@@ -183,12 +179,8 @@ def ready_to_step(
     data_state: dict[str, Any] | None = None,
     folder: Path | None = None,
 ) -> Iterator[Session]:
-    """All that steps need; afterwards what they leave is written down.
-
-    Args:
-        data_state: where this rank's data resumes (`BatchSource.state()`), None for the beginning.
-        folder: where TensorBoard's files lie; None: in the run directory.
-    """
+    """Open all that steps need, with data from `data_state` on and TensorBoard's files in `folder` (None: in the run
+    directory); afterwards what steps leave is written down."""
     scalars = Scalars(engine.deepspeed, run.deepspeed.get("tensorboard", {}), folder or record.path)
     with agreed():
         batches = build_batches(

@@ -51,13 +51,11 @@ def tiled_softmax_gradient(
     first: int,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the softmax loss by one tower's own features, the similarity matrix recomputed a tile at a time.
+    """Work out the softmax loss's gradient by one tower's own features, the similarities recomputed a tile at a time.
 
     Args:
-        own_BD: this rank's features of one tower.
-        all_ND: everybody's features of the other tower.
-        own_lse_B: log-sum-exps over the similarities of each own feature.
-        all_lse_N: log-sum-exps over the similarities of each of the other tower's features.
+        own_BD, all_ND: this rank's features of one tower, and everybody's of the other.
+        own_lse_B, all_lse_N: log-sum-exps over the similarities of each of these.
         scale: factor of the similarities, shape (1,); gives the type of sums and results.
         first: place of this rank's first pair in the global batch.
 
