@@ -60,10 +60,7 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
     options = run.clap.model
     model = ClapModel(
         run.clap.preset(),
-        drop_path=options.drop_path,
-        text_dropout=options.text_dropout,
-        spec_augment=options.spec_augment,
-        text_from_hub=options.text_from_hub,
+        **options.model_dump(include={"drop_path", "text_dropout", "spec_augment", "text_from_hub"}),
         learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
         **build_kernels(run, device),
         checkpoint_activations=tuple(options.checkpoint_activations),

@@ -1,10 +1,9 @@
 """What a bench run says of its FLOPs: the closed form and, with a `flops_profiler` section, DeepSpeed's profiler.
 
-DeepSpeed would profile a step in the middle of the run and, for that, time every step's phases, synchronising each. So the
-engine is built without the section, and given it for one more step after everything timed: its own profiler on its own module,
-in training, which prints and keeps its report. The section's fields mean what they mean to DeepSpeed, but for `output_file`;
-`profile_step` is the earliest step. That step takes up to `PROFILED_CLIPS` clips, uncompiled and by torch's operations alone,
-as the profiler sees no others. So few clips fit in memory whatever the run's own kernels save.
+DeepSpeed would profile a step in the middle of the run and, for that, synchronize in every step. So the engine is given the
+section for one more step after everything timed. `profile_step` is the earliest step. That step takes up to `PROFILED_CLIPS`
+clips, uncompiled and by torch's operations alone, as the profiler sees no others. So few fit in memory whatever the run's own
+kernels save.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.runtime.engine import EngineTimers
-from torch import nn
 
 from clap_ds.data.batch import Batch
 from clap_ds.engine.session import Session
@@ -45,7 +43,8 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     batch = next(session.batches)
     front_end = batch.audio.ndim == 2  # features of mel shards have been through it
     model, last = session.engine.model, run.clap.train.train_last
-    trained = [name for name in ("audio", "text") if _is_trained(model.get_submodule(f"{name}_projection"))]
+    towers = {name: model.get_submodule(f"{name}_projection").parameters() for name in ("audio", "text")}
+    trained = [name for name, parameters in towers.items() if any(each.requires_grad for each in parameters)]
     forward = forward_flops(config, lengths, "model", front_end=front_end)
     checkpointed = [tower for tower in run.clap.model.checkpoint_activations if tower in trained]
     recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=run.clap.model.drop_path, last=last)
@@ -63,7 +62,7 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
         return found, []
     if session.engine.steps < section.profile_step:
         late = f"flops_profiler.profile_step is {section.profile_step}, the run has {session.engine.steps} steps"
-        return found, [f"{late}: not profiled"]
+        return found, [late]
     count, batch = _profile(session, section)
     if count is None:
         return found, []
@@ -78,10 +77,6 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
         f"GFLOPs of a sample's forward pass: profiled {gflops:.2f}, closed form {executed:.2f}, {published}", flush=True
     )
     return found, disagreement_warnings(gflops, executed)
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def disagreement_warnings(deepspeed_gflops: float, model_gflops: float) -> list[str]:

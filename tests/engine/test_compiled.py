@@ -117,28 +117,6 @@ def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
     return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
 
 
-def _compiled_in_steps(precision: str, accumulation: str) -> tuple[dict[str, int], int]:
-    """Graphs compiled before the first step, by direction, and during two."""
-    forget()
-    run, calls = settings(precision, 2), list[str]()
-    run.clap = run.clap.model_copy(update={"train": run.clap.train.model_copy(update={"accumulation": accumulation})})
-    engine, batches = ClapEngine(run, micro(text_dropout=0.1, spec_augment=True), DEVICE), batches_of(run)
-    compile_towers(engine.deepspeed, batches.peek(), "towers", cached=accumulation == "cached", backend=counting(calls))
-    before = {direction: calls.count(direction) for direction in ("forward", "backward")}
-    for _ in range(2):
-        engine.step(batches, TIMER)
-    return before, len(calls) - sum(before.values())
-
-
-@pytest.mark.end_to_end
-@pytest.mark.parametrize(("precision", "accumulation"), [("autocast", "independent"), ("bf16", "cached")])
-def test_steps_compile_nothing_that_was_not_compiled_before(
-    two_ranks: RankPool, precision: str, accumulation: str
-) -> None:
-    expected = {"forward": 6 if accumulation == "cached" else 3, "backward": 2}
-    assert two_ranks.run(_compiled_in_steps, precision, accumulation) == [(expected, 0)] * 2
-
-
 def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tensor], dict[str, str | None]]:
     """Losses of three steps on log-mel features by a model that draws random numbers, its state after them, and what couldn't
     be compiled."""

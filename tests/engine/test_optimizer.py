@@ -122,11 +122,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, cpu_kernel
     assert [float(each["step"]) for each in wrapper.optimizer.state.values()] == [4, 4]  # one of them DeepSpeed's first
 
 
-def test_a_loss_scale_keeps_deepspeeds_step() -> None:
-    assert not FlatStep.has_place_for(wrapped(1.0, cpu_kernels=False, low=torch.float16))
-    assert not FlatStep.has_place_for(FlatAdamW([torch.nn.Parameter(torch.ones(3))]))
-
-
 @pytest.mark.parametrize("natively", [False, pytest.param(True, marks=needs_kernels)])
 def test_norm_is_exact_over_many_numbers(natively: bool) -> None:
     torch.manual_seed(0)

@@ -51,16 +51,3 @@ def test_a_resumed_run_has_one_course(
     steps = [(10 * step, (step > 3) * 30 + step / 10) for step in range(1, 8)]
     expected = {"train/loss": steps} | ({"Train/Samples/lr": [(n, n / 1000) for n, _ in steps]} if enabled[0] else {})
     assert found == {tag: [(n, pytest.approx(value)) for n, value in rows] for tag, rows in expected.items()}
-
-
-def test_what_waits_is_written_in_order() -> None:
-    """Weights & Biases drops what goes back."""
-    written: list[Any] = []
-    monitor: Any = SimpleNamespace(tb_monitor=None, enabled=True, write_events=written.extend)
-    engine = SimpleNamespace(monitor=monitor, global_samples=0)
-    scalars = Scalars(engine, {"output_path": "x"}, Path())
-    for samples in (10, 20):
-        monitor.write_events([("lr", 0.5, samples)])
-    assert not written
-    scalars.write(("loss", 1.5, samples) for samples in (10, 20))
-    assert [(tag, samples) for tag, _, samples in written] == [("lr", 10), ("loss", 10), ("lr", 20), ("loss", 20)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,9 +11,8 @@ from deepspeed.ops.op_builder import FusedAdamBuilder
 
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.settings import load_run
-from clap_ds.data.supply import Supply
 from clap_ds.engine.building import build_model, fetch_from_hub, wrap
-from clap_ds.engine.session import Session, check_deepspeed_sections
+from clap_ds.engine.session import check_deepspeed_sections
 from clap_ds.model import hub
 from clap_ds.ranks.agreement import agreed
 from clap_ds.ranks.distributed import Ranks
@@ -48,23 +46,6 @@ def _uncompiled() -> str:
 def test_an_optimiser_that_cannot_be_compiled_is_one_line(one_rank: RankPool) -> None:
     line = "clap.fused_adam: Error building extension 'fused_adam'; 'torch' needs no compiler"
     assert one_rank.run(_uncompiled) == [line]
-
-
-def test_the_loader_is_compared_with_steps_that_have_warmed_up(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A first step, which may have compiled for a minute, isn't one even where it is logged alone."""
-    parts: dict[str, Any] = dict.fromkeys(("run", "device", "record", "engine", "scalars"))
-    ranks: Any = SimpleNamespace(is_first=True, local_world_size=1)
-    batches: Any = SimpleNamespace(supply=lambda: Supply(100.0, 1, "mel"))
-    monkeypatch.setattr("clap_ds.engine.session.CORES", 77)  # also where this rank keeps to some of them
-    session = Session(**parts, ranks=ranks, batches=batches)
-    session.tell_supply([0.1])
-    assert not capsys.readouterr().out
-    session.tell_supply([200.0])
-    session.tell_supply([300.0])
-    said = capsys.readouterr().out
-    assert said.count("the step of their rank takes 200: it will wait") == said.count("this host's 77 cores") == 1
 
 
 def _refusal() -> tuple[str, int]:
