@@ -21,14 +21,9 @@ class BatchSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], world_size: int | None) -> BatchSizes:
-        """What a DeepSpeed configuration says, as `DeepSpeedConfig._set_batch_related_parameters` reads it: two numbers
-        give the third; with the micro-batch or the global batch alone there is one pass a step. null is like no number.
-
-        Args:
-            world_size: ranks; None where they aren't known: the fewest that the numbers allow.
-
-        Raises:
-            ValueError: a number is missing or isn't one (a line each), or they contradict each other.
+        """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does: two numbers give the third; with the
+        micro-batch or the global batch alone there is one pass a step. Without a `world_size` ranks are the fewest that the
+        numbers allow. ValueError where a number is missing or isn't one (a line each), or they contradict each other.
         """
         given = {name: config[name] for name in NAMES if config.get(name) is not None}
         problems = [

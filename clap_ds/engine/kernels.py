@@ -27,11 +27,8 @@ FIELDS: tuple[Field, ...] = ("attention", "mlp")
 
 
 def build_kernels(run: RunSettings, device: torch.device) -> dict[Field, Any]:
-    """`ClapModel`'s `attention` and `mlp` for a device, where `auto` is torch's operations.
-
-    Raises:
-        ValueError: Triton is asked for where it can't run.
-    """
+    """Tell `ClapModel`'s `attention` and `mlp` for a device, where `auto` is torch's operations. ValueError where Triton is
+    asked for and can't run."""
     kernels: dict[Field, Any] = {"attention": default_kernel(device), "mlp": "torch"}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for field in FIELDS:
@@ -47,10 +44,7 @@ def build_kernels(run: RunSettings, device: torch.device) -> dict[Field, Any]:
 
 def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> dict[str, ChosenKernel]:
     """Give the audio tower's blocks the kernels that `auto` stands for, before anything has been traced or run. A collective.
-
-    Returns:
-        On rank 0 what was chosen on all ranks, by field of `clap.model`, for its record; empty where the settings name kernels.
-    """
+    Returns, on rank 0, what was chosen on all ranks, by field of `clap.model`."""
     chosen = dict[str, ChosenKernel]()
     for field in FIELDS:
         if getattr(run.clap.model, field) != "auto":

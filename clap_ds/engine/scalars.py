@@ -25,12 +25,8 @@ class Scalars:
     """DeepSpeed's monitor, written to where nothing is timed.
 
     What DeepSpeed writes in its steps waits here for `write`, and goes in the order of its samples: Weights & Biases drops what
-    comes late. What a full disk doesn't take is left out.
-
-    Args:
-        engine: DeepSpeed's.
-        section: the run's `tensorboard`. Where it names no place, files go to `tensorboard` in `folder`.
-        folder: of the run, or of what it leaves through all its starts.
+    comes late. What a full disk doesn't take is left out. Where the run's `tensorboard` section names no place, files go to
+    `tensorboard` in `folder`.
     """
 
     def __init__(self, engine: Any, section: dict[str, Any], folder: Path) -> None:

@@ -34,11 +34,7 @@ def engine_state(engine: ClapEngine) -> dict[str, Any]:
 
 def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object, *, scheduler: bool = True) -> None:
     """Put an engine into such a state; learning rate, betas and the like stay the run's own. Without `scheduler` the run's own
-    goes on at the state's step.
-
-    Raises:
-        ValueError: names or shapes differ, or it isn't a whole state; names `where` it is from.
-    """
+    goes on at the state's step. ValueError, with `where` it is from, where names or shapes differ."""
     deepspeed = engine.deepspeed
     own = [{name: group[name] for name in group if name not in ("params", "step")} for group in _groups(engine)]
     try:
