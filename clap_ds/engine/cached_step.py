@@ -10,9 +10,11 @@ it takes those of each rank in data parallelism. The gradient is exact for the m
 the one that a single large batch would train.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,10 +59,13 @@ def second_pass(
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of torch's generators, of which all of training draws: the CPU's and, where `device` is one, the GPU's."""
+    """State of torch's (CPU, and the GPU's where `device` is one), Python's and NumPy's generators, as tensors and numbers."""
+    _, keys, *others = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": random.getstate(),
+        "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), *others),
     }
 
 
@@ -69,3 +74,6 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
+    random.setstate(state["python"])
+    keys, *others = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *others))
