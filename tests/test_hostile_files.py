@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from clap_ds.analysis.record import read_record
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import load_run
 from clap_ds.data.shard_manifest import read_manifest
@@ -23,6 +24,8 @@ BOMBS: dict[str, Callable[[Path], object]] = {
     "brackets": lambda path: path.write_text("[" * 10**6),
 }
 READERS: dict[str, Callable[[Path], object]] = {
+    "summary.json": read_record,
+    "metrics.jsonl": read_record,
     "run.json": lambda folder: load_run(folder / "run.json"),
     "manifest.json": lambda folder: read_manifest(str(folder)),
     "shard.tar": lambda folder: list(list_items(str(folder / "shard.tar"), print)),

@@ -1,6 +1,4 @@
-"""The commands of README and docs/ work as typed: each is run here, or has its configuration checked, or names the test that
-runs it. A command for which no rule stands here fails the test.
-"""
+"""Commands of README and docs/ that can run here are typed as they stand there; what pages name is there."""
 
 import json
 import os
@@ -10,83 +8,87 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
+import soundfile
+import torch
 
+from clap_ds.config.model import load_preset
+from clap_ds.config.reference import reference
 from clap_ds.config.settings import load_run
 from clap_ds.launch.sites import load_site
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.tokenizer import train_tokenizer
 from clap_ds.training.checks import problems_for_training
+from tests import processes
+from tests.training.training_commands import ROOT, environment
+from tests.weights.fake_checkpoints import checkpoint_of
 
-ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("README.md", "docs/cluster.md", "docs/data.md", "docs/training.md", "docs/coming_from.md", "docs/numbers.md")
-ELSEWHERE = ("docs/recipes.md", "docs/using.md")  # typed by test_recipes, and by inference's and the commands' tests
-PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in (*NAMES, *ELSEWHERE)}
+NAMES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
+SECTIONS = re.findall(r"^## `([\w.]+)`\n([^#]*)", reference(), re.MULTILINE)
+FIELDS = {path for path, _ in SECTIONS} | {
+    f"{path}.{field}" for path, table in SECTIONS for field in re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+}
+
+
 WALKTHROUGH = r"^## From clone to scaling plot\n.*?(?=^## )"
 """tests/cluster/test_walkthrough.py types its lines on a cluster."""
 
 
-def _blocks(kind: str, *pages: str) -> list[str]:
-    text = re.sub(WALKTHROUGH, "", "\n".join(PAGES[name] for name in pages), flags=re.MULTILINE | re.DOTALL)
+def blocks(kind: str, *pages: str) -> list[str]:
+    text = "\n".join(PAGES[name] for name in pages or NAMES)
+    text = re.sub(WALKTHROUGH, "", text, flags=re.MULTILINE | re.DOTALL)
     return re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-BLOCKS, SITES = _blocks("console", *NAMES), _blocks("json", "docs/cluster.md")
-JSON_BLOCKS = _blocks("json", *(name for name in NAMES if name != "docs/cluster.md"))
-LINES = [line for block in BLOCKS for line in block.splitlines()]
-COMMANDS = [re.split(r"\s{2,}#", line)[0].removeprefix("$ ").strip() for line in LINES]
-
-RUN = "run here, in the pages' order"
-LOAD = "full-sized: its programs, script and configuration are checked"
-BY_HAND = "installs from the network, or is the test run itself"
-RULES = {
-    r"make (test|setup.*)|python3 -m venv \S+|\.venv/bin/pip install .*|git clone .*": BY_HAND,
-    r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config \S+": LOAD,
-    r"python analysis/.*|python -m examples\.synthetic_sounds .*|clap-shards (prepare|size|measure) .*": RUN,
-    "salloc .*|clap-hostfile .*": "tests/cluster/test_jobs.py::test_deepspeeds_own_line",
-    "(tar -cf|mkdir -p) .*clap-env.*": "tests/cluster/test_jobs.py::test_ranks_start_from_an_environment_on_their_nodes",
-    "make bench": "tests/ranks/test_accelerator.py::test_make_bench_on_the_cpus",
-    r"python -m benchmarks\.variants .*": "tests/benchmarks/test_variants.py::test_all_combinations_in_order",
-    r"tar -xf results/.*|python -m benchmarks\.efficiencies .*": "tests/benchmarks/test_efficiencies.py::test_every_class_",
-    r"python launch/submit\.py .*": "tests/launch/test_submit.py::test_everything_of_the_site_is_in_the_script",
-    r"python launch/sweep\.py --site .* --train .*": "tests/launch/test_sweep.py::test_training_runs_for_a_day_or_as_",
-    r"python launch/sweep\.py (status|resume) \S+( --.*)?": "tests/launch/test_sweep.py::test_status_and_resume",
-    "pip install --no-index .*": "tests/test_wheelhouse.py::test_installs_and_runs_without_an_index",
-    r"python launch/sweep\.py --site jupiter .*": "tests/launch/test_sweep.py::test_both_published_models_on_1_to_128_",
-    r"clap-shards build .*|python (-m clap_ds\.weights\.export|clap_ds/evaluate\.py) .*": (
-        "tests/training/test_newcomer_path.py::test_from_sounds_to_an_exported_model"
-    ),
-    "(apptainer|docker|enroot) .*": "tests/test_containers.py::test_both_recipes_install_the_same_by_constraints",
-    r"SBATCH_TIMELIMIT=.* launch/shards\.sh .*": "tests/data/test_shard_parts.py::test_the_scripts_jobs_make_what_one",
-    r'make report RUNS=".*"': "tests/analysis/test_report.py::test_",
-}
-HOW = {command: [how for rule, how in RULES.items() if re.fullmatch(rule, command)] for command in COMMANDS}
+def commands(rule: str, *pages: str) -> list[str]:
+    lines = [line.removeprefix("$ ") for block in blocks("console", *pages) for line in block.splitlines()]
+    typed = [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
+    return [command for command in dict.fromkeys(typed) if re.fullmatch(rule, command) and "…" not in command]
 
 
-def test_every_command_is_accounted_for() -> None:
-    assert {command: how for command, how in HOW.items() if len(how) != 1} == {}, "say in RULES how these are tested"
-    assert {*RULES.values()} == {each for how in HOW.values() for each in how}, "no longer there"
-    assert all(line.startswith("$ ") for line in LINES)
-    for test in (how for how in RULES.values() if how.startswith("tests/")):
-        path, _, name = test.partition("::")
-        assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8")
-
-
-def test_pins_are_those_of_the_constraints() -> None:
-    constraints = (ROOT / "constraints.txt").read_text().split()
-    pins = [word for command in COMMANDS for word in command.split() if re.fullmatch(r"[\w-]+==[\w.]+", word)]
-    assert pins
-    assert set(pins) <= set(constraints)
+LOADED = commands(r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config ds_configs/\S+")
 
 
 def test_links_lead_somewhere() -> None:
-    broken = [
-        (name, target)
-        for name, page in PAGES.items()
-        for target in re.findall(r"\]\(([^)#:]+)\)", page)
-        if not (ROOT / name).parent.joinpath(target).exists()
+    found = [(name, target) for name, page in PAGES.items() for target in re.findall(r"\]\(([^)#:]+)\)", page)]
+    assert [each for each in found if not (ROOT / each[0]).parent.joinpath(each[1]).exists()] == []
+
+
+def test_fields_that_pages_name_are_there() -> None:
+    pages = (page for name, page in PAGES.items() if name != "docs/using.md")  # whose `clap` is a loaded model
+    assert {field for page in pages for field in re.findall(r"`(clap(?:\.[a-z]\w*)+)", page)} <= FIELDS
+
+
+def test_configurations_shown_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: None)  # as if s3:// had its package
+    sites = blocks("json", "docs/cluster.md")
+    runs = [
+        each for name in NAMES if name not in ("docs/cluster.md", "docs/recipes.md") for each in blocks("json", name)
     ]
-    assert broken == []
+    for block in runs:
+        (tmp_path / "run.json").write_text(block)
+        load_run(tmp_path / "run.json")
+    for block in sites:
+        (tmp_path / "site.json").write_text(block)
+        load_site(str(tmp_path / "site.json"))
+    assert runs
+    assert sites
+
+
+@pytest.mark.parametrize("command", LOADED)
+def test_programs_scripts_and_configurations_are_there(command: str) -> None:
+    """Of commands that are too large for here."""
+    program, *words = shlex.split(command)
+    assert (Path(sys.executable).parent / program).exists()
+    script, config = next(word for word in words if word.endswith(".py")), words[words.index("--deepspeed_config") + 1]
+    assert (ROOT / script).exists()
+    run = load_run(ROOT / config)
+    assert not script.endswith("train.py") or problems_for_training(run) == []
 
 
 @pytest.fixture
@@ -108,38 +110,78 @@ def checkout(tmp_path: Path) -> Path:
 def test_commands_run_one_after_the_other(checkout: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = {"PATH": path, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    for command in (command for command in COMMANDS if HOW[command] == [RUN]):
+    rule = r"python analysis/.*|python -m examples\.synthetic_sounds .*|clap-shards (prepare|size|measure) .*"
+    found = commands(rule)
+    assert len(found) > 5
+    for command in found:
         shell = ["bash", "-c", command]
         done = subprocess.run(shell, cwd=checkout, env=os.environ | own, capture_output=True, text=True, timeout=300)
         shown = f"$ {command}\n{done.stdout}{done.stderr}"
         assert done.returncode == 0, shown
         assert "Traceback" not in shown
-        for output in re.findall(r"--(?:output|csv) (\S+)", command):
-            assert (checkout / output).stat().st_size > 0, shown
     heavy = "ds_configs/htsat_tiny_shards_cpu.json"
-    data = load_run(checkout / heavy).clap.data
-    assert list(checkout.glob(str(getattr(data, "shards", None)))), f"{heavy} finds no shards where README makes them"
+    data: Any = load_run(checkout / heavy).clap.data
+    assert list(checkout.glob(data.shards)), f"{heavy} finds no shards where README makes them"
 
 
-@pytest.mark.parametrize("command", [command for command, how in HOW.items() if how == [LOAD]])
-def test_programs_scripts_and_configurations_are_there(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: None)  # as if s3:// had its package
+KINDS = ("dog", "chirping_birds", "door_wood_knock")
+PROGRAMS = {"deepspeed": "clap_ds.train"} | {
+    f"clap-{n}": f"clap_ds.{n}" for n in ("shards", "evaluate", "embed", "search")
+}
+TINY = {  # what differs here from the page's run; LAION's weights are random numbers of that preset's sizes
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": False},
+    "scheduler": {"params": {"total_num_steps": 2, "warmup_num_steps": 1}},
+    "clap": {
+        "model": {"preset": "micro"},
+        "text_tokens": 16,
+        "data": {"tokenizer": "tokenizer", "num_workers": 0, "shuffle_buffer": 8},
+        "train": {"samples": 8},
+    },
+}
+
+
+def merged(into: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    nested = {name: merged(into.get(name) or {}, value) for name, value in changes.items() if isinstance(value, dict)}
+    return {**into, **changes, **nested}
+
+
+def typed(command: str, place: Path) -> str:
+    """Type a command, in a loop for the first two folds alone; what it prints."""
+    command = re.sub(r"\bin (1 2|2) [\d ]+;", r"in \1;", command)
+    if loop := re.fullmatch(r"for k in ([\d ]+); do (.*); done", command):
+        return "".join(typed(loop[2].replace("$k", k), place) for k in loop[1].split())
     program, *words = shlex.split(command)
-    assert (Path(sys.executable).parent / program).exists()
-    script, config = next(word for word in words if word.endswith(".py")), words[words.index("--deepspeed_config") + 1]
-    assert (ROOT / script).exists()
-    (tmp_path / "my_run.json").write_text(JSON_BLOCKS[-1])  # the one for training
-    run = load_run((tmp_path if config == "my_run.json" else ROOT) / config)
-    assert not script.endswith("train.py") or problems_for_training(run) == []
+    if program == "sed":
+        return subprocess.run(command, shell=True, cwd=place, check=True, text=True, stdout=subprocess.PIPE).stdout
+    globbed = [sorted(map(str, place.glob(word))) if re.search(r"\?|-checkpoints$", word) else [word] for word in words]
+    arguments = sum(globbed[program == "deepspeed" :], list[str]())
+    return processes.run(["-m", PROGRAMS[program], *arguments], cwd=place, env=environment(), check=True).stdout
 
 
-def test_configurations_shown_are_valid(tmp_path: Path) -> None:
-    assert (len(JSON_BLOCKS), len(SITES)) == (2, 4)
-    for block in JSON_BLOCKS:
-        (tmp_path / "run.json").write_text(block)
-        load_run(tmp_path / "run.json")
-    for block in SITES:
-        (tmp_path / "site.json").write_text(block)
-        load_site(str(tmp_path / "site.json"))
+@pytest.mark.end_to_end
+def test_the_recipe_of_esc50_leads_to_a_score(tmp_path: Path) -> None:
+    """On a small folder of the data set's layout."""
+    (root := tmp_path / "ESC-50-master" / "meta").mkdir(parents=True)
+    (sounds := tmp_path / "ESC-50-master" / "audio").mkdir()
+    lines = ["filename,fold,target,category,esc10,src_file,take"]
+    for number in range(30):
+        name, kind = f"{1 + number % 5}-{number}-A-{number % 3}.wav", number % 3
+        lines.append(f"{name},{1 + number % 5},{kind},{KINDS[kind]},{kind == 0},{number},A")
+        soundfile.write(sounds / name, np.random.default_rng(number).uniform(-0.5, 0.5, 9000), 44100)
+    (root / "esc50.csv").write_text("\n".join(lines) + "\n")
+    train_tokenizer(KINDS, tmp_path / "tokenizer")
+    model = ClapModel(load_preset("micro"))
+    torch.nn.init.normal_(model.text_projection.linear1.weight)
+    checkpoint_of(model, tmp_path / "630k-audioset-best.pt", tokenizer=tmp_path / "tokenizer")
+    template = json.loads((ROOT / "ds_configs" / "fine_tune.json").read_text())
+    (block,) = (each for each in blocks("json", "docs/recipes.md") if "esc50" in each)
+    full = merged(template, json.loads(block))
+    (tmp_path / "esc50_1.json").write_text(json.dumps(full))
+    assert problems_for_training(load_run(tmp_path / "esc50_1.json"), 1) == []
+    (tmp_path / "esc50_1.json").write_text(json.dumps(merged(full, TINY), indent=2))
+    recipe = commands(r"(?!.*(fsd50k|us8k|clap-probe)).*esc50.*", "docs/recipes.md")
+    said = {command: typed(command, tmp_path) for command in recipe}
+    scores = [text for command, text in said.items() if "clap-evaluate" in command]
+    assert len(scores) >= 2
+    assert all("zero-shot" in text or "zero_shot_top1" in text for text in scores), scores

@@ -21,14 +21,9 @@ class BatchSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], world_size: int | None) -> BatchSizes:
-        """What a DeepSpeed configuration says, as `DeepSpeedConfig._set_batch_related_parameters` reads it: two numbers
-        give the third; with the micro-batch or the global batch alone there is one pass a step. null is like no number.
-
-        Args:
-            world_size: ranks; None where they aren't known: the fewest that the numbers allow.
-
-        Raises:
-            ValueError: a number is missing or isn't one (a line each), or they contradict each other.
+        """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does: two numbers give the third; with the
+        micro-batch or the global batch alone there is one pass a step. Without a `world_size` ranks are the fewest that the
+        numbers allow. ValueError where a number is missing or isn't one (a line each), or they contradict each other.
         """
         given = {name: config[name] for name in NAMES if config.get(name) is not None}
         problems = [
@@ -44,15 +39,15 @@ class BatchSizes:
         micro_batch, steps, whole = numbers
         ranks = world_size or (max(1, whole // (micro_batch * steps)) if len(given) == len(NAMES) else 1)
         if steps is None:
-            steps = whole // (micro_batch * ranks) if micro_batch and whole else 1
+            steps = max(1, whole // (micro_batch * ranks)) if micro_batch and whole else 1
         if micro_batch is None:
-            micro_batch = whole // (steps * ranks)
+            micro_batch = max(1, whole // (steps * ranks))
         sizes = cls(micro_batch, steps, micro_batch * steps * ranks)
         if whole not in (None, sizes.global_batch):
-            divisor = given.get(MICRO_BATCH, 1) * given.get(ACCUMULATION, 1) * ranks
-            factors = [f"{name} {given[name]}" for name in NAMES[:2] if name in given]
-            expected = "a multiple of " * (len(given) < len(NAMES)) + " × ".join([*factors, f"{ranks} ranks"])
-            raise ValueError(f"{GLOBAL_BATCH}: expected {expected} = {divisor}, found {whole}")
+            product = f"{micro_batch} × {steps} × {ranks} = {sizes.global_batch}"
+            raise ValueError(
+                f"{GLOBAL_BATCH}: expected {MICRO_BATCH} × {ACCUMULATION} × ranks = {product}, found {whole}"
+            )
         return sizes
 
     def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A copy of a run's JSON with some fields changed, for one job of many; judging the result is left to the run itself."""
+"""A copy of a run's JSON with some fields changed, for one job of many."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""What is wrong with a run's JSON, in words a user can act on; which of DeepSpeed's fields there are.
-
-Names and defaults of `clap` fields are `sections`' and `settings`', batch sizes `batch_sizes`'.
-"""
+"""What is wrong with a run's JSON, in words a user can act on; which of DeepSpeed's fields there are."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -61,31 +59,28 @@ def missing_monitors(deepspeed: Object) -> list[str]:
 
 
 def explain(details: Any, root: type[BaseModel]) -> str:
-    """One of a `root`'s `ValidationError.errors()` in a line: field, what was expected, what was found, the nearest name."""
-    field, names = _locate(details["loc"], root)
-    kind, name = details["type"], str(details["loc"][-1])
+    """Put one of a `root`'s `ValidationError.errors()` in a line: field, expectation, what was found, the nearest name."""
+    place = details["loc"]
+    parts = [str(part) for before, part in zip((None, *place), place, strict=False) if (before, part) not in _KINDS]
+    field, kind, section = ".".join(parts), details["type"], ".".join(parts[:-1])
     if kind == "extra_forbidden":
-        in_clap = sections_of(root.model_fields["clap"].annotation)[0].model_fields
-        if "." in field and name in DEEPSPEED_FIELDS:
-            return f"{field}: no such field; did you mean {name} outside of clap?"
-        if "." not in field and name in in_clap:
-            return f"{field}: no such field; did you mean clap.{name}?"
-        return f"{field}: no such field{did_you_mean(name, names)}"
+        names = [*_fields(root)]
+        elsewhere = [name for name in names if name.split(".")[-1] == parts[-1]]
+        siblings = [name.split(".")[-1] for name in names if name.rpartition(".")[0] == section]
+        return f"{field}: no such field" + did_you_mean(*((field, elsewhere) if elsewhere else (parts[-1], siblings)))
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     says_found = kind in ("missing", "value_error") or kind.startswith("union_tag")
     found = "" if says_found else f", found {json.dumps(details['input'], default=str)}"
     return f"{field}: {message[0].lower()}{message[1:]}{found}"
 
 
-def _locate(location: tuple[str | int, ...], root: type[BaseModel]) -> tuple[str, list[str]]:
-    """A field's dotted name, without the kind of `data` that pydantic adds, and the names beside it."""
-    path, names, fields, before = list[str](), list[str](), dict(root.model_fields), ""
-    for part in map(str, location):
-        if before == "data" and part in DATA_SOURCES:
-            fields = dict(DATA_SOURCES[part].model_fields)
-        else:
-            path.append(part)
-            inner = sections_of(fields[part].annotation) if part in fields else []
-            names, fields = [*fields], dict(inner[0].model_fields) if inner else {}
-        before = part
-    return ".".join(path), names
+_KINDS = {("data", kind) for kind in DATA_SOURCES}
+"""Which pydantic adds to the place of a mistake."""
+
+
+def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """List the dotted names of all fields."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for inner in sections_of(field.annotation):
+            yield from _fields(inner, f"{prefix}{name}.")

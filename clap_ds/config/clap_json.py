@@ -1,6 +1,6 @@
 """The sizes that a `transformers.ClapModel`'s `config.json` tells, in the form of `presets/*.json`; what either calls a field.
 
-Read without transformers. What the model here lacks is refused with the reason; the way back is `clap_ds.weights.hf_config`'s.
+Read without transformers. What the model here lacks is refused with the reason.
 """
 
 from __future__ import annotations
@@ -51,15 +51,8 @@ FRONT_END = {
 
 
 def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str, Any]:
-    """A preset's sections, their values not yet checked.
-
-    Args:
-        fields: of its `config.json`; those that are absent are transformers' defaults, HTSAT-tiny and RoBERTa-base.
-        front_end: of its `preprocessor_config.json`; LAION-CLAP's front end (48 kHz, 10 s, 50-14000 Hz) where absent.
-
-    Raises:
-        ValueError: another kind of feature fusion, or another architecture than HTSAT + RoBERTa; names the field.
-    """
+    """Make a preset's sections, unchecked, of the fields of a `config.json` and a `preprocessor_config.json`. Absent ones are
+    transformers' defaults: HTSAT-tiny, RoBERTa-base, LAION-CLAP's front end. ValueError names a field of another model."""
     if fields.get("model_type") != "clap":
         raise ValueError(f"config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
     audio, text = ({**(fields.get(f"{tower}_config") or {})} for tower in ("audio", "text"))

@@ -1,7 +1,6 @@
 """What a CLAP model is made of: the typed form of `presets/*.json`, and of what a path to sizes names.
 
-Sizes only. Nothing here imports torch, so that FLOPs and parameter counts can be worked out on a login node. How a tower runs
-(dropout, SpecAugment, attention kernel) is a setting of the run and lives in `clap_ds.config.settings`.
+Nothing here imports torch, so that FLOPs and parameter counts can be worked out on a login node.
 """
 
 from __future__ import annotations
@@ -191,9 +190,8 @@ class ClapConfig(Sizes):
 
 
 def load_preset(name: str) -> ClapConfig:
-    """The model of a name that `preset_of` knows, or of a path: of a JSON such as `presets/` has, of a folder that
-    `transformers.ClapModel` loads or of its `config.json`. One of a path is called as the file, or the folder, is. Raises
-    ValueError, in a line, for any other."""
+    """Load the model of a name that `preset_of` knows, or of a path: of a JSON such as `presets/` has, of a folder that
+    `transformers.ClapModel` loads or of its `config.json`. Raises ValueError, in a line, for any other."""
     names, known = preset_names(), preset_of(name)
     if known in names:
         return parse_sizes(object_in(PRESET_DIR / f"{known}.json"), known)

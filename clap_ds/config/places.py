@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import importlib.util
 import os
-import stat
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 VERSION = "0.1.0"
@@ -30,29 +27,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clap_ds"
 
 
-def code_folder(name: str, root: Path | None = None) -> Path:
-    """A folder for what is compiled and loaded again, into which nobody else can write: this user's in `root`, if nobody else
-    can put another into its place, or else the cache's. Raises PermissionError where the latter is another user's."""
-    if root is not None:
-        folder = (root / f".{name}-{os.geteuid()}").resolve()
-        with suppress(OSError):
-            if all(map(_is_closed, folder.parents)) and _is_closed(_own_folder(folder)):
-                return folder
-    return _own_folder(cache_folder() / name)
-
-
-def _own_folder(folder: Path) -> Path:
+def code_folder(name: str) -> Path:
+    """Make a folder of the cache for what is compiled and loaded again, into which nobody else can write. Raises
+    PermissionError where it is another user's."""
+    folder = cache_folder() / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, "belongs to another user, who might have put any code there", str(folder))
+        raise PermissionError(1, "belongs to another user, who might have put any code there", str(folder))
     folder.chmod(0o700)
     return folder
-
-
-def _is_closed(folder: Path) -> bool:
-    """Whether nobody but this user and root can rename or replace what this user has in a folder."""
-    found = folder.stat()
-    return found.st_uid in (0, os.geteuid()) and (not found.st_mode & 0o022 or bool(found.st_mode & stat.S_ISVTX))
 
 
 def find_config(path: Path) -> Path:

@@ -1,13 +1,13 @@
 """The sections of `clap`: every field's name, type and default, and beside it what it means.
 
-`docs/reference.md` is made from these. Reading a run's JSON and checking fields against each other is left to `settings`.
+`docs/reference.md` is made from these.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from clap_ds.config.model import ClapConfig, load_preset, parse_sizes
 from clap_ds.config.model_names import preset_names, preset_of
@@ -26,14 +26,6 @@ class Section(BaseModel):
     """Base of every `clap` section: unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-    former: ClassVar[dict[str, Any]] = {}
-    """Fields that are gone, with their defaults: so much a `config.json` that an earlier version resolved may still have."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former(cls, content: Any) -> Any:
-        is_given = isinstance(content, dict)
-        return {k: v for k, v in content.items() if k not in cls.former or v != cls.former[k]} if is_given else content
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
@@ -59,11 +51,11 @@ class ModelSettings(Section):
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' where they run), on CUDA
-    `triton` where it compiles and is right, tried when the run starts, else `sdpa`, as in evaluations."""
+    `triton` where it compiles and runs, tried when the run starts, else `sdpa`, as in evaluations."""
     mlp: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
     and keeps no hidden activations: 10.8 GiB less at tiny's published micro-batch. On an A100 it should not pay above 128
-    channels. `auto`: on CUDA `triton` where it is right, tried as with `attention`, elsewhere `torch`."""
+    channels. `auto`: on CUDA `triton` where it runs, tried as with `attention`, elsewhere `torch`."""
     checkpoint_activations: list[Tower] = []
     """Towers that keep only each block's input and compute the rest again backward: a third more work, much less memory."""
 
@@ -129,8 +121,6 @@ DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source"
 class LossSettings(Section):
     """The contrastive loss over the global batch."""
 
-    former = {"features": None, "tile": None}
-
     kind: Literal["softmax", "sigmoid"] = "softmax"
     """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
     same_caption: Literal["negative", "positive"] = "negative"
@@ -156,8 +146,6 @@ class HardwareSettings(Section):
 
     peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device; null: from this project's table, by the device's name."""
-    measure_peak: bool = False
-    """Measure the device's matmul ceiling after the run (a few seconds) and show the rate as a share of it."""
 
 
 class OutputSettings(Section):
@@ -186,8 +174,6 @@ class DebugSettings(Section):
 
 class TrainSettings(Section):
     """How long training goes on, what it starts from and what a batch is."""
-
-    former = {"batch_ramp": {}, "stop_on_plateau": None, "stop_on_collapse": False, "shuffle_captions": False}
 
     samples: PositiveInt | None = None
     """Audio–caption pairs to train on in all; give this or `epochs`."""

@@ -1,8 +1,7 @@
 """A run's JSON: a DeepSpeed configuration with a `clap` section, typed and checked before any rank starts work.
 
-The fields of `clap` stand in `sections` and, those at its top, here; DeepSpeed's names in `check`, where a mistake is put in
-words. DeepSpeed's sections reach it unchanged. Imports neither torch nor DeepSpeed, so that a wrong file is refused at once,
-also on a login node.
+DeepSpeed's sections reach it unchanged. Imports neither torch nor DeepSpeed, so that a wrong file is refused at once, also on a
+login node.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from clap_ds.config.sections import NonNegativeInt, PositiveFloat, Section, Synt
 
 class ClapSettings(Section):
     """What DeepSpeed has no word for."""
-
-    former = {"cuda_graphs": False}
 
     model: sections.ModelSettings = sections.ModelSettings()
     text_tokens: Annotated[int, Field(ge=2)] = 77
@@ -137,15 +134,8 @@ class RunSettings:
 
 
 def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
-    """Read and check a run's JSON, by its path or by the name of a packaged one.
-
-    Args:
-        world_size: ranks it is to run on, for which its batch sizes are worked out; None where that doesn't matter.
-
-    Raises:
-        UserError: the file is missing or isn't JSON (with line and column), a field is unknown (with the nearest valid name),
-            misplaced, of the wrong type or of an impossible value.
-    """
+    """Read and check a run's JSON, by its path or by the name of a packaged one, and work out batch sizes for `world_size`
+    ranks. UserError where it is missing or isn't JSON, and for each field that is unknown or of an impossible value."""
     path = find_config(Path(path))
     content = read_object(path)
     clap, problems = ClapSettings(), list[str]()

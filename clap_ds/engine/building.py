@@ -1,8 +1,5 @@
 """What a run trains: its model, with what that takes from the hub, and DeepSpeed's engine around it, with CLAP's optimiser
 groups and, where it can step the run, `FlatAdamW`.
-
-Leaves what a step is to `clap_ds.engine.engine`. What DeepSpeed doesn't do is done here: parameters that must stay fp32
-under bf16, and no step before the first.
 """
 
 from __future__ import annotations
@@ -37,10 +34,10 @@ _KINDS = ("decay", "no_decay", "fp32", "logit_scale")
 
 @doing("asking the hub")
 def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
-    """Have on every host what the run takes from the hub, before any work is done: the tokenizer, the text tower's weights.
+    """Have on every host what the run takes from the hub: the tokenizer, the text tower's weights.
 
-    Rank 0 looks first, so that where it can't be had one rank finds out and all stop; then one rank of every other host. All
-    others find it in the cache of their host. A collective; ValueError where it can't be had, or doesn't fit the model.
+    Rank 0 looks first, so that all stop where it can't be had; then one rank of every other host. A collective; ValueError
+    where it can't be had, or doesn't fit the model.
     """
 
     def load() -> None:
@@ -58,19 +55,12 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
 
 
 def build_model(run: RunSettings, device: torch.device) -> ClapModel:
-    """A fresh model as `clap.model` describes it, to be run on the device, without gradients where
-    `clap.train` freezes it.
-
-    Raises:
-        ValueError: its text tower's pretrained weights can't be had, or the device can't do what is asked for.
-    """
+    """Build a fresh model, without gradients where `clap.train` freezes it. ValueError where its text tower's pretrained
+    weights can't be had, or the device can't do what is asked for."""
     options = run.clap.model
     model = ClapModel(
         run.clap.preset(),
-        drop_path=options.drop_path,
-        text_dropout=options.text_dropout,
-        spec_augment=options.spec_augment,
-        text_from_hub=options.text_from_hub,
+        **options.model_dump(include={"drop_path", "text_dropout", "spec_augment", "text_from_hub"}),
         learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
         **build_kernels(run, device),
         checkpoint_activations=tuple(options.checkpoint_activations),
@@ -80,8 +70,8 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
 
 
 def depths(model: ClapModel) -> dict[str, tuple[Tower, int]]:
-    """Each parameter of the towers, by name → its tower and how many blocks its own is from the end: 1 for the last block (and
-    what joins it to the next), 0 for what follows that, one more than there are blocks for what comes before the first."""
+    """Each parameter of the towers, by name → its tower and how many blocks its own is from the end: 1 for the last block, 0
+    for what follows that, one more than there are blocks for what comes before the first."""
     found = {}
     for tower in TOWERS:
         module: Any = model.get_submodule(tower)
@@ -126,11 +116,8 @@ def trained_towers(model: ClapModel) -> list[str]:
 
 
 def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
-    """DeepSpeed's engine around a model on its device; a collective over all ranks.
-
-    Raises:
-        ValueError: DeepSpeed refuses one of its own sections, or its optimiser can't be compiled.
-    """
+    """Build DeepSpeed's engine around a model on its device; a collective. ValueError where DeepSpeed refuses one of its own
+    sections, or its optimiser can't be compiled."""
     config, optimizer = dict(run.deepspeed), None
     if "tensorboard" in config:
         config["tensorboard"] = engine_section(config["tensorboard"])

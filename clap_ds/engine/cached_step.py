@@ -7,7 +7,7 @@ the whole loss's. A third more work than one large batch, for a batch that memor
 
 Exact but for the order of sums, with one thing to know: batch norm over mel bins takes the statistics of each micro-batch, as
 it takes those of each rank in data parallelism. The gradient is exact for the model with that normalisation, which is not quite
-the one that a single large batch would train. Leaves boundaries, the loss, backward passes and the update to the engine.
+the one that a single large batch would train.
 """
 
 import random
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from clap_ds.data.batch import Batch
@@ -48,12 +47,8 @@ def first_pass(
 def second_pass(
     forward: Forward, batch: Batch, state: dict[str, Any], gradients: Sequence[Tensor], number: int, total: int
 ) -> Tensor:
-    """The surrogate loss, scalar, of micro-batch `number` of `total`, from 0 on.
-
-    Args:
-        state: of random numbers, as before its first pass.
-        gradients: of the loss by the leaves of `first_pass`.
-    """
+    """Work out the surrogate loss, scalar, of micro-batch `number` of `total`, from 0 on, from the `state` of random numbers
+    before its first pass and the loss's `gradients` by the leaves of that."""
     restore_random_state(state, batch.device)
     audio, text, *scalars = forward(*batch.model_inputs())
     rows = slice(number * len(batch), (number + 1) * len(batch))
@@ -68,7 +63,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     _, keys, *others = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": get_accelerator().get_rng_state(device) if device.type != "cpu" else None,  # by whatever name
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         "python": random.getstate(),
         "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), *others),
     }
@@ -77,8 +72,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Put `random_state` back. One captured without a GPU leaves the GPU's generator as it is."""
     torch.set_rng_state(state["torch"])
-    if device.type != "cpu" and state["cuda"] is not None:
-        get_accelerator().set_rng_state(state["cuda"], device)
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
     random.setstate(state["python"])
     keys, *others = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *others))

@@ -1,6 +1,4 @@
-"""torch.compile over a model, which is written so that its parts compile whole (`clap.compile`), and over the loss's
-element-wise functions, always on a GPU, where they are bound by memory traffic.
-"""
+"""torch.compile over a model's parts (`clap.compile`), and on a GPU over the loss's element-wise functions."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -37,15 +34,14 @@ def what_to_compile(asked: str, device: torch.device) -> str:
 def compile_towers(
     engine: Any, batch: Batch, what: str, *, cached: bool, backend: str | Callable[..., Any] = "inductor"
 ) -> Summary:
-    """Compile HTSAT and RoBERTa of DeepSpeed's engine, each a graph with its backward pass, and the mel front end, in place, so
+    """Compile both towers of DeepSpeed's engine, each a graph with its backward pass, and the mel front end, in place, so
     that parameter names stay: before the first step, for batches like this one. A collective.
 
-    What talks to other ranks stays outside: the projections, behind which features start to be gathered, the loss, and torch's
-    reducer, which gets a tower's gradients when that tower's backward pass ends and sends them under the other's.
+    What talks to other ranks stays outside: the projections, the loss and torch's reducer.
 
-    Each part goes forward (`cached`: also without gradients) and backward as it will in a step, and leaves nothing behind: a
-    backward graph is compiled when it first runs, and in a step a failure there would leave gradients half sent. What fails on
-    one rank runs uncompiled on all.
+    Each part goes forward (`cached`: also without gradients) and backward as it will in a step: a backward graph is compiled
+    when it first runs, and in a step a failure there would leave gradients half sent. What fails on one rank runs uncompiled on
+    all.
     """
     from torch._dynamo import config
 
@@ -60,19 +56,18 @@ def compile_towers(
     with watch.doing("compiling"), torch.random.fork_rng(devices), autocast_if_enabled(engine):
         for name in PARTS if audio.ndim == 2 else ("audio", "text"):
             _say(f"compiling {PARTS[name]} …")
-            part, part_began_s = model.get_submodule(name), time.monotonic()
+            part = model.get_submodule(name)
             part.compile(backend=backend, mode=mode)
             problem = judged(_problem(part, text if name == "text" else [audio], cached=cached), _first)
             if problem:
                 part._compiled_call_impl = None
                 _say(f"warning: {PARTS[name]} runs slower, as it can't be compiled: {problem}")
-            else:
-                _say(f"compiled in {time.monotonic() - part_began_s:.0f} s")
             if name == "mel":
                 audio = part(audio)
             problems[name] = problem
         for buffer, value in statistics:
             buffer.copy_(value)
+    _say(f"compiled in {time.monotonic() - began_s:.0f} s")
     return Summary(compiled=problems, compile_s=time.monotonic() - began_s)
 
 
@@ -81,7 +76,7 @@ def _first(problems: list[str | None]) -> str | None:
 
 
 def _problem(part: nn.Module, inputs: list[Any], *, cached: bool) -> str | None:
-    """Why a part can't be run compiled, forward and backward, in a line; None where it can."""
+    """Why a part can't run compiled, forward and backward, in a line; None where it can."""
     trained = [parameter for parameter in part.parameters() if parameter.requires_grad]
     try:
         if cached:
@@ -93,11 +88,11 @@ def _problem(part: nn.Module, inputs: list[Any], *, cached: bool) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever type a compiler or a driver has
-        return _reason(error)
+        return reason_of(error)
     return None
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """In a line, without Dynamo's words around it."""
     error = getattr(error, "inner_exception", error)
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -119,7 +114,7 @@ def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:
             return _compiled(function)(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
             _failed.add(function)
-            _say(f"warning: the loss runs slower, as {function.__name__} can't be compiled: {_reason(error)}")
+            _say(f"warning: the loss runs slower, as {function.__name__} can't be compiled: {reason_of(error)}")
     return function(*arguments)
 
 
@@ -129,15 +124,15 @@ def _compiled(function: Callable[..., T]) -> Callable[..., T]:
     return torch.compile(function)
 
 
-def keep_code(root: Path | None = None) -> None:
-    """Have Inductor and Triton keep what they compile where nobody else can write, in `root` if possible, so that the next run
-    there finds it from any node: not in /tmp under the user's name, Inductor's default, which Dynamo's import has named."""
+def keep_code() -> None:
+    """Have Inductor and Triton keep what they compile where nobody else can write: not in /tmp, Inductor's
+    default, which Dynamo's import has named."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         if os.environ.get(variable, "") in ("", default_cache_dir()):
             try:
-                os.environ[variable] = str(code_folder(name, root))
+                os.environ[variable] = str(code_folder(name))
             except OSError:
                 os.environ[variable] = tempfile.mkdtemp()
 

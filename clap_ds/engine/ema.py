@@ -1,7 +1,7 @@
 """An exponential moving average of the weights, which each step updates (Polyak and Juditsky 1992).
 
 It is kept as the optimiser keeps its fp32 weights, so that an update is one kernel or a few, and no host read. Frozen weights
-and buffers (the batch norm's statistics) are the model's own. When it is evaluated and saved is the trainer's.
+and buffers (the batch norm's statistics) are the model's own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,12 +15,7 @@ from clap_ds.engine.optimizer import by_parameter, master_tensors
 
 
 class WeightAverage:
-    """The average, which begins with the present weights.
-
-    Args:
-        model: being trained.
-        optimizer: DeepSpeed's, of the model.
-        decay: how much of the average an update keeps, between 0 and 1.
+    """The average, which begins with the present weights; `decay` is how much of it an update keeps.
 
     Attributes:
         tensors: the average, fp32, laid out as `master_tensors`.

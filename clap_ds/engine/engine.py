@@ -1,9 +1,8 @@
 """One training step on a DeepSpeed engine, to be read top to bottom.
 
-Leaves the numbers to DeepSpeed wherever it has them right. What it doesn't do is done here: the logit scale's upper
-bound, and noticing a loss or gradient that isn't finite. After a run's first, no step has the host read from the device
-(but in fp16, for its loss scale, and with DeepSpeed's own optimisers): what became of steps is told where losses are
-checked.
+What DeepSpeed doesn't do is done here: the logit scale's upper bound, and noticing a loss or gradient that isn't finite.
+After a run's first, no step has the host read from the device (but in fp16, for its loss scale, and with DeepSpeed's own
+optimisers): what became of steps is told where losses are checked.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ class ClapEngine:
     """A CLAP model wrapped by DeepSpeed, stepping through batches.
 
     Attributes:
-        device: of this rank.
-        model: the model being trained.
-        deepspeed: DeepSpeed's engine around it.
+        deepspeed: DeepSpeed's engine around the model.
         average: of the weights, with `clap.train.ema`; updated by every step, skipped ones included.
         steps: optimiser steps taken, skipped ones included.
         is_skipped: whether the last step was, scalar bool on the device: in 16 bits, weights are left alone where a
@@ -53,11 +50,7 @@ class ClapEngine:
     """
 
     def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
-        """Wrap `model`; a collective over all ranks.
-
-        Raises:
-            ValueError: DeepSpeed refuses one of its own sections, or gradients can't be averaged as it is asked to.
-        """
+        """Wrap `model`; a collective. ValueError where DeepSpeed refuses its sections, or gradients can't be averaged so."""
         self.device, self.model = device, model.to(device)
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
@@ -86,7 +79,7 @@ class ClapEngine:
         self._skipped = torch.zeros(2, device=device, dtype=torch.long)
 
     def step(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
-        """One optimiser step: what `accumulate` does and returns, then the update."""
+        """Take one optimiser step: what `accumulate` does and returns, then the update."""
         skipped_before = self.deepspeed.skipped_steps
         statistics = [buffer.clone() for buffer in self.model.audio.running_statistics()]
         loss_mean = self.accumulate(batches, timer)
@@ -105,10 +98,6 @@ class ClapEngine:
 
         DeepSpeed is told which is the last: left alone it counts them from the start of the run, which goes wrong once their
         number changes.
-
-        Args:
-            batches: source of micro-batches on the device.
-            timer: gets the time of each phase.
 
         Returns:
             Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
@@ -195,12 +184,8 @@ class ClapEngine:
             scale.clamp_(max=self._max_log_scale)
 
     def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
-        """Remember, on the device, whether the step was skipped, and the first that was taken with a loss or gradient
-        that isn't finite; put back the batch norm's `statistics` of before a skipped one.
-
-        Args:
-            by_deepspeed: DeepSpeed skipped the step, and counted it.
-        """
+        """Remember, on the device, whether the step was skipped (`by_deepspeed`: and counted), and the first with a loss or
+        gradient that isn't finite; put back the batch norm's `statistics` of before a skipped one."""
         if self._flat_step is None:
             self.is_skipped = torch.full_like(self.is_skipped, by_deepspeed)
         else:
@@ -229,12 +214,8 @@ class ClapEngine:
         return self.skipped_in_a_row > 0 and not judged(bool(loss.isfinite()), all)
 
     def check_loss(self, *, at_once: bool = False) -> None:
-        """Wait for the device and stop every rank if a step since the start had a loss or, with `norm_wanted`, a gradient
-        that isn't finite, or if too many in a row were skipped; with `at_once`, if any were. A collective.
-
-        Raises:
-            NonFiniteError: on all ranks, naming the first bad step.
-        """
+        """Raise NonFiniteError on all ranks if a step since the start had a loss or, with `norm_wanted`, a gradient that isn't
+        finite, or if too many in a row were skipped; with `at_once`, if any were. A collective that waits for the device."""
         self.count_skipped()
         never = torch.iinfo(torch.long).max
         first_bad = self._first_bad_step.masked_fill(self._first_bad_step < 0, never)

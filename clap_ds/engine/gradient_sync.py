@@ -2,8 +2,7 @@
 
 DeepSpeed reduces after backward, in one go. Torch's own data-parallel reducer does it bucket by bucket as gradients get
 ready, in the order they really do; it is attached to the module DeepSpeed holds (`replicate` keeps parameter names, which
-DistributedDataParallel would change) and DeepSpeed's own reduction is switched off. Only what the reducer leaves open is
-written here: another data type on the wire than the gradients', and synchronisation at the accumulation boundary alone.
+DistributedDataParallel would change) and DeepSpeed's own reduction is switched off.
 """
 
 from collections.abc import Iterator
@@ -22,16 +21,8 @@ PLAIN = {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "gradien
 
 
 class GradientSync:
-    """Averages gradients over ranks, by DeepSpeed or overlapped with backward.
-
-    Args:
-        engine: DeepSpeed's engine, ZeRO-0.
-        overlapped: let torch's reducer do it. Every trained parameter must then get a gradient in every step.
-        bucket_mb: bytes a bucket of gradients holds at most, in MB.
-
-    Raises:
-        ValueError: `overlapped`, and DeepSpeed's configuration wants gradients averaged otherwise than in `PLAIN`.
-    """
+    """Averages gradients over ranks, by DeepSpeed or, `overlapped` with backward, by torch's reducer: every trained parameter
+    must then get a gradient in every step. ValueError where DeepSpeed's configuration wants other averages than `PLAIN`."""
 
     def __init__(self, engine: Any, *, overlapped: bool, bucket_mb: float) -> None:
         self._engine, self._overlapped, self._is_off = engine, overlapped, False

@@ -1,8 +1,7 @@
 """Contrastive losses over the global batch whose gradients are exact though no feature gradient crosses the network.
 
-Both losses know their gradient in closed form. A rank that holds all features (softmax) or has seen each of them once
-(sigmoid) can work out the whole gradient of its own features, also what other ranks' rows and columns contribute. It is
-worked out in the forward pass, tile by tile, so that neither the similarity matrix nor the gathered features outlive it.
+Both losses know their gradient in closed form. A rank that has seen all features can work out the whole gradient of its own.
+It does so in the forward pass, tile by tile, so that neither the similarity matrix nor the gathered features outlive it.
 
 Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joint dimension.
 """
@@ -32,11 +31,8 @@ class SoftmaxLoss:
     """Symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
 
     With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the gradient is
-    dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N. Features are gathered once, r and c once.
-
-    Args:
-        wire_dtype: features are gathered and compared in this type; sums and gradients are fp32 (fp64 for fp64).
-        tile: columns of the similarity matrix held at a time; None: as `tiles` has it for the device.
+    dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N. Features are gathered and compared in `wire_dtype`; sums
+    and gradients are fp32. `tile` columns of the matrix are held at a time.
     """
 
     def __init__(self, wire_dtype: torch.dtype = torch.float32, tile: int | None = None) -> None:
@@ -66,17 +62,15 @@ class SoftmaxLoss:
         *,
         captions_B: Tensor | None = None,
     ) -> Tensor:
-        """Loss of this rank's pairs against the global batch. A collective; all micro-batches have one size.
+        """Work out the loss of this rank's pairs against the global batch. A collective; all micro-batches have one size.
 
         Args:
-            audio_BD: L2-normalised audio features, (B, D), fp32.
-            text_BD: L2-normalised text features of the same pairs, (B, D), fp32.
+            audio_BD, text_BD: L2-normalised features of the same pairs, fp32.
             logit_scale: factor of the cosine similarities, shape (1,), fp32.
             logit_bias, captions_B: not part of this loss.
 
         Returns:
-            Scalar: mean over this rank's pairs. Its mean over ranks is the loss of the global batch, and the mean over
-            ranks of its gradients, which is what data parallelism takes, is that loss's gradient.
+            Scalar: mean over this rank's pairs. Its mean over ranks is the loss of the global batch, and so with gradients.
         """
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
@@ -89,10 +83,7 @@ class SigmoidLoss:
 
     L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 where i = j or, with captions, where those of i and j are
     equal, elsewhere -1. Each rank takes the rows of its audio and the columns of its text; of an entry both see, the loss and
-    the scalars' gradients are counted in the rows.
-
-    Args:
-        wire_dtype: features travel and are compared in this type.
+    the scalars' gradients are counted in the rows. Features travel and are compared in `wire_dtype`.
     """
 
     def __init__(self, wire_dtype: torch.dtype = torch.float32) -> None:
@@ -297,9 +288,6 @@ LOSSES = {
 
 
 def build_loss(settings: LossSettings, precision: str) -> Any:
-    """A run's contrastive loss; `precision` is `RunSettings.precision`.
-
-    Features travel in bf16 in bf16 runs and under autocast to it, else in fp32.
-    """
+    """Build a run's loss, whose features travel in bf16 in bf16 runs and under autocast to it, else in fp32."""
     in_bf16 = precision in ("bf16", "torch_autocast_bfloat16")
     return LOSSES[settings.kind].build(torch.bfloat16 if in_bf16 else torch.float32)

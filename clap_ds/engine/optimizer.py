@@ -1,12 +1,10 @@
 """AdamW for DeepSpeed's 16-bit wrapper, over one flat fp32 tensor a group: torch's fused kernel, or on CPUs this project's.
 
-Left to itself, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, with two passes and a host synchronisation
-each for their norms. It keeps groups flat only for its own FusedAdam, which it compiles at first use: a minute, and a CUDA
-toolkit on every machine. `FlatAdamW` is torch's AdamW in FusedAdam's place.
+DeepSpeed's wrapper keeps groups flat only for its own FusedAdam, which it compiles at first use: a minute, and a CUDA toolkit
+on every machine. `FlatAdamW` is torch's AdamW in FusedAdam's place.
 
-With FusedAdam, too, the wrapper's own step reads every group's norm on the host, and has ranks agree on an overflow and
-wait for each other. In bf16, whose loss scale is always 1, `FlatStep` does the same on the device. In fp16 the next loss
-scale hangs on the overflow: there the wrapper's own step is kept, host reads and all.
+The wrapper's own step reads every group's norm on the host, and has ranks agree on an overflow. In bf16, whose loss scale is
+always 1, `FlatStep` does the same on the device. In fp16 the next loss scale hangs on the overflow: there it is kept.
 """
 
 from __future__ import annotations
@@ -63,11 +61,10 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         grad_norms: Any = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """One update; `closure` and `grad_norms` are for the interface.
+        """Update; `closure` and `grad_norms` are for the interface.
 
         Args:
-            grads: of each group's master, flat, in any floating dtype, in one tensor or in several that follow each other; None
-                to take them from the parameters themselves.
+            grads: of each group's master, flat, in one tensor or several; None to take them from the parameters themselves.
             output_params: of each group, a flat tensor of the model's dtype that gets the new weights.
             scale: what `grads` are to be divided by, for loss scaling and clipping; a tensor is scalar fp32 on their device.
             found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step counters as they are.
@@ -120,12 +117,8 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
 class FlatStep:
     """The step of DeepSpeed's wrapper over `FlatAdamW` in bf16, in place of the wrapper's own, with no host reads.
 
-    Gradients are averaged, the same on every rank, and so is all that follows: a NaN on one rank is one on all. Where any
-    isn't finite, weights, moments and step counters stay as they are. DeepSpeed isn't told: it counts no skipped step, and
-    its scheduler goes on, so that the learning rate of a step is that of its number, skipped or not.
-
-    Args:
-        wrapper: of which `has_place_for` holds.
+    Gradients are averaged: a NaN on one rank is one on all. Where any isn't finite, weights, moments and step counters stay as
+    they are. DeepSpeed isn't told: its scheduler goes on, so that the learning rate of a step is that of its number.
 
     Attributes:
         skipped: whether the last step was, scalar bool on the device.
@@ -211,11 +204,8 @@ def _model_groups(optimizer: Any) -> list[list[Tensor]]:
 
 
 def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
-    """2-norm of contiguous tensors of any floating dtype taken together, scalar fp64 on their device; `natively`, by the CPU
-    kernel where that can be.
-
-    By rows: one fp32 sum of 10⁸ squares loses percents where it is sequential, as on CPUs.
-    """
+    """2-norm of contiguous tensors taken together, scalar fp64 on their device; `natively`, by the CPU kernel where that can
+    be. By rows: one fp32 sum of 10⁸ squares loses percents where it is sequential, as on CPUs."""
     taken = [each for each in tensors if natively and is_ready(each) and not unavailable()]
     norms = [adamw_native.native_norm(taken).view(1)] if taken else []
     for each in tensors:

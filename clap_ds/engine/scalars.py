@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,8 @@ class Scalars:
     """DeepSpeed's monitor, written to where nothing is timed.
 
     What DeepSpeed writes in its steps waits here for `write`, and goes in the order of its samples: Weights & Biases drops what
-    comes late. What a full disk doesn't take is left out.
-
-    Args:
-        engine: DeepSpeed's.
-        section: the run's `tensorboard`. Where it names no place, or there is none, that is `tensorboard` in `folder`; where
-            there is none, DeepSpeed itself writes nothing.
-        folder: of the run, or of what it leaves through all its starts.
+    comes late. What a full disk doesn't take is left out. Where the run's `tensorboard` section names no place, files go to
+    `tensorboard` in `folder`.
     """
 
     def __init__(self, engine: Any, section: dict[str, Any], folder: Path) -> None:
@@ -50,24 +44,11 @@ class Scalars:
             event = Event(step=engine.global_samples + 1, session_log=SessionLog(status=SessionLog.START))
             monitor.tb_monitor.summary_writer.file_writer.add_event(event)
         self._waiting: list[Scalar] = []
-        self._write, self._tensorboard = monitor.write_events, monitor.tb_monitor
-        monitor.write_events = self._waiting.extend
+        self._write, monitor.write_events = monitor.write_events, self._waiting.extend
 
     def write(self, scalars: Iterable[Scalar] = ()) -> None:
         """Write these and those of DeepSpeed that wait; on ranks other than 0 nothing is written."""
         events = sorted([*self._waiting, *scalars], key=lambda scalar: scalar[2])
         self._waiting.clear()
         with unless_full("what DeepSpeed's monitor keeps"):
-            try:
-                self._write(events)
-            except OSError:
-                self._reopen()
-                self._write(events)
-
-    def _reopen(self) -> None:
-        """TensorBoard's writer gives up for good once a disk is full; where there is room again, have it begin another file."""
-        writer = getattr(self._tensorboard, "summary_writer", None)
-        if writer is not None:
-            with tempfile.TemporaryFile(dir=writer.log_dir, buffering=0) as file:
-                file.write(bytes(2**16))
-            writer.file_writer = None
+            self._write(events)

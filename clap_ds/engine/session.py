@@ -1,6 +1,4 @@
-"""What commands that train have in common around their steps: the group, the run's record, the engine with what is said of
-it, and all that a run that steps has at hand. The steps are the command's.
-"""
+"""What commands that train have in common around their steps: the group, the run's record, the engine and its data."""
 
 from __future__ import annotations
 
@@ -55,18 +53,13 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
     try:
         DeepSpeedConfig(dict(deepspeed))
     except Exception as error:
-        # Whatever DeepSpeed raises while reading its configuration is about the configuration.
         raise ValueError(f"{path}: DeepSpeed refuses the configuration: {error}") from None
 
 
 @contextmanager
 def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
-    """The run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded.
-
-    Raises:
-        UserError: on every rank, for a mistake found on any.
-        SystemExit: the run failed or was stopped by a signal; shown and recorded already.
-    """
+    """Open the run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded: a
+    SystemExit follows where it failed or was stopped."""
     kernels = report(run.clap.cpu_kernels, run.clap.preset().text.architecture) if device.type == "cpu" else None
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
@@ -120,12 +113,11 @@ def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: lis
 def build_engine(
     run: RunSettings, model: ClapModel, ranks: Ranks, device: torch.device, record: RunDirectory
 ) -> ClapEngine:
-    """The engine around the model, with its kernels chosen and this rank's random numbers ahead. A collective."""
+    """Build the engine around the model and choose its kernels. A collective."""
     with quiet_deepspeed(), agreed():
         engine = ClapEngine(run, model, device)
-    if device.type == "cuda" or what_to_compile(run.clap.compile, device) != "off":
-        keep_code(record.path.parent)
     if device.type == "cuda":
+        keep_code()
         kernels = choose_kernels(run, engine.model, device)
         if ranks.is_first:
             record.update_summary(kernels=kernels)
@@ -145,11 +137,11 @@ class Session:
     engine: ClapEngine
     batches: BatchSource
     scalars: Scalars
+    rates: tuple[float, ...] = ()  # of the two quickest steps, until `tell_supply` has spoken
     supply_told: bool = False
-    quickest: tuple[float, ...] = ()  # rates of the two quickest steps before that was told
 
     def record_data(self) -> None:
-        """Write down what the data was, and what of it any rank could not use, which is said, too. A collective."""
+        """Record what the data was, and what of it any rank could not use, which is said, too. A collective."""
         found = gather(self.batches.statistics())
         broken = {each["name"]: each for of_rank in found for each in of_rank.get("broken_items", ())}
         if self.ranks.is_first:
@@ -169,13 +161,12 @@ class Session:
         what they waited for them: the quickest of two or more counts, as it has warmed up."""
         if self.supply_told or not self.ranks.is_first:
             return
-        self.quickest = tuple(sorted((*self.quickest, *rates))[-2:])
+        self.rates = tuple(sorted((*self.rates, *rates))[-2:])
         supply = self.batches.supply()
-        if supply is None or len(self.quickest) < 2:
-            return
-        ranks = self.ranks.local_world_size
-        print(verdict(supply, self.quickest[-1], ranks_per_host=ranks, cores=CORES), flush=True)
-        self.supply_told = True
+        if supply is not None and len(self.rates) == 2:
+            ranks = self.ranks.local_world_size
+            print(verdict(supply, self.rates[-1], ranks_per_host=ranks, cores=CORES), flush=True)
+            self.supply_told = True
 
 
 @contextmanager
@@ -188,12 +179,8 @@ def ready_to_step(
     data_state: dict[str, Any] | None = None,
     folder: Path | None = None,
 ) -> Iterator[Session]:
-    """All that steps need; afterwards what they leave is written down.
-
-    Args:
-        data_state: where this rank's data resumes (`BatchSource.state()`), None for the beginning.
-        folder: where TensorBoard's files lie; None: in the run directory.
-    """
+    """Open all that steps need, with data from `data_state` on and TensorBoard's files in `folder` (None: in the run
+    directory); afterwards what steps leave is written down."""
     scalars = Scalars(engine.deepspeed, run.deepspeed.get("tensorboard", {}), folder or record.path)
     with agreed():
         batches = build_batches(
@@ -216,8 +203,7 @@ def ready_to_step(
                 compiled = compile_towers(engine.deepspeed, batches.peek(), what, cached=cached)
                 if ranks.is_first:
                     record.update_summary(compiled)
-            session = Session(run, ranks, engine.device, record, engine, batches, scalars)
-            yield session
+            yield (session := Session(run, ranks, engine.device, record, engine, batches, scalars))
         finally:
             watch.ending()
             scalars.write()

@@ -1,7 +1,6 @@
 """What an engine holds that training resumes from: its state at ZeRO-0, its fp32 weights, its description.
 
-How it is kept is left to `clap_ds.training.checkpoint`. DeepSpeed's own checkpoints are pickles, which run code when they are
-read; here they are neither written nor read.
+DeepSpeed's own checkpoints are pickles, which run code when they are read; here they are neither written nor read.
 """
 
 import zlib
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.engine.building import trained_towers
+from clap_ds.engine.compiled import reason_of
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.optimizer import by_parameter, master_tensors
 from clap_ds.weights.formats import Checkpoint
@@ -34,11 +34,7 @@ def engine_state(engine: ClapEngine) -> dict[str, Any]:
 
 def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object, *, scheduler: bool = True) -> None:
     """Put an engine into such a state; learning rate, betas and the like stay the run's own. Without `scheduler` the run's own
-    goes on at the state's step.
-
-    Raises:
-        ValueError: names or shapes differ, or it isn't a whole state; names `where` it is from.
-    """
+    goes on at the state's step. ValueError, with `where` it is from, where names or shapes differ."""
     deepspeed = engine.deepspeed
     own = [{name: group[name] for name in group if name not in ("params", "step")} for group in _groups(engine)]
     try:
@@ -49,8 +45,7 @@ def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object, 
         for name in COUNTERS:
             setattr(deepspeed, name, int(state[name]))
     except Exception as error:  # of many types, whatever the state isn't
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{where} can't be loaded into this run: {reason}") from error
+        raise ValueError(f"{where} can't be loaded into this run: {reason_of(error)}") from error
     for group, options in zip(_groups(engine), own, strict=True):
         group |= options
     _set_rates(engine, None if scheduler else deepspeed.global_steps)
@@ -69,9 +64,8 @@ def load_weights_alone(engine: ClapEngine, weights: Checkpoint, steps: int, samp
     _set_rates(engine, steps)
 
 
-def _groups(engine: ClapEngine) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = engine.deepspeed.optimizer.param_groups
-    return groups
+def _groups(engine: ClapEngine) -> Any:
+    return engine.deepspeed.optimizer.param_groups
 
 
 def _set_rates(engine: ClapEngine, steps: int | None = None) -> None:

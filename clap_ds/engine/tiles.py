@@ -1,8 +1,7 @@
 """Sums over rows of a similarity matrix that is never held whole: a tile of its columns at a time.
 
 Bound by memory traffic: what lies between two matrix products is a function of its own, which torch.compile makes one kernel on
-a GPU. A tile then crosses memory five times, three of them as the product's or the weights' own writing and reading. What the
-losses work out of the sums, and how features get from rank to rank, is `loss`'s. Shape letters are as there.
+a GPU. Shape letters are `loss`'s.
 """
 
 from __future__ import annotations
@@ -52,13 +51,11 @@ def tiled_softmax_gradient(
     first: int,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the softmax loss by one tower's own features, the similarity matrix recomputed a tile at a time.
+    """Work out the softmax loss's gradient by one tower's own features, the similarities recomputed a tile at a time.
 
     Args:
-        own_BD: this rank's features of one tower.
-        all_ND: everybody's features of the other tower.
-        own_lse_B: log-sum-exps over the similarities of each own feature.
-        all_lse_N: log-sum-exps over the similarities of each of the other tower's features.
+        own_BD, all_ND: this rank's features of one tower, and everybody's of the other.
+        own_lse_B, all_lse_N: log-sum-exps over the similarities of each of these.
         scale: factor of the similarities, shape (1,); gives the type of sums and results.
         first: place of this rank's first pair in the global batch.
 

@@ -1,30 +1,29 @@
 """What a bench run says of its FLOPs: the closed form and, with a `flops_profiler` section, DeepSpeed's profiler.
 
-DeepSpeed would profile a step in the middle of the run and, for that, time every step's phases, synchronising each. So the
-engine is built without the section, and given it for one more step after everything timed: its own profiler on its own module,
-in training, which prints and keeps its report. The section's fields mean what they mean to DeepSpeed, but for `output_file`;
-`profile_step` is the earliest step. What stands in the way are kernels that the profiler doesn't know: this project's for CPUs
-make way for torch's in that step; Triton's stay, as torch's would take memory that there may not be, and are named; compiled
-towers aren't profiled.
+DeepSpeed would profile a step in the middle of the run and, for that, synchronize in every step. So the engine is given the
+section for one more step after everything timed. `profile_step` is the earliest step. That step takes up to `PROFILED_CLIPS`
+clips, uncompiled and by torch's operations alone, as the profiler sees no others. So few fit in memory whatever the run's own
+kernels save.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.runtime.engine import EngineTimers
-from torch import nn
 
 from clap_ds.data.batch import Batch
-from clap_ds.engine.compiled import what_to_compile
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import Count, unseen_by_deepspeed
-from clap_ds.model.swin import Mlp, WindowAttention
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.window_attention import default_kernel
 from clap_ds.native.convert import reverted
 from clap_ds.ranks.agreement import gather_tensor
 from clap_ds.record.clock import PhaseTimer
@@ -32,10 +31,11 @@ from clap_ds.record.clock import PhaseTimer
 REPORT = "flops_profile.txt"
 LARGEST_DISAGREEMENT_PERCENT = 0.5
 LENGTH_BATCHES = 4
+PROFILED_CLIPS = 16
 
 
 def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
-    """The summary's `flops` section, in GFLOPs per sample, and warnings. A collective.
+    """Work out the summary's `flops` section, in GFLOPs per sample, and warnings. A collective.
 
     DeepSpeed's report is `flops_profile.txt` in the run directory.
     """
@@ -43,7 +43,8 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     batch = next(session.batches)
     front_end = batch.audio.ndim == 2  # features of mel shards have been through it
     model, last = session.engine.model, run.clap.train.train_last
-    trained = [name for name in ("audio", "text") if _is_trained(model.get_submodule(f"{name}_projection"))]
+    towers = {name: model.get_submodule(f"{name}_projection").parameters() for name in ("audio", "text")}
+    trained = [name for name, parameters in towers.items() if any(each.requires_grad for each in parameters)]
     forward = forward_flops(config, lengths, "model", front_end=front_end)
     checkpointed = [tower for tower in run.clap.model.checkpoint_activations if tower in trained]
     recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=run.clap.model.drop_path, last=last)
@@ -61,32 +62,21 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
         return found, []
     if session.engine.steps < section.profile_step:
         late = f"flops_profiler.profile_step is {section.profile_step}, the run has {session.engine.steps} steps"
-        return found, [f"{late}: not profiled"]
-    if (what := what_to_compile(run.clap.compile, session.device)) != "off":
-        return found, [f"flops_profiler: clap.compile {what!r} hides operations from it: not profiled"]
+        return found, [late]
     count, batch = _profile(session, section)
     if count is None:
         return found, []
-    if run.clap.text == "packed":
-        lengths = TextLengths.of(batch.attention_mask.sum(dim=1).tolist())
+    mask = batch.attention_mask
+    lengths = TextLengths.of(mask.sum(dim=1).tolist()) if batch.packed else TextLengths.fixed(mask.shape[1])
     unseen = {name: flops / len(batch) / 1e9 for name, flops in count.unseen.items()}
     gflops = count.total / len(batch) / 1e9
+    executed = forward_flops(config, lengths, "model", front_end=front_end) / 1e9
     found |= {"deepspeed_gflops": gflops, "deepspeed_unseen_gflops": unseen, "report": REPORT}
-    if kernels := unknown_kernels(session.engine.model):
-        unknown = f"DeepSpeed's profiler doesn't know these kernels and leaves them out: {', '.join(kernels)}"
-        return found, [unknown]
-    return found, disagreement_warnings(gflops, forward_flops(config, lengths, "model", front_end=front_end) / 1e9)
-
-
-def unknown_kernels(model: nn.Module) -> list[str]:
-    """Triton kernels that a model runs by, as settings name them."""
-    fields = {WindowAttention: "clap.model.attention", Mlp: "clap.model.mlp"}
-    parts = ((fields.get(type(part)), getattr(part, "kernel", None)) for part in model.modules())
-    return sorted({f"{field} 'triton'" for field, kernel in parts if field and kernel == "triton"})
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
+    published = f"published convention {found['published_gflops']:.2f}"
+    print(
+        f"GFLOPs of a sample's forward pass: profiled {gflops:.2f}, closed form {executed:.2f}, {published}", flush=True
+    )
+    return found, disagreement_warnings(gflops, executed)
 
 
 def disagreement_warnings(deepspeed_gflops: float, model_gflops: float) -> list[str]:
@@ -128,23 +118,45 @@ class _Profiler(FlopsProfiler):
         self.count = Count(counted, dict(self._unseen), element_wise=self.flops - counted)
 
 
+@contextmanager
+def _by_torchs_operations(model: ClapModel, device: torch.device) -> Iterator[None]:
+    """Run a model uncompiled and without this project's kernels, which the profiler doesn't know."""
+    with reverted(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
+        for block in model.audio.blocks():
+            for part, kernel in ((block.attention, default_kernel(device)), (block.mlp, "torch")):
+                if part.kernel == "triton":
+                    stack.enter_context(mock.patch.object(part, "kernel", kernel))
+        yield
+
+
 def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[Count | None, Batch]:
-    """One more step, by the engine's own profiler on rank 0; and the last micro-batch, which is what was counted."""
+    """Take one more step, profiled by the engine on rank 0. Returns the count and the last micro-batch, which it is of."""
     engine, path = session.engine.deepspeed, session.record.path / REPORT
+    batches = [_few(next(session.batches)) for _ in range(session.run.gradient_accumulation_steps)]
     asked = session.run.deepspeed["flops_profiler"]
     wanted = DeepSpeedFlopsProfilerConfig(
         {"flops_profiler": {**asked, "profile_step": engine.global_steps, "output_file": str(path)}}
     )
     engine.flops_profiler = _Profiler(engine.module, engine, section.recompute_fwd_factor)
-    before = engine._config.flops_profiler_config, engine._config.wall_clock_breakdown, engine.engine_timers
-    engine._config.flops_profiler_config = wanted
-    engine._config.wall_clock_breakdown = True  # as the section has it
-    engine.engine_timers = EngineTimers(enable_micro_timers=True, enable_global_timers=True)
-    batches = [next(session.batches) for _ in range(session.run.gradient_accumulation_steps)]
-    with reverted(session.engine.model):
+    changed = {"flops_profiler_config": wanted, "wall_clock_breakdown": True}  # the latter as the section has it
+    changed |= {"train_micro_batch_size_per_gpu": len(batches[0])}  # for the report
+    changed |= {"train_batch_size": len(batches[0]) * len(batches) * session.ranks.world_size}
+    timers = EngineTimers(enable_micro_timers=True, enable_global_timers=True)
+    with (
+        mock.patch.multiple(engine._config, **changed),
+        mock.patch.object(engine, "engine_timers", timers),
+        _by_torchs_operations(session.engine.model, session.device),
+    ):
         session.engine.step(iter(batches), PhaseTimer(session.device, instrumented=False))
-    engine._config.flops_profiler_config, engine._config.wall_clock_breakdown, engine.engine_timers = before
     if not session.ranks.is_first:
         return None, batches[-1]
     print(path.read_text(), flush=True)
     return engine.flops_profiler.count, batches[-1]
+
+
+def _few(batch: Batch) -> Batch:
+    """Take the first clips of a batch. On a GPU captions are padded: the profiler doesn't know the kernel over packed ones."""
+    few = batch.rows(0, PROFILED_CLIPS)
+    if batch.packed and batch.device.type == "cpu":
+        few.pack()
+    return few

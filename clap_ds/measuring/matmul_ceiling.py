@@ -1,7 +1,6 @@
-"""How fast matrix products can get on this device: the ceiling that a utilisation can be held against.
+"""How fast matrix products get on this device, by which preflight tells a slow GPU.
 
-A data sheet's peak assumes a clock that the power limit does not allow under load, so the largest product reaches less. Data
-is random: constant data draws less power and shows a rate no training sees.
+Data is random: constant data draws less power and shows a rate no training sees.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The measuring protocol on a running session: warm-up, timed windows, instrumented pass, summary.
 
-Samples per second are counted here, data wait included. DeepSpeed's own figure, which leaves it out and times the host alone
-unless `timers.throughput.synchronized` has it wait for the device, is shown beside them.
+Samples per second include data wait. DeepSpeed's own figure, which leaves it out, is shown beside them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from torch import Tensor
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.peaks import utilization
 from clap_ds.measuring.flops_profile import measure_flops
-from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
 from clap_ds.ranks.agreement import gather, gather_tensor
 from clap_ds.ranks.watch import doing
 from clap_ds.record import hardware
@@ -211,19 +209,14 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
 def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summary:
     """MFU in both conventions, where the peak is known, and what its FLOPs rest on. A collective."""
     flops, warnings = measure_flops(session)
-    settings = session.run.clap.hardware
     found = utilization(
         flops["published_gflops"] * 1e9,
         flops["training_gflops"] * 1e9,
         samples_per_s_per_gpu,
         " and ".join(sorted({*gather(hardware.device_name(session.device))})),  # of several kinds none has a known peak
-        settings.peak_tflops,
+        session.run.clap.hardware.peak_tflops,
         flops["recomputed_gflops"] * 1e9,
     )
-    if settings.measure_peak:
-        # On every rank at once, as training uses them: neighbours share power and heat.
-        found["matmul_tflops"] = statistics.fmean(gather(measure_matmul_tflops(session.device)))
-        found["achievable_percent"] = 100 * found["achieved_tflops"] / found["matmul_tflops"]
     doubts = doubtful_mfu(found["mfu_published_percent"], found["mfu_model_percent"])
     return {**found, "flops": flops, "warnings": [*warnings, *doubts]}
 

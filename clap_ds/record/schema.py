@@ -119,8 +119,6 @@ class Summary(TypedDict, total=False):
     hardware_tflops: float
     peak_tflops: float | None
     peak_source: str
-    matmul_tflops: float
-    achievable_percent: float
 
     step: int
     samples: int

@@ -103,6 +103,3 @@ def _utilization_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "MFU, work really done", f"{summary['mfu_model_percent']:.2f} % of {peak:g} TFLOPS"
         if flops["recomputed_gflops"]:
             yield "  with what is done twice (HFU)", f"{summary['hfu_percent']:.2f} % of {peak:g} TFLOPS"
-    if "matmul_tflops" in summary:
-        share = f"{summary['achievable_percent']:.2f} % of {summary['matmul_tflops']:,.2f} TFLOPS"
-        yield "of what matrix products achieve here", share

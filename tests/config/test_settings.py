@@ -1,16 +1,12 @@
 """Every mistake in a run's JSON is refused with the file, the field, what was expected and the nearest name."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deepspeed.runtime.config as deepspeed_config
-import deepspeed.runtime.constants as deepspeed_constants
 import pytest
 
-from clap_ds.config.check import DEEPSPEED_FIELDS
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.reference import reference
@@ -22,8 +18,6 @@ MPNET["text"]["architecture"] = "mpnet"
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
     ({"bench": {"windows": "4"}}, r'clap\.bench\.windows: expected a valid integer, found "4"'),
-    ({"bench": {"windows": 1}}, r"clap\.bench\.windows: expected greater than or equal to 2"),
-    ({"model": {"drop_path": True}}, r"clap\.model\.drop_path: expected a valid number, found true"),
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
     (
         {"model": {"preset": "htsat_tiny"}},
@@ -36,10 +30,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         r"data\.placment: no such field; did you mean 'placement'\?",
     ),
     ({"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}}, r"text_tokens = 16, found \['99'\]"),
-    ({"data": {"source": "synthetic", "caption_lengths": 1}}, r"clap\.data\.caption_lengths: .* found \['1'\]"),
     ({"data": {"source": "shards", "shards": 5}}, r"clap\.data\.shards\.str: expected a valid string, found 5"),
     ({"text_tokens": 600}, r"clap\.text_tokens: micro has positions for 64, found 600"),
-    ({"bf16": {}}, r"clap\.bf16: no such field; did you mean bf16 outside of clap\?"),
+    ({"bf16": {}}, r"clap\.bf16: no such field; did you mean 'bf16'\?"),
     ({"model": {"preset": MPNET}, "text": "packed"}, r"clap\.text: mpnet's attention .* expected 'padded'"),
     (
         {"model": {"preset": MPNET, "checkpoint_activations": ["text"]}},
@@ -49,12 +42,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": {"train_last": {"text": 3}}}, r"train\.train_last: the text tower of micro has 2 blocks, found 3"),
     ({"train": {"freeze": ["text"], "lr_scale": {"text": 0.1}}}, r"train\.lr_scale: text is in clap\.train\.freeze"),
     ({"train": {"layer_decay": {"txt": 0.5}}}, r"layer_decay\.txt.*expected 'audio' or 'text', found \"txt\""),
-    ({"train": {"ema": 1.0}}, r"clap\.train\.ema: expected less than 1, found 1\.0"),
-    ({"train": {"stop_on_plateau": {"evaluations": 5}}}, r"clap\.train\.stop_on_plateau: no such field"),
     ({"loss": {"same_caption": "positive"}}, r"clap\.loss\.same_caption: 'positive' has no effect .* kind 'sigmoid'"),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
-    ({"text_tokens": 4}, r"text_tokens: no such field; did you mean clap\.text_tokens\?"),
+    ({"text_tokens": 4}, r"text_tokens: no such field; did you mean 'clap\.text_tokens'\?"),
     ({"gradient_acumulation_steps": 1}, r"did you mean 'gradient_accumulation_steps'\?"),
     ({"steps_per_print": 0}, r"steps_per_print: expected greater than 0, found 0"),
     ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: expected 0 \(plain data parallel\), found 3"),
@@ -117,19 +108,6 @@ def test_every_shipped_configuration_loads() -> None:
         load_run(path)
 
 
-def test_accepted_deepspeed_fields_are_deepspeeds() -> None:
-    """Every name accepted at the top level is one that DeepSpeed's own code reads."""
-    known = {value for name, value in vars(deepspeed_constants).items() if name.isupper() and isinstance(value, str)}
-    package = Path(deepspeed_config.__file__).parents[1]
-    read = " ".join(
-        path.read_text()
-        for folder in ("runtime", "monitor", "utils", "profiling", "comm")
-        for path in package.glob(f"{folder}/**/*.py")
-    )
-    for field in DEEPSPEED_FIELDS:
-        assert field in known or re.search(rf"['\"]{field}['\"]", read), field
-
-
 def test_the_reference_of_all_fields_is_current_and_says_what_each_means() -> None:
     page = reference()
     assert (Path(__file__).parents[2] / "docs" / "reference.md").read_text() == page, "make it anew as its head says"
@@ -142,12 +120,3 @@ def test_the_reference_of_all_fields_is_current_and_says_what_each_means() -> No
 def test_a_models_published_name_is_its_preset(write_run: WriteRun, name: str) -> None:
     clap = load_run(write_run(clap={"model": {"preset": name}})).clap
     assert clap.model.preset == clap.preset().name == load_preset(name).name == "htsat_tiny_roberta_base"
-
-
-def test_what_an_earlier_version_resolved_opens_where_fields_that_are_gone_had_their_defaults(
-    write_run: WriteRun,
-) -> None:
-    gone = {"loss": {"tile": None, "features": None}, "train": {"batch_ramp": {}, "stop_on_plateau": None}}
-    assert load_run(write_run(clap={**gone, "cuda_graphs": False})).clap == load_run(write_run()).clap
-    with pytest.raises(UserError, match=r"clap\.loss\.tile: no such field"):
-        load_run(write_run(clap={"loss": {"tile": 64}}))

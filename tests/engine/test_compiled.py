@@ -1,15 +1,8 @@
 """Compiled and checkpointed models against the plain one: the micro preset, with Dynamo and AOT Autograd but no code
 generator."""
 
-import contextlib
-import io
 import itertools
-import os
-import re
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,17 +12,12 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from clap_ds.config.model import load_preset
-from clap_ds.data.batch import Batch
-from clap_ds.engine import compiled, session
-from clap_ds.engine.compiled import compile_towers, compiled_on_gpu, what_to_compile
+from clap_ds.engine.compiled import compile_towers, what_to_compile
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import pack
-from clap_ds.ranks.distributed import Ranks
-from clap_ds.record.directory import RunDirectory
 from clap_ds.record.schema import Summary
 from tests.engine.test_engine import DEVICE, TIMER, batches_of, settings
 from tests.model.reference_clap import captions, clips
@@ -78,31 +66,6 @@ def statistics() -> tuple[int, int]:
     assert not counters["graph_break"]
     anew = [not str(metrics.compile_id).endswith("/0") for metrics in get_compilation_metrics()]
     return counters["stats"]["unique_graphs"], sum(anew)
-
-
-def traced_alone(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., list[Tensor]]:
-    """A backend whose graphs aren't run and give zeros."""
-    outputs = [node.meta["example_value"] for node in graph.graph.output_node().args[0]]
-    return lambda *arguments: [torch.zeros(each.shape, dtype=each.dtype) for each in outputs]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "triton"])
-def test_front_end_and_towers_are_a_graph_each_with_any_kernel(
-    attention: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if attention == "triton":
-        pytest.importorskip("triton")
-    forget()
-    model = micro(attention=attention, drop_path=0.5, text_dropout=0.1, spec_augment=True).requires_grad_(False)
-    engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
-    found = compile_towers(engine, Batch(*batch(False)), "towers", cached=False, backend=traced_alone)
-    assert found["compiled"] == dict.fromkeys(compiled.PARTS)
-    said = re.sub(r"\d+", "1", capsys.readouterr().out)
-    assert said == "".join(f"compiling {name} …\ncompiled in 1 s\n" for name in compiled.PARTS.values())
-    model(*batch(False))
-    assert statistics() == (3, 0)
-    model(*batch(False, num_tokens=24))
-    assert statistics()[1] == 1
 
 
 def trained(what: str, packed: bool) -> tuple[list[str], list[Tensor]]:
@@ -154,31 +117,9 @@ def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
     return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
 
 
-def _compiled_in_steps(precision: str, accumulation: str) -> tuple[dict[str, int], int]:
-    """Graphs compiled before the first step, by direction, and during two."""
-    forget()
-    run, calls = settings(precision, 2), list[str]()
-    run.clap = run.clap.model_copy(update={"train": run.clap.train.model_copy(update={"accumulation": accumulation})})
-    engine, batches = ClapEngine(run, micro(text_dropout=0.1, spec_augment=True), DEVICE), batches_of(run)
-    compile_towers(engine.deepspeed, batches.peek(), "towers", cached=accumulation == "cached", backend=counting(calls))
-    before = {direction: calls.count(direction) for direction in ("forward", "backward")}
-    for _ in range(2):
-        engine.step(batches, TIMER)
-    return before, len(calls) - sum(before.values())
-
-
-@pytest.mark.end_to_end
-@pytest.mark.parametrize(("precision", "accumulation"), [("autocast", "independent"), ("bf16", "cached")])
-def test_steps_compile_nothing_that_was_not_compiled_before(
-    two_ranks: RankPool, precision: str, accumulation: str
-) -> None:
-    expected = {"forward": 6 if accumulation == "cached" else 3, "backward": 2}
-    assert two_ranks.run(_compiled_in_steps, precision, accumulation) == [(expected, 0)] * 2
-
-
-def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tensor], dict[str, str | None], list[str]]:
-    """Losses of three steps on log-mel features by a model that draws random numbers, its state after them, what couldn't be
-    compiled, and what is said."""
+def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tensor], dict[str, str | None]]:
+    """Losses of three steps on log-mel features by a model that draws random numbers, its state after them, and what couldn't
+    be compiled."""
     forget()
     run, model = settings("bf16", 1), micro(drop_path=0.5, text_dropout=0.1, spec_augment=True)
     model.audio.batch_norm.momentum = 0.1
@@ -186,12 +127,11 @@ def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tenso
     for each in batches:
         each.audio = model.mel(each.audio)
     torch.manual_seed(dist.get_rank())
-    found, said = Summary(compiled={}), io.StringIO()
+    found = Summary(compiled={})
     if failing:
-        with contextlib.redirect_stdout(said):
-            found = compile_towers(engine.deepspeed, batches[0], "towers", cached=False, backend=counting([], failing))
+        found = compile_towers(engine.deepspeed, batches[0], "towers", cached=False, backend=counting([], failing))
     losses = [float(engine.step(iter([each]), TIMER)) for each in batches]
-    return losses, engine.model.state_dict(), found["compiled"], said.getvalue().splitlines()
+    return losses, engine.model.state_dict(), found["compiled"]
 
 
 @pytest.mark.end_to_end
@@ -199,42 +139,10 @@ def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tenso
 def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(two_ranks: RankPool, failing: str) -> None:
     plain, results = (two_ranks.run(_trained_after_a_failure, each) for each in ("", failing))
     why = "rank 1: no such instruction"
-    for (losses, state, found, _), (plain_losses, plain_state, *_) in zip(results, plain, strict=True):
+    for (losses, state, found), (plain_losses, plain_state, _) in zip(results, plain, strict=True):
         assert found == {"audio": why, "text": why}
         assert losses == plain_losses
         assert all(torch.equal(state[name], tensor) for name, tensor in plain_state.items())
-    (*_, said), (*_, by_another) = results
-    towers = [compiled.PARTS[name] for name in ("audio", "text")]
-    warnings = [f"warning: {tower} runs slower, as it can't be compiled: {why}" for tower in towers]
-    assert said == [f"compiling {towers[0]} …", warnings[0], f"compiling {towers[1]} …", warnings[1]]
-    assert by_another == []
-
-
-def _of_a_session(asked: str, root: str) -> dict[str, Any]:
-    """What the summary says of it."""
-    forget()
-    run, record = settings("fp32", 1), RunDirectory(RunDirectory.create(Path(root), "run").path)
-    run.clap = run.clap.model_copy(update={"compile": asked})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "compile_towers", partial(compile_towers, backend="aot_eager"))
-        with session.ready_to_step(run, Ranks(0, 1, 0, 1), record, ClapEngine(run, micro(), DEVICE)):
-            return record.summary()
-
-
-def test_what_is_compiled_and_for_how_long_is_recorded(one_rank: RankPool, tmp_path: Path) -> None:
-    (summary,), (by_default,) = (one_rank.run(_of_a_session, asked, str(tmp_path)) for asked in ("towers", "auto"))
-    assert summary["compiled"] == {"mel": None, "audio": None, "text": None}
-    assert summary["compile_s"] > 0
-    assert "compiled" not in by_default  # on a CPU
-
-
-def test_what_is_compiled_is_kept_in_folders_of_this_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "as asked")
-    assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"]  # named by asking, as importing Dynamo does
-    compiled.keep_code(tmp_path)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / f".inductor-{os.geteuid()}")
-    assert os.environ["TRITON_CACHE_DIR"] == "as asked"
 
 
 def test_what_auto_stands_for() -> None:
@@ -268,32 +176,3 @@ def test_checkpointed_blocks_give_the_same_gradients_and_keep_less(packed: bool)
     assert_same(outcome(model, *inputs), expected)
     nothing, audio, text, both = kept
     assert both < min(audio, text) < max(audio, text) < nothing
-
-
-def _twice(x: Tensor) -> Tensor:
-    return x * 2
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_functions_beside_the_model_are_compiled_on_a_gpu_or_run_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], works: bool
-) -> None:
-    used = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        used.append(len(inputs))
-        if not works:
-            raise RuntimeError("no C compiler")
-        return graph
-
-    forget()
-    compiled._compiled.cache_clear()
-    compiled._failed.clear()
-    assert torch.equal(compiled_on_gpu(_twice, torch.ones(3)), torch.full((3,), 2.0))
-    assert not used
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    monkeypatch.setattr(Tensor, "is_cuda", True)
-    for size in (3, 3, 5):
-        assert torch.equal(compiled_on_gpu(_twice, torch.ones(size)), torch.full((size,), 2.0))
-    assert len(used) == (2 if works else 1)
-    assert capsys.readouterr().out.count("_twice can't be compiled") == (0 if works else 1)

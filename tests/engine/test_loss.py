@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clap_ds.config.sections import LossSettings
-from clap_ds.engine import tiles
-from clap_ds.engine.loss import LOSSES, SoftmaxLoss, build_loss
+from clap_ds.engine.loss import LOSSES, SoftmaxLoss
 from tests.rank_pool import RankPool, in_group_of
 
 MICRO_BATCH, JOINT_DIM = 5, 8
@@ -142,13 +140,6 @@ def test_held_out_rows_with_several_positives(kind: str) -> None:
     assert float(LOSSES[kind].evaluate(equal, positive)[0].mean()) == pytest.approx(chance)
 
 
-def test_features_travel_in_the_runs_type() -> None:
-    found = [
-        build_loss(LossSettings(), each)._wire_dtype for each in ("bf16", "torch_autocast_bfloat16", "fp16", "fp32")
-    ]
-    assert found == [torch.bfloat16] * 2 + [torch.float32] * 2
-
-
 class CountedBytes(TorchDispatchMode):
     """Bytes one rank sends in each kind of collective, taken from the tensors handed to the process group (ring algorithms)."""
 
@@ -208,35 +199,3 @@ def _early_and_late() -> list[np.ndarray]:
 def test_features_gathered_under_the_forward_pass_are_the_same(eight_processes: RankPool, tmp_path: Path) -> None:
     for early, late in _run(eight_processes, tmp_path, 3, _early_and_late):
         np.testing.assert_array_equal(early, late)
-
-
-@pytest.mark.parametrize(("function", "passes"), [(tiles._row_sums, 1), (tiles._weights, 1.5)])
-def test_what_lies_between_two_products_is_one_kernel_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, function: Any, passes: float
-) -> None:
-    """By Inductor's plan for Triton, which it also makes for CPU tensors, up to writing the code."""
-    from torch._inductor.graph import GraphLowering  # here, for ranks import this module and not Inductor
-
-    num_rows, num_columns = 616, 4096
-    planned: list[int] = []
-
-    class PlannedError(Exception):
-        pass
-
-    def plan(graph: Any) -> None:
-        graph.init_wrapper_code()
-        graph._update_scheduler()
-        planned.extend(kernel.get_read_write_buffers_sizes() for kernel in graph.scheduler.nodes)
-        raise PlannedError
-
-    rows, columns = torch.empty(num_rows), torch.empty(num_columns)
-    pairs = [torch.arange(num_rows), torch.arange(num_columns)]
-    arguments = [pairs] if function is tiles._row_sums else [rows, columns, pairs, torch.bfloat16]
-    monkeypatch.setattr(GraphLowering, "compile_to_module", plan)
-    torch.compiler.reset()
-    patched = torch._inductor.config.patch(cpu_backend="triton", fx_graph_cache=False)
-    with patched, pytest.raises(Exception, match="PlannedError"):
-        torch.compile(function)(torch.empty(num_rows, num_columns), torch.ones(1), *arguments)
-    (num_bytes,) = planned
-    # The fp32 similarities are read once, the bf16 weights written once.
-    assert num_bytes / (4 * num_rows * num_columns) == pytest.approx(passes, rel=0.02)

@@ -13,7 +13,6 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from clap_ds.config.settings import load_run
 from clap_ds.engine.building import takes_flat_adamw
 from clap_ds.engine.optimizer import FlatAdamW, FlatStep, norm_of
-from clap_ds.native.adamw import native_adamw
 from tests.kernels import needs_kernels
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -48,29 +47,6 @@ def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Te
             assert q.grad is None
     states = [each.state_dict()["state"] for each in (ours, reference)]
     torch.testing.assert_close(*states, rtol=2e-6, atol=1e-7)
-
-
-@needs_kernels
-def test_native_step_of_many_parameters_at_any_address() -> None:
-    torch.manual_seed(0)
-    sizes = [1, 40_000, 3, 16_384, 31, 0, 50_001]
-    flat = torch.zeros(sum(sizes) + 5, dtype=torch.bfloat16)
-    low = list(flat[5:].split(sizes))
-    plain = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
-    held, moments = [p.detach().clone() for p in plain], [[torch.zeros(size) for size in sizes] for _ in range(2)]
-    reference = torch.optim.AdamW(plain, fused=True, **OPTIONS)
-    for step in range(1, 4):
-        gradients = [torch.randn(size).bfloat16() for size in sizes]
-        for p, gradient in zip(plain, gradients, strict=True):
-            p.grad = gradient.float()
-        reference.step()
-        versions = [each._version for each in low]
-        native_adamw(low, gradients, held, *moments, step=step, **OPTIONS)
-        assert all(each._version > before for each, before in zip(low, versions, strict=True))
-    assert not flat[:5].any()
-    for p, q, rounded in zip(plain, held, low, strict=True):
-        torch.testing.assert_close(q, p.detach(), rtol=2e-6, atol=2e-7)
-        assert torch.equal(rounded, q.bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -144,11 +120,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, cpu_kernel
         torch.testing.assert_close(everything(wrapper), before, rtol=0, atol=0)
         assert (was_skipped, bool(flat_step.skipped)) == (False, True)
     assert [float(each["step"]) for each in wrapper.optimizer.state.values()] == [4, 4]  # one of them DeepSpeed's first
-
-
-def test_a_loss_scale_keeps_deepspeeds_step() -> None:
-    assert not FlatStep.has_place_for(wrapped(1.0, cpu_kernels=False, low=torch.float16))
-    assert not FlatStep.has_place_for(FlatAdamW([torch.nn.Parameter(torch.ones(3))]))
 
 
 @pytest.mark.parametrize("natively", [False, pytest.param(True, marks=needs_kernels)])

@@ -1,8 +1,5 @@
 """All scalars go through DeepSpeed's monitor, in order, and a run never ends for want of them."""
 
-import io
-import resource
-from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,36 +51,3 @@ def test_a_resumed_run_has_one_course(
     steps = [(10 * step, (step > 3) * 30 + step / 10) for step in range(1, 8)]
     expected = {"train/loss": steps} | ({"Train/Samples/lr": [(n, n / 1000) for n, _ in steps]} if enabled[0] else {})
     assert found == {tag: [(n, pytest.approx(value)) for n, value in rows] for tag, rows in expected.items()}
-
-
-def _over_a_full_disk(folder: str) -> str:
-    """Two steps before, two while no file may grow, two after; what is said."""
-    engine: Any = SimpleNamespace(global_samples=0, monitor=MonitorMaster(get_monitor_config({})))
-    scalars, (most, hard) = Scalars(engine, {}, Path(folder)), resource.getrlimit(resource.RLIMIT_FSIZE)
-    with redirect_stderr(io.StringIO()) as said:
-        for step in range(1, 7):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0 if step in (3, 4) else most, hard))
-            scalars.write([("train/loss", float(step), step)])
-    return said.getvalue()
-
-
-def test_a_full_disk_is_said_once_and_tensorboard_goes_on_after_it(one_rank: RankPool, tmp_path: Path) -> None:
-    (said,) = one_rank.run(_over_a_full_disk, str(tmp_path))
-    assert said.count("warning: what DeepSpeed's monitor keeps can't be written: File too large") == 1
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 5, 6]
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2  # and no empty one for each try
-
-
-def test_what_waits_is_written_in_order() -> None:
-    """Weights & Biases drops what goes back."""
-    written: list[Any] = []
-    monitor: Any = SimpleNamespace(tb_monitor=None, enabled=True, write_events=written.extend)
-    engine = SimpleNamespace(monitor=monitor, global_samples=0)
-    scalars = Scalars(engine, {"output_path": "x"}, Path())
-    for samples in (10, 20):
-        monitor.write_events([("lr", 0.5, samples)])
-    assert not written
-    scalars.write(("loss", 1.5, samples) for samples in (10, 20))
-    assert [(tag, samples) for tag, _, samples in written] == [("lr", 10), ("loss", 10), ("lr", 20), ("loss", 20)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,22 +11,13 @@ from deepspeed.ops.op_builder import FusedAdamBuilder
 
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.settings import load_run
-from clap_ds.data.supply import Supply
-from clap_ds.engine import session as session_module
 from clap_ds.engine.building import build_model, fetch_from_hub, wrap
-from clap_ds.engine.session import Session, _describe, check_deepspeed_sections
+from clap_ds.engine.session import check_deepspeed_sections
 from clap_ds.model import hub
 from clap_ds.ranks.agreement import agreed
 from clap_ds.ranks.distributed import Ranks
-from clap_ds.record.directory import RunDirectory
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import CPU, run_settings, settings
-
-
-def test_a_rank_has_its_part_of_the_global_batch(write_run: Callable[..., Path]) -> None:
-    run: Any = load_run(write_run(train_batch_size=24, gradient_accumulation_steps=None), 2)
-    session = Session(run, Ranks(0, 2, 0, 2), *[None] * 5)  # type: ignore[arg-type]
-    assert (session.samples_per_step, run.micro_batch) == (12, 4)
 
 
 @pytest.mark.parametrize(
@@ -45,13 +35,6 @@ def test_what_one_rank_would_find_while_others_wait_is_told_before(
         check_deepspeed_sections(run.deepspeed, run.path)
 
 
-def test_a_run_is_titled_with_every_kind_of_gpu(write_run: Callable[..., Path]) -> None:
-    everywhere = [("node1", "H100"), ("node1", "A100"), ("node2", "H100")]
-    with mock.patch("clap_ds.engine.session.start_log"):
-        path = _describe(load_run(write_run(), 3), Ranks(0, 3, 0, 2), {"device_name": "H100"}, everywhere)
-    assert RunDirectory(path).summary()["device_name"] == "A100 and H100"
-
-
 def _uncompiled() -> str:
     run = run_settings(clap={"fused_adam": "deepspeed"}, bf16={"enabled": False})
     failing = mock.Mock(side_effect=RuntimeError("Error building extension 'fused_adam'\nand more"))
@@ -63,37 +46,6 @@ def _uncompiled() -> str:
 def test_an_optimiser_that_cannot_be_compiled_is_one_line(one_rank: RankPool) -> None:
     line = "clap.fused_adam: Error building extension 'fused_adam'; 'torch' needs no compiler"
     assert one_rank.run(_uncompiled) == [line]
-
-
-def test_what_any_rank_could_not_use_is_recorded_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each once, though another rank than the first met it, or several."""
-    gone, cut = ({"name": name, "reason": "why"} for name in ("a.tar", "b.tar: 7"))
-    own, *others = ({"num_shards": 2, "broken_items": met} for met in ([], [gone], [gone, cut]))
-    data, summary = SimpleNamespace(statistics=lambda: own), dict[str, Any]()
-    record = SimpleNamespace(update_summary=summary.update)
-    session = Session(None, Ranks(0, 3, 0, 3), None, record, None, data, None)  # type: ignore[arg-type]
-    with mock.patch.object(session_module, "gather", lambda value: [value, *others]):
-        session.record_data()
-    assert summary["data"] == {"num_shards": 2, "num_broken_items": 2, "broken_items": [gone, cut]}
-    said = "warning: 2 item(s) or tar(s) could not be used, the first: a.tar: why; b.tar: 7: why\n"
-    assert capsys.readouterr().out == said
-
-
-def test_the_loader_is_compared_with_steps_that_have_warmed_up(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A first step, which may have compiled for a minute, isn't one even where it is logged alone."""
-    parts: dict[str, Any] = dict.fromkeys(("run", "device", "record", "engine", "scalars"))
-    ranks: Any = SimpleNamespace(is_first=True, local_world_size=1)
-    batches: Any = SimpleNamespace(supply=lambda: Supply(100.0, 1, "mel"))
-    monkeypatch.setattr("clap_ds.engine.session.CORES", 77)  # also where this rank keeps to some of them
-    session = Session(**parts, ranks=ranks, batches=batches)
-    session.tell_supply([0.1])
-    assert not capsys.readouterr().out
-    session.tell_supply([200.0])
-    session.tell_supply([300.0])
-    said = capsys.readouterr().out
-    assert said.count("the step of their rank takes 200: it will wait") == said.count("this host's 77 cores") == 1
 
 
 def _refusal() -> tuple[str, int]:

@@ -160,16 +160,6 @@ def test_reverted_and_in_other_dtypes_and_compiled_it_is_torchs() -> None:
         assert_same(results(converted, inputs), results(build(), inputs))
 
 
-def test_recomputed_blocks_give_the_same() -> None:
-    for build, inputs in (
-        (functools.partial(audio_tower, drop_path=0.5), mels()),
-        (functools.partial(text_tower, "cls_pooler", 0.1), captions()),
-    ):
-        checkpointed = native(build())
-        checkpointed.checkpoint_activations(True)
-        assert_same(results(native(build()), inputs), results(checkpointed, inputs))
-
-
 def test_dropout_of_captions_is_unbiased_and_follows_torchs_seed() -> None:
     tower, inputs = native(text_tower(dropout=0.1)), captions()
     torch.manual_seed(4)
@@ -180,11 +170,6 @@ def test_dropout_of_captions_is_unbiased_and_follows_torchs_seed() -> None:
     still = tower.eval()(*inputs).float()
     mean = torch.stack([tower.train()(*inputs).float() for _ in range(60)]).mean(dim=0)
     assert (mean - still).norm() < 0.5 * (first.float() - still).norm()
-    alone = native(text_tower())  # of attention weights
-    still = alone(*inputs)
-    for layer in alone.roberta.encoder.layer:
-        layer.attention.self.dropout.p = 0.5
-    assert not torch.equal(alone(*inputs), still)
 
 
 def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Compiling, keeping and opening the library of CPU kernels, with a source that takes no time, on any processor."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -71,16 +70,6 @@ def test_compiled_once_while_others_wait_and_again_for_other_sources_or_where_it
     assert calls.read_text().count(" -o ") == 3
 
 
-def test_a_lock_that_another_holds_is_not_waited_for_for_ever(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not problem()
-    lock = kept().with_suffix(".lock")
-    kept().unlink()
-    monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.5)
-    with lock.open() as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        assert str(lock) in problem()
-
-
 def test_a_library_that_others_could_have_put_there_is_never_opened(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,18 +101,6 @@ def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytes
     assert not [name for name in names if f"\0{name}\0".encode() not in made]
 
 
-def test_the_quickest_implementation_that_a_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    skylake = "avx512f avx512bw avx512dq avx512vl"
-    sets = {"": [], "avx2": [], skylake: ["AVX-512 without bf16"], f"{skylake} avx512_bf16": ["AVX-512"]}
-    sets[f"{skylake} avx512_bf16 amx_tile amx_bf16"] = ["AMX"]
-    expected: list[str] = []
-    for features, first in sets.items():
-        monkeypatch.setattr(library, "_processor", lambda features=features: f"flags : {features}")
-        expected = first + expected
-        assert library.executable() == expected
-        assert expected or "no AVX-512" in problem()
-
-
 @pytest.mark.parametrize(
     ("script", "environment", "expected"),
     [
@@ -132,7 +109,6 @@ def test_the_quickest_implementation_that_a_processor_has(monkeypatch: pytest.Mo
         ('exec g++ "$@" -DSOURCE=missing', {}, "error: .missing. was not"),
         (WORKING_COMPILER, {"CXX": "/no/such/compiler -O2"}, "no C.. compiler"),
         (WORKING_COMPILER, {"XDG_CACHE_HOME": "/proc/nowhere"}, "/proc/nowhere"),
-        (WORKING_COMPILER, {"CXX": "env g++ -O1"}, "^$"),
     ],
 )
 def test_why_there_is_no_library(

@@ -32,8 +32,6 @@ def test_ranks_may_record_their_end_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-
-
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EPIPE])
 def test_what_one_of_them_does_not_take_the_other_gets_and_no_progress_bar_is_logged(reason: int) -> None:
     class Full(io.StringIO):
