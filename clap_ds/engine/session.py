@@ -67,7 +67,7 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
         UserError: on every rank, for a mistake found on any.
         SystemExit: the run failed or was stopped by a signal; shown and recorded already.
     """
-    kernels = report(run.clap.cpu_kernels, run.clap.preset().text.architecture) if device.type == "cpu" else None
+    kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
     with agreed():
