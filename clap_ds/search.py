@@ -45,8 +45,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="clap-search", description=description, allow_abbrev=False)
+    parser = options.make_parser("clap-search", __doc__)
     add = parser.add_argument
     add("table", type=Path, metavar="TABLE", help="that clap-embed wrote")
     add("query", nargs="?", metavar="TEXT", help="what to look for")

@@ -1,4 +1,4 @@
-"""A trained CLAP in use: sounds and texts to embeddings, and labels for sounds, by the code that evaluation embeds with."""
+"""A trained CLAP in use: embeddings of sounds and texts, and labels for sounds, by the code that evaluation embeds with."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from clap_ds.weights.load import load_weights
 
 TEMPLATES: Sequence[str] = ZeroShotSettings.model_fields["templates"].default
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_CHANNELS = 8
 
 Array = NDArray[np.float32]
 Audio = str | Path | Clip | NDArray[Any]
@@ -46,15 +47,15 @@ class Clap:
     storm.wav 0.5–1.5 s: (32,)
     storm.wav 0.8–1.8 s: (32,)
 
-    The same input gives the same bits on one machine, whatever is embedded beside it, as batches are filled up to `batch_size`.
-    So does evaluation in float32, by micro-batches of that size. Another `batch_size` may round otherwise (seen: 1.3e-7), as
-    matrix products of other shapes add in other orders. What is given alone, not in a list, goes in a batch that isn't filled
-    up, which takes less time, and is rounded as such.
+    The same input gives the same bits on one machine, whatever is embedded beside it: batches are filled up to `batch_size`.
+    Evaluation in float32 gives them, too, by micro-batches of that size. What is given alone, not in a list, isn't filled up,
+    which takes less time; it may be rounded otherwise, as by another `batch_size` (seen: 1.3e-7).
 
     Attributes:
-        model, config: in evaluation mode, and its sizes.
-        source, fingerprint: where it was loaded from; hex digits of its weights, equal where embeddings can be compared.
-        sample_rate, clip_s, dim: that sounds are resampled to, Hz; length of a window, s; of embeddings.
+        fingerprint: hex digits of the weights, equal where embeddings can be compared.
+        sample_rate: that sounds are resampled to, Hz.
+        clip_s: length of a window, s.
+        dim: of embeddings.
         text_tokens: longest text; longer ones are cut.
     """
 
@@ -67,7 +68,7 @@ class Clap:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Found when it is first needed; a ValueError where there is none."""
+        """Load it when it is first needed; a ValueError where there is none."""
         if self._tokenizer_name is None:
             raise ValueError("tokenizer: missing: the one that the model's captions are for")
         text = self.config.text
@@ -79,25 +80,25 @@ class Clap:
         self, audio: Audio | Sequence[Audio], sample_rate: int | None = None, *, windows: Which = "mean",
         overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
     ) -> Array:  # fmt: skip
-        """Embeddings of sounds of any length, (n, dim) float32, rows of length 1.
+        """Embed sounds of any length: (n, dim) float32, rows of length 1.
 
         Args:
-            audio: a list, or a single one (n = 1), of paths of audio files, clips of shards, and arrays (num_samples,) or
-                (channels, num_samples), floating of full scale ±1 or int16. Channels are averaged, other rates resampled;
-                what is shorter than a window is repeated.
+            audio: a list of paths of audio files, clips of shards, and arrays (num_samples,) or (channels, num_samples) of at
+                most 8 channels; an array of n sounds, (n, channels, num_samples); or a single sound (n = 1). Arrays are
+                floating of full scale ±1 or int16. Channels are averaged, other rates resampled, short sounds repeated.
             sample_rate: of the arrays, Hz; files say their own.
             windows: of what is longer than a window the normalised mean of its windows' embeddings ("mean"), or the
                 embedding of its middle ("middle"), which evaluation takes; with feature fusion that is of all of it.
             overlap: share of a window that is in the next one, too, from 0 to below 1.
-            batch_size, num_workers: windows at a time; processes that decode files (0: none).
+            batch_size: windows at a time.
+            num_workers: processes that decode files (0: none).
 
         Raises:
-            ValueError: of the first item that can't be used, with its name: missing, damaged, nothing that libsndfile reads,
-                silent throughout, NaN, an array of another shape or dtype or without a sample rate.
+            ValueError: the first item that can't be used, with its name.
         """
         if windows == "each":
             raise ValueError("windows: expected mean or middle, a row for each sound; iter_windows gives each")
-        is_alone = isinstance(audio, Source) or hasattr(audio, "__array__")
+        is_alone = isinstance(audio, Source) or getattr(audio, "ndim", 3) < 3
         items: Any = audio
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
         sources = [each if isinstance(each, Source) else _sound(n, each, sample_rate) for n, each in named.items()]
@@ -112,11 +113,13 @@ class Clap:
         self, sources: Iterable[Source], *, windows: Which = "each", overlap: float = 0.0, batch_size: int = 32,
         num_workers: int = 0,
     ) -> Iterator[Row]:  # fmt: skip
-        """Rows of paths and clips of shards, of any length, in their order; a batch of windows is in memory at a time.
+        """Embed paths and clips of shards, of any length, in their order; a batch of windows is in memory at a time.
 
-        Of "each" there is one every (1 - overlap) · `clip_s`, and one that ends with the file; else one for each file, as
-        `embed_audio` has it. What can't be used is a row without a vector that says why, after the windows before it. The
-        other options are `embed_audio`'s; a ValueError for one that can't be, and for a decoding process that was killed.
+        Of "each" there is a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one for each file, as
+        `embed_audio` has it. What can't be used is a row without a vector that says why, after the windows before it.
+
+        Raises:
+            ValueError: an option that can't be, or a decoding process that was killed.
         """
         return self._rows(list(sources), windows, overlap, batch_size, num_workers)
 
@@ -138,7 +141,7 @@ class Clap:
     def _embedded(
         self, pieces: Iterator[tuple[Row, torch.Tensor | None]], batch_size: int, fill: bool
     ) -> Iterator[Row]:
-        """The rows of `read_windows`, with vectors where there were waveforms."""
+        """Fill in the vectors of the rows of `read_windows` that have waveforms."""
         waiting: deque[tuple[Row, bool]] = deque()
 
         def waveforms() -> Iterator[torch.Tensor]:
@@ -160,8 +163,7 @@ class Clap:
         yield from (row for row, _ in waiting)
 
     def embed_text(self, texts: str | Sequence[str], *, batch_size: int = 32) -> Array:
-        """Embeddings of texts, (n, dim) float32, rows of length 1; of a single one n = 1. A ValueError for what is blank or no
-        text, and where the tokenizer can't be had."""
+        """Embed texts: (n, dim) float32, rows of length 1. A ValueError for a blank one, and without a tokenizer."""
         each = [texts] if isinstance(texts, str) else list(texts)
         if wrong := [text for text in each if not isinstance(text, str) or not text.strip()]:
             raise ValueError(f"expected texts, found {wrong[0]!r}")
@@ -169,9 +171,11 @@ class Clap:
         return embed_text(self.model, each, self.tokenizer, self.text_tokens, batch_size, fill).cpu().numpy()
 
     def class_embeddings(self, labels: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Array:
-        """What zero-shot evaluation compares sounds with, (len(labels), dim) float32, rows of length 1: the normalised mean of
-        the embeddings of each label in every template, {} in its place, with spaces for underscores (`dog_bark`). A ValueError
-        for no labels, one twice or blank, a template without {}, and where the tokenizer can't be had."""
+        """Embed labels as zero-shot evaluation does: (len(labels), dim) float32, rows of length 1.
+
+        A label's is the normalised mean of its embeddings in every template, for {}, with spaces for underscores (`dog_bark`).
+        A ValueError for no labels, one twice or blank, and a template without {}.
+        """
         for name, given in (("labels", labels), ("templates", templates)):
             if isinstance(given, str) or not given or len(set(given)) < len(given) or not all(map(str.strip, given)):
                 raise ValueError(f"{name}: expected a list of texts, each once, found {given!r}")
@@ -184,21 +188,24 @@ class Clap:
         self, audio: Audio | Sequence[Audio], labels: Sequence[str], templates: Sequence[str] = TEMPLATES,
         sample_rate: int | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        """Probabilities of two labels or more for each sound, (n, len(labels)) float32: the softmax of the model's logit scale
-        times the cosines with `class_embeddings`. Options and errors are those of `embed_audio` and `class_embeddings`."""
+        """Compute the probabilities of two labels or more for each sound, (n, len(labels)) float32.
+
+        They are the softmax of the model's logit scale times the cosines with `class_embeddings`. `options` are
+        `embed_audio`'s.
+        """
         if len(labels) < 2:
             raise ValueError(f"labels: expected at least 2 to tell apart, found {labels!r}")
         classes = self.class_embeddings(labels, templates)
         return self.probabilities(self.embed_audio(audio, sample_rate, **options), classes)
 
     def probabilities(self, audio: Array, classes: Array) -> Array:
-        """(n, K) float32: what `classify` gives for embeddings of sounds (n, dim) and of classes (K, dim)."""
+        """Classify by embeddings of sounds (n, dim) and of classes (K, dim): (n, K) float32."""
         cosines = torch.from_numpy(audio).double() @ torch.from_numpy(classes).double().T
         return (self.model.logit_scale.detach().cpu().double().exp() * cosines).softmax(dim=1).float().numpy()
 
 
 def _whole(rows: Iterator[Row]) -> Iterator[Row]:
-    """A row for each file from those of its windows and its end, at which it has its length and no vector."""
+    """Make a row for each file from those of its windows and its end, which has its length and no vector."""
     vectors, error = list[Array](), ""
     for row in rows:
         error = error or row.error
@@ -217,8 +224,9 @@ def _whole(rows: Iterator[Row]) -> Iterator[Row]:
 def _sound(name: str, samples: Any, sample_rate: int | None) -> Sound:
     array = np.asarray(samples)
     rows = array[None] if array.ndim == 1 else array
-    if rows.ndim != 2 or not 0 < len(rows) < max(2, rows.shape[1]):
-        raise ValueError(f"{name}: expected samples, (T,) or (channels, T), or a path, found shape {array.shape}")
+    if rows.ndim != 2 or not 0 < len(rows) <= MOST_CHANNELS:
+        expected = f"a path, or samples, (T,) or (channels, T), of at most {MOST_CHANNELS} channels"
+        raise ValueError(f"{name}: expected {expected}, found shape {array.shape}; of several sounds a list")
     if array.dtype.kind != "f" and array.dtype != np.int16:
         raise ValueError(f"{name}: expected samples in floating point or int16, found {array.dtype}")
     if not isinstance(sample_rate, int | np.integer) or sample_rate <= 0:
@@ -230,7 +238,7 @@ def load(
     source: str | Path, *, best: bool = False, device: str | torch.device | None = None,
     dtype: str | torch.dtype = "float32", tokenizer: str | None = None, preset: str | None = None,
 ) -> Clap:  # fmt: skip
-    """A trained model to embed and classify with.
+    """Load a trained model to embed and classify with.
 
     Args:
         source: one of this project's checkpoints, or the folder they lie in; a folder that `transformers.ClapModel` loads, or
@@ -242,7 +250,7 @@ def load(
         preset: the model's sizes, to be expected: a preset's name, or a path (`clap_ds.config.model.load_preset`).
 
     Raises:
-        ValueError: nothing there, none of these, damaged, not finite, an option that can't be.
+        ValueError: nothing that can be loaded, or an option that can't be.
         UserError: a GPU is there that torch can't use.
     """
     if (name := str(dtype).removeprefix("torch.")) not in DTYPES:

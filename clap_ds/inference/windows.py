@@ -70,9 +70,13 @@ class Row:
 def read_windows(
     sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float, *, num_workers: int, ahead: int
 ) -> Iterator[tuple[Row, Tensor | None]]:
-    """The windows of the sources in order, waveforms (num_samples,) float32 or, of "middle", as `empty_row` is; after those of
-    each a row without one, with what is wrong with it, if anything is. Read by `num_workers` processes (0: this one), which
-    have `ahead` windows ready."""
+    """Read the windows of the sources in order, and after those of each source a row without one, with what is wrong, if
+    anything is. Waveforms are (num_samples,) float32 or, of "middle", as `empty_row`.
+
+    Args:
+        num_workers: processes that read (0: this one).
+        ahead: windows that they have ready.
+    """
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
@@ -109,7 +113,7 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
             yield Row(name, end_s, end_s, error=error), None
 
     def _windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
-        """Windows without sound are held back until there is one with it: a file without any is broken."""
+        """Cut a source in windows. Silent ones are held back until one has sound: a file without any is broken."""
         encoded, path = self._content(source)
         rate, length = self._audio.sample_rate, self._audio.num_samples
         with open_audio(encoded) as opened:
@@ -131,7 +135,7 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
                     yield first / rate, (first + length) / rate, silence if first < start else waveform
 
     def _content(self, source: Source) -> tuple[Encoded, Encoded | str]:
-        """A source's file, mapped where it is long, and it or a path to it, of which no pages stay with this process."""
+        """Open a source: its file, mapped where it is long, and it or a path to it, of which no pages stay in memory."""
         if isinstance(source, Sound):  # by the same code as files
             subtype = "PCM_16" if source.samples.dtype == np.int16 else "FLOAT"
             soundfile.write(to := io.BytesIO(), source.samples.T, source.sample_rate, format="RF64", subtype=subtype)
@@ -143,7 +147,7 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
 
 
 def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
-    """The mean of the channels, (T,) float32, in blocks; then a BrokenItemError where that was of no use."""
+    """Read the mean of the channels, (T,) float32, in blocks; then a BrokenItemError where that was of no use."""
     found, is_silent = 0, True
     while len(frames := file.read(_BLOCK, "float32", always_2d=True)):
         mixed = np.empty(len(frames), np.float32)
@@ -154,8 +158,8 @@ def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
 
 
 def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
-    """Windows of the blocks put together, and where they start: one every `hop` samples, and one that ends with the last
-    sample. What turns out to be shorter than a window is repeated."""
+    """Cut the blocks in windows, and say where they start: every `hop` samples, and one that ends with the last sample. What is
+    shorter than a window is repeated."""
     held, at, following = torch.empty(0), 0, 0  # `at`: where what is held starts
     for block in blocks:
         held = torch.cat([held, block])

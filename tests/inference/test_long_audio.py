@@ -77,25 +77,17 @@ def test_what_is_broken_is_a_row_in_its_place(
     late, whole = noise(4), noise(4)
     late[:, :72000] = late[:, 90000:] = 0  # silent windows before and after one with sound
     paths = [write_sound(tmp_path / f"{name}.wav", made) for name, made in (("a", noise(1.5)), ("late", late))]
-    silent = write_sound(tmp_path / "silent.wav", np.zeros((1, 100_000)))
+    write_sound(tmp_path / "silent.wav", np.zeros((1, 100_000)))
     content = Path(write_sound(tmp_path / "cut.flac", whole)).read_bytes()
     (tmp_path / "cut.flac").write_bytes(content[: len(content) // 3])
     (tmp_path / "text.wav").write_text("no sound")
-    sources = [
-        paths[0],
-        tmp_path / "gone.wav",
-        paths[1],
-        tmp_path,
-        silent,
-        tmp_path / "cut.flac",
-        tmp_path / "text.wav",
-    ]
+    broken = [tmp_path / name for name in ("gone.wav", ".", "silent.wav", "cut.flac", "text.wav")]
+    sources = [paths[0], broken[0], paths[1], *broken[1:]]
     rows = list(clap.iter_windows(sources, windows=which, num_workers=num_workers, batch_size=2))
     errors = {Path(row.source).name: row.error for row in rows if row.vector is None}
     expected = {
-        "gone.wav": "can't be read: No such file or directory", tmp_path.name: "can't be read: .*expected a regular file",
-        "silent.wav": "audio is silent: every sample is 0", "cut.flac": "audio (breaks off|can't be decoded)",
-        "text.wav": "audio can't be decoded: ",
+        "gone.wav": "can't be read", tmp_path.name: "can't be read", "silent.wav": "audio is silent",
+        "cut.flac": "audio (breaks off|can't be decoded)", "text.wav": "audio can't be decoded",
     }  # fmt: skip
     assert errors.keys() == expected.keys()
     for name, reason in expected.items():
