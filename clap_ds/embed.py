@@ -9,10 +9,8 @@ there once it is whole.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -21,10 +19,7 @@ from clap_ds.config.files import replacing
 from clap_ds.config.places import VERSION
 from clap_ds.inference import options
 from clap_ds.inference.files import find_sources
-from clap_ds.inference.vectors import About, Block, blocks_of, check_suffix, write_table
-
-if TYPE_CHECKING:
-    from clap_ds.inference.model import Clap
+from clap_ds.inference.vectors import About, blocks_of, check_suffix, write_table
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -43,25 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     clap = options.load_model(arguments.checkpoint, arguments)  # which loads torch
     number, unit = (None, "window") if arguments.windows == "each" else (len(sources), "file")
     rows = tqdm(options.embedded(clap, sources, arguments), total=number, unit=unit, disable=None)
-    num_rows, reasons = 0, list[tuple[str, str]]()
-
-    def blocks() -> Iterator[Block]:
-        nonlocal num_rows
-        for block in blocks_of(rows, clap.dim):
-            num_rows += len(block.file)
-            reasons.extend(block.left_out)
-            yield block
-
-    with replacing(arguments.output) as file:
-        write_table(file, about_of(clap, arguments), blocks())
-    print(f"{arguments.output}: {num_rows:,} rows of {len(sources):,} files")
-    return options.left_out(len(sources), reasons, arguments.max_left_out)
-
-
-def about_of(clap: Clap, arguments: argparse.Namespace) -> About:
     source = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source
     given = {name: getattr(arguments, name) for name in ("windows", "overlap", "precision", "tokenizer", "preset")}
-    return About(source, clap.fingerprint, clap.dim, **given, version=VERSION)
+    about = About(source, clap.fingerprint, clap.dim, **given, version=VERSION)
+    with replacing(arguments.output) as file:
+        num_rows, left_out = write_table(file, about, blocks_of(rows, clap.dim))
+    print(f"{arguments.output}: {num_rows:,} rows of {len(sources):,} files")
+    return options.left_out(len(sources), left_out, arguments.max_left_out)
 
 
 command = partial(run_alone, main, MISTAKES)

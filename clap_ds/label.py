@@ -3,8 +3,7 @@
     clap-label CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
     clap-label CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
 
-INPUTs are those of `clap-embed`, or a table that it wrote: then no audio is read. A label's vector is the mean of its captions'
-by the templates, as in zero-shot evaluation; probabilities are over the labels given.
+INPUTs are those of `clap-embed`, or a table that it wrote. Probabilities are over the labels given, as in zero-shot evaluation.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,6 @@ from clap_ds.inference.vectors import PARQUET, Block, blocks_of, read_table
 from clap_ds.record.csv_text import write_csv
 
 _BLOCK = 64  # rows that are labelled at a time
-COLUMNS = ("label", "probability")
 Cells: TypeAlias = list[str | float]
 
 
@@ -48,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     reasons: list[tuple[str, str]] = []
 
     def rows() -> Iterator[Cells]:
-        yield ["file", "start_s", "end_s", "error", *(f"{what}_{n}" for n in range(1, top + 1) for what in COLUMNS)]
+        columns = (f"{what}_{n}" for n in range(1, top + 1) for what in ("label", "probability"))
+        yield ["file", "start_s", "end_s", "error", *columns]
         classes = clap.class_embeddings(labels, arguments.template)
         for block in chain(*(blocks for *_, blocks in tables.values()), embedded):
             names.update(block.file)
@@ -60,20 +59,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def labelled(block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int) -> Iterator[Cells]:
-    """The CSV's rows of a block, by probabilities (rows, labels): the likeliest `top` labels of each, none where there is no
-    vector."""
-    for *said, likely in zip(*block[:4], probabilities, strict=True):
-        best: Any = [] if np.isnan(likely).any() else np.argsort(-likely, kind="stable")[:top]
-        file, start_s, end_s, error = said
-        best_labels = [cell for n in best for cell in (labels[n], round(float(likely[n]), 6))]
-        empty = [""] * (2 * top - len(best_labels))
-        yield [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error), *best_labels, *empty]
+    """Make the CSV's rows of a block: the likeliest `top` labels of each by probabilities (rows, labels), none where they are
+    NaN."""
+    for file, start_s, end_s, error, likely in zip(*block[:4], probabilities, strict=True):
+        cells: Cells = [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error)]
+        for n in np.argsort(-likely, kind="stable")[:top]:
+            cells += ["", ""] if np.isnan(likely[n]) else [labels[n], round(float(likely[n]), 6)]
+        yield cells
 
 
 def labels_of(arguments: argparse.Namespace) -> list[str]:
-    """The labels that the options name; a UserError where they can't be."""
-    if bool(arguments.labels) == bool(arguments.labels_file):
-        raise UserError("expected --labels A,B,… or --labels_file FILE")
+    """Read the labels that the options name; a UserError where they can't be."""
     where, told = "--labels", (arguments.labels or "").split(",")
     if arguments.labels_file:
         where = f"--labels_file {arguments.labels_file}"
@@ -82,32 +78,25 @@ def labels_of(arguments: argparse.Namespace) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{where} can't be read as UTF-8: {error}") from None
     labels = [name for each in told if (name := each.strip())]
-    if len(labels) < 2 or len({*labels}) < len(labels):
-        raise UserError(f"{where}: expected two labels or more, each once, found {', '.join(labels)}")
+    if len(labels) < 2:
+        raise UserError(f"{where}: expected two labels or more, found {', '.join(labels)}")
     return labels
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = options.make_parser("clap-label", __doc__)
     options.add_audio_inputs(parser, f"{options.INPUTS}; tables of clap-embed")
-    add = parser.add_argument
-    add("--labels", metavar="A,B,…", help="what to choose from")
-    add("--labels_file", type=Path, metavar="FILE", help="instead: a label in each line")
+    add, labels = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    labels.add_argument("--labels", metavar="A,B,…", help="what to choose from")
+    labels.add_argument("--labels_file", type=Path, metavar="FILE", help="a label in each line")
     told = "caption with {} for the label; repeatable (default: those of evaluation)"
-    add("--template", action="append", type=template, metavar="TEXT", help=told)
+    add("--template", action="append", metavar="TEXT", help=told)
     add("--top", type=whole_number(), default=3, metavar="N", help="labels of each row (default 3)")
     add("--output", type=Path, metavar="FILE", help="the CSV (default: standard output)")
     options.add_model_options(parser)
     arguments = parser.parse_intermixed_args(argv)
     arguments.template = arguments.template or ZeroShotSettings.model_fields["templates"].default
     return arguments
-
-
-def template(text: str) -> str:
-    """For `type=` of argparse."""
-    if "{}" not in text:
-        raise argparse.ArgumentTypeError(f"expected a text with {{}} for the label, found {text!r}")
-    return text
 
 
 command = partial(run_alone, main, MISTAKES)

@@ -3,8 +3,7 @@
     clap-search vectors.parquet "a dog barks far away"
     clap-search vectors.parquet --sound bark.wav --top 20 --output found.csv
 
-The table is `clap-embed`'s, and the model the one it names. Every row is compared, block by block, so that a table may be
-larger than the memory.
+The table is `clap-embed`'s, and the model the one it names. Every row is compared; a table may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -38,10 +37,12 @@ def main(argv: list[str] | None = None) -> None:
     if not found:
         raise UserError(f"{arguments.table}: none of {num_rows} rows has a vector")
     if arguments.output:
-        rows: Any = ([each.file, round(each.start_s, 3), round(each.end_s, 3), round(each.score, 6)] for each in found)
+        rows: Any = (
+            [file, round(start_s, 3), round(end_s, 3), round(score, 6)] for score, file, start_s, end_s in found
+        )
         return write_csv(arguments.output, [["file", "start_s", "end_s", "score"], *rows])
-    for each in found:
-        print(f"{each.score:7.4f}  {each.start_s:9.2f} – {each.end_s:.2f} s  {printable(each.file)}")
+    for score, file, start_s, end_s in found:
+        print(f"{score:7.4f}  {start_s:9.2f} – {end_s:.2f} s  {printable(file)}")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

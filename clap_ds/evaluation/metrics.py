@@ -39,13 +39,7 @@ LOSS_BATCH = 1024
 
 @dataclass(frozen=True)
 class Measure:
-    """One metric, all of it from 0 to 1, but for the loss.
-
-    Attributes:
-        value: what the model reaches.
-        chance: the expectation of a model that says the same of everything.
-        low, high: interval that holds the true value with 95 % probability.
-    """
+    """One metric, from 0 to 1 but for the loss; the expectation of a model that says the same of everything; 95 % interval."""
 
     value: float
     chance: float
@@ -82,8 +76,8 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         found = asdict(self)
-        broken = {"num_broken_items": len(self.broken), "broken_items": found["broken"]}
-        return {"metrics": self.metrics, "tasks": found["tasks"], **broken}
+        broken = found.pop("broken")
+        return {"metrics": self.metrics, **found, "num_broken_items": len(broken), "broken_items": broken}
 
 
 def wilson(proportion: float, number: int) -> tuple[float, float]:
@@ -102,13 +96,8 @@ def _means(names: Sequence[str], found: Tensor, chance: Tensor, num_clips: int) 
 def evaluate_retrieval(
     audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Tensor, ranks: Ranks
 ) -> dict[str, Measure]:
-    """Both directions. A collective; the same on every rank.
-
-    Args:
-        audio_ND: features of N clips, fp32 rows of length 1.
-        text_MD: features of M captions, likewise.
-        clip_of_caption_M: the clip each caption belongs to, int64; every clip has one at least.
-    """
+    """Compute recall and mean average precision in both directions by features, fp32 rows of length 1, and each caption's clip.
+    Every clip has a caption. A collective; the same on every rank."""
     clip_N = torch.arange(len(audio_ND), device=audio_ND.device)
     measures: dict[str, Measure] = {}
     for direction, (queries, clip_of_query), (candidates, clip_of_candidate) in (
@@ -132,13 +121,8 @@ def retrieval_loss(
     """Compute the loss of a `clap.loss.kind`: the mean over the clips, in as few batches of at most `LOSS_BATCH` as possible,
     of equal sizes to within one.
 
-    Chance is the least that equal similarities of all pairs give: log of the batch for softmax.
-
-    Args:
-        audio_ND: features of N clips, fp32 rows of length 1.
-        text_ND: features of their captions, likewise.
-        scale: factor of the similarities, shape (1,).
-        bias: added to them, shape (1,), or None.
+    Chance is the least that equal similarities of all pairs give: log of the batch for softmax. Features are fp32 rows of
+    length 1, `scale` and `bias`, if any, of shape (1,).
     """
     number_of = {caption: number for number, caption in enumerate(captions)}
     caption_N = torch.tensor([number_of[caption] for caption in captions], device=audio_ND.device)

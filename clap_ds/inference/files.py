@@ -19,13 +19,10 @@ Found: TypeAlias = "Path | Clip | Broken"
 
 
 def find_sources(inputs: Sequence[str]) -> dict[str, Found]:
-    """Find audio files and clips by name, in order and each once.
+    """Find audio files and clips by name, the path or `tar: key`, in order and each once.
 
     Folders give their audio files at any depth, sorted; lists (.csv, .tsv, .txt, .jsonl) the files they name; tars (paths,
-    patterns, URLs) their clips. A name is the path, or `tar: key`.
-
-    Raises:
-        UserError: an argument is none of these, isn't there, or holds none.
+    patterns, URLs) their clips. A UserError for an argument that is none of these, isn't there, or holds none.
     """
     found: dict[str, Found] = {}
     for argument in inputs:

@@ -18,6 +18,7 @@ from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.data.captions import in_words
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text
+from clap_ds.inference.options import DTYPES
 from clap_ds.inference.windows import Row, Sound, Source, Which, read_windows
 from clap_ds.model.tokenizer import PreTrainedTokenizerBase, load_tokenizer
 from clap_ds.ranks.accelerator import choose_accelerator, set_up_cuda
@@ -25,7 +26,6 @@ from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.load import load_weights
 
 TEMPLATES: Sequence[str] = ZeroShotSettings.model_fields["templates"].default
-DTYPES = ("float32", "bfloat16", "float16")
 MOST_CHANNELS = 8
 
 Array = NDArray[np.float32]
@@ -52,9 +52,8 @@ class Clap:
     which takes less time; it may be rounded otherwise, as by another `batch_size` (seen: 1.3e-7).
 
     Attributes:
-        fingerprint: hex digits of the weights, equal where embeddings can be compared.
-        sample_rate: that sounds are resampled to, Hz.
-        clip_s: length of a window, s.
+        fingerprint: of the weights; embeddings can be compared where it is equal.
+        sample_rate, clip_s: of a window, Hz and s.
         dim: of embeddings.
         text_tokens: longest text; longer ones are cut.
     """
@@ -71,30 +70,25 @@ class Clap:
         """Load it when it is first needed; a ValueError where there is none."""
         if self._tokenizer_name is None:
             raise ValueError("tokenizer: missing: the one that the model's captions are for")
-        text = self.config.text
-        return load_tokenizer(
-            self._tokenizer_name, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id, field="tokenizer"
-        )
+        fit = {"vocab_size": self.config.text.vocab_size, "pad_token_id": self.config.text.pad_token_id}
+        return load_tokenizer(self._tokenizer_name, **fit, field="tokenizer")
 
     def embed_audio(
         self, audio: Audio | Sequence[Audio], sample_rate: int | None = None, *, windows: Which = "mean",
         overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
     ) -> Array:  # fmt: skip
-        """Embed sounds of any length: (n, dim) float32, rows of length 1.
+        """Embed sounds of any length: (n, dim) float32, rows of length 1. A ValueError for the first that can't be used.
 
         Args:
             audio: a list of paths of audio files, clips of shards, and arrays (num_samples,) or (channels, num_samples) of at
                 most 8 channels; an array of n sounds, (n, channels, num_samples); or a single sound (n = 1). Arrays are
                 floating of full scale ±1 or int16. Channels are averaged, other rates resampled, short sounds repeated.
-            sample_rate: of the arrays, Hz; files say their own.
-            windows: of what is longer than a window the normalised mean of its windows' embeddings ("mean"), or the
-                embedding of its middle ("middle"), which evaluation takes; with feature fusion that is of all of it.
+            sample_rate: of the arrays, Hz.
+            windows: of longer sounds "mean", the normalised mean of their windows' embeddings, or "middle", the embedding of
+                their middle, as in evaluation (with feature fusion of the whole sound).
             overlap: share of a window that is in the next one, too, from 0 to below 1.
             batch_size: windows at a time.
             num_workers: processes that decode files (0: none).
-
-        Raises:
-            ValueError: the first item that can't be used, with its name.
         """
         if windows == "each":
             raise ValueError("windows: expected mean or middle, a row for each sound; iter_windows gives each")
@@ -103,7 +97,8 @@ class Clap:
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
         sources = [each if isinstance(each, Source) else _sound(n, each, sample_rate) for n, each in named.items()]
         vectors = [np.empty((0, self.dim), np.float32)]
-        for row in self._rows(sources, windows, overlap, batch_size, num_workers, fill=not is_alone):
+        options: Any = {"windows": windows, "overlap": overlap, "batch_size": batch_size, "num_workers": num_workers}
+        for row in self.iter_windows(sources, **options, _fill=not is_alone):
             if row.vector is None:
                 raise ValueError(f"{row.source}: {row.error}")
             vectors.append(row.vector[None])
@@ -111,56 +106,47 @@ class Clap:
 
     def iter_windows(
         self, sources: Iterable[Source], *, windows: Which = "each", overlap: float = 0.0, batch_size: int = 32,
-        num_workers: int = 0,
+        num_workers: int = 0, _fill: bool = True,
     ) -> Iterator[Row]:  # fmt: skip
         """Embed paths and clips of shards, of any length, in their order; a batch of windows is in memory at a time.
 
         Of "each" there is a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one for each file, as
         `embed_audio` has it. What can't be used is a row without a vector that says why, after the windows before it.
-
-        Raises:
-            ValueError: an option that can't be, or a decoding process that was killed.
         """
-        return self._rows(list(sources), windows, overlap, batch_size, num_workers)
-
-    def _rows(
-        self, sources: list[Source], windows: Which, overlap: float, batch_size: int, num_workers: int,
-        fill: bool = True,
-    ) -> Iterator[Row]:  # fmt: skip
         if windows not in ("each", "mean", "middle"):
             raise ValueError(f"windows: expected each, mean or middle, found {windows!r}")
-        if not 0 <= overlap < 1:
-            raise ValueError(f"overlap: expected a share from 0 to below 1, found {overlap!r}")
-        if batch_size < 1 or num_workers < 0:
-            raise ValueError(f"expected a batch_size from 1 and num_workers from 0, found {batch_size}, {num_workers}")
-        options: dict[str, Any] = {"num_workers": num_workers, "ahead": batch_size}
-        pieces = read_windows(sources, self.config.audio, windows, overlap, **options)
-        rows = self._embedded(pieces, batch_size, fill)
+        if not 0 <= overlap < 1 or batch_size < 1:
+            raise ValueError(
+                f"expected an overlap from 0 to below 1, a batch_size from 1; found {overlap}, {batch_size}"
+            )
+        options: Any = {"num_workers": num_workers, "ahead": batch_size}
+        rows = self._embedded(
+            read_windows([*sources], self.config.audio, windows, overlap, **options), batch_size, _fill
+        )
         return (row for row in rows if row.vector is not None or row.error) if windows == "each" else _whole(rows)
 
     def _embedded(
         self, pieces: Iterator[tuple[Row, torch.Tensor | None]], batch_size: int, fill: bool
     ) -> Iterator[Row]:
         """Fill in the vectors of the rows of `read_windows` that have waveforms."""
-        waiting: deque[tuple[Row, bool]] = deque()
+        waiting: deque[Row] = deque()
 
         def waveforms() -> Iterator[torch.Tensor]:
             for row, waveform in pieces:
-                waiting.append((row, waveform is None))
+                waiting.append(row)
                 if waveform is not None:
                     yield waveform
 
         for features in audio_batches(self.model, waveforms(), batch_size, fill):
             for vector in features.cpu().numpy():
-                while waiting[0][1]:
-                    yield waiting.popleft()[0]
-                row, _ = waiting.popleft()
+                while (row := waiting.popleft()).is_end:
+                    yield row
                 if np.isfinite(vector).all():
                     row.vector = vector
                 else:
                     row.error = "its embedding is NaN or infinite"
                 yield row
-        yield from (row for row, _ in waiting)
+        yield from waiting
 
     def embed_text(self, texts: str | Sequence[str], *, batch_size: int = 32) -> Array:
         """Embed texts: (n, dim) float32, rows of length 1. A ValueError for a blank one, and without a tokenizer."""
@@ -174,7 +160,6 @@ class Clap:
         """Embed labels as zero-shot evaluation does: (len(labels), dim) float32, rows of length 1.
 
         A label's is the normalised mean of its embeddings in every template, for {}, with spaces for underscores (`dog_bark`).
-        A ValueError for no labels, one twice or blank, and a template without {}.
         """
         for name, given in (("labels", labels), ("templates", templates)):
             if isinstance(given, str) or not given or len(set(given)) < len(given) or not all(map(str.strip, given)):
@@ -211,12 +196,11 @@ def _whole(rows: Iterator[Row]) -> Iterator[Row]:
         error = error or row.error
         if row.vector is not None:
             vectors.append(row.vector)
-        if row.start_s == row.end_s:
-            mean: Any = None
-            total = np.sum(vectors, axis=0, dtype=np.float64)
-            error = error or ("" if total.any() else "its windows' embeddings cancel each other")
-            if not error:
-                mean = vectors[0] if len(vectors) == 1 else (total / np.linalg.norm(total)).astype(np.float32)
+        if row.is_end:
+            mean = None if error else vectors[0]
+            if len(vectors) > 1 and not error:
+                total = np.sum(vectors, axis=0, dtype=np.float64)
+                mean = (total / np.linalg.norm(total)).astype(np.float32)
             yield Row(row.source, 0.0, row.end_s, mean, error)
             vectors, error = [], ""
 
@@ -240,6 +224,8 @@ def load(
 ) -> Clap:  # fmt: skip
     """Load a trained model to embed and classify with.
 
+    A ValueError where that can't be, a UserError for a GPU that torch can't use.
+
     Args:
         source: one of this project's checkpoints, or the folder they lie in; a folder that `transformers.ClapModel` loads, or
             the id of one on the hub (its cache on this host comes first); a LAION-CLAP .pt file.
@@ -247,14 +233,10 @@ def load(
         device: default: a GPU where there is one, else the CPU.
         dtype: float32, bfloat16 or float16, which the model computes in; embeddings are float32.
         tokenizer: hub name or folder; default: the checkpoint's.
-        preset: the model's sizes, to be expected: a preset's name, or a path (`clap_ds.config.model.load_preset`).
-
-    Raises:
-        ValueError: nothing that can be loaded, or an option that can't be.
-        UserError: a GPU is there that torch can't use.
+        preset: the sizes that are expected: a preset's name, or a path.
     """
-    if (name := str(dtype).removeprefix("torch.")) not in DTYPES:
-        raise ValueError(f"dtype: expected {', '.join(DTYPES)}, found {dtype!r}")
+    if (name := str(dtype).removeprefix("torch.")) not in (known := [*DTYPES.values()]):
+        raise ValueError(f"dtype: expected {', '.join(known)}, found {dtype!r}")
     expected = None if preset is None else load_preset(preset)
     try:
         where = torch.device(device or choose_accelerator())

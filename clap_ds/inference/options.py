@@ -1,4 +1,4 @@
-"""Options that the commands on a trained model share, and what they mean. Loads torch only for a model."""
+"""Options that the commands on a trained model share. Loads torch only for a model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ def load_model_of(table: Path, about: About, arguments: argparse.Namespace) -> C
 
 
 def check_made_by(table: Path, about: About, clap: Clap) -> None:
-    """Raise a UserError for a table of another model's vectors."""
     if about.fingerprint != clap.fingerprint:
         raise UserError(f"{table} holds vectors of another model, {about.model}; {clap.source} has other weights")
 

@@ -33,12 +33,7 @@ ROWS = 16384
 class About:
     """What made a table's vectors.
 
-    Attributes:
-        model, tokenizer, preset: as `clap_ds.load` takes them.
-        fingerprint: of the model's weights.
-        dim: numbers in a vector.
-        windows, overlap: as `Clap.iter_windows` takes them.
-        version: of this project.
+    `model`, `tokenizer` and `preset` are as `clap_ds.load` takes them, `windows` and `overlap` as `Clap.iter_windows` does.
     """
 
     model: str
@@ -67,15 +62,6 @@ class Block(NamedTuple):
         return [(str(self.file[n]), str(self.error[n])) for n in np.flatnonzero(self.error != "")]
 
 
-class Found(NamedTuple):
-    """A row: its cosine similarity to what was looked for, file and times."""
-
-    score: float
-    file: str
-    start_s: float
-    end_s: float
-
-
 def text_of(name: object) -> str:
     """A file's or a clip's name as UTF-8 can have it: bytes that aren't, as `\\xff`."""
     return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -99,7 +85,8 @@ def check_suffix(path: Path, what: str) -> None:
         raise UserError(f"{what} {path}: needs pyarrow: pip install 'clap-ds[embed]'")
 
 
-def write_table(file: BinaryIO, about: About, blocks: Iterable[Block]) -> None:
+def write_table(file: BinaryIO, about: About, blocks: Iterable[Block]) -> tuple[int, list[tuple[str, str]]]:
+    """Write a table; how many rows it has, and which files are left out."""
     import pyarrow
     import pyarrow.parquet
 
@@ -107,20 +94,21 @@ def write_table(file: BinaryIO, about: About, blocks: Iterable[Block]) -> None:
     vector = pyarrow.list_(pyarrow.float32(), about.dim)
     fields = list(zip(Block._fields, (*kinds, vector), strict=True))
     schema = pyarrow.schema(fields, metadata={METADATA: json.dumps(asdict(about))})
+    num_rows, left_out = 0, list[tuple[str, str]]()
     with pyarrow.parquet.ParquetWriter(file, schema, compression="none", use_dictionary=["file", "error"]) as writer:
         for block in blocks:
             columns = [pyarrow.array(each, kind) for each, kind in zip(block, kinds, strict=False)]
             none, flat = np.isnan(block.vector).any(axis=1), pyarrow.array(block.vector.reshape(-1))
             columns.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=vector, mask=pyarrow.array(none)))
             writer.write_table(pyarrow.Table.from_arrays(columns, schema=schema), row_group_size=ROWS)
+            num_rows += len(block.file)
+            left_out += block.left_out
+    return num_rows, left_out
 
 
 def read_table(path: Path) -> tuple[About, int, Iterator[Block]]:
-    """Read what made a table, its number of rows, and the rows in blocks, of which one or two are in memory at a time.
-
-    Raises:
-        ValueError: it can't be read, or isn't such a table.
-    """
+    """Read what made a table, its number of rows, and the rows in blocks, of which one or two are in memory at a time. A
+    ValueError where it can't be read, or isn't such a table."""
     check_suffix(path, "table")
     import pyarrow
     import pyarrow.parquet
@@ -149,17 +137,15 @@ def _read_blocks(path: Path, table: Any, dim: int) -> Iterator[Block]:
         raise ValueError(f"{path} can't be read to its end: {error}") from None
 
 
-def nearest(blocks: Iterable[Block], query: NDArray[np.float32], top: int) -> list[Found]:
-    """Find the `top` rows of the highest scores, the highest first and of equal ones the earlier first.
+def nearest(blocks: Iterable[Block], query: NDArray[np.float32], top: int) -> list[tuple[float, str, float, float]]:
+    """Find the `top` rows that have the highest cosines with a query, (dim,) of length 1: cosine, file, start and end in s.
 
-    Rows without a vector are left out. The query is (dim,) and of length 1, as the rows' vectors are.
+    The highest is first, and of equal ones the earlier. Rows without a vector are left out.
     """
-    best: list[Found] = []
+    best: list[tuple[float, str, float, float]] = []
     for block in blocks:
         scores = block.vector @ query
         order = [n for n in np.argsort(-scores, kind="stable")[:top] if not np.isnan(scores[n])]
-        rows = (
-            Found(float(scores[n]), str(block.file[n]), float(block.start_s[n]), float(block.end_s[n])) for n in order
-        )
-        best = sorted([*best, *rows], key=lambda row: -row.score)[:top]  # stable
+        rows = ((float(scores[n]), str(block.file[n]), float(block.start_s[n]), float(block.end_s[n])) for n in order)
+        best = sorted([*best, *rows], key=lambda row: -row[0])[:top]  # stable
     return best

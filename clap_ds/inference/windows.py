@@ -1,7 +1,6 @@
 """Audio of any length in windows of the model's length, read on from its start: hours take no more memory than a minute.
 
-What is at most a window long is `decode_audio`'s, as in evaluation. In longer files nothing jumps, which not every format can
-do exactly, and so each is one process's; processes take turns with files.
+What is at most a window long is read as in evaluation. A longer file is one process's; processes take turns with files.
 """
 
 from __future__ import annotations
@@ -51,13 +50,10 @@ Source = str | Path | Clip | Sound
 
 @dataclass(slots=True)
 class Row:
-    """The embedding of a window of a source, or of all of it.
+    """The embedding of a window of a source, or of all of it, (dim,) float32 of length 1; or the error, why there is none.
 
-    Attributes:
-        source: its path, or `tar: key` of a clip in a shard.
-        start_s, end_s: of the window; of a row for a whole file 0 and its length; of an error where it came.
-        vector: (dim,) float32 of length 1; None where the file, or the rest of it, can't be used.
-        error: why.
+    `source` is a path, or `tar: key` of a clip in a shard. Times are the window's; of a whole file 0 and its length; of an
+    error where it came.
     """
 
     source: str
@@ -66,17 +62,18 @@ class Row:
     vector: NDArray[np.float32] | None = None
     error: str = ""
 
+    @property
+    def is_end(self) -> bool:
+        """Whether it ends what `read_windows` gives of a source."""
+        return self.start_s == self.end_s
+
 
 def read_windows(
     sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float, *, num_workers: int, ahead: int
 ) -> Iterator[tuple[Row, Tensor | None]]:
     """Read the windows of the sources in order, and after those of each source a row without one, with what is wrong, if
-    anything is. Waveforms are (num_samples,) float32 or, of "middle", as `empty_row`.
-
-    Args:
-        num_workers: processes that read (0: this one).
-        ahead: windows that they have ready.
-    """
+    anything is. Waveforms are (num_samples,) float32 or, of "middle", as `empty_row`. `num_workers` processes read (0: this
+    one), and have `ahead` windows ready."""
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
@@ -113,7 +110,6 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
             yield Row(name, end_s, end_s, error=error), None
 
     def _windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
-        """Cut a source in windows. Silent ones are held back until one has sound: a file without any is broken."""
         encoded, path = self._content(source)
         rate, length = self._audio.sample_rate, self._audio.num_samples
         with open_audio(encoded) as opened:
@@ -124,15 +120,10 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
             read_clip(encoded, row, audio=self._audio, rng=Middle())
             yield 0.0, duration_s, row
             return
-        silence, held_back, is_heard = torch.zeros(length), list[int](), False
         with open_audio(path) as opened:
             blocks = _mono(opened) if ratio == 1 else resample_blocks(_mono(opened), ratio)
             for start, waveform in _cut(blocks, length, self._hop):
-                is_heard = is_heard or bool(waveform.any())
-                held_back.append(start)
-                while is_heard and held_back:
-                    first = held_back.pop(0)
-                    yield first / rate, (first + length) / rate, silence if first < start else waveform
+                yield start / rate, (start + length) / rate, waveform
 
     def _content(self, source: Source) -> tuple[Encoded, Encoded | str]:
         """Open a source: its file, mapped where it is long, and it or a path to it, of which no pages stay in memory."""

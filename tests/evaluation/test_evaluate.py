@@ -9,9 +9,9 @@ import pytest
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
-from clap_ds.config.settings import ClapSettings, RunSettings, load_run
+from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.broken import Broken
-from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation, print_folds, text_tokens_for
+from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation, print_folds
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import save_safetensors
@@ -28,12 +28,8 @@ def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
 def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(write_run: Callable[..., Path]) -> None:
     alone = settings_of("--retrieval a.tar b.tar --zero_shot c.tar --class_field label --template {}! --num_workers 2")
     zero_shot: dict[str, Any] = {"shards": ["c.tar"], "class_field": "label", "templates": ["{}!"]}
-    assert alone == {
-        "retrieval": {"shards": ["a.tar", "b.tar"]},
-        "zero_shot": zero_shot,
-        "num_workers": 2,
-        "tokenizer": None,
-    }
+    retrieval = {"shards": ["a.tar", "b.tar"]}
+    assert alone == {"retrieval": retrieval, "zero_shot": zero_shot, "num_workers": 2, "tokenizer": None}
     zero_shot = {"shards": "c.tar", "class_field": "label", "classes": {"a": ["b"], "c": ["d"]}}
     data = {"source": "shards", "shards": "train.tar", "tokenizer": "from-data"}
     run = load_run(write_run(clap={"evaluation": {"zero_shot": zero_shot, "micro_batch": 3}, "data": data}))
@@ -41,19 +37,8 @@ def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(writ
     assert settings["zero_shot"] == {**zero_shot, "templates": ["a_{}"]}
     assert settings["retrieval"] == {"shards": ["r.tar"]}
     assert (settings["tokenizer"], settings["micro_batch"]) == ("from-data", 3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("", "nothing to evaluate"),
-        ("--template {} --retrieval r.tar", "zero_shot.shards"),
-        ("--template sound --zero_shot z.tar", "zero_shot.templates"),
-    ],
-)
-def test_options_that_cannot_be(options: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        settings_of(options)
+    with pytest.raises(UserError, match="nothing to evaluate"):
+        settings_of("")
 
 
 def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,16 +70,6 @@ def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ([*paths, other], paths[:1], [*paths, copy]):
         with pytest.raises(UserError, match="two or more folds"):
             print_folds(wrong)
-
-
-def test_whose_caption_length_counts() -> None:
-    micro = load_preset("micro")
-    silent, says = (RunSettings(Path("run.json"), ClapSettings(**content), {}) for content in ({}, {"text_tokens": 20}))
-    cases = (16, says, 12), (None, says, 12), (None, silent, 12), (None, None, 12), (None, None, None)
-    assert [text_tokens_for(*case, micro) for case in cases] == [16, 20, 12, 12, 64]
-    for case, where in (((65, None, 12), "--text_tokens"), ((None, None, 65), "clap.text_tokens")):
-        with pytest.raises(UserError, match=f"{where}: micro has positions for 2 to 64 tokens, found 65"):
-            text_tokens_for(*case, micro)
 
 
 def on_ranks(world_size: int, *options: str | Path) -> tuple[list[int], str, str]:

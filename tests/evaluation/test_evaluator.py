@@ -14,14 +14,11 @@ import torch.nn.functional as F
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import load_preset
-from clap_ds.config.sections import EvaluationSettings, ZeroShotSettings
+from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data.front_end import FrontEnd
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
-from clap_ds.data.tar_items import Place
 from clap_ds.evaluation import ranking
-from clap_ds.evaluation.clips import Clip, list_clips, plan_zero_shot
 from clap_ds.evaluation.evaluator import Evaluator, NonFiniteEmbeddingsError
-from clap_ds.evaluation.predictions import of_clips
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
 from clap_ds.model.tokenizer import load_tokenizer, tokenize
@@ -110,18 +107,6 @@ def test_equals_the_model_used_by_hand(write_clips: WriteClips, clip_tokenizer: 
     assert found["retrieval_text_to_audio_map10"] == pytest.approx(np.mean([1 / r for r in ranks]))
 
 
-def test_classes_are_asked_for_by_the_words_that_captions_are_built_of(
-    tmp_path: Path, clip_tokenizer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    classes = ["Drill (tool)", "click", "low_hum", "low_hum,click"]
-    members = [each for n, name in enumerate(classes) for each in clip_members(n, {"kind": name, "caption": "x"})]
-    shards = [str(write_tar(tmp_path / "a.tar", members))]
-    plan, _ = plan_zero_shot(dict(enumerate(list_clips(shards)[0])), ZeroShotSettings(shards=shards, templates=["{}"]))
-    assert plan.captions == [["Drill (tool)"], ["click"], ["low hum"], ["low hum,click"]]
-    make(settings_for(shards), clip_tokenizer)
-    assert "warning: class 'low_hum,click'" in capsys.readouterr().out
-
-
 def test_features_are_evaluated_as_the_audio_they_were_made_of(
     tmp_path: Path, write_clips: WriteClips, clip_tokenizer: str
 ) -> None:
@@ -151,12 +136,8 @@ def test_predictions_are_what_the_metrics_are_of(write_clips: WriteClips, clip_t
     is_best = [clip["of"][KINDS[n % 3]]["rank"] == 1 for n, clip in enumerate(zero_shot["clips"])]
     assert evaluation.metrics["zero_shot_top1"] == np.mean(is_best)
     assert zero_shot["classes"] == {kind: {"clips": 3, "top1": np.mean(is_best[n::3])} for n, kind in enumerate(KINDS)}
-    best = [max(clip["best"], key=lambda kind: clip["best"][kind]["score"]) for clip in zero_shot["clips"]]
-    rows = [[best[n::3].count(each) for each in sorted(KINDS)] for n in range(3)]
-    assert zero_shot["confusion"] == dict(zip(KINDS, rows, strict=True))
-    same = torch.ones(4, 2)
-    alike = of_clips([Clip("a", "b", Place(0, 0), {})], [[2]], "wxyz", same[:1], same)[0]
-    assert alike["of"] == {"y": {"score": 2.0, "rank": 2.5}}
+    diagonal = [zero_shot["confusion"][kind][sorted(KINDS).index(kind)] for kind in KINDS]
+    assert sum(diagonal) == sum(is_best)
 
 
 def test_the_model_and_the_random_state_stay_as_they_were(write_clips: WriteClips, clip_tokenizer: str) -> None:

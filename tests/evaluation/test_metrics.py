@@ -119,19 +119,13 @@ def test_the_loss_of_retrieval_is_that_of_batches_that_differ_by_one_clip(
     monkeypatch.setattr(metrics, "LOSS_BATCH", 4)
     expected = []
     for batch in ([0, 3, 6, 9], [1, 4, 7], [2, 5, 8]):
-        for i in batch:
-            if bias is None:
-                same = [j for j in batch if captions[j] == captions[i]]
-                rows = [
-                    (SCALE * each).log_softmax(1)
-                    for each in (audio[batch] @ text[batch].T, text[batch] @ audio[batch].T)
-                ]
-                at = batch.index(i), [batch.index(j) for j in same]
-                expected.append(-sum(float(row[at].mean()) for row in rows) / 2)
-            else:
-                signs = [1 if captions[j] == captions[i] else -1 for j in batch]
-                logits = [sign * (SCALE * audio[i] @ text[j] + bias) for sign, j in zip(signs, batch, strict=True)]
-                expected.append(-sum(float(F.logsigmoid(logit)) for logit in logits))
+        is_same = torch.tensor([[captions[i] == captions[j] for j in batch] for i in batch])
+        logits = SCALE * audio[batch] @ text[batch].T
+        if bias is None:
+            likely = [each.log_softmax(1) * is_same / is_same.sum(1, keepdim=True) for each in (logits, logits.T)]
+            expected += (-sum(likely).sum(1) / 2).tolist()
+        else:
+            expected += (-F.logsigmoid((2.0 * is_same - 1) * (logits + bias)).sum(1)).tolist()
     found = retrieval_loss("softmax" if bias is None else "sigmoid", audio, text, captions, SCALE, bias)
     assert found.value == pytest.approx(np.mean(expected), rel=1e-5)
     margin = 1.96 * np.std(expected) / np.sqrt(10)

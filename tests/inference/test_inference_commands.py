@@ -102,7 +102,6 @@ def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.Ca
         (search.main, "v.parquet", "expected a text to look for"),
         (search.main, "v.parquet --sound a.wav", "a.wav: no such file"),
         (search.main, "v.parquet dog --model other", "another model"),
-        (label.main, "run sounds", "expected --labels"),
         (label.main, "run sounds --labels dog,rain,dog", "each once"),
         (label.main, "other v.parquet --labels a,b", "another model"),
         (label.main, "absent sounds --labels a,b", "absent: no such file or folder"),

@@ -67,5 +67,5 @@ def test_the_nearest_are_those_of_all_rows_sorted() -> None:
         pieces = [Block(*(column[at : at + size] for column in block)) for at in range(0, 100, size)]
         for top in (1, 10, 1000):
             found = nearest(pieces, query, top)
-            assert [each.file for each in found] == block.file[order[:top]].tolist()
-            np.testing.assert_allclose([each.score for each in found], scores[order[:top]], rtol=0, atol=4 * 2**-24)
+            assert [file for _, file, *_ in found] == block.file[order[:top]].tolist()
+            np.testing.assert_allclose([score for score, *_ in found], scores[order[:top]], rtol=0, atol=4 * 2**-24)
