@@ -18,7 +18,6 @@ from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.data.captions import in_words
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text
-from clap_ds.inference.options import DTYPES
 from clap_ds.inference.windows import Row, Sound, Source, Which, read_windows
 from clap_ds.model.tokenizer import PreTrainedTokenizerBase, load_tokenizer
 from clap_ds.ranks.accelerator import choose_accelerator, set_up_cuda
@@ -197,7 +196,7 @@ def _whole(rows: Iterator[Row]) -> Iterator[Row]:
         if row.vector is not None:
             vectors.append(row.vector)
         if row.is_end:
-            mean = None if error else vectors[0]
+            mean: Any = None if error else vectors[0]
             if len(vectors) > 1 and not error:
                 total = np.sum(vectors, axis=0, dtype=np.float64)
                 mean = (total / np.linalg.norm(total)).astype(np.float32)
@@ -235,8 +234,8 @@ def load(
         tokenizer: hub name or folder; default: the checkpoint's.
         preset: the sizes that are expected: a preset's name, or a path.
     """
-    if (name := str(dtype).removeprefix("torch.")) not in (known := [*DTYPES.values()]):
-        raise ValueError(f"dtype: expected {', '.join(known)}, found {dtype!r}")
+    if (name := str(dtype).removeprefix("torch.")) not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype: expected float32, bfloat16 or float16, found {dtype!r}")
     expected = None if preset is None else load_preset(preset)
     try:
         where = torch.device(device or choose_accelerator())

@@ -132,7 +132,7 @@ def _read_blocks(path: Path, table: Any, dim: int) -> Iterator[Block]:
             found = np.full((len(vectors), dim), np.nan, np.float32)
             there = vectors.is_valid().to_numpy(zero_copy_only=False)
             found[there] = vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)  # leaves null ones out
-            yield Block(*(each.to_numpy(zero_copy_only=False) for each in columns), found)
+            yield Block(*(*(each.to_numpy(zero_copy_only=False) for each in columns), found))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read to its end: {error}") from None
 
