@@ -26,10 +26,13 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") -> None:
     """Add which model, and its precision: a default of `DTYPES`, or words for one that is found out later."""
-    add, best = parser.add_argument, "of a folder of checkpoints, the best by its run's best_by (default: newest)"
-    add("--best", action="store_true", help=best)
+    add, sizes = parser.add_argument, f"the model's sizes, for a file that doesn't say them: {PRESETS}"
+    add(
+        "--best",
+        action="store_true",
+        help="of a folder of checkpoints, the best by its run's best_by (default: newest)",
+    )
     add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
-    sizes = f"the model's sizes, for a file that doesn't say them: {PRESETS}"
     add("--preset", type=preset_argument, metavar="NAME", help=sizes)
     known = precision if precision in DTYPES else None
     add("--precision", choices=tuple(DTYPES), default=known, help=f"of the model (default: {precision})")

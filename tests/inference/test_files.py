@@ -17,22 +17,15 @@ def test_what_arguments_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / name).touch()
     Path("list.csv").write_text("label,filename\ndog,s/b.wav\ncat,absent.wav\n")
     Path("bare.txt").write_text("c.mp3\ns/b.wav\n")
-    Path("headed.txt").write_text("sound\nc.mp3\n")
     write_tar(tmp_path / "0.tar", [*marked_items(range(2)), ("0005.png", b"")])
     for names, expected in (
         (["s"], ["s/a/z.FLAC", "s/b.wav", r"s/\xff.ogg"]),
         (["s/b.wav", "list.csv"], ["s/b.wav", "absent.wav"]),
         (["bare.txt"], ["c.mp3", "s/b.wav"]),
-        (["headed.txt"], ["c.mp3"]),
         (["*.tar"], ["0.tar: 0000", "0.tar: 0001", "0.tar: 0005"]),
     ):
         assert [*find_sources(names)] == expected, names
-    Path("two.csv").write_text("id,label\n1,dog\n")
-    for name, message in (
-        ("absent.wav", "no such file or folder"),
-        ("two.csv", "no column named"),
-        ("x-*.tar", "no file matches"),
-    ):
-        with pytest.raises(UserError, match=f"{message}.*") as caught:
+    for name in ("absent.wav", "x-*.tar"):
+        with pytest.raises(UserError) as caught:
             find_sources([name])
         assert name in str(caught.value)

@@ -106,9 +106,8 @@ def test_the_same_model_from_wherever_it_lies(clap: Clap, clap_folder: Path, tmp
     np.testing.assert_allclose(row / np.linalg.norm(row), clap.embed_audio(sound)[0], atol=2e-5)  # mels of float32
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
-def test_rows_are_float32_whatever_computes_them(clap: Clap, clap_folder: Path, dtype: Any) -> None:
-    found = clap_ds.load(clap_folder, dtype=dtype).embed_audio(noise(1.5), 48000)
+def test_rows_are_float32_whatever_computes_them(clap: Clap, clap_folder: Path) -> None:
+    found = clap_ds.load(clap_folder, dtype="bfloat16").embed_audio(noise(1.5), 48000)
     assert found.dtype == np.float32
     assert abs(np.linalg.norm(found) - 1) < 1e-6
     assert (found @ clap.embed_audio(noise(1.5), 48000).T).item() > 0.999
