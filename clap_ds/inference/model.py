@@ -66,7 +66,6 @@ class Clap:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load it when it is first needed; a ValueError where there is none."""
         if self._tokenizer_name is None:
             raise ValueError("tokenizer: missing: the one that the model's captions are for")
         fit = {"vocab_size": self.config.text.vocab_size, "pad_token_id": self.config.text.pad_token_id}

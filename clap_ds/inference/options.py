@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import PRESETS, preset_argument
-from clap_ds.data.broken import Broken
 from clap_ds.record.csv_text import printable
 
 if TYPE_CHECKING:
@@ -57,13 +56,8 @@ def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> No
 
 
 def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[Row]:
-    """Embed sources as the options say; those that are known to be broken come first."""
-    from clap_ds.inference.model import Row
-
-    broken = (each for each in sources.values() if isinstance(each, Broken))
-    yield from (Row(each.name, 0.0, 0.0, None, each.reason) for each in broken)
     given = {name: getattr(arguments, name) for name in ("windows", "overlap", "batch_size", "num_workers")}
-    yield from clap.iter_windows((each for each in sources.values() if not isinstance(each, Broken)), **given)
+    return clap.iter_windows(sources.values(), **given)
 
 
 def load_model(source: str, arguments: argparse.Namespace) -> Clap:

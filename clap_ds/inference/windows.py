@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.data.broken import BrokenItemError
+from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.decoding import Encoded, check_samples, mix, open_audio, repeat
 from clap_ds.data.items import read_clip
 from clap_ds.data.resampling import resample_blocks, resampling_ratio
@@ -45,7 +45,7 @@ class Sound:
     sample_rate: int
 
 
-Source = str | Path | Clip | Sound
+Source = str | Path | Clip | Sound | Broken
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
 
     def __iter__(self) -> Iterator[tuple[Row, Tensor | None]]:
         for source in self._sources:
-            name = source.name if isinstance(source, (Clip, Sound)) else str(source)
+            name = source.name if isinstance(source, (Clip, Sound, Broken)) else str(source)
             end_s, error = 0.0, ""
             try:
                 for start_s, end_s, waveform in self._windows(source):
@@ -127,6 +127,8 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
 
     def _content(self, source: Source) -> tuple[Encoded, Encoded | str]:
         """Open a source: its file, mapped where it is long, and it or a path to it, of which no pages stay in memory."""
+        if isinstance(source, Broken):
+            raise BrokenItemError(source.reason)
         if isinstance(source, Sound):  # by the same code as files
             subtype = "PCM_16" if source.samples.dtype == np.int16 else "FLOAT"
             soundfile.write(to := io.BytesIO(), source.samples.T, source.sample_rate, format="RF64", subtype=subtype)
