@@ -27,7 +27,7 @@ endif
 	@echo "setting up .venv, once: torch with its CUDA libraries is several GB"
 	@test -x .venv/bin/python || "$${BASE_PYTHON:-python3}" -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,embed,probe,test]'
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,embed,test]'
 	@.venv/bin/python -m clap_ds.model.torchaudio_compat
 	@# Linux cuts the first line of a script at a space in the path of its Python.
 	@find .venv/bin -type f -exec sed -i '1s|^#!/.* .*/bin/python[0-9.]*$$|#!/usr/bin/env python|' {} +
@@ -50,8 +50,8 @@ KIND := encoded
 
 train-demo: $(READY)
 	rm -rf $(DEMO) runs/train_demo-*-checkpoints
-	"$(PYTHON)" $(SOUNDS) $(DEMO)/train --wordings train --clips 5200 --shards 8 --seconds 1-3 --sample_rate 16000 --format wav
-	"$(PYTHON)" $(SOUNDS) $(DEMO)/held_out --wordings held_out --clips 520 --shards 2 --seed 1 --seconds 1-3 --sample_rate 16000 --format wav
+	"$(PYTHON)" $(SOUNDS) $(DEMO)/train --wordings train --clips 4800 --shards 8 --seconds 1-3 --sample_rate 16000 --format wav
+	"$(PYTHON)" $(SOUNDS) $(DEMO)/held_out --wordings held_out --clips 480 --shards 2 --seed 1 --seconds 1-3 --sample_rate 16000 --format wav
 ifneq ($(KIND),encoded)
 	for side in train held_out; do "$(PYTHON)" -m clap_ds.shards prepare "$(DEMO)/$$side/*.tar" "$(DEMO)/$(KIND)/$$side" --kind $(KIND) --preset demo; done
 	sed 's#$(DEMO)/\([a-z_]*\)/\*#$(DEMO)/$(KIND)/\1/*#' ds_configs/train_demo_cpu.json > $(DEMO)/$(KIND).json

@@ -15,3 +15,7 @@ def __getattr__(name: str) -> Any:
     from clap_ds.inference.model import load
 
     return load
+
+
+def __dir__() -> list[str]:
+    return [*globals(), "load"]

@@ -3,10 +3,8 @@
     python clap_ds/evaluate.py CHECKPOINT --retrieval 'held_out/*.tar' --zero_shot 'held_out/*.tar'
     deepspeed clap_ds/evaluate.py CHECKPOINT --deepspeed_config my_run.json
 
-CHECKPOINT is one of this project's (or the folder they lie in: its newest, with --best its best), a folder that
-`transformers.ClapModel` loads, or a LAION-CLAP .pt file. What is evaluated stands in the configuration's `clap.evaluation`, on
-the command line, which counts more, or both.
-Runs under deepspeed, torchrun and, as a single rank, under plain python.
+CHECKPOINT is whatever `clap_ds.load` takes. What is evaluated stands in the configuration's
+`clap.evaluation` or on the command line, which counts more. Runs under deepspeed, torchrun and, as one rank, under python.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import INTERRUPTED, UserError
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
-from clap_ds.config.model import TEXT_TOKENS, ClapConfig, load_preset
+from clap_ds.config.model import TEXT_TOKENS, load_preset
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.inference import options
@@ -56,10 +54,9 @@ MEASURES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "map10": "mAP@10", "map": "
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="clap_ds/evaluate.py", description=description, allow_abbrev=False)
-    add, number = parser.add_argument, whole_number()
-    add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights")
+    parser = options.make_parser("clap_ds/evaluate.py", __doc__)
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights, or a name on the hub")
     options.add_model_options(parser, precision="the configuration's, else fp32")
     raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
     add("--raw", action="store_true", help=raw)
@@ -67,9 +64,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
     add("--class_field", metavar="FIELD", help="member of the json that names the class (default: kind)")
     add("--template", action="append", metavar="TEXT", help="caption with {} for the class; repeatable")
-    told = f"caption length (default: that of training; {TEXT_TOKENS} at most where nothing says)"
-    add("--text_tokens", help=told, type=number, metavar="N")
-    add("--micro_batch", help=f"clips per rank (default: {MICRO_BATCH})", type=number, metavar="N")
+    add("--micro_batch", help=f"clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
     add("--num_workers", type=whole_number(0), metavar="N", help="decoding processes per rank (default: 0)")
     add("--json", help="write the results there, too", type=Path, metavar="FILE")
     more = "write there, as JSON, each clip's ranks and scores and, of zero-shot, each class's results and the confusion matrix"
@@ -90,8 +85,6 @@ def main(ranks: Ranks) -> None:
         raise UserError("expected a CHECKPOINT, or --folds FILE …")
     run = load_run(arguments.deepspeed_config) if arguments.deepspeed_config else None
     settings = evaluation_settings(arguments, run)
-    if not Path(arguments.checkpoint).exists():
-        raise UserError(f"{arguments.checkpoint}: no such file or folder (working folder: {Path.cwd()})")
     for name in ("json", "predictions"):
         options.check_output(getattr(arguments, name), f"--{name}")
     if arguments.hostfile:
@@ -105,16 +98,20 @@ def main(ranks: Ranks) -> None:
 
 
 def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) -> EvaluationSettings:
-    """`clap.evaluation` of the configuration, if there is one, with the command line's changes; a UserError for nothing to
+    """Take `clap.evaluation` of the configuration, if there is one, with the command line's changes; a UserError for nothing to
     evaluate, and values that can't be."""
+
+    def given(**options: str) -> dict[str, Any]:
+        return {field: value for field, name in options.items() if (value := getattr(arguments, name)) is not None}
+
     content: dict[str, Any] = run.clap.evaluation.model_dump() if run else {}
-    content |= _given(arguments, tokenizer="tokenizer", micro_batch="micro_batch", num_workers="num_workers")
+    content |= given(tokenizer="tokenizer", micro_batch="micro_batch", num_workers="num_workers")
     content["tokenizer"] = content.get("tokenizer") or getattr(run and run.clap.data, "tokenizer", None)
     if arguments.retrieval:
         content["retrieval"] = {"shards": arguments.retrieval}
-    changes = _given(arguments, shards="zero_shot", class_field="class_field", templates="template")
-    content["zero_shot"] = zero_shot = {**(content.get("zero_shot") or {}), **changes} or None
-    if not (content.get("retrieval") or zero_shot):
+    changes = given(shards="zero_shot", class_field="class_field", templates="template")
+    content["zero_shot"] = {**(content.get("zero_shot") or {}), **changes} or None
+    if not (content.get("retrieval") or content["zero_shot"]):
         where = f"{run.path} has no clap.evaluation" if run else "there is no --deepspeed_config"
         raise UserError(f"nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both ({where})")
     try:
@@ -122,11 +119,6 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
     except ValidationError as error:
         problems = (f"clap.evaluation.{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise UserError("\n".join(problems)) from None
-
-
-def _given(arguments: argparse.Namespace, **options: str) -> dict[str, Any]:
-    """Fields by the options that say them, where these are given."""
-    return {field: value for field, name in options.items() if (value := getattr(arguments, name)) is not None}
 
 
 def evaluate_checkpoint(
@@ -142,14 +134,14 @@ def evaluate_checkpoint(
     from clap_ds.weights.load import load_weights
 
     device = initialize(ranks, compile_cpu_collective=False)
-    own = run.clap.preset() if run else None
-    expected = load_preset(arguments.preset) if arguments.preset else own
+    expected = load_preset(arguments.preset) if arguments.preset else run.clap.preset() if run else None
     checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.raw))
+    said = run.clap.text_tokens if run and "text_tokens" in run.clap.model_fields_set else None
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,
         tokenizer_name=settings.tokenizer or checkpoint.tokenizer_name,
-        text_tokens=text_tokens_for(arguments.text_tokens, run, checkpoint.text_tokens, checkpoint.config),
+        text_tokens=said or checkpoint.text_tokens or min(TEXT_TOKENS, checkpoint.config.text.max_tokens),
         micro_batch=settings.micro_batch or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
         loss_kind=checkpoint.loss_kind,
         ranks=ranks,
@@ -166,41 +158,29 @@ def evaluate_checkpoint(
         where |= {"device_name": device_name(device), "precision": precision, "text_tokens": evaluator.text_tokens}
         title = "{checkpoint}: {model} on {world_size} × {device_name}, {precision}, {text_tokens} text tokens"
         print_evaluation(evaluation, title.format_map({**where, "checkpoint": checkpoint.shown}))
-        if arguments.json is not None:
-            write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
-        if predictions is not None:
-            write_atomically(arguments.predictions, json.dumps({**where, **predictions}, indent=1) + "\n")
+        for path, content in ((arguments.json, evaluation.to_dict()), (arguments.predictions, predictions)):
+            if path is not None:
+                write_atomically(path, json.dumps({**where, **(content or {})}, indent=1) + "\n")
 
 
 def print_folds(paths: list[Path]) -> None:
-    """Mean, standard deviation and values over folds of the metrics in results; a UserError where they aren't such."""
+    """Print each metric's mean, standard deviation and values over folds; a UserError where results aren't such."""
     results = [read_object(path) for path in paths]
     found: list[Any] = [result.get("metrics") for result in results]
     for path, result, metrics in zip(paths, results, found, strict=True):
-        is_known = isinstance(metrics, dict) and metrics.keys() == found[0].keys() and len(paths) > 1
-        if not is_known or {*map(type, metrics.values())} != {float} or results.count(result) > 1:
-            each = "each of two or more folds, once, with the same metrics"
-            raise UserError(f"{path}: expected what --json wrote of {each}")
+        is_known = isinstance(metrics, dict) and metrics.keys() == found[0].keys()
+        if not is_known or len(paths) < 2 or results.count(result) > 1:
+            raise UserError(
+                f"{path}: expected what --json wrote of two or more folds, each once, with the same metrics"
+            )
     for name in found[0]:
         values = [(1 if name == LOSS else 100) * metrics[name] for metrics in found]
         each = ", ".join(f"{value:.2f}" for value in values)
         print(f"{name}: {mean(values):.2f} ± {stdev(values):.2f}{' %' * (name != LOSS)} ({len(values)} folds: {each})")
 
 
-def text_tokens_for(option: int | None, run: RunSettings | None, trained: int | None, config: ClapConfig) -> int:
-    """Caption length: the option's, or what the configuration itself says, or that of training; a UserError for more than the
-    model has positions for."""
-    said = run.clap.text_tokens if run and "text_tokens" in run.clap.model_fields_set else None
-    most = config.text.max_tokens
-    wanted = option or said or trained or min(TEXT_TOKENS, most)
-    if not 2 <= wanted <= most:
-        where = "--text_tokens" if option else "clap.text_tokens"
-        raise UserError(f"{where}: {config.name} has positions for 2 to {most} tokens, found {wanted}")
-    return wanted
-
-
 def print_evaluation(evaluation: Evaluation, title: str) -> None:
-    """Each metric, in percent but for the loss, with its interval and chance level, and what it rests on."""
+    """Print each metric, in percent but for the loss, with its interval and chance level, and what it rests on."""
     from rich.table import Table
 
     from clap_ds.record.terminal import show

@@ -3,8 +3,7 @@
     clap-label CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
     clap-label CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
 
-INPUTs are those of `clap-embed`, or a table that it wrote: then no audio is read. A label's vector is the mean of its captions'
-by the templates, as in zero-shot evaluation; probabilities are over the labels given.
+INPUTs are those of `clap-embed`, or a table that it wrote. Probabilities are over the labels given, as in zero-shot evaluation.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +24,10 @@ from clap_ds.config.files import read_bytes
 from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.inference import options
 from clap_ds.inference.files import find_sources
-from clap_ds.inference.vectors import SUFFIXES, Block, block_of, read_table
+from clap_ds.inference.vectors import PARQUET, Block, blocks_of, read_table
 from clap_ds.record.csv_text import write_csv
 
 _BLOCK = 64  # rows that are labelled at a time
-COLUMNS = ("label", "probability")
 Cells: TypeAlias = list[str | float]
 
 
@@ -38,20 +36,20 @@ def main(argv: list[str] | None = None) -> int:
     labels = labels_of(arguments)
     top = min(arguments.top, len(labels))
     options.check_output(arguments.output)
-    tables = {path: read_table(path) for each in arguments.inputs if (path := Path(each)).suffix in SUFFIXES}
-    sources = find_sources([each for each in arguments.inputs if Path(each).suffix not in SUFFIXES])
+    tables = {path: read_table(path) for each in arguments.inputs if (path := Path(each)).suffix == PARQUET}
+    sources = find_sources([each for each in arguments.inputs if Path(each).suffix != PARQUET])
     clap = options.load_model(arguments.checkpoint, arguments)  # which loads torch
     for path, (about, *_) in tables.items():
         options.check_made_by(path, about, clap)
-    embedded = iter(options.embedded(clap, sources, arguments))
-    batches = iter(lambda: list(islice(embedded, _BLOCK)), [])
+    embedded = blocks_of(options.embedded(clap, sources, arguments), clap.dim, _BLOCK)
     names: set[str] = set()
     reasons: list[tuple[str, str]] = []
 
     def rows() -> Iterator[Cells]:
-        yield ["file", "start_s", "end_s", "error", *(f"{what}_{n}" for n in range(1, top + 1) for what in COLUMNS)]
+        columns = (f"{what}_{n}" for n in range(1, top + 1) for what in ("label", "probability"))
+        yield ["file", "start_s", "end_s", "error", *columns]
         classes = clap.class_embeddings(labels, arguments.template)
-        for block in chain(*(blocks for *_, blocks in tables.values()), (block_of(each, clap.dim) for each in batches)):
+        for block in chain(*(blocks for *_, blocks in tables.values()), embedded):
             names.update(block.file)
             reasons.extend(block.left_out)
             yield from labelled(block, clap.probabilities(block.vector, classes), labels, top)
@@ -61,20 +59,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def labelled(block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int) -> Iterator[Cells]:
-    """The CSV's rows of a block, by probabilities (rows, labels): the likeliest `top` labels of each, none where there is no
-    vector."""
-    for *said, likely in zip(*block[:4], probabilities, strict=True):
-        best: Any = [] if np.isnan(likely).any() else np.argsort(-likely, kind="stable")[:top]
-        file, start_s, end_s, error = said
-        best_labels = [cell for n in best for cell in (labels[n], round(float(likely[n]), 6))]
-        empty = [""] * (2 * top - len(best_labels))
-        yield [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error), *best_labels, *empty]
+    """Make the CSV's rows of a block: the likeliest `top` labels of each by probabilities (rows, labels), none where they are
+    NaN."""
+    for file, start_s, end_s, error, likely in zip(*block[:4], probabilities, strict=True):
+        cells: Cells = [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error)]
+        for n in np.argsort(-likely, kind="stable")[:top]:
+            cells += ["", ""] if np.isnan(likely[n]) else [labels[n], round(float(likely[n]), 6)]
+        yield cells
 
 
 def labels_of(arguments: argparse.Namespace) -> list[str]:
-    """The labels that the options name; a UserError where they can't be."""
-    if bool(arguments.labels) == bool(arguments.labels_file):
-        raise UserError("expected --labels A,B,… or --labels_file FILE")
+    """Read the labels that the options name; a UserError where they can't be."""
     where, told = "--labels", (arguments.labels or "").split(",")
     if arguments.labels_file:
         where = f"--labels_file {arguments.labels_file}"
@@ -83,36 +78,25 @@ def labels_of(arguments: argparse.Namespace) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{where} can't be read as UTF-8: {error}") from None
     labels = [name for each in told if (name := each.strip())]
-    if len(labels) < 2 or (twice := {name for name in labels if labels.count(name) > 1}):
-        found = f"{min(twice)!r} twice" if len(labels) > 1 else f"{len(labels)}"
-        raise UserError(f"{where}: expected two labels or more, each once, found {found}")
+    if len(labels) < 2:
+        raise UserError(f"{where}: expected two labels or more, found {', '.join(labels)}")
     return labels
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="clap-label", description=description, allow_abbrev=False)
-    add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a name on the hub")
-    add("inputs", nargs="+", metavar="INPUT", help="folders, audio files, lists of them, tars; tables of clap-embed")
-    add("--labels", metavar="A,B,…", help="what to choose from")
-    add("--labels_file", type=Path, metavar="FILE", help="instead: a label in each line")
+    parser = options.make_parser("clap-label", __doc__)
+    options.add_audio_inputs(parser, f"{options.INPUTS}; tables of clap-embed")
+    add, labels = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    labels.add_argument("--labels", metavar="A,B,…", help="what to choose from")
+    labels.add_argument("--labels_file", type=Path, metavar="FILE", help="a label in each line")
     told = "caption with {} for the label; repeatable (default: those of evaluation)"
-    add("--template", action="append", type=template, metavar="TEXT", help=told)
+    add("--template", action="append", metavar="TEXT", help=told)
     add("--top", type=whole_number(), default=3, metavar="N", help="labels of each row (default 3)")
     add("--output", type=Path, metavar="FILE", help="the CSV (default: standard output)")
-    options.add_audio_options(parser)
     options.add_model_options(parser)
     arguments = parser.parse_intermixed_args(argv)
     arguments.template = arguments.template or ZeroShotSettings.model_fields["templates"].default
     return arguments
-
-
-def template(text: str) -> str:
-    """For `type=` of argparse."""
-    if "{}" not in text:
-        raise argparse.ArgumentTypeError(f"expected a text with {{}} for the label, found {text!r}")
-    return text
 
 
 command = partial(run_alone, main, MISTAKES)

@@ -3,8 +3,7 @@
     clap-search vectors.parquet "a dog barks far away"
     clap-search vectors.parquet --sound bark.wav --top 20 --output found.csv
 
-The table is `clap-embed`'s, and the model the one it names. Every row is compared, block by block, so that a table may be
-larger than the memory.
+The table is `clap-embed`'s, and the model the one it names. Every row is compared; a table may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -38,15 +37,16 @@ def main(argv: list[str] | None = None) -> None:
     if not found:
         raise UserError(f"{arguments.table}: none of {num_rows} rows has a vector")
     if arguments.output:
-        rows: Any = ([each.file, round(each.start_s, 3), round(each.end_s, 3), round(each.score, 6)] for each in found)
+        rows: Any = (
+            [file, round(start_s, 3), round(end_s, 3), round(score, 6)] for score, file, start_s, end_s in found
+        )
         return write_csv(arguments.output, [["file", "start_s", "end_s", "score"], *rows])
-    for each in found:
-        print(f"{each.score:7.4f}  {each.start_s:9.2f} – {each.end_s:.2f} s  {printable(each.file)}")
+    for score, file, start_s, end_s in found:
+        print(f"{score:7.4f}  {start_s:9.2f} – {end_s:.2f} s  {printable(file)}")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="clap-search", description=description, allow_abbrev=False)
+    parser = options.make_parser("clap-search", __doc__)
     add = parser.add_argument
     add("table", type=Path, metavar="TABLE", help="that clap-embed wrote")
     add("query", nargs="?", metavar="TEXT", help="what to look for")

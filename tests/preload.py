@@ -14,7 +14,6 @@ import clap_ds.analysis.plot_run
 import clap_ds.engine.session
 import clap_ds.evaluation.evaluator
 import clap_ds.inference.model
-import clap_ds.inference.parts
 import clap_ds.measuring.flops_profile
 import clap_ds.measuring.throughput
 import clap_ds.training.trainer  # noqa: F401

@@ -18,7 +18,7 @@ from clap_ds.config.errors import did_you_mean
 from clap_ds.config.files import object_in
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
-PAD_TOKEN_ID = 1  # RoBERTa's and MPNet's
+PAD_TOKEN_ID = 1  # RoBERTa's
 TEXT_TOKENS = 77
 """Most tokens of a caption where nothing says how long those of training were: LAION's."""
 CHANNELS = 4
@@ -133,7 +133,7 @@ class TextConfig(Sizes):
     """One of `transformers`' encoders. `hub_name` is the checkpoint these sizes belong to, for its tokenizer and pretrained
     weights."""
 
-    architecture: Literal["roberta", "bert", "mpnet"] = "roberta"
+    architecture: Literal["roberta", "bert"] = "roberta"
     """What `transformers` calls it; DistilRoBERTa is a `roberta` of 6 layers."""
     hub_name: str
     vocab_size: PositiveInt
@@ -153,7 +153,7 @@ class TextConfig(Sizes):
 
     @property
     def first_position(self) -> int:
-        """Row of the position table that a caption's first token takes: RoBERTa and MPNet leave two unused."""
+        """Row of the position table that a caption's first token takes: RoBERTa leaves two unused."""
         return 0 if self.architecture == "bert" else PAD_TOKEN_ID + 1
 
     @property
@@ -164,8 +164,8 @@ class TextConfig(Sizes):
     @property
     def ends_with_first_token(self) -> bool:
         """Whether the last layer computes each caption's first token alone past its keys and values, the others being pooled by
-        nothing. MPNet's attention has the projection after it in one module with it, and computes all."""
-        return self.pooling == "cls_pooler" and self.architecture != "mpnet"
+        nothing."""
+        return self.pooling == "cls_pooler"
 
     @model_validator(mode="after")
     def _check_sizes(self) -> TextConfig:

@@ -165,12 +165,6 @@ def _check_together(clap: ClapSettings) -> list[str]:
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
     problems = {
         f"text_tokens: {preset.name} has positions for {longest}, found {tokens}": tokens > longest,
-        "text: mpnet's attention weighs distances in a padded caption; expected 'padded', found 'packed'": (
-            text.architecture == "mpnet" and clap.text == "packed"
-        ),
-        "model.checkpoint_activations: transformers has it for roberta and bert, not for mpnet; expected 'audio' alone": (
-            text.architecture == "mpnet" and "text" in clap.model.checkpoint_activations
-        ),
         f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
         "train: give samples or epochs, not both": bool(train.samples and train.epochs),
         "loss.same_caption: 'positive' has no effect on what the softmax loss teaches; expected kind 'sigmoid'": (

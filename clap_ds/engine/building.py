@@ -80,8 +80,7 @@ def depths(model: ClapModel) -> dict[str, tuple[Tower, int]]:
         for name, parameter in module.named_parameters():
             left = most - 1 - number_of[id(parameter)] if id(parameter) in number_of else left
             place = left if left > 1 or id(parameter) in number_of else 0
-            is_every_blocks = name.endswith("encoder.relative_attention_bias.weight")  # MPNet's, listed after them
-            found[f"{tower}.{name}"] = tower, most if is_every_blocks else place
+            found[f"{tower}.{name}"] = tower, place
     return found
 
 

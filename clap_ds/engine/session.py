@@ -60,7 +60,7 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
 def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
     """Open the run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded: a
     SystemExit follows where it failed or was stopped."""
-    kernels = report(run.clap.cpu_kernels, run.clap.preset().text.architecture) if device.type == "cpu" else None
+    kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
     with agreed():

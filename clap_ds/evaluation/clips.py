@@ -1,9 +1,7 @@
 """The clips of evaluation shards: what is said of each and where its audio lies, which a task can use, later the audio itself.
 
-Tars are gone through once without reading audio, so that captions and classes can be checked before any work is done. Clips are
-numbered over all shards in the order of files and tars, and ranks take turns, so that each is used exactly once however many
-ranks and workers there are. Audio and features longer than the model's clips are cropped in their middle, or with feature
-fusion heard whole.
+Tars are gone through once without reading audio, so that captions and classes can be checked before any work is done. Audio and
+features longer than the model's clips are cropped in their middle, or with feature fusion heard whole.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One item of a shard: the tar's path, the item's name in it, where the encoded audio lies, its text files by extension."""
+    """One item of a shard: the tar's path, its name there, where the encoded audio lies, its text files by extension."""
 
     shard: str
     key: str
@@ -52,7 +50,7 @@ class Clip:
 
 
 def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip], list[Broken]]:
-    """The items of tars that hold audio or, of `mel`, features, in order, and what else was met."""
+    """List the items of tars that hold audio or, of `mel`, features, in order, and what else was met."""
     clips: list[Clip] = []
     broken: list[Broken] = []
 
@@ -73,7 +71,7 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
 
 
 def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
-    """The classes a clip is of, by a field of its json; a BrokenItemError where that holds no class name or list of them."""
+    """Read a clip's classes in a field of its json; a BrokenItemError where that holds no class name or list of them."""
     try:
         content = parse_json(described.get("json", b""))
     except ValueError as error:  # of JSON or of UTF-8
@@ -88,8 +86,8 @@ def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a task uses: numbers of clips among all, the captions of each clip or, for zero-shot, of each class, and there the
-    numbers of the classes that each clip is of, and the classes' names."""
+    """What a task uses: numbers of clips among all, and the captions of each clip. For zero-shot the captions are of classes,
+    and each clip's classes have numbers, and names."""
 
     clips: list[int]
     captions: list[list[str]]
@@ -101,18 +99,14 @@ Numbered = dict[int, Clip]
 
 
 def plan_retrieval(clips: Numbered) -> tuple[Plan, list[Broken]]:
-    """The clips that have a caption, a ValueError if none has, and the others."""
+    """Choose the clips that have a caption; a ValueError if none has."""
     found, broken = _read(clips, captions_of, f"{FIELD}.retrieval.shards: expected clips with captions")
     return Plan(list(found), list(found.values())), broken
 
 
 def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings) -> tuple[Plan, list[Broken]]:
-    """The clips that have a class, and the others. A class has captions by every name in every template; its own name is put
-    as `clap-shards build` puts it in captions.
-
-    Raises:
-        ValueError: none has, a class that isn't among those expected, fewer than two classes.
-    """
+    """Choose the clips that have a class; a ValueError if none has, one isn't expected, or there are fewer than two. A class's
+    own name is put as `clap-shards build` puts it in captions."""
     read = partial(classes_of, field=settings.class_field)
     wanted = f"clips with {settings.class_field!r} ({FIELD}.zero_shot.class_field) in a json"
     found, broken = _read(clips, read, f"{FIELD}.zero_shot.shards: expected {wanted}")
@@ -173,16 +167,16 @@ class Middle(random.Random):
 
 
 def empty_row(audio: AudioConfig, kind: Kind) -> Tensor:
-    """Zeros for a clip of a kind: features (num_frames, mel_bins) float16 of `mel`, else float32 a waveform (num_samples,) or,
-    with feature fusion, a file's features (4, num_frames, mel_bins)."""
+    """Make zeros for a clip: of `mel` features (num_frames, mel_bins) float16, else float32 a waveform (num_samples,) or, with
+    feature fusion, features (4, num_frames, mel_bins)."""
     return torch.zeros(audio.feature_shape, dtype=torch.float16) if kind == "mel" else torch.zeros(audio.clip_shape)
 
 
 def load_audio(
     clips: list[Clip], audio: AudioConfig, *, num_workers: int, kind: Kind = "encoded"
 ) -> Iterator[Tensor | str]:
-    """Clips in order, shaped as `empty_row`, or the reason why one can't be had. Read by `num_workers` processes (0: by this
-    one); a ValueError where one of these was killed."""
+    """Load clips in order, shaped as `empty_row`, or the reason why one can't be had, by `num_workers` processes (0: this one).
+    A ValueError where one of these was killed."""
     if not clips:
         return
     dataset, num_workers = _ClipAudio(clips, audio, kind), min(num_workers, len(clips))

@@ -1,13 +1,12 @@
-"""Embeddings of clips and captions by a model as it is in use: evaluation mode, no gradients, its own dtype; fp32 rows.
+"""Embeddings of clips and captions in evaluation mode, without gradients, in the model's dtype; fp32 rows of length 1.
 
-Micro-batches are always full, the last filled up with zeros or empty captions, so that a compiled model meets one shape and a
-row is the same to the bit whatever is embedded beside it; `fill=False` leaves the last as it is, which is sooner done.
+Micro-batches are filled up with zeros or empty captions, so that a compiled model meets one shape and a row is the same to the
+bit whatever is embedded beside it; `fill=False` leaves the last as it is, which takes less time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import TypeVar
 
@@ -22,12 +21,12 @@ T = TypeVar("T")
 
 
 def embed_audio(model: ClapModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:
-    """(N, joint_dim) fp32, rows of length 1, of clips as `ClapModel.encode_audio` takes a batch of them."""
+    """Embed clips as `ClapModel.encode_audio` takes a batch of them: (N, joint_dim)."""
     return torch.cat([_none(model), *audio_batches(model, clips, micro_batch)])
 
 
 def audio_batches(model: ClapModel, clips: Iterable[Tensor], micro_batch: int, fill: bool = True) -> Iterator[Tensor]:
-    """The rows of `embed_audio`, a micro-batch of clips at a time."""
+    """Embed clips, a micro-batch at a time."""
 
     def encode(batch: list[Tensor]) -> Tensor:
         audio = torch.stack(batch + [torch.zeros_like(batch[0])] * (micro_batch - len(batch)) * fill)
@@ -40,7 +39,7 @@ def embed_text(
     model: ClapModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int, micro_batch: int,
     fill: bool = True,
 ) -> Tensor:  # fmt: skip
-    """(N, joint_dim) fp32, rows of length 1, of captions, cut after `text_tokens`."""
+    """Embed captions, cut after `text_tokens`: (N, joint_dim)."""
 
     def encode(batch: list[str]) -> Tensor:
         ids, mask = tokenize(batch + [""] * (micro_batch - len(batch)) * fill, tokenizer, text_tokens)
@@ -50,12 +49,12 @@ def embed_text(
 
 
 def class_captions(classes: Mapping[str, Sequence[str]], templates: Sequence[str]) -> list[list[str]]:
-    """Of each class, a caption by every name that it has in every template."""
+    """Make a caption of each class by every name that it has in every template."""
     return [[text.replace("{}", name) for name in names for text in templates] for names in classes.values()]
 
 
 def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor:
-    """(classes, D), fp32 rows of length 1: the mean of the features of each class's captions, held by `text_MD` in order."""
+    """Average the features of each class's captions, held by `text_MD` in order: (classes, D)."""
     means = [rows.double().mean(0) for rows in text_MD.split([len(each) for each in captions])]
     return F.normalize(torch.stack(means), dim=-1).float()
 
@@ -68,23 +67,15 @@ def _none(model: ClapModel) -> Tensor:
 def _batches(
     model: ClapModel, items: Iterable[T], micro_batch: int, encode: Callable[[list[T]], Tensor]
 ) -> Iterator[Tensor]:
-    rest = iter(items)
-    with _evaluating(model):
+    rest, modes = iter(items), [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
         while batch := list(islice(rest, micro_batch)):
             yield encode(batch)[: len(batch)].float()
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _device(model: ClapModel) -> torch.device:
     return model.logit_scale.device
-
-
-@contextmanager
-def _evaluating(model: ClapModel) -> Iterator[None]:
-    """Evaluation mode; each module's own mode is restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -1,7 +1,7 @@
 """Evaluates a model as the `clap.evaluation` section describes it, during training and after.
 
-What is wrong with the settings, the shards and their labels shows when an `Evaluator` is made, before any work that could be
-lost. Ranks take turns with clips and with captions, and share the features.
+Mistakes in settings, shards and labels show when an `Evaluator` is made, before any work that could be lost. Ranks take turns
+with clips and with captions, and share the features.
 """
 
 from __future__ import annotations
@@ -38,28 +38,19 @@ from clap_ds.ranks.agreement import judged, on_first, together
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import alive, doing
 
-MAX_NOTES = 20  # lines about broken items at a time
+MAX_NOTES = 20  # lines about broken items
 
 
 class NonFiniteEmbeddingsError(ValueError):
-    """A model whose weights are finite, and what it makes of clips isn't."""
+    """Embeddings that aren't finite, of a model whose weights are."""
 
 
 @dataclass
 class Evaluator:
     """Retrieval and zero-shot classification on held-out clips. All ranks make theirs together, a collective.
 
-    Attributes:
-        model_config: of the models to come.
-        tokenizer_name: hub name or folder.
-        text_tokens: caption length, padding included.
-        micro_batch: clips or captions per rank and forward pass.
-        loss_kind: `clap.loss.kind` that the model was trained with.
-        ranks: of the process group, or a single one without any.
-
-    Raises:
-        AgreedError: on all ranks: nothing to evaluate, missing shards or tokenizer, no usable clip, classes that don't fit,
-            ranks that see different clips.
+    `micro_batch` is of clips or captions per rank, `loss_kind` the `clap.loss.kind` of training. An AgreedError on all ranks
+    where something is missing or doesn't fit, or they see different clips.
     """
 
     settings: EvaluationSettings
@@ -119,9 +110,7 @@ class Evaluator:
     def evaluate(
         self, model: ClapModel, *, at_length: bool = False, predictions: dict[str, Any] | None = None
     ) -> Evaluation:
-        """Metrics of a model with chance levels, intervals and counts. A collective; every rank gets the same.
-
-        Leaves the model's mode and the random state as they were.
+        """Compute a model's metrics with chance levels, intervals and counts. A collective; every rank gets the same.
 
         Args:
             at_length: show progress, and find the interval of zero-shot's mean average precision, too, which takes a while.
@@ -175,7 +164,7 @@ class Evaluator:
         return metrics.evaluate_retrieval(audio, text, clip_of_caption, self.ranks) | {LOSS: loss}
 
     def _embed_clips(self, model: ClapModel, *, show_progress: bool) -> tuple[Tensor, dict[int, str]]:
-        """Features of all clips, (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
+        """Embed all clips: (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
         own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
         audio, failed = model.config.audio, dict[int, str]()
 
@@ -193,15 +182,13 @@ class Evaluator:
         return features, judged(failed, lambda found: {number: why for each in found for number, why in each.items()})
 
     def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
-        """Features of all captions, (M, D) fp32."""
         captions = list(chain.from_iterable(captions_of_each))
         own = captions[self.ranks.rank :: self.ranks.world_size]
         embed = lambda: embed_text(model, own, self._tokenizer, self.text_tokens, self.micro_batch)  # noqa: E731
         return self._shared(len(captions), embed)
 
     def _shared(self, total: int, embed_own: Callable[[], Tensor]) -> Tensor:
-        """(total, D) features of things that ranks take turns with, by those of each rank's own. An AgreedError on all ranks
-        where these raise a ValueError on any."""
+        """Gather (total, D) features of things that ranks take turns with; any rank's ValueError is all ranks' AgreedError."""
         own = together(embed_own)
         rows = own.new_zeros(-(-total // self.ranks.world_size), own.shape[1])
         rows[: len(own)] = own
@@ -211,23 +198,20 @@ class Evaluator:
         return everyone.transpose(0, 1).flatten(0, 1)[:total]
 
     def _note(self, found: Iterable[Broken]) -> None:
-        """Count what is broken once; rank 0 says so."""
         new = [broken for broken in dict.fromkeys(found) if broken not in self._broken]
         self._broken |= dict.fromkeys(new)
         if self.ranks.is_first:
-            shown = [str(broken) for broken in new[:MAX_NOTES]]
-            for text in shown + [f"{len(new) - MAX_NOTES} more"] * (len(new) > MAX_NOTES):
-                print(f"{FIELD}: skipped {text}", file=sys.stderr, flush=True)
+            for broken in new[:MAX_NOTES]:
+                print(f"{FIELD}: skipped {broken}", file=sys.stderr, flush=True)
 
 
 def _different(found: list[tuple[bytes, int]]) -> str:
-    """How many clips each rank sees; empty where all see the same."""
     return ", ".join(f"rank {rank}: {number}" for rank, (_, number) in enumerate(found)) if len(set(found)) > 1 else ""
 
 
 @contextmanager
 def _about(field: str) -> Iterator[None]:
-    """Errors within are about `field`, not the training data's."""
+    """Have errors within name `field`, not the training data's."""
     try:
         yield
     except ValueError as error:

@@ -1,15 +1,15 @@
-"""What is measured, each with its chance level and its uncertainty: audio–text retrieval and zero-shot classification.
+"""Metrics of audio–text retrieval and zero-shot classification, each with its chance level and its uncertainty.
 
-Retrieval: clips rank captions, captions rank clips. Recall at k from audio to text counts a clip as found when any of its
-captions is among the best k; its mean average precision at 10 asks for all of them. From text to audio each caption looks for
-its one clip. (As on Clotho and AudioCaps in arXiv 2211.06687 and DCASE's language-based audio retrieval.)
+Retrieval: recall at k from audio to text counts a clip as found when any of its captions is among the best k; its mean average
+precision at 10 asks for all of them. From text to audio each caption looks for its one clip. (As on Clotho and AudioCaps in
+arXiv 2211.06687 and DCASE's language-based audio retrieval.)
 
 Its loss is the contrastive loss of each clip with its first caption, in batches whose size no number of ranks changes. Equal
-captions are positives there, whatever they are in training: what is measured is the model.
+captions are positives there, whatever they are in training.
 
-Zero-shot: a class is the mean of its captions' embeddings, a clip is of the class nearest to it. A clip may be of several
-classes: it then counts as right at k when any of them is among the best k. The mean average precision ranks the clips for each
-class, as on AudioSet and FSD50K, and is the mean over the classes that have clips.
+Zero-shot: a class is the mean of its captions' embeddings, a clip is of the class nearest to it. A clip of several classes
+counts as right at k when any of them is among the best k. The mean average precision ranks the clips for each class, as on
+AudioSet and FSD50K, and is the mean over the classes that have clips.
 """
 
 from __future__ import annotations
@@ -39,13 +39,7 @@ LOSS_BATCH = 1024
 
 @dataclass(frozen=True)
 class Measure:
-    """One metric, all of it from 0 to 1, but for the loss.
-
-    Attributes:
-        value: what the model reaches.
-        chance: the expectation of a model that says the same of everything.
-        low, high: interval that holds the true value with 95 % probability.
-    """
+    """One metric, from 0 to 1 but for the loss; the expectation of a model that says the same of everything; 95 % interval."""
 
     value: float
     chance: float
@@ -55,7 +49,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task's metrics, by name, and what they rest on: counts of clips, captions, classes."""
+    """One task's metrics by name, and counts of clips, captions, classes."""
 
     counts: dict[str, int]
     measures: dict[str, Measure]
@@ -63,7 +57,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found: results by task (`retrieval`, `zero_shot`), and what the shards hold that couldn't be used."""
+    """Results by task (`retrieval`, `zero_shot`), and what couldn't be used."""
 
     tasks: dict[str, TaskResult]
     broken: list[Broken]
@@ -78,26 +72,23 @@ class Evaluation:
 
     @property
     def chances(self) -> dict[str, float]:
-        """What a model that says the same of everything would reach, by metric."""
         return {name: measure.chance for name, measure in self.measures.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """In words of JSON."""
         found = asdict(self)
-        broken = {"num_broken_items": len(self.broken), "broken_items": found["broken"]}
-        return {"metrics": self.metrics, "tasks": found["tasks"], **broken}
+        broken = found.pop("broken")
+        return {"metrics": self.metrics, **found, "num_broken_items": len(broken), "broken_items": broken}
 
 
 def wilson(proportion: float, number: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a proportion. For means of other values from 0 to 1 it is too wide rather than too narrow:
-    none vary more than those that are 0 or 1."""
+    """Compute Wilson's 95 % interval of a proportion. For means of other values from 0 to 1 it is rather too wide."""
     spread = Z * math.sqrt(proportion * (1 - proportion) / number + Z**2 / (4 * number**2))
     centre, scale = proportion + Z**2 / (2 * number), 1 + Z**2 / number
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
 def _means(names: Sequence[str], found: Tensor, chance: Tensor, num_clips: int) -> dict[str, Measure]:
-    """Measures of values from 0 to 1, (Q, M) each, with the intervals of a mean over so many clips."""
+    """Average values from 0 to 1, (Q, M) each, with the intervals of a mean over so many clips."""
     values = zip(names, found.mean(0).tolist(), chance.mean(0).tolist(), strict=False)
     return {name: Measure(value, by_chance, *wilson(value, num_clips)) for name, value, by_chance in values}
 
@@ -105,13 +96,8 @@ def _means(names: Sequence[str], found: Tensor, chance: Tensor, num_clips: int) 
 def evaluate_retrieval(
     audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Tensor, ranks: Ranks
 ) -> dict[str, Measure]:
-    """Both directions. A collective; the same on every rank.
-
-    Args:
-        audio_ND: features of N clips, fp32 rows of length 1.
-        text_MD: features of M captions, likewise.
-        clip_of_caption_M: the clip each caption belongs to, int64; every clip has one at least.
-    """
+    """Compute recall and mean average precision in both directions by features, fp32 rows of length 1, and each caption's clip.
+    Every clip has a caption. A collective; the same on every rank."""
     clip_N = torch.arange(len(audio_ND), device=audio_ND.device)
     measures: dict[str, Measure] = {}
     for direction, (queries, clip_of_query), (candidates, clip_of_candidate) in (
@@ -132,16 +118,11 @@ def evaluate_retrieval(
 def retrieval_loss(
     kind: str, audio_ND: Tensor, text_ND: Tensor, captions: Sequence[str], scale: Tensor, bias: Tensor | None
 ) -> Measure:
-    """The loss of a `clap.loss.kind`: mean over the clips, divided into as few batches of at most `LOSS_BATCH` as possible, of
-    equal sizes to within one.
+    """Compute the loss of a `clap.loss.kind`: the mean over the clips, in as few batches of at most `LOSS_BATCH` as possible,
+    of equal sizes to within one.
 
-    Chance is the least that equal similarities of all pairs give: log of the batch for softmax.
-
-    Args:
-        audio_ND: features of N clips, fp32 rows of length 1.
-        text_ND: features of their captions, likewise.
-        scale: factor of the similarities, shape (1,).
-        bias: added to them, shape (1,), or None.
+    Chance is the least that equal similarities of all pairs give: log of the batch for softmax. Features are fp32 rows of
+    length 1, `scale` and `bias`, if any, of shape (1,).
     """
     number_of = {caption: number for number, caption in enumerate(captions)}
     caption_N = torch.tensor([number_of[caption] for caption in captions], device=audio_ND.device)
@@ -162,13 +143,13 @@ def retrieval_loss(
 def evaluate_zero_shot(
     audio_ND: Tensor, classes_KD: Tensor, is_of_class_NK: Tensor, ranks: Ranks, *, resample: bool
 ) -> dict[str, Measure]:
-    """Top-k accuracies and mean average precision. A collective; the same on every rank.
+    """Compute top-k accuracies and mean average precision. A collective; the same on every rank.
 
     Args:
         audio_ND: features of N clips, fp32 rows of length 1.
         classes_KD: features of K classes, likewise.
         is_of_class_NK: bool; every clip is of one class at least.
-        resample: find the mean average precision's interval, too (else it is 0 to 1): bootstrap over the clips.
+        resample: find the mean average precision's interval, too, by bootstrap over the clips (else it is 0 to 1).
     """
     relevant = is_of_class_NK.__getitem__
     found, chance = ranking.rank_candidates(audio_ND, classes_KD, relevant, at=TOP, cutoff=1, ranks=ranks)
@@ -183,12 +164,11 @@ def evaluate_zero_shot(
 
 
 def _bootstrap(classes_KD: Tensor, audio_ND: Tensor, relevant_KN: Tensor) -> tuple[float, float]:
-    """95 % interval of the mean average precision, as distances from its value: by drawing the clips anew with replacement.
-    Always draws the same.
+    """Find the 95 % interval of the mean average precision, as distances from its value, by drawing the clips with replacement.
 
-    The distances are from the mean of what is drawn, not from the value: a clip drawn twice ranks beside itself, which raises
-    precision, by several points where classes have few clips. (In simulations of 2 to 20 clips of each of 10 to 50 classes the
-    interval held the true value in 90 to 98 % of cases, and in 63 to 92 % without this.)
+    The distances are from the mean of what is drawn: a clip drawn twice ranks beside itself, which raises precision. (In
+    simulations of 2 to 20 clips of each of 10 to 50 classes the interval held the true value in 90 to 98 % of cases, and in 63
+    to 92 % without this.)
     """
     num_clips = len(audio_ND)
     generator = torch.Generator().manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -17,15 +16,13 @@ if TYPE_CHECKING:
     from clap_ds.evaluation.clips import Clip
 
 Found: TypeAlias = "Path | Clip | Broken"
-"""An audio file, a clip of a shard, or what is known to be neither."""
 
 
 def find_sources(inputs: Sequence[str]) -> dict[str, Found]:
-    """What there is by name, in order and each once: of folders the audio files at any depth, sorted; audio files; those in
-    lists (.csv, .tsv, .txt, .jsonl); the clips of tars (paths, patterns, URLs). A name is the path, or `tar: key`.
+    """Find audio files and clips by name, the path or `tar: key`, in order and each once.
 
-    Raises:
-        UserError: an argument is none of these, isn't there, or holds none.
+    Folders give their audio files at any depth, sorted; lists (.csv, .tsv, .txt, .jsonl) the files they name; tars (paths,
+    patterns, URLs) their clips. A UserError for an argument that is none of these, isn't there, or holds none.
     """
     found: dict[str, Found] = {}
     for argument in inputs:
@@ -54,12 +51,3 @@ def _sources_in(argument: str) -> Iterable[Found]:
         f"a folder, an audio file ({', '.join(AUDIO_SUFFIXES)}), a list of them ({', '.join(LIST_SUFFIXES)}) or .tar"
     )
     raise UserError(f"{argument}: {'' if path.exists() else 'no such file or folder; '}expected {kinds}")
-
-
-def mark_of(source: Found) -> tuple[int, int]:
-    """Size and time of change (ns) of what a source lies in, by which a change is noticed; zeros where it can't be seen."""
-    try:
-        state = os.stat(source if isinstance(source, Path) else getattr(source, "shard", ""))
-    except (OSError, ValueError):  # the latter of a path with a zero byte
-        return 0, 0
-    return state.st_size, state.st_mtime_ns

@@ -1,4 +1,4 @@
-"""A trained CLAP in use: sounds and texts to embeddings, and labels for sounds, by the code that evaluation embeds with."""
+"""A trained CLAP in use: embeddings of sounds and texts, and labels for sounds, by the code that evaluation embeds with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.load import load_weights
 
 TEMPLATES: Sequence[str] = ZeroShotSettings.model_fields["templates"].default
-DTYPES = ("float32", "bfloat16", "float16")
+MOST_CHANNELS = 8
 
 Array = NDArray[np.float32]
 Audio = str | Path | Clip | NDArray[Any]
@@ -46,15 +46,14 @@ class Clap:
     storm.wav 0.5–1.5 s: (32,)
     storm.wav 0.8–1.8 s: (32,)
 
-    The same input gives the same bits on one machine, whatever is embedded beside it, as batches are filled up to `batch_size`.
-    So does evaluation in float32, by micro-batches of that size. Another `batch_size` may round otherwise (seen: 1.3e-7), as
-    matrix products of other shapes add in other orders. What is given alone, not in a list, goes in a batch that isn't filled
-    up, which takes less time, and is rounded as such.
+    The same input gives the same bits on one machine, whatever is embedded beside it: batches are filled up to `batch_size`.
+    Evaluation in float32 gives them, too, by micro-batches of that size. What is given alone, not in a list, isn't filled up,
+    which takes less time; it may be rounded otherwise, as by another `batch_size` (seen: 1.3e-7).
 
     Attributes:
-        model, config: in evaluation mode, and its sizes.
-        source, fingerprint: where it was loaded from; hex digits of its weights, equal where embeddings can be compared.
-        sample_rate, clip_s, dim: that sounds are resampled to, Hz; length of a window, s; of embeddings.
+        fingerprint: of the weights; embeddings can be compared where it is equal.
+        sample_rate, clip_s: of a window, Hz and s.
+        dim: of embeddings.
         text_tokens: longest text; longer ones are cut.
     """
 
@@ -67,42 +66,37 @@ class Clap:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Found when it is first needed; a ValueError where there is none."""
         if self._tokenizer_name is None:
             raise ValueError("tokenizer: missing: the one that the model's captions are for")
-        text = self.config.text
-        return load_tokenizer(
-            self._tokenizer_name, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id, field="tokenizer"
-        )
+        fit = {"vocab_size": self.config.text.vocab_size, "pad_token_id": self.config.text.pad_token_id}
+        return load_tokenizer(self._tokenizer_name, **fit, field="tokenizer")
 
     def embed_audio(
         self, audio: Audio | Sequence[Audio], sample_rate: int | None = None, *, windows: Which = "mean",
         overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
     ) -> Array:  # fmt: skip
-        """Embeddings of sounds of any length, (n, dim) float32, rows of length 1.
+        """Embed sounds of any length: (n, dim) float32, rows of length 1. A ValueError for the first that can't be used.
 
         Args:
-            audio: a list, or a single one (n = 1), of paths of audio files, clips of shards, and arrays (num_samples,) or
-                (channels, num_samples), floating of full scale ±1 or int16. Channels are averaged, other rates resampled;
-                what is shorter than a window is repeated.
-            sample_rate: of the arrays, Hz; files say their own.
-            windows: of what is longer than a window the normalised mean of its windows' embeddings ("mean"), or the
-                embedding of its middle ("middle"), which evaluation takes; with feature fusion that is of all of it.
+            audio: a list of paths of audio files, clips of shards, and arrays (num_samples,) or (channels, num_samples) of at
+                most 8 channels; an array of n sounds, (n, channels, num_samples); or a single sound (n = 1). Arrays are
+                floating of full scale ±1 or int16. Channels are averaged, other rates resampled, short sounds repeated.
+            sample_rate: of the arrays, Hz.
+            windows: of longer sounds "mean", the normalised mean of their windows' embeddings, or "middle", the embedding of
+                their middle, as in evaluation (with feature fusion of the whole sound).
             overlap: share of a window that is in the next one, too, from 0 to below 1.
-            batch_size, num_workers: windows at a time; processes that decode files (0: none).
-
-        Raises:
-            ValueError: of the first item that can't be used, with its name: missing, damaged, nothing that libsndfile reads,
-                silent throughout, NaN, an array of another shape or dtype or without a sample rate.
+            batch_size: windows at a time.
+            num_workers: processes that decode files (0: none).
         """
         if windows == "each":
             raise ValueError("windows: expected mean or middle, a row for each sound; iter_windows gives each")
-        is_alone = isinstance(audio, Source) or hasattr(audio, "__array__")
+        is_alone = isinstance(audio, Source) or getattr(audio, "ndim", 3) < 3
         items: Any = audio
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
         sources = [each if isinstance(each, Source) else _sound(n, each, sample_rate) for n, each in named.items()]
         vectors = [np.empty((0, self.dim), np.float32)]
-        for row in self._rows(sources, windows, overlap, batch_size, num_workers, fill=not is_alone):
+        options: Any = {"windows": windows, "overlap": overlap, "batch_size": batch_size, "num_workers": num_workers}
+        for row in self.iter_windows(sources, **options, _fill=not is_alone):
             if row.vector is None:
                 raise ValueError(f"{row.source}: {row.error}")
             vectors.append(row.vector[None])
@@ -110,58 +104,50 @@ class Clap:
 
     def iter_windows(
         self, sources: Iterable[Source], *, windows: Which = "each", overlap: float = 0.0, batch_size: int = 32,
-        num_workers: int = 0,
+        num_workers: int = 0, _fill: bool = True,
     ) -> Iterator[Row]:  # fmt: skip
-        """Rows of paths and clips of shards, of any length, in their order; a batch of windows is in memory at a time.
+        """Embed paths and clips of shards, of any length, in their order; a batch of windows is in memory at a time.
 
-        Of "each" there is one every (1 - overlap) · `clip_s`, and one that ends with the file; else one for each file, as
-        `embed_audio` has it. What can't be used is a row without a vector that says why, after the windows before it. The
-        other options are `embed_audio`'s; a ValueError for one that can't be, and for a decoding process that was killed.
+        Of "each" there is a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one for each file, as
+        `embed_audio` has it. What can't be used is a row without a vector that says why, after the windows before it.
         """
-        return self._rows(list(sources), windows, overlap, batch_size, num_workers)
-
-    def _rows(
-        self, sources: list[Source], windows: Which, overlap: float, batch_size: int, num_workers: int,
-        fill: bool = True,
-    ) -> Iterator[Row]:  # fmt: skip
         if windows not in ("each", "mean", "middle"):
             raise ValueError(f"windows: expected each, mean or middle, found {windows!r}")
-        if not 0 <= overlap < 1:
-            raise ValueError(f"overlap: expected a share from 0 to below 1, found {overlap!r}")
-        if batch_size < 1 or num_workers < 0:
-            raise ValueError(f"expected a batch_size from 1 and num_workers from 0, found {batch_size}, {num_workers}")
-        options: dict[str, Any] = {"num_workers": num_workers, "ahead": batch_size}
-        pieces = read_windows(sources, self.config.audio, windows, overlap, **options)
-        rows = self._embedded(pieces, batch_size, fill)
+        if not 0 <= overlap < 1 or batch_size < 1:
+            raise ValueError(
+                f"expected an overlap from 0 to below 1, a batch_size from 1; found {overlap}, {batch_size}"
+            )
+        options: Any = {"num_workers": num_workers, "ahead": batch_size}
+        rows = self._embedded(
+            read_windows([*sources], self.config.audio, windows, overlap, **options), batch_size, _fill
+        )
         return (row for row in rows if row.vector is not None or row.error) if windows == "each" else _whole(rows)
 
     def _embedded(
         self, pieces: Iterator[tuple[Row, torch.Tensor | None]], batch_size: int, fill: bool
     ) -> Iterator[Row]:
-        """The rows of `read_windows`, with vectors where there were waveforms."""
-        waiting: deque[tuple[Row, bool]] = deque()
+        """Fill in the vectors of the rows of `read_windows` that have waveforms."""
+        waiting: deque[Row] = deque()
 
         def waveforms() -> Iterator[torch.Tensor]:
             for row, waveform in pieces:
-                waiting.append((row, waveform is None))
+                waiting.append(row)
                 if waveform is not None:
                     yield waveform
 
         for features in audio_batches(self.model, waveforms(), batch_size, fill):
             for vector in features.cpu().numpy():
-                while waiting[0][1]:
-                    yield waiting.popleft()[0]
-                row, _ = waiting.popleft()
+                while (row := waiting.popleft()).is_end:
+                    yield row
                 if np.isfinite(vector).all():
                     row.vector = vector
                 else:
                     row.error = "its embedding is NaN or infinite"
                 yield row
-        yield from (row for row, _ in waiting)
+        yield from waiting
 
     def embed_text(self, texts: str | Sequence[str], *, batch_size: int = 32) -> Array:
-        """Embeddings of texts, (n, dim) float32, rows of length 1; of a single one n = 1. A ValueError for what is blank or no
-        text, and where the tokenizer can't be had."""
+        """Embed texts: (n, dim) float32, rows of length 1. A ValueError for a blank one, and without a tokenizer."""
         each = [texts] if isinstance(texts, str) else list(texts)
         if wrong := [text for text in each if not isinstance(text, str) or not text.strip()]:
             raise ValueError(f"expected texts, found {wrong[0]!r}")
@@ -169,9 +155,10 @@ class Clap:
         return embed_text(self.model, each, self.tokenizer, self.text_tokens, batch_size, fill).cpu().numpy()
 
     def class_embeddings(self, labels: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Array:
-        """What zero-shot evaluation compares sounds with, (len(labels), dim) float32, rows of length 1: the normalised mean of
-        the embeddings of each label in every template, {} in its place, with spaces for underscores (`dog_bark`). A ValueError
-        for no labels, one twice or blank, a template without {}, and where the tokenizer can't be had."""
+        """Embed labels as zero-shot evaluation does: (len(labels), dim) float32, rows of length 1.
+
+        A label's is the normalised mean of its embeddings in every template, for {}, with spaces for underscores (`dog_bark`).
+        """
         for name, given in (("labels", labels), ("templates", templates)):
             if isinstance(given, str) or not given or len(set(given)) < len(given) or not all(map(str.strip, given)):
                 raise ValueError(f"{name}: expected a list of texts, each once, found {given!r}")
@@ -184,32 +171,34 @@ class Clap:
         self, audio: Audio | Sequence[Audio], labels: Sequence[str], templates: Sequence[str] = TEMPLATES,
         sample_rate: int | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        """Probabilities of two labels or more for each sound, (n, len(labels)) float32: the softmax of the model's logit scale
-        times the cosines with `class_embeddings`. Options and errors are those of `embed_audio` and `class_embeddings`."""
+        """Compute the probabilities of two labels or more for each sound, (n, len(labels)) float32.
+
+        They are the softmax of the model's logit scale times the cosines with `class_embeddings`. `options` are
+        `embed_audio`'s.
+        """
         if len(labels) < 2:
             raise ValueError(f"labels: expected at least 2 to tell apart, found {labels!r}")
         classes = self.class_embeddings(labels, templates)
         return self.probabilities(self.embed_audio(audio, sample_rate, **options), classes)
 
     def probabilities(self, audio: Array, classes: Array) -> Array:
-        """(n, K) float32: what `classify` gives for embeddings of sounds (n, dim) and of classes (K, dim)."""
+        """Classify by embeddings of sounds (n, dim) and of classes (K, dim): (n, K) float32."""
         cosines = torch.from_numpy(audio).double() @ torch.from_numpy(classes).double().T
         return (self.model.logit_scale.detach().cpu().double().exp() * cosines).softmax(dim=1).float().numpy()
 
 
 def _whole(rows: Iterator[Row]) -> Iterator[Row]:
-    """A row for each file from those of its windows and its end, at which it has its length and no vector."""
+    """Make a row for each file from those of its windows and its end, which has its length and no vector."""
     vectors, error = list[Array](), ""
     for row in rows:
         error = error or row.error
         if row.vector is not None:
             vectors.append(row.vector)
-        if row.start_s == row.end_s:
-            mean: Any = None
-            total = np.sum(vectors, axis=0, dtype=np.float64)
-            error = error or ("" if total.any() else "its windows' embeddings cancel each other")
-            if not error:
-                mean = vectors[0] if len(vectors) == 1 else (total / np.linalg.norm(total)).astype(np.float32)
+        if row.is_end:
+            mean: Any = None if error else vectors[0]
+            if len(vectors) > 1 and not error:
+                total = np.sum(vectors, axis=0, dtype=np.float64)
+                mean = (total / np.linalg.norm(total)).astype(np.float32)
             yield Row(row.source, 0.0, row.end_s, mean, error)
             vectors, error = [], ""
 
@@ -217,8 +206,9 @@ def _whole(rows: Iterator[Row]) -> Iterator[Row]:
 def _sound(name: str, samples: Any, sample_rate: int | None) -> Sound:
     array = np.asarray(samples)
     rows = array[None] if array.ndim == 1 else array
-    if rows.ndim != 2 or not 0 < len(rows) < max(2, rows.shape[1]):
-        raise ValueError(f"{name}: expected samples, (T,) or (channels, T), or a path, found shape {array.shape}")
+    if rows.ndim != 2 or not 0 < len(rows) <= MOST_CHANNELS:
+        expected = f"a path, or samples, (T,) or (channels, T), of at most {MOST_CHANNELS} channels"
+        raise ValueError(f"{name}: expected {expected}, found shape {array.shape}; of several sounds a list")
     if array.dtype.kind != "f" and array.dtype != np.int16:
         raise ValueError(f"{name}: expected samples in floating point or int16, found {array.dtype}")
     if not isinstance(sample_rate, int | np.integer) or sample_rate <= 0:
@@ -230,7 +220,9 @@ def load(
     source: str | Path, *, best: bool = False, device: str | torch.device | None = None,
     dtype: str | torch.dtype = "float32", tokenizer: str | None = None, preset: str | None = None,
 ) -> Clap:  # fmt: skip
-    """A trained model to embed and classify with.
+    """Load a trained model to embed and classify with.
+
+    A ValueError where that can't be, a UserError for a GPU that torch can't use.
 
     Args:
         source: one of this project's checkpoints, or the folder they lie in; a folder that `transformers.ClapModel` loads, or
@@ -239,14 +231,10 @@ def load(
         device: default: a GPU where there is one, else the CPU.
         dtype: float32, bfloat16 or float16, which the model computes in; embeddings are float32.
         tokenizer: hub name or folder; default: the checkpoint's.
-        preset: the model's sizes, to be expected: a preset's name, or a path (`clap_ds.config.model.load_preset`).
-
-    Raises:
-        ValueError: nothing there, none of these, damaged, not finite, an option that can't be.
-        UserError: a GPU is there that torch can't use.
+        preset: the sizes that are expected: a preset's name, or a path.
     """
-    if (name := str(dtype).removeprefix("torch.")) not in DTYPES:
-        raise ValueError(f"dtype: expected {', '.join(DTYPES)}, found {dtype!r}")
+    if (name := str(dtype).removeprefix("torch.")) not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype: expected float32, bfloat16 or float16, found {dtype!r}")
     expected = None if preset is None else load_preset(preset)
     try:
         where = torch.device(device or choose_accelerator())

@@ -1,4 +1,4 @@
-"""Options that the commands on a trained model share, and what they mean. Loads torch only for a model."""
+"""Options that the commands on a trained model share. Loads torch only for a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import PRESETS, preset_argument
-from clap_ds.data.broken import Broken
 from clap_ds.record.csv_text import printable
 
 if TYPE_CHECKING:
@@ -20,24 +19,35 @@ if TYPE_CHECKING:
     from clap_ds.inference.model import Clap, Row
     from clap_ds.inference.vectors import About
 
+INPUTS = "folders, audio files, lists of them (.csv, .tsv, .txt, .jsonl), tars and patterns of tars"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") -> None:
-    """Which model, and how it computes: by default in `precision`, words of what is found out later (None until then)."""
-    add, best = parser.add_argument, "of a folder of checkpoints, the best by its run's best_by (default: newest)"
-    add("--best", action="store_true", help=best)
+    """Add which model, and its precision: a default of `DTYPES`, or words for one that is found out later."""
+    add, sizes = parser.add_argument, f"the model's sizes, for a file that doesn't say them: {PRESETS}"
+    add(
+        "--best",
+        action="store_true",
+        help="of a folder of checkpoints, the best by its run's best_by (default: newest)",
+    )
     add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
-    sizes = f"the model's sizes, for a file that doesn't say them: {PRESETS}"
     add("--preset", type=preset_argument, metavar="NAME", help=sizes)
     known = precision if precision in DTYPES else None
     add("--precision", choices=tuple(DTYPES), default=known, help=f"of the model (default: {precision})")
 
 
-def add_audio_options(parser: argparse.ArgumentParser) -> None:
+def make_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0], allow_abbrev=False)
+
+
+def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> None:
+    """Add the checkpoint, what it is to hear, and how."""
     add = parser.add_argument
-    kinds = "of longer files: the mean of their windows' vectors, the middle alone, or a row for each window (default: mean)"
-    add("--windows", choices=("mean", "middle", "each"), default="mean", help=kinds)
+    add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a name on the hub")
+    add("inputs", nargs="+", metavar="INPUT", help=kinds)
+    what = "of longer files: the mean of their windows' vectors, the middle alone, or a row for each window (default: mean)"
+    add("--windows", choices=("mean", "middle", "each"), default="mean", help=what)
     add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help="of a window and the next (default 0)")
     add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows in a forward pass (default 32)")
     add("--num_workers", type=whole_number(0), default=0, metavar="N", help="decoding processes (default 0: this one)")
@@ -46,27 +56,22 @@ def add_audio_options(parser: argparse.ArgumentParser) -> None:
 
 
 def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[Row]:
-    """The rows of sources as the options say, first of those that are known to be broken."""
-    from clap_ds.inference.model import Row
-
-    broken = (each for each in sources.values() if isinstance(each, Broken))
-    yield from (Row(each.name, 0.0, 0.0, None, each.reason) for each in broken)
     given = {name: getattr(arguments, name) for name in ("windows", "overlap", "batch_size", "num_workers")}
-    yield from clap.iter_windows((each for each in sources.values() if not isinstance(each, Broken)), **given)
+    return clap.iter_windows(sources.values(), **given)
 
 
-def load_model(source: str, arguments: argparse.Namespace, **more: Any) -> Clap:
-    """The model, as the options say; `more` of `clap_ds.load`. Raises ValueError."""
+def load_model(source: str, arguments: argparse.Namespace) -> Clap:
+    """Load the model as the options say. Raises ValueError."""
     from clap_ds.inference.model import load
     from clap_ds.ranks.distributed import keep_freed_memory
 
     keep_freed_memory()
     given = {name: getattr(arguments, name) for name in ("best", "tokenizer", "preset")}
-    return load(source, dtype=DTYPES[arguments.precision], **given, **more)
+    return load(source, dtype=DTYPES[arguments.precision], **given)
 
 
 def load_model_of(table: Path, about: About, arguments: argparse.Namespace) -> Clap:
-    """The model that a table was made by, where `--model` says or where it was. Raises ValueError, also for another one."""
+    """Load the model that made a table, from where `--model` says or where it was. Raises ValueError, also for another one."""
     if not arguments.model and os.path.isabs(about.model) and not os.path.exists(about.model):
         raise UserError(f"{table}: its model isn't at {about.model} any more: say where by --model CHECKPOINT")
     for name in ("tokenizer", "preset"):
@@ -77,13 +82,12 @@ def load_model_of(table: Path, about: About, arguments: argparse.Namespace) -> C
 
 
 def check_made_by(table: Path, about: About, clap: Clap) -> None:
-    """UserError for a table of another model's vectors."""
     if about.fingerprint != clap.fingerprint:
         raise UserError(f"{table} holds vectors of another model, {about.model}; {clap.source} has other weights")
 
 
 def left_out(num_files: int, reasons: Sequence[tuple[str, str]], most: float) -> int:
-    """Say how many files can't be used, to stderr; the exit code: 1 where it is more than the share `most`."""
+    """Say how many files can't be used, and return the exit code: 1 where it is more than the share `most`."""
     if reasons:
         examples = "; ".join(printable(f"{name}: {reason}") for name, reason in reasons[:3])
         print(f"{len(reasons)} of {num_files} files can't be used, the first: {examples}", file=sys.stderr)
@@ -91,6 +95,6 @@ def left_out(num_files: int, reasons: Sequence[tuple[str, str]], most: float) ->
 
 
 def check_output(path: Path | None, option: str = "--output") -> None:
-    """UserError for a file that can't be written."""
+    """Raise a UserError for a file that can't be written."""
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise UserError(f"{option} {path}: expected a file in a folder that can be written")

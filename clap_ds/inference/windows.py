@@ -1,7 +1,6 @@
 """Audio of any length in windows of the model's length, read on from its start: hours take no more memory than a minute.
 
-What is at most a window long is `decode_audio`'s, as in evaluation. In longer files nothing jumps, which not every format can
-do exactly, and so each is one process's; processes take turns with files.
+What is at most a window long is read as in evaluation. A longer file is one process's; processes take turns with files.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.data.broken import BrokenItemError
+from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.decoding import Encoded, check_samples, mix, open_audio, repeat
 from clap_ds.data.items import read_clip
 from clap_ds.data.resampling import resample_blocks, resampling_ratio
@@ -46,18 +45,15 @@ class Sound:
     sample_rate: int
 
 
-Source = str | Path | Clip | Sound
+Source = str | Path | Clip | Sound | Broken
 
 
 @dataclass(slots=True)
 class Row:
-    """The embedding of a window of a source, or of all of it.
+    """The embedding of a window of a source, or of all of it, (dim,) float32 of length 1; or the error, why there is none.
 
-    Attributes:
-        source: its path, or `tar: key` of a clip in a shard.
-        start_s, end_s: of the window; of a row for a whole file 0 and its length; of an error where it came.
-        vector: (dim,) float32 of length 1; None where the file, or the rest of it, can't be used.
-        error: why.
+    `source` is a path, or `tar: key` of a clip in a shard. Times are the window's; of a whole file 0 and its length; of an
+    error where it came.
     """
 
     source: str
@@ -66,13 +62,18 @@ class Row:
     vector: NDArray[np.float32] | None = None
     error: str = ""
 
+    @property
+    def is_end(self) -> bool:
+        """Whether it ends what `read_windows` gives of a source."""
+        return self.start_s == self.end_s
+
 
 def read_windows(
     sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float, *, num_workers: int, ahead: int
 ) -> Iterator[tuple[Row, Tensor | None]]:
-    """The windows of the sources in order, waveforms (num_samples,) float32 or, of "middle", as `empty_row` is; after those of
-    each a row without one, with what is wrong with it, if anything is. Read by `num_workers` processes (0: this one), which
-    have `ahead` windows ready."""
+    """Read the windows of the sources in order, and after those of each source a row without one, with what is wrong, if
+    anything is. Waveforms are (num_samples,) float32 or, of "middle", as `empty_row`. `num_workers` processes read (0: this
+    one), and have `ahead` windows ready."""
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
@@ -97,7 +98,7 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
 
     def __iter__(self) -> Iterator[tuple[Row, Tensor | None]]:
         for source in self._sources:
-            name = source.name if isinstance(source, (Clip, Sound)) else str(source)
+            name = source.name if isinstance(source, (Clip, Sound, Broken)) else str(source)
             end_s, error = 0.0, ""
             try:
                 for start_s, end_s, waveform in self._windows(source):
@@ -109,7 +110,6 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
             yield Row(name, end_s, end_s, error=error), None
 
     def _windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
-        """Windows without sound are held back until there is one with it: a file without any is broken."""
         encoded, path = self._content(source)
         rate, length = self._audio.sample_rate, self._audio.num_samples
         with open_audio(encoded) as opened:
@@ -120,18 +120,15 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
             read_clip(encoded, row, audio=self._audio, rng=Middle())
             yield 0.0, duration_s, row
             return
-        silence, held_back, is_heard = torch.zeros(length), list[int](), False
         with open_audio(path) as opened:
             blocks = _mono(opened) if ratio == 1 else resample_blocks(_mono(opened), ratio)
             for start, waveform in _cut(blocks, length, self._hop):
-                is_heard = is_heard or bool(waveform.any())
-                held_back.append(start)
-                while is_heard and held_back:
-                    first = held_back.pop(0)
-                    yield first / rate, (first + length) / rate, silence if first < start else waveform
+                yield start / rate, (start + length) / rate, waveform
 
     def _content(self, source: Source) -> tuple[Encoded, Encoded | str]:
-        """A source's file, mapped where it is long, and it or a path to it, of which no pages stay with this process."""
+        """Open a source: its file, mapped where it is long, and it or a path to it, of which no pages stay in memory."""
+        if isinstance(source, Broken):
+            raise BrokenItemError(source.reason)
         if isinstance(source, Sound):  # by the same code as files
             subtype = "PCM_16" if source.samples.dtype == np.int16 else "FLOAT"
             soundfile.write(to := io.BytesIO(), source.samples.T, source.sample_rate, format="RF64", subtype=subtype)
@@ -143,7 +140,7 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
 
 
 def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
-    """The mean of the channels, (T,) float32, in blocks; then a BrokenItemError where that was of no use."""
+    """Read the mean of the channels, (T,) float32, in blocks; then a BrokenItemError where that was of no use."""
     found, is_silent = 0, True
     while len(frames := file.read(_BLOCK, "float32", always_2d=True)):
         mixed = np.empty(len(frames), np.float32)
@@ -154,8 +151,8 @@ def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
 
 
 def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
-    """Windows of the blocks put together, and where they start: one every `hop` samples, and one that ends with the last
-    sample. What turns out to be shorter than a window is repeated."""
+    """Cut the blocks in windows, and say where they start: every `hop` samples, and one that ends with the last sample. What is
+    shorter than a window is repeated."""
     held, at, following = torch.empty(0), 0, 0  # `at`: where what is held starts
     for block in blocks:
         held = torch.cat([held, block])

@@ -1,7 +1,6 @@
-"""CLAP's text tower: RoBERTa or BERT, or `transformers`' MPNet, and the pooling that makes one vector of a caption.
+"""CLAP's text tower: RoBERTa or BERT, and the pooling that makes one vector of a caption.
 
-`transformers` is imported for MPNet and for pretrained weights alone: its models open more files than torch and DeepSpeed do.
-Leaves the projection to the joint space to `clap.py` and tokenising to `clap_ds.data`.
+`transformers` is imported for pretrained weights alone: its models open more files than torch and DeepSpeed do.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ def _end_branch(end: Any, branch: Tensor, hidden: Tensor) -> Tensor:
 
 class TextTower(nn.Module):
     """An encoder and its pooling: `cls_pooler` is the first token through its tanh pooler, `mean` the mean over real tokens.
-    With the former, RoBERTa's and BERT's last layer computes nothing for other tokens but their keys and values. Their
-    attention is `text_attention`'s; MPNet's, with biases by distance, is transformers' own: its captions are never packed.
+    With the former the last layer computes nothing for other tokens but their keys and values.
 
     Args:
         config: sizes.
@@ -86,10 +84,7 @@ class TextTower(nn.Module):
     def __init__(self, config: TextConfig, *, dropout: float, from_hub: bool) -> None:
         super().__init__()
         self.pooling, self.first_position = config.pooling, config.first_position
-        self.checkpoint, self.is_own = False, config.architecture != "mpnet"
-        if not self.is_own:
-            self.roberta = (pretrained if from_hub else _untrained_mpnet)(config, dropout)
-            return
+        self.checkpoint = False
         self.roberta = _encoder(config, dropout)
         if from_hub:
             self.roberta.load_state_dict(pretrained(config).state_dict())
@@ -116,12 +111,6 @@ class TextTower(nn.Module):
         """
         mask_B11L = None if attention_mask is None else attention_mask[:, None, None, :].bool()
         layout, takes_first = None, self.pooling == "cls_pooler"
-        if not self.is_own:
-            # Four dimensions keep transformers from reading the mask's values on the host, which would wait for the device.
-            dtype = self.roberta.dtype
-            added = None if mask_B11L is None else (~mask_B11L).to(dtype) * torch.finfo(dtype).min
-            output = self.roberta(input_ids=input_ids, attention_mask=added)
-            return output.pooler_output if takes_first else mean_over_tokens(output.last_hidden_state, attention_mask)
         parts = self.roberta.embeddings
         if packing is not None:
             layout = lay_out(packing, len(input_ids), self.first_position)
@@ -186,15 +175,7 @@ def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
     return encoder
 
 
-def _untrained_mpnet(config: TextConfig, dropout: float) -> PreTrainedModel:
-    from transformers import MPNetConfig, MPNetModel
-
-    sizes: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()}
-    sizes |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return MPNetModel(MPNetConfig(**sizes), add_pooling_layer=config.pooling == "cls_pooler")
-
-
-def pretrained(config: TextConfig, dropout: float = 0.0) -> PreTrainedModel:
+def pretrained(config: TextConfig) -> PreTrainedModel:
     """`transformers`' encoder with the weights `config.hub_name` names; ValueError where they can't be had, or are of another
     architecture or other sizes, which is found out before they are fetched."""
     if not config.hub_name:
@@ -209,8 +190,7 @@ def pretrained(config: TextConfig, dropout: float = 0.0) -> PreTrainedModel:
     def load(local_files_only: bool) -> PreTrainedModel:
         return AutoModel.from_pretrained(
             config.hub_name, add_pooling_layer=config.pooling == "cls_pooler", local_files_only=local_files_only,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, dtype=torch.float32, use_safetensors=True,
-            trust_remote_code=False,
+            dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
         )  # fmt: skip
 
     found = load_by_name(config.hub_name, load_sizes, field=FIELD, what="weights")

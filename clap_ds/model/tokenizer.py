@@ -26,7 +26,7 @@ else:
 FIELD = "clap.data.tokenizer"
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4; RoBERTa's own are 0 to 3
 SMALL_VOCAB_SIZE = 512
-_PADS_WITH = {0: "as BERT's do", PAD_TOKEN_ID: "as RoBERTa's and MPNet's do"}
+_PADS_WITH = {0: "as BERT's do", PAD_TOKEN_ID: "as RoBERTa's do"}
 
 
 def load_tokenizer(

@@ -27,12 +27,11 @@ from clap_ds.native.segment_attention import HEAD_DIMS, Segments, native_segment
 from clap_ds.native.window_attention import fits_windows, native_window_attention
 
 
-def report(setting: Literal["auto", "off"], architecture: str = "roberta") -> str:
+def report(setting: Literal["auto", "off"]) -> str:
     """`native` and their implementation where bf16 models on this CPU run by these kernels, by this `clap.cpu_kernels`; else
-    `torch` and why. `architecture` is the text tower's: for MPNet's there are none."""
+    `torch` and why."""
     reason = 'clap.cpu_kernels is "off"' if setting == "off" else unavailable()
-    but = "; the text tower, an mpnet, by torch" if architecture == "mpnet" else ""
-    return f"torch: {reason}" if reason else f"native ({executable()[0]}){but}"
+    return f"torch: {reason}" if reason else f"native ({executable()[0]})"
 
 
 def convert(model: nn.Module) -> None:

@@ -4,8 +4,8 @@
 channel counts, a small tokenizer trained on their captions and `classes.json` with the classes' names. Each clip's class stands
 in its json, for zero-shot evaluation. For unseen clips take another seed, for captions `--wordings train` and `held_out`:
 
-    python -m examples.synthetic_sounds sounds/train --wordings train --clips 4000
-    python -m examples.synthetic_sounds sounds/held_out --wordings held_out --clips 520 --seed 1
+    python -m examples.synthetic_sounds sounds/train --wordings train --clips 4800
+    python -m examples.synthetic_sounds sounds/held_out --wordings held_out --clips 480 --seed 1
 """
 
 from __future__ import annotations

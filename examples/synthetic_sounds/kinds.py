@@ -72,30 +72,16 @@ class Kind:
 _TABLE = """
 pitch pure tone: pure tone, sine tone, steady whistle / pure sine whistle, steady sine tone
 pitch square wave: square wave, harsh electronic buzz, harsh square tone / harsh square wave, electronic square buzz
-pitch sawtooth wave: sawtooth wave, bright synthesizer buzz, bright sawtooth / bright sawtooth buzz, synthesizer sawtooth wave
 pitch rising chirp: rising chirp, upward sweep, tone gliding up / chirp gliding up, rising sweep
 pitch falling chirp: falling chirp, downward sweep, tone gliding down / chirp gliding down, falling sweep
 pitch tremolo: tremolo tone, tone fluttering in volume, fluttering tremolo / fluttering tone, tremolo fluttering in volume
-pitch vibrato: vibrato tone, tone wavering in pitch, wavering vibrato / wavering tone, vibrato wavering in pitch
 pitch siren: two-tone siren, alarm switching between two notes, siren alarm / siren switching between two notes, two-tone alarm
 pitch bell: bell, struck metal bar, ringing chime / ringing metal bell, struck chime
 - white noise: white noise, hiss, static / static hiss, white static noise
-- pink noise: pink noise, rushing noise like a waterfall, rushing waterfall / pink noise like a waterfall, rushing pink noise
 tempo clicks: train of clicks, ticking, series of ticking clicks / series of clicks, train of ticking clicks
 tempo noise bursts: pulsing noise, series of noise bursts, steam-engine puffing / series of pulsing bursts, puffing steam-engine noise
-- rumble: rumble, distant thunder, earth rumbling / rumbling thunder, distant earth rumble
-- crackle: crackle, crackling fire, popping fire / popping crackle, fire crackle
 - heartbeat: heartbeat, beating heart, double thump / thump of a heart, double heartbeat
-pitch arpeggio: arpeggio, climbing melody, run of climbing notes / climbing arpeggio, melody of climbing notes
-pitch chord: chord, three tones held together, organ chord / three organ tones, chord held together
-- telephone: telephone, phone call, old telephone call / old phone, telephone call
-- wind: wind, howling gale, gusts of wind / howling wind, gusts of a gale
 - bird: bird, twittering songbird, bird song / twittering bird, song of a songbird
-tempo drum: drum, drum beat, pounding drum / pounding beat, beat of a pounding drum
-pitch plucked string: plucked string, guitar, strummed guitar string / plucked guitar, strummed string
-- bouncing ball: bouncing ball, ball dropped on a table, ping-pong ball / dropped ping-pong ball, ball bouncing on a table
-- laser: laser, ray gun firing, laser shots / firing laser gun, ray gun shots
-pitch beeping: beeping, repeated beeps, beeping machine / machine beeps, repeated beeping
 """  # noqa: E501
 
 

@@ -13,8 +13,6 @@ from clap_ds.config.reference import reference
 from clap_ds.config.settings import ClapSettings, load_run
 
 WriteRun = Callable[..., Path]
-MPNET = load_preset("micro").model_dump(mode="json")
-MPNET["text"]["architecture"] = "mpnet"
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
     ({"bench": {"windows": "4"}}, r'clap\.bench\.windows: expected a valid integer, found "4"'),
@@ -33,11 +31,6 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"data": {"source": "shards", "shards": 5}}, r"clap\.data\.shards\.str: expected a valid string, found 5"),
     ({"text_tokens": 600}, r"clap\.text_tokens: micro has positions for 64, found 600"),
     ({"bf16": {}}, r"clap\.bf16: no such field; did you mean 'bf16'\?"),
-    ({"model": {"preset": MPNET}, "text": "packed"}, r"clap\.text: mpnet's attention .* expected 'padded'"),
-    (
-        {"model": {"preset": MPNET, "checkpoint_activations": ["text"]}},
-        r"activations: .* not for mpnet; expected 'audio'",
-    ),
     ({"train": {"samples": 8, "epochs": 1.0}}, r"clap\.train: give samples or epochs, not both"),
     ({"train": {"train_last": {"text": 3}}}, r"train\.train_last: the text tower of micro has 2 blocks, found 3"),
     ({"train": {"freeze": ["text"], "lr_scale": {"text": 0.1}}}, r"train\.lr_scale: text is in clap\.train\.freeze"),

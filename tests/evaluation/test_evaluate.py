@@ -1,7 +1,6 @@
 """The evaluate command: what its options mean, and as users start it."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ import pytest
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
-from clap_ds.config.settings import ClapSettings, RunSettings, load_run
+from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.broken import Broken
-from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation, print_folds, text_tokens_for
+from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation, print_folds
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import save_safetensors
@@ -29,12 +28,8 @@ def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
 def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(write_run: Callable[..., Path]) -> None:
     alone = settings_of("--retrieval a.tar b.tar --zero_shot c.tar --class_field label --template {}! --num_workers 2")
     zero_shot: dict[str, Any] = {"shards": ["c.tar"], "class_field": "label", "templates": ["{}!"]}
-    assert alone == {
-        "retrieval": {"shards": ["a.tar", "b.tar"]},
-        "zero_shot": zero_shot,
-        "num_workers": 2,
-        "tokenizer": None,
-    }
+    retrieval = {"shards": ["a.tar", "b.tar"]}
+    assert alone == {"retrieval": retrieval, "zero_shot": zero_shot, "num_workers": 2, "tokenizer": None}
     zero_shot = {"shards": "c.tar", "class_field": "label", "classes": {"a": ["b"], "c": ["d"]}}
     data = {"source": "shards", "shards": "train.tar", "tokenizer": "from-data"}
     run = load_run(write_run(clap={"evaluation": {"zero_shot": zero_shot, "micro_batch": 3}, "data": data}))
@@ -42,51 +37,23 @@ def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(writ
     assert settings["zero_shot"] == {**zero_shot, "templates": ["a_{}"]}
     assert settings["retrieval"] == {"shards": ["r.tar"]}
     assert (settings["tokenizer"], settings["micro_batch"]) == ("from-data", 3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            "",
-            "nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both (there is no --deepspeed_config)",
-        ),
-        ("--template {} --retrieval r.tar", "clap.evaluation.zero_shot.shards: Field required"),
-        (
-            "--template sound --zero_shot z.tar",
-            "clap.evaluation.zero_shot.templates.0: String should match pattern '\\{\\}'",
-        ),
-    ],
-)
-def test_options_that_cannot_be(options: str, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        settings_of(options)
+    with pytest.raises(UserError, match="nothing to evaluate"):
+        settings_of("")
 
 
 def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     retrieval = {"retrieval_audio_to_text_r1": Measure(0.25, 0.01, 0.1755, 0.343)}
     retrieval["retrieval_loss"] = Measure(2.5, 6.9078, 2.4, 2.6)
-    zero_shot = {"zero_shot_map": Measure(0.5, 0.2, 0.4, 0.6), "zero_shot_top5": Measure(0.5, 0.2, 0.4, 0.6)}
-    tasks = {
-        "retrieval": TaskResult({"clips": 1234, "captions": 5678}, retrieval),
-        "zero_shot": TaskResult({"clips": 99, "classes": 7}, zero_shot),
-    }
+    tasks = {"retrieval": TaskResult({"clips": 1234, "captions": 5678}, retrieval)}
     evaluation = Evaluation(tasks, [Broken("a.tar: [0001]", "empty caption")])
     content = json.loads(json.dumps(evaluation.to_dict()))
-    retrieved = {"retrieval_audio_to_text_r1": 0.25, "retrieval_loss": 2.5}
-    assert content["metrics"] == {**retrieved, "zero_shot_map": 0.5, "zero_shot_top5": 0.5}
-    assert evaluation.chances["zero_shot_map"] == 0.2
-    assert content["tasks"]["zero_shot"]["counts"] == {"clips": 99, "classes": 7}
-    assert content["tasks"]["zero_shot"]["measures"]["zero_shot_map"]["chance"] == 0.2
+    assert content["metrics"] == {"retrieval_audio_to_text_r1": 0.25, "retrieval_loss": 2.5}
+    assert content["tasks"]["retrieval"]["counts"] == {"clips": 1234, "captions": 5678}
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
     print_evaluation(evaluation, "the title")
-    rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    for row in (
-        "the title", "retrieval (1,234 clips, 5,678 captions)", "audio to text R@1 25.00 % [17.55, 34.30] 1.00 %",
-        "loss 2.5000 [2.4000, 2.6000] 6.9078", "mean average precision 50.00 % [40.00, 60.00] 20.00 %",
-        "top-5 50.00 % [40.00, 60.00] 20.00 %", "1 broken and left out, the first: a.tar: [0001]: empty caption",
-    ):  # fmt: skip
-        assert row in rows
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for part in ("the title", "1,234 clips", "R@1 25.00 % [17.55, 34.30] 1.00 %", "loss 2.5000", "empty caption"):
+        assert part in shown
 
 
 def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,18 +68,8 @@ def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (other := tmp_path / "other.json").write_text('{"metrics": {"zero_shot_top1": 1.0}}')
     (copy := tmp_path / "copy.json").write_bytes(paths[0].read_bytes())  # as of a fold that was evaluated twice
     for wrong in ([*paths, other], paths[:1], [*paths, copy]):
-        with pytest.raises(UserError, match="expected what --json wrote of each of two or more folds"):
+        with pytest.raises(UserError, match="two or more folds"):
             print_folds(wrong)
-
-
-def test_whose_caption_length_counts() -> None:
-    micro = load_preset("micro")
-    silent, says = (RunSettings(Path("run.json"), ClapSettings(**content), {}) for content in ({}, {"text_tokens": 20}))
-    cases = (16, says, 12), (None, says, 12), (None, silent, 12), (None, None, 12), (None, None, None)
-    assert [text_tokens_for(*case, micro) for case in cases] == [16, 20, 12, 12, 64]
-    for case, where in (((65, None, 12), "--text_tokens"), ((None, None, 65), "clap.text_tokens")):
-        with pytest.raises(UserError, match=f"{where}: micro has positions for 2 to 64 tokens, found 65"):
-            text_tokens_for(*case, micro)
 
 
 def on_ranks(world_size: int, *options: str | Path) -> tuple[list[int], str, str]:
@@ -145,9 +102,8 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
     ("options", "message"),
     [
         ("--preset demo", "holds model micro, this run has demo"),
-        ("--predictions /nowhere/at/all.json", "--predictions /nowhere/at/all.json: expected a file in a folder"),
-        ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json: expected a file in a folder"),
-        ("--tokenizer TOKENIZER", "error: clap.evaluation.retrieval.shards: no file matches 'nowhere-*.tar'"),
+        ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json: expected a file"),
+        ("--tokenizer TOKENIZER", "retrieval.shards: no file matches"),
     ],
 )
 def test_a_mistake_is_one_message(tmp_path: Path, clip_tokenizer: str, options: str, message: str) -> None:

@@ -1,22 +1,12 @@
-import random
 import re
 
 import numpy as np
 import pytest
 
-from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, PITCH, TEMPLATES, TEMPO
+from examples.synthetic_sounds.kinds import KINDS, TEMPLATES
 from examples.synthetic_sounds.signals import SIGNALS
 
 RATE = 16000
-
-
-def test_words_follow_the_values() -> None:
-    for scale in (PITCH, TEMPO, LOUDNESS):
-        rng = random.Random(0)
-        drawn = [scale.draw(rng) for _ in range(300)]
-        assert all(scale.low <= value < scale.high for value, _ in drawn)
-        low, middle, high = ([value for value, word in drawn if word in words] for words in scale.words)
-        assert max(low) <= min(middle) <= max(middle) <= min(high)
 
 
 def test_held_out_nouns_can_be_understood_from_the_kind_s_own_words() -> None:
@@ -44,14 +34,10 @@ def centroid(signal: np.ndarray) -> float:
 
 
 def test_sounds_are_what_they_are_called() -> None:
-    for label in ("pure tone", "square wave", "sawtooth wave", "tremolo", "bell"):
+    for label in ("pure tone", "square wave", "tremolo", "bell"):
         for pitch in (150.0, 600.0):
             assert np.abs(np.fft.rfft(signal_of(label, pitch))).argmax() / 2 == pytest.approx(pitch, abs=1), label
     for label, direction in (("rising chirp", 1), ("falling chirp", -1)):
         thirds = [centroid(part) for part in np.array_split(signal_of(label, 800), 3)]
         assert (direction * np.diff(thirds) > 100).all()
     assert centroid(signal_of("white noise", 0)) == pytest.approx(RATE / 4, rel=0.1)
-    assert centroid(signal_of("pink noise", 0)) < RATE / 8
-    for tempo in (2.0, 10.0):
-        onsets = np.flatnonzero(np.abs(signal_of("clicks", tempo)) > 0.7)
-        assert (np.diff(onsets, prepend=-RATE) > RATE / 100).sum() == 2 * tempo

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from huggingface_hub import constants
 
 import clap_ds
 from clap_ds.config.sections import EvaluationSettings
@@ -58,24 +57,18 @@ def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str
     classes = clap.class_embeddings(["dog_bark", "rain"])
     mean = clap.embed_text([text.format("dog bark") for text in module.TEMPLATES]).astype(np.float64).mean(axis=0)
     np.testing.assert_allclose(classes[0], mean / np.linalg.norm(mean), atol=3e-7)
-    for task, labels, scores in (
-        (
-            "retrieval",
-            [f"a sound, {name}" for name in LENGTHS],
-            embedded.astype(np.float64) @ text.T.astype(np.float64),
-        ),
-        ("zero_shot", ["dog_bark", "rain"], embedded.astype(np.float64) @ classes.T.astype(np.float64)),
+    exact = embedded.astype(np.float64)
+    for found, labels, features in (
+        (predictions["retrieval"], [f"a sound, {name}" for name in LENGTHS], text),
+        (predictions["zero_shot"]["clips"], ["dog_bark", "rain"], classes),
     ):
-        found = predictions[task] if task == "retrieval" else predictions[task]["clips"]
         assert [clip["clip"] for clip in found] == [f"{shard}: {name}" for name in LENGTHS]
-        for clip, row in zip(found, scores.astype(np.float32), strict=True):
-            told = {name: each["score"] for name, each in clip["best"].items()}
-            assert [told[label] for label in labels] == row.tolist()
-    logits = np.exp(clap.model.logit_scale.item()) * embedded.astype(np.float64) @ classes.T
+        for clip, row in zip(found, (exact @ features.T.astype(np.float64)).astype(np.float32), strict=True):
+            assert [clip["best"][label]["score"] for label in labels] == row.tolist()
+    logits = np.exp(clap.model.logit_scale.item()) * exact @ classes.T
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    found = clap.classify(paths, ["dog_bark", "rain"], windows="middle")
-    np.testing.assert_allclose(found, expected, rtol=1e-6)  # of float32's rounding, and exponents of at most 15
-    assert found.dtype == np.float32
+    likely = clap.classify(paths, ["dog_bark", "rain"], windows="middle")
+    np.testing.assert_allclose(likely, expected, rtol=1e-6)  # of float32's rounding, and exponents of at most 15
 
 
 def test_arrays_are_as_files(clap: Clap, tmp_path: Path) -> None:
@@ -89,28 +82,21 @@ def test_arrays_are_as_files(clap: Clap, tmp_path: Path) -> None:
     assert np.array_equal(
         clap.embed_audio([torch.from_numpy(floats[0]), floats[1].astype(np.float64)], 44100), embedded
     )
+    batch = np.stack([noise(0.4), noise(0.4) / 2])  # (N, 1, T)
+    assert np.array_equal(clap.embed_audio(batch, 48000), clap.embed_audio([*batch], 48000))
     assert clap.embed_audio([]).shape == clap.embed_text([]).shape == (0, clap.dim)
 
 
-def test_the_same_model_from_wherever_it_lies(
-    clap: Clap, clap_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_model_from_wherever_it_lies(clap: Clap, clap_folder: Path, tmp_path: Path) -> None:
     sound = write_sound(tmp_path / "a.wav", noise(1.0))
     save_safetensors(clap.model, tmp_path / "m.safetensors")
-    snapshot = tmp_path / "models--some--clap" / "snapshots" / "abc"
-    export(load_weights(clap_folder), snapshot, None)
-    (tmp_path / "models--some--clap" / "refs").mkdir()
-    (tmp_path / "models--some--clap" / "refs" / "main").write_text("abc")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    for source in (tmp_path / "m.safetensors", snapshot, "some/clap"):
+    export(load_weights(clap_folder), snapshot := tmp_path / "exported", None)
+    for source in (tmp_path / "m.safetensors", snapshot):
         other = clap_ds.load(source)
         assert (other.fingerprint, other.source) == (clap.fingerprint, str(source))
         assert np.array_equal(other.embed_audio(sound), clap.embed_audio(sound))
     assert np.array_equal(other.embed_text(["a loud tone"]), clap.embed_text(["a loud tone"]))
-    assert other.config.name == "clap"
-    best = clap_ds.load(clap_folder, best=True)
-    assert best.source.endswith("step-00000001")
-    assert best.fingerprint != clap.fingerprint
+    assert clap_ds.load(clap_folder, best=True).source.endswith("step-00000001")
     theirs: Any = transformers.ClapModel.from_pretrained(snapshot)
     features = transformers.ClapFeatureExtractor.from_pretrained(snapshot)(
         soundfile.read(sound)[0], sampling_rate=48000, return_tensors="pt"
@@ -120,9 +106,8 @@ def test_the_same_model_from_wherever_it_lies(
     np.testing.assert_allclose(row / np.linalg.norm(row), clap.embed_audio(sound)[0], atol=2e-5)  # mels of float32
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
-def test_rows_are_float32_whatever_computes_them(clap: Clap, clap_folder: Path, dtype: Any) -> None:
-    found = clap_ds.load(clap_folder, dtype=dtype).embed_audio(noise(1.5), 48000)
+def test_rows_are_float32_whatever_computes_them(clap: Clap, clap_folder: Path) -> None:
+    found = clap_ds.load(clap_folder, dtype="bfloat16").embed_audio(noise(1.5), 48000)
     assert found.dtype == np.float32
     assert abs(np.linalg.norm(found) - 1) < 1e-6
     assert (found @ clap.embed_audio(noise(1.5), 48000).T).item() > 0.999
@@ -141,6 +126,7 @@ def test_the_examples_of_docstring_and_docs(
     assert capsys.readouterr().out.count("storm.mp3 ") == 3
     results = doctest.testmod(module)
     assert (results.failed, results.attempted) == (0, 5)
+    assert "load" in dir(clap_ds)
 
 
 def test_a_model_that_overflows_has_no_vectors(clap: Clap) -> None:
@@ -152,28 +138,22 @@ def test_a_model_that_overflows_has_no_vectors(clap: Clap) -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: can't be read: No such file or directory"),
-        (lambda c: c.embed_audio([noise(1)]), "sample_rate: expected that of the array audio[0], in Hz, found None"),
-        (lambda c: c.embed_audio(noise(1).T, 48000), "(T,) or (channels, T), or a path, found shape (48000, 1)"),
-        (lambda c: c.embed_audio([0.5, 0.25], 48000), "audio[0]: expected samples, (T,) or (channels, T), or a path"),
-        (lambda c: c.embed_audio(noise(1).astype(int), 48000), "expected samples in floating point or int16, found int64"),
-        (lambda c: c.embed_audio([noise(1) * np.nan], 48000), "audio[0]: audio holds NaN or infinite samples"),
-        (lambda c: c.embed_audio("a.wav", windows="each"), "windows: expected mean or middle"),
-        # Before any file is read.
-        (lambda c: c.iter_windows(["x"], windows="all"), "windows: expected each, mean or middle, found 'all'"),
-        (lambda c: c.iter_windows(["x"], overlap=1.0), "overlap: expected a share from 0 to below 1, found 1.0"),
-        (lambda c: c.iter_windows(["x"], batch_size=0), "expected a batch_size from 1 and num_workers from 0, found 0, 0"),
-        (lambda c: c.embed_text(["dog", " "]), "expected texts, found ' '"),
-        (lambda c: c.classify("a.wav", ["dog"]), "labels: expected at least 2 to tell apart, found ['dog']"),
-        (lambda c: c.class_embeddings(["a", "a"]), "labels: expected a list of texts, each once, found ['a', 'a']"),
-        (lambda c: c.class_embeddings(["a"], ["sound"]), "templates: expected {} in the label's place, found 'sound'"),
-        (lambda c: clap_ds.load("some/where"), "weights: no CLAP 'some/where'; tried: no such folder in"),
-        (lambda c: clap_ds.load(c.source, dtype="int8"), "dtype: expected float32, bfloat16, float16, found 'int8'"),
-        (lambda c: clap_ds.load(c.source, preset="mikro"), "no preset 'mikro'; did you mean 'micro'?"),
-        (lambda c: clap_ds.load(c.source, device="gpu"), "device 'gpu': "),
-        (lambda c: clap_ds.load(c.source, tokenizer="/nowhere"), "tokenizer: no tokenizer '/nowhere'"),
+        (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: can't be read"),
+        (lambda c: c.embed_audio([noise(1)]), "sample_rate"),
+        (lambda c: c.embed_audio(noise(1).T, 48000), "(48000, 1)"),
+        (lambda c: c.embed_audio(noise(1, channels=9), 48000), "at most 8 channels"),
+        (lambda c: c.embed_audio(noise(1).astype(int), 48000), "int64"),
+        (lambda c: c.embed_audio([noise(1) * np.nan], 48000), "audio[0]: audio holds NaN"),
+        (lambda c: c.iter_windows(["x"], overlap=1.0), "overlap"),
+        (lambda c: c.embed_text(["dog", " "]), "expected texts"),
+        (lambda c: c.class_embeddings(["a", "a"]), "labels"),
+        (lambda c: c.class_embeddings(["a"], ["sound"]), "templates"),
+        (lambda c: clap_ds.load("some/where"), "no CLAP 'some/where'"),
+        (lambda c: clap_ds.load(c.source, preset="mikro"), "did you mean 'micro'?"),
+        (lambda c: clap_ds.load(c.source, device="gpu"), "device 'gpu'"),
+        (lambda c: clap_ds.load(c.source, tokenizer="/nowhere"), "no tokenizer '/nowhere'"),
     ],
-)  # fmt: skip
+)
 def test_mistakes(clap: Clap, call: Any, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         call(clap)

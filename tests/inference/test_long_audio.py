@@ -13,7 +13,7 @@ import pytest
 import soundfile
 import torch
 
-from clap_ds.inference import model, windows
+from clap_ds.inference import windows
 from clap_ds.inference.model import Clap
 from clap_ds.inference.windows import read_windows
 from clap_ds.model.torchaudio_compat import torchaudio
@@ -77,39 +77,23 @@ def test_what_is_broken_is_a_row_in_its_place(
     late, whole = noise(4), noise(4)
     late[:, :72000] = late[:, 90000:] = 0  # silent windows before and after one with sound
     paths = [write_sound(tmp_path / f"{name}.wav", made) for name, made in (("a", noise(1.5)), ("late", late))]
-    silent = write_sound(tmp_path / "silent.wav", np.zeros((1, 100_000)))
+    write_sound(tmp_path / "silent.wav", np.zeros((1, 100_000)))
     content = Path(write_sound(tmp_path / "cut.flac", whole)).read_bytes()
     (tmp_path / "cut.flac").write_bytes(content[: len(content) // 3])
     (tmp_path / "text.wav").write_text("no sound")
-    sources = [
-        paths[0],
-        tmp_path / "gone.wav",
-        paths[1],
-        tmp_path,
-        silent,
-        tmp_path / "cut.flac",
-        tmp_path / "text.wav",
-    ]
+    broken = [tmp_path / name for name in ("gone.wav", ".", "silent.wav", "cut.flac", "text.wav")]
+    sources = [paths[0], broken[0], paths[1], *broken[1:]]
     rows = list(clap.iter_windows(sources, windows=which, num_workers=num_workers, batch_size=2))
     errors = {Path(row.source).name: row.error for row in rows if row.vector is None}
     expected = {
-        "gone.wav": "can't be read: No such file or directory", tmp_path.name: "can't be read: .*expected a regular file",
-        "silent.wav": "audio is silent: every sample is 0", "cut.flac": "audio (breaks off|can't be decoded)",
-        "text.wav": "audio can't be decoded: ",
+        "gone.wav": "can't be read", tmp_path.name: "can't be read", "silent.wav": "audio is silent",
+        "cut.flac": "audio (breaks off|can't be decoded)", "text.wav": "audio can't be decoded",
     }  # fmt: skip
     assert errors.keys() == expected.keys()
     for name, reason in expected.items():
         assert re.match(reason, errors[name]), (name, errors[name])
-    number = {"each": {"a.wav": 2, "late.wav": 4, "cut.flac": 2}, "mean": {}}[which]
+    number = {"each": {"a.wav": 2, "late.wav": 4, "silent.wav": 3, "cut.flac": 2}, "mean": {}}[which]
     assert [Path(row.source).name for row in rows] == [
         Path(source).name for source in sources for _ in range(number.get(Path(source).name, 1))
     ]
     assert all(row.vector is None or abs(np.linalg.norm(row.vector) - 1) < 1e-6 for row in rows)
-
-
-def test_windows_that_cancel_each_other_have_no_mean() -> None:
-    one = np.array([1, 0], np.float32)
-    rows = [model.Row("a", 0.0, 1.0, one), model.Row("a", 1.0, 2.0, -one), model.Row("a", 2.0, 2.0)]
-    (found,) = model._whole(iter(rows))
-    assert found.vector is None
-    assert "cancel" in found.error

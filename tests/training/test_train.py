@@ -178,19 +178,15 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
     assert f"  clap-evaluate {tmp_path / 'checkpoints'} --deepspeed_config {config}\n" in output
 
 
-@pytest.mark.parametrize(("architecture", "text"), [("bert", "packed"), ("mpnet", "padded")])
-def test_other_text_towers_are_trained_resumed_and_evaluated(
-    tmp_path: Path, sounds: Path, architecture: str, text: str
-) -> None:
+def test_a_bert_is_trained_resumed_and_evaluated(tmp_path: Path, sounds: Path) -> None:
     """Sizes are a file's, which is gone when the run's record is resumed."""
     sizes, data = load_preset("micro").model_dump(mode="json", exclude={"name"}), commands.shard_data(sounds)
-    sizes["text"]["architecture"] = architecture
+    sizes["text"]["architecture"] = "bert"
     (own := tmp_path / "own.json").write_text(json.dumps(sizes))
-    if architecture == "bert":
-        data["tokenizer"] = str(tmp_path / "tokenizer")
-        tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop", "##a", "##e", "##i", "##o"]
-        transformers.BertTokenizer(vocab={t: n for n, t in enumerate(tokens)}).save_pretrained(tmp_path / "tokenizer")
-    clap = {"model": {"preset": str(own)}, "text": text, "data": data, "train": {"samples": 2 * BATCH}}
+    data["tokenizer"] = str(tmp_path / "tokenizer")
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop", "##a", "##e", "##i", "##o"]
+    transformers.BertTokenizer(vocab={t: n for n, t in enumerate(tokens)}).save_pretrained(tmp_path / "tokenizer")
+    clap = {"model": {"preset": str(own)}, "text": "packed", "data": data, "train": {"samples": 2 * BATCH}}
     clap["checkpoint"] = {"folder": str(tmp_path / "saved")}
     commands.train(config := write_training(tmp_path, bf16={"enabled": True}, clap=clap), 1)
     own.unlink()
@@ -202,7 +198,7 @@ def test_other_text_towers_are_trained_resumed_and_evaluated(
     evaluate = ["clap_ds.evaluate", "saved", "--retrieval", str(sounds / "*.tar")]
     for command, code, message in (
         (evaluate, 0, "step 4: own on 1 × "),
-        (["clap_ds.weights.export", "saved", "hf"], 2, f"ClapModel: its text tower is a {architecture}"),
+        (["clap_ds.weights.export", "saved", "hf"], 2, "ClapModel: its text tower is a bert"),
     ):
         done = processes.run(["-m", *command], cwd=tmp_path, env=commands.environment())
         assert (done.returncode, message in done.stdout + done.stderr) == (code, True)

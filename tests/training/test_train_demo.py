@@ -11,7 +11,7 @@ from tests.training import training_commands as commands
 pytestmark = pytest.mark.end_to_end
 LIMIT = 5 / len(KINDS)
 """Clips of a kind mostly get the same name, so by chance a few kinds get the right one: five or more in 4 of 1,000 runs."""
-NUM_TRAIN, NUM_HELD_OUT, EPOCHS = 20 * len(KINDS), 5 * len(KINDS), 8
+NUM_TRAIN, NUM_HELD_OUT, EPOCHS = 50 * len(KINDS), 10 * len(KINDS), 8
 
 
 @pytest.fixture(scope="module")
