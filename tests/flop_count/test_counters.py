@@ -44,7 +44,7 @@ CASES = [
     (MICRO, 66),
     (odd_config(), 17),
     (FUSED, 17),
-    *((MICRO.model_copy(update={"text": text}), 23) for text in OTHERS),
+    *((MICRO.model_copy(update={"text": each}), 23) for each in OTHERS),
 ]
 
 
