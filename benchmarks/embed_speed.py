@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     choose_device()
     shutil.rmtree(folder := work_folder() / "runs" / "embed_speed", ignore_errors=True)
     train_tokenizer(LABELS, folder / "tokenizer")
-    model = ClapModel(load_preset("htsat_tiny_roberta_base"))
+    model = ClapModel(load_preset("clap_htsat_tiny_roberta_base"))
     export(Checkpoint(model.config, model.state_dict()), source := folder / "model", str(folder / "tokenizer"))
     files, rng = [folder / f"{number:03d}.wav" for number in range(options.files)], np.random.default_rng(0)
     for number, path in enumerate(files):

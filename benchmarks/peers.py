@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     """1 where the losses disagree."""
     parser = make_parser("peers", __doc__)
     add = parser.add_argument
-    add("--preset", default="htsat_tiny_roberta_base", type=preset_argument)
+    add("--preset", default="clap_htsat_tiny_roberta_base", type=preset_argument)
     add("--text_tokens", type=int, default=77)
     lengths = "LOW and HIGH, uniform; default: all of --text_tokens"
     add("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)

@@ -2,8 +2,7 @@
 
     python -m clap_ds.flops --deepspeed_config ds_configs/htsat_tiny.json [--text_tokens L] [--json]
 
-`--counters analytic` needs no torch and answers at once, also on a login node. What is counted is explained in
-analysis/FLOPS.md.
+`--counters analytic` needs no torch and answers at once, also on a login node. analysis/FLOPS.md says what is counted.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,9 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     text_tokens = run.clap.text_tokens if arguments.text_tokens is None else arguments.text_tokens
     if not 1 <= text_tokens <= config.text.max_positions:
         raise UserError(
-            f"--text_tokens {text_tokens}: expected 1 to {config.text.max_positions}, the rows of {config.name}'s position"
-            f" table (a real caption can use {config.text.max_tokens}: {config.text.architecture} numbers positions from"
-            f" {config.text.first_position})"
+            f"--text_tokens {text_tokens}: expected 1 to {config.text.max_positions}, the positions of {config.name}"
         )
     counts, parameters = count(config, text_tokens) if "deepspeed" in arguments.counters else ({}, None)
     report = make_report(config, text_tokens, counts) | {"parameters": parameters}
@@ -76,8 +73,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def count(config: ClapConfig, text_tokens: int) -> tuple[Counts, dict[str, int]]:
-    """What DeepSpeed's profiler says, by convention, of a model that computes what the convention counts; and this engine's
-    parameters."""
+    """DeepSpeed's count by convention, and this engine's parameters."""
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, which is the report's
         from clap_ds.flop_count.counters import build, count_by_deepspeed, parameter_counts
         from clap_ds.flop_count.published_model import published_model
@@ -89,8 +85,7 @@ def count(config: ClapConfig, text_tokens: int) -> tuple[Counts, dict[str, int]]
 
 
 def make_report(config: ClapConfig, text_tokens: int, counts: Counts) -> dict[str, Any]:
-    """The JSON report: GFLOPs of one sample's forward pass, and of its training. `deepspeed` includes what the profiler can't
-    see (the table names it); null where not asked."""
+    """The JSON report in GFLOPs a sample. `deepspeed` includes what the profiler can't see; null where not asked."""
     lengths = TextLengths.fixed(text_tokens)
     report: dict[str, Any] = {"preset": config.name, "text_tokens": text_tokens}
     for convention in CONVENTIONS:
@@ -123,8 +118,6 @@ def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> 
         for part in dict.fromkeys(part for each in found for part in each.unseen):
             add_row(f"  + {part}, which it can't see", [each.unseen.get(part, 0.0) / 1e9 for each in found])
         add_row("  in all", [each.total / 1e9 for each in found])
-        own = [(each.counted + each.element_wise) / 1e9 for each in found]
-        add_row('  (its "flops": norms, softmax, activations too)', own)
     add_row("with the backward pass", [report[each]["training"] for each in CONVENTIONS])
     table.add_section()
     table.add_row("component, by the closed form", style="bold")
@@ -140,25 +133,19 @@ def agreement(report: dict[str, Any]) -> str:
     counted = [report[each] for each in CONVENTIONS if report[each]["deepspeed"]]
     worst = max((abs(each["deepspeed"] / each["analytic"] - 1) for each in counted), default=0.0)
     if worst > EXACT:
-        unknown = "the model executes something that clap_ds/flop_count/analytic.py doesn't know"
-        return f"NOT EXPLAINED: the profiler and the closed form are {100 * worst:.4f} % apart: {unknown}"
+        return f"NOT EXPLAINED: the profiler and the closed form are {100 * worst:.4f} % apart"
     return "the profiler agrees with the closed form to the last FLOP" if counted else "the profiler was not asked"
 
 
-def _notes(config: ClapConfig, report: dict[str, Any]) -> list[str]:
-    tokens, positions, usable = report["text_tokens"], config.text.max_positions, config.text.max_tokens
-    notes = [
-        f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; what is counted: analysis/FLOPS.md"
-    ]
+def _notes(config: ClapConfig, report: dict[str, Any]) -> Iterator[str]:
+    positions, usable = config.text.max_positions, config.text.max_tokens
     if report["parameters"]:
         millions = {name: f"{number / 1e6:.2f}" for name, number in report["parameters"].items()}
         text = "parameters (M): audio {audio}, text {text}, total {total} as open_clip counts them; trained {trainable}"
-        notes.insert(0, text.format_map(millions))
-    if tokens > usable:
-        notes.append(
-            f"{tokens} tokens can be counted but not run: a caption can use {usable} of the {positions} positions"
-        )
-    return notes
+        yield text.format_map(millions)
+    yield f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; what is counted: analysis/FLOPS.md"
+    if (tokens := report["text_tokens"]) > usable:
+        yield f"{tokens} tokens can be counted but not run: a caption can use {usable} of the {positions} positions"
 
 
 command = partial(run_alone, main)

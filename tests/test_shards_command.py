@@ -14,7 +14,7 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith(f"usage: clap-shards {name} ")
 
 
-OF_FUSION = ["--kind", "mel", "--preset", "htsat_tiny_roberta_base_fusion"]
+OF_FUSION = ["--kind", "mel", "--preset", "clap_htsat_tiny_roberta_base_fused"]
 
 
 @pytest.mark.parametrize(

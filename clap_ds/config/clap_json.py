@@ -52,7 +52,7 @@ FRONT_END = {
 
 def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str, Any]:
     """Make a preset's sections, unchecked, of the fields of a `config.json` and a `preprocessor_config.json`. Absent ones are
-    transformers' defaults: HTSAT-tiny, RoBERTa-base, LAION-CLAP's front end. ValueError names a field of another model."""
+    transformers' defaults, `clap_htsat_tiny_roberta_base`. ValueError names a field of another model."""
     if fields.get("model_type") != "clap":
         raise ValueError(f"config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
     audio, text = ({**(fields.get(f"{tower}_config") or {})} for tower in ("audio", "text"))
@@ -71,7 +71,7 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
         if found not in expected:
             only = " or ".join(map(repr, expected))
             raise ValueError(f"{field} is {found!r}, only {only} is supported")
-    tiny = object_in(PRESET_DIR / "htsat_tiny_roberta_base.json")
+    tiny = object_in(PRESET_DIR / "clap_htsat_tiny_roberta_base.json")
     projection = {"hidden_dim": joint_dim, "activation": activation, "bias": True}
     tiny["audio"]["fusion"] = False
     own_audio = {ours: audio.get(theirs, tiny["audio"][ours]) for ours, theirs in AUDIO.items()}

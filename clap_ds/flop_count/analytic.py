@@ -1,8 +1,7 @@
 """Forward cost of a CLAP model in closed form, from its sizes alone.
 
-Builds no model and imports no torch: usable at once on a login node. Counts 2 FLOPs per multiply-add of every matrix
-product and convolution; element-wise work, norms, softmax and the loss's logits are left out, as in the published
-figures. `counters` looks at a running model instead.
+Imports no torch. Counts 2 FLOPs per multiply-add of every matrix product and convolution; element-wise work, norms, softmax
+and the loss's logits are left out, as in the published figures.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ STAGE_VIEWS = ("block_linears", "window_attention", "patch_mergings")
 
 @dataclass(frozen=True)
 class TextLengths:
-    """How long captions are: what linears (the mean) and attention (the mean square) depend on."""
+    """How long captions are, for linears (the mean) and attention (the mean square)."""
 
     mean: float
     mean_square: float
@@ -89,9 +88,8 @@ def recomputed_flops(
 
 
 def published_flops(config: ClapConfig, *, front_end: bool = True) -> float:
-    """FLOPs of one sample as the published table counts them, whatever a run's captions: all positions of the text
-    tower's table (514), the STFT as a convolution, the AudioSet head. 111.20 (tiny) and 130.09 (base) GFLOPs, and 2.17 less
-    without a front end."""
+    """FLOPs of one sample as the published table counts them, whatever a run's captions: 111.20 (tiny) and 130.09 (base)
+    GFLOPs, of 514 tokens, and 2.17 less without a front end."""
     return forward_flops(config, TextLengths.fixed(config.text.max_positions), "published", front_end=front_end)
 
 
@@ -121,8 +119,7 @@ def forward_components(
 
 
 def fft_flops(num_points: int) -> float:
-    """One FFT of real input: half of the 5·N·log2(N) of a complex one (radix 2, Cooley and Tukey 1965; also the
-    convention of FFTW's benchmarks)."""
+    """One FFT of real input: half of the 5·N·log2(N) of a complex one, as FFTW's benchmarks count it."""
     return 2.5 * num_points * math.log2(num_points)
 
 

@@ -1,7 +1,6 @@
 """The same forward cost as `analytic`'s, counted by DeepSpeed's profiler while one sample runs through the model on the CPU.
 
-What it can't see is counted apart, from the shapes of the calls themselves, and named: never folded in silently. It knows
-torch's operations only, so a model must not have been through `clap_ds.native.convert`.
+It knows torch's operations only: a model must not have been through `clap_ds.native.convert`.
 """
 
 from __future__ import annotations
@@ -29,21 +28,13 @@ PRODUCTS: list[tuple[Any, str]] = [(torch, "matmul"), (Tensor, "matmul"), (Tenso
 
 @dataclass
 class Count:
-    """FLOPs of one forward pass.
-
-    Attributes:
-        counted: what the profiler says by itself.
-        unseen: what it can't see, by name, counted from the shapes of the same run.
-        element_wise: what it adds for norms, softmax and activations (its own "flops" above 2 × MACs).
-    """
+    """FLOPs of one forward pass: what the profiler says by itself, and by name what it can't see."""
 
     counted: float
     unseen: dict[str, float] = field(default_factory=dict)
-    element_wise: float = 0.0
 
     @property
     def total(self) -> float:
-        """Matrix products, convolutions and FFTs: what the closed form counts."""
         return self.counted + sum(self.unseen.values())
 
 
@@ -77,28 +68,23 @@ def count_by_deepspeed(model: ClapModel, text_tokens: int) -> Count:
 
 
 def profile_by_deepspeed(profiler: FlopsProfiler, forward: Callable[[], object]) -> Count:
-    """What DeepSpeed's profiler counts, and what it leaves out, while `forward` runs the profiler's model once.
-
-    It has no formula for FFTs, and of a matrix product whose first operand is broadcast over a batch it counts one.
-
-    Args:
-        profiler: ended afterwards, so that a later one starts from nothing.
-    """
+    """What DeepSpeed's profiler counts, and what it leaves out, while `forward` runs its model once. The profiler is ended
+    afterwards, so that a later one starts from nothing."""
     with unseen_by_deepspeed() as unseen:
         profiler.start_profile()
         try:
             forward()
             profiler.stop_profile()
-            counted = 2.0 * profiler.get_total_macs()
-            return Count(counted, dict(unseen), element_wise=profiler.get_total_flops() - counted)
+            return Count(2.0 * profiler.get_total_macs(), dict(unseen))
         finally:
             profiler.end_profile()
 
 
 @contextmanager
 def unseen_by_deepspeed() -> Iterator[dict[str, float]]:
-    """FLOPs by name that DeepSpeed's profiler leaves out of what runs inside, from the shapes of calls. To be entered before
-    the profiler starts, which wraps the same functions."""
+    """FLOPs by name that DeepSpeed's profiler leaves out of what runs inside, from the shapes of calls: FFTs, and of a product
+    whose first operand is broadcast over a batch all but one. To be entered before the profiler starts, which wraps the same
+    functions."""
     flops: dict[str, float] = defaultdict(float)
 
     def noting(function: Callable[..., Any], name: str, formula: Callable[..., float]) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
 """Rates of accelerators by their data sheets, and what follows from their peaks: model FLOPs utilisation.
 
 Dense bf16 with fp32 accumulation, by the whole name that the driver gives; data sheets that state a rate with 2:4 sparsity
-are halved. A device that isn't listed has no peak and so no MFU: none is guessed from a part of its name, as an H20 is no
-H200 and a slice of an H200 (MIG) neither. Imports nothing heavy.
+are halved. A device that isn't listed has no peak and so no MFU: an H20 is no H200, and a slice of an H200 (MIG) neither.
 """
 
 from __future__ import annotations

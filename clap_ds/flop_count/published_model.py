@@ -1,7 +1,6 @@
 """The model as open_clip's profiler met it, in shape and cost: what the published figures count and this engine doesn't do.
 
-For counting only: most of its weights compute nothing of use. The profiler meets in it what the closed form works out: the
-STFT as torchlibrosa's convolutions, the AudioSet head, every token in the last text layer.
+For counting only: most of its weights compute nothing of use.
 """
 
 import math

@@ -114,8 +114,7 @@ class _Profiler(FlopsProfiler):
     def print_model_profile(self, *args: Any, **kwargs: Any) -> None:
         self.model.__duration__ = 0  # the engine begins inside the root's forward pass: its own start wasn't noted
         super().print_model_profile(*args, **kwargs)
-        counted = 2.0 * self.macs
-        self.count = Count(counted, dict(self._unseen), element_wise=self.flops - counted)
+        self.count = Count(2.0 * self.macs, dict(self._unseen))
 
 
 @contextmanager

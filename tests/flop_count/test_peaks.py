@@ -1,6 +1,6 @@
 """The table of GPUs and peaks by whole names; MFU by hand and in the final table, and none where the peak is unknown."""
 
-from typing import Any
+import json
 
 import pytest
 import torch
@@ -9,26 +9,22 @@ from torch.utils.benchmark import Timer
 from clap_ds.config.errors import UserError
 from clap_ds.flop_count.peaks import ALIASES, GPUS, gpu_named, peak_for, utilization
 from clap_ds.measuring.matmul_ceiling import CPU_SIZE, measure_matmul_tflops
-from clap_ds.record.statistics import rates
 from clap_ds.record.terminal import rows
+from tests.processes import ROOT
 
 
 @pytest.mark.parametrize(
     ("names", "tflops"),
     [
-        ("NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-80GB, A100-PCIE-40GB, NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA H100 80GB HBM3, H100 80GB HBM3, NVIDIA H800, NVIDIA H200, nvidia h200, H200", 989),
-        ("NVIDIA GH200 120GB, NVIDIA GH200 480GB, NVIDIA GH200 144G HBM3e, GH200", 989),
-        ("NVIDIA H100 PCIe, H100 PCIe, NVIDIA H800 PCIe", 756),
-        ("NVIDIA H100 NVL, NVIDIA H200 NVL", 835),
-        *[("NVIDIA H20, H20", 148), ("NVIDIA L40S", 362), ("NVIDIA L40", 181.05), ("NVIDIA B200", 2250)],
-        *[("NVIDIA GB200", 2500), ("AMD Instinct MI250X", 191.5), ("MI300X, AMD Instinct MI300X VF", 1307.4)],
+        ("NVIDIA A100-SXM4-40GB, NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3, H100 80GB HBM3, nvidia h200, H200, NVIDIA GH200 120GB", 989),
+        ("NVIDIA H100 PCIe, H100 PCIe", 756),
+        *[("NVIDIA H100 NVL", 835), ("NVIDIA H20, H20", 148), ("MI300X, AMD Instinct MI300X VF", 1307.4)],
     ],
 )
 def test_variants_of_a_name_have_the_peak_of_their_device(names: str, tflops: float) -> None:
     found = [peak_for(name) for name in names.split(", ")]
     assert [peak and peak.bf16_tflops for peak in found] == [tflops] * len(found)
-    assert all(peak and "data sheet" in peak.source for peak in found)
 
 
 def test_no_peak_is_guessed_from_a_part_of_a_name() -> None:
@@ -40,11 +36,7 @@ def test_gpus_of_plans_are_complete_and_found_by_their_names() -> None:
     for name, gpu in GPUS.items():
         assert gpu.name == name
         assert 70 < gpu.bf16_tflops < 3000, name  # dense: none of them has more
-        assert gpu.bf16_tflops / gpu.fp32_tflops > (1.9 if "GeForce" in gpu.names else 5), name
-        assert 0.9 < gpu.memory_tbytes_per_s < 9
-        assert 23 < gpu.memory_gib < 192
-        assert gpu.link_gbytes_per_s < 1000 * gpu.memory_tbytes_per_s / 3
-        assert "20" in gpu.source
+        assert min(gpu.fp32_tflops, gpu.memory_tbytes_per_s, gpu.memory_gib, gpu.link_gbytes_per_s) > 0, name
     assert set(ALIASES.values()) <= set(GPUS)
     assert gpu_named("H100_SXM") is gpu_named("h100") is GPUS["h100-sxm"]
     for name, said in (("h100-sxn", "did you mean 'h100-sxm'"), ("tpu", r"there are a100-sxm-40gb, .*, mi300x")):
@@ -52,13 +44,11 @@ def test_gpus_of_plans_are_complete_and_found_by_their_names() -> None:
             gpu_named(name)
 
 
-@pytest.mark.parametrize(
-    ("gflops", "rate", "percent"), [(111.20, 623.7, 21.0), (130.09, 538.2, 21.2), (111.20, 544.6, 18.4)]
-)
-def test_published_mfu_from_the_published_rate(gflops: float, rate: float, percent: float) -> None:
+def test_published_mfu_from_the_published_rate() -> None:
     """The published table: GFLOPs × 3 × samples/s / 989 TFLOPS."""
-    found = utilization(gflops * 1e9, 1e9, rate, "NVIDIA GH200 120GB", None)
-    assert found["mfu_published_percent"] == pytest.approx(percent, abs=0.05)
+    for gflops, rate, percent in ((111.20, 623.7, 21.0), (130.09, 538.2, 21.2), (111.20, 544.6, 18.4)):
+        found = utilization(gflops * 1e9, 1e9, rate, "NVIDIA GH200 120GB", None)
+        assert found["mfu_published_percent"] == pytest.approx(percent, abs=0.05)
 
 
 def test_unknown_device_has_no_mfu_and_says_what_to_set() -> None:
@@ -75,28 +65,12 @@ def test_each_mfu_by_hand_and_in_the_table() -> None:
     names = ("mfu_published_percent", "mfu_model_percent", "hfu_percent", "achieved_tflops", "hardware_tflops")
     assert [found[name] for name in names] == pytest.approx([60, 25, 32.5, 2.5, 3.25])
     assert (found["peak_tflops"], found["peak_source"]) == (10.0, "clap.hardware.peak_tflops")
-    flops = {"published_gflops": 4.0, "model_gflops": 2.0, "training_gflops": 5.0, "recomputed_gflops": 1.5}
-    summary: Any = {
-        "device_type": "cuda", "samples_per_s_per_gpu": rates([490.0, 510.0], [1.0, 1.0]),
-        "step_time_s": {"median": 1.0, "p95": 1.0, "slowest_rank_median": 1.0}, "samples_per_s": 500.0,
-        "deepspeed_samples_per_s": None, "data_wait_percent": 0.0, "memory_peak_bytes": 2**30,
-        "memory_reserved_peak_bytes": 3 * 2**29,
-        "breakdown_s": None, "flops": flops, "warnings": ["they differ"], **found,
-    }  # fmt: skip
-    shown = {
-        "peak memory per rank (largest)": "1.00 GiB of tensors, 1.50 GiB reserved",
-        "  range of 2 windows": "490.00 – 510.00",
-        "TFLOPS achieved per device, forward and backward": "2.500",
-        "GFLOPs a sample, forward and backward": "5.0000",
-        "  with what is done twice (HFU)": "32.50 % of 10 TFLOPS",
-        "MFU, published convention (3 × 4.00 GFLOPs)": "60.00 % of 10 TFLOPS",
-        "MFU, work really done": "25.00 % of 10 TFLOPS",
-        "warning": "they differ",
-    }
-    lines = dict(rows(summary))
-    assert {name: lines[name] for name in shown} == shown
-    summary |= utilization(4e9, 5e9, 500, "Some CPU", None)
-    assert not any("%" in value for name, value in rows(summary) if name.startswith("MFU"))
+    summary = json.loads((ROOT / "results/cpu/htsat_tiny_cpu/summary.json").read_text()) | found
+    summary["flops"] |= {"published_gflops": 4.0, "recomputed_gflops": 1.5}
+    shown = dict(rows(summary))
+    for name, percent in (("published convention (3 × 4.00 GFLOPs)", 60), ("work really done", 25)):
+        assert shown[f"MFU, {name}"] == f"{percent:.2f} % of 10 TFLOPS"
+    assert shown["  with what is done twice (HFU)"] == "32.50 % of 10 TFLOPS"
 
 
 def test_ceiling_counts_two_flops_per_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,13 +95,3 @@ def test_every_weight_learns_from_a_batch_of_short_clips(num_longer: int) -> Non
     assert (lacking, bool(output.isfinite().all())) == ([], True)
     assert float(model.audio.patch_embed.mel_conv2d.weight.grad.abs().max()) > 1e-4
     assert [torch.equal(norm.running_var, was) for norm, was in zip(norms, before, strict=True)] == [True, False]
-
-
-def test_casts_leave_batch_norm_and_engines_are_told_of_it() -> None:
-    model = ours(reference()).to(torch.bfloat16)
-    norms = model.audio.batch_norms()
-    assert len(norms) == 5
-    kept = {id(parameter) for parameter in model.fp32_parameters()}
-    assert all(each.dtype == torch.float32 and id(each) in kept for norm in norms for each in norm.parameters())
-    assert len(model.audio.running_statistics()) == 15
-    assert model.train().encode_audio(features()).isfinite().all()

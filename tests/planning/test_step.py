@@ -152,8 +152,8 @@ def test_a_loss_of_more_ranks_takes_more(write_run: WriteRun) -> None:
 def test_loss_of_512_ranks_is_few_kernels_and_little_traffic() -> None:
     found = trace_loss(load_run("htsat_tiny"), 616, 512)
     assert 100 < found.total("launches") < 200
-    assert 9e9 < found.total("bytes_moved") < 10.5e9
-    assert found.peak_bytes < 646e6 + 150e6  # of that the gathered features in bf16 are 646 MB
+    assert 10e9 < found.total("bytes_moved") < 11.5e9
+    assert found.peak_bytes < 969e6 + 150e6  # of that the gathered features in bf16 are 969 MB
 
 
 def test_what_cannot_be_planned_is_said(write_run: WriteRun) -> None:
