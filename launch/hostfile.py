@@ -19,7 +19,7 @@ if not __package__:  # run as a file, by any Python
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.ranks.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm, this_host
+from clap_ds.ranks.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm
 
 
 def allocated_hosts(slots: int | None) -> dict[str, int]:
@@ -37,10 +37,6 @@ def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
         sys.stdout.write(format_hostfile(hosts))
         return
     write_atomically(output, format_hostfile(hosts))
-    first, here = next(iter(hosts)), this_host()
-    if len(hosts) == 1 and first.partition(".")[0] != here.partition(".")[0]:
-        # DeepSpeed starts the ranks of a single host where it runs itself.
-        print(f"note: {first} isn't this host ({here}): give deepspeed --force_multi", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -41,7 +41,7 @@ LOAD = "full-sized: its programs, script and configuration are checked"
 BY_HAND = "installs from the network, or is the test run itself"
 RULES = {
     r"make (test|setup.*)|python3 -m venv \S+|\.venv/bin/pip install .*|git clone .*": BY_HAND,
-    r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config \S+": LOAD,
+    r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config \S+( --hostfile H)?": LOAD,
     r"python analysis/.*|python -m examples\.synthetic_sounds .*|clap-shards (prepare|size|measure) .*": RUN,
     "salloc .*|clap-hostfile .*": "tests/cluster/test_jobs.py::test_deepspeeds_own_line",
     "(tar -cf|mkdir -p) .*clap-env.*": "tests/cluster/test_jobs.py::test_ranks_start_from_an_environment_on_their_nodes",

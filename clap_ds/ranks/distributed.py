@@ -27,7 +27,7 @@ from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
 from clap_ds.ranks import failure, watch
 from clap_ds.ranks.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.ranks.accelerator import choose_device
-from clap_ds.ranks.failure import leave_word
+from clap_ds.ranks.failure import leave_word, some
 from clap_ds.ranks.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
 from clap_ds.ranks.rendezvous import UnreachableError, meet
 
@@ -130,12 +130,20 @@ def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
-    """The ranks with their hosts; a UserError where a DeepSpeed hostfile can't be read, or the world size isn't the sum of its
-    slots."""
+    """The ranks with their hosts; a UserError where a DeepSpeed hostfile can't be read, the world size isn't the sum of its
+    slots, or SLURM has started the ranks on other hosts."""
     try:
         slots = read_hostfile(path)
     except ValueError as error:
         raise UserError(f"--hostfile {error}") from None
+    if "SLURM_STEP_NODELIST" in os.environ:
+        hosts = expand(os.environ["SLURM_STEP_NODELIST"])
+        if {*hosts} != {*slots}:
+            raise UserError(
+                f"--hostfile {path} names {some([*slots])}; srun started the ranks on {some(hosts)}:"
+                f" give deepspeed --include {'@'.join(slots)}"
+            )
+        slots = {host: slots[host] for host in hosts}  # the ranks' order
     if sum(slots.values()) != ranks.world_size:
         raise UserError(
             f"--hostfile {path} promises {sum(slots.values())} ranks on {len(slots)} hosts,"

@@ -58,7 +58,7 @@ def meet(
 
     Raises:
         UnreachableError: on every rank that is there, when another doesn't come in time.
-        AgreedError: on rank 0, something else listens at the address.
+        AgreedError: on rank 0, the address is another host's, or something else listens there.
     """
     import torch.distributed as dist
 
@@ -95,17 +95,25 @@ def meet(
 
 def _listener(address: str, port: int, world_size: int) -> int | None:
     """A socket that listens where the ranks are to meet, and nowhere else; None where torch is to listen on all of this host's
-    addresses: the name may stand for another one here than it does for others. Raises OSError: the port is taken."""
-    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    addresses: the name may stand for another one here than it does for others.
+
+    Raises:
+        AgreedError: the address isn't one of this host's.
+        OSError: the port is taken.
+    """
     of_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    if ipaddress.ip_address(place[0]).is_loopback and of_this_host != str(world_size):
-        return None
-    try:
-        return socket.create_server((place[0], port), family=family, backlog=max(128, world_size)).detach()
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
+    for family, _, _, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        if ipaddress.ip_address(place[0]).is_loopback and of_this_host != str(world_size):
             return None
-        raise
+        try:
+            return socket.create_server((place[0], port), family=family, backlog=max(128, world_size)).detach()
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    raise AgreedError(
+        f"rank 0 runs on {socket.gethostname()}, and the ranks are to meet at {address}, which is another host:"
+        " deepspeed starts the ranks of a hostfile with a single host where it runs itself, unless --force_multi is given"
+    )
 
 
 def _wait_for_all(store: Any, world_size: int, hosts: Sequence[str]) -> tuple[str, list[str]]:

@@ -46,8 +46,8 @@ _WAITING = re.compile(
     r"/torch/(distributed|autograd|_inductor|cuda)/|/triton/|inductor[^/]*/"
     r"|(^|/)(clap_ds|deepspeed)/.* (wait|synchronize|barrier)$"
 )
-"""File and function of a rank that waits for others. NCCL's collectives are queued: behind one that doesn't end, the host goes on
-until the queue is full, and then stands in whatever it launches next."""
+"""File and function of a rank that waits for others. NCCL's collectives are queued: behind one that doesn't end, the host goes
+on until the queue is full, and then stands in whatever it launches next."""
 
 # From what explains the rest to what only follows from it; of two alike the earlier counts. Ranks that have judged together
 # have seen more than what is left afterwards; libraries abort a rank that has lost another as well as one that is broken.
