@@ -23,8 +23,7 @@ from clap_ds.ranks.failure import ERROR, LOST_PEER, SHOWN, STALL, STOPPED, UNREA
 
 SIGNAL, KILLED = "signal", "killed"
 """Kinds of a verdict beside those of words."""
-STACKS = "stacks"
-"""Folder of the ranks' files in the run directory."""
+STACKS = "stacks"  # folder of the ranks' files in the run directory
 STEPPING, STILL = "stepping", "standing still"
 """What a rank does by its file's first line, or else something that may take long."""
 _OF_THE_HOST = re.compile(
@@ -49,14 +48,14 @@ _WAITING = re.compile(
 """File and function of a rank that waits for others. NCCL's collectives are queued: behind one that doesn't end, the host goes
 on until the queue is full, and then stands in whatever it launches next."""
 
-# From what explains the rest to what only follows from it; of two alike the earlier counts. Ranks that have judged together
-# have seen more than what is left afterwards; libraries abort a rank that has lost another as well as one that is broken.
+# From what explains the rest to what only follows from it; of two alike the earlier counts. Libraries abort a rank that has
+# lost another as well as one that is broken.
 _JUDGED, _CAUSE, _RANK_0_MISSED, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(7)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run ended, in one line; the ranks it speaks of, and the hosts to blame, empty where nobody is."""
+    """Why a run ended, in one line; the ranks it speaks of, and the hosts to blame."""
 
     message: str
     kind: str
@@ -64,13 +63,12 @@ class Verdict:
     hosts: list[str]
 
 
-_Cause = tuple[int, float, Verdict]
-"""With its place in that order, and its time in seconds since the epoch."""
+_Cause = tuple[int, float, Verdict]  # with its place in that order, and its time
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """What one rank's file says; `at`, in seconds since the epoch, is when it was last written."""
+    """What one rank's file says, and when it was last written."""
 
     rank: int
     host: str
@@ -94,8 +92,7 @@ class Stacks:
 
     @cached_property
     def frames(self) -> list[tuple[str, str, str]]:
-        """File, line and function, innermost first: of the thread that got a fatal signal, else of the main thread, which
-        faulthandler writes last."""
+        """File, line and function, innermost first: of the thread with a fatal signal, else of the main one, written last."""
         _, *parts = _THREAD.split(self.text)
         threads = dict(zip(parts[::2], parts[1::2], strict=True))
         return _FRAME.findall(threads.get("Current thread") or threads.get("Thread", ""))
@@ -128,13 +125,10 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
     Args:
         run_directory: where ranks that have one leave their words and stacks.
         job_folder: where they leave their words before.
-        hosts: of every rank, where that is known: by these names they are told.
+        hosts: of every rank, where that is known.
     """
     words = [word for folder in (job_folder, run_directory) if folder for word in read_words(folder)]
     files = read_stacks(run_directory) if run_directory else []
-    if hosts:
-        words = [replace(word, host=hosts[word.rank]) for word in words]
-        files = [replace(file, host=hosts[file.rank]) for file in files]
     causes = [_of_word(word, hosts) for word in sorted(words, key=lambda word: word.rank)]
     causes += [_of_signal(file) for file in files if file.fatal]
     if still := [file for file in files if file.still_s is not None]:
@@ -155,8 +149,7 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
 def _of_word(word: Word, hosts: Sequence[str]) -> _Cause:
     told = Verdict(f"rank {word.rank} on {word.host}: {word.message}", word.kind, [word.rank], [])
     if word.kind == STALL:
-        named = _hosts_of(word.ranks, dict(enumerate(hosts))) if hosts else word.hosts
-        return _JUDGED, word.at, Verdict(word.message, STALL, word.ranks, named)
+        return _JUDGED, word.at, Verdict(word.message, STALL, word.ranks, word.hosts)
     if word.kind == UNREACHABLE:
         blamed = word.hosts or [*hosts[:1]] * (word.rank != 0)
         return (_CAUSE if word.hosts else _RANK_0_MISSED), word.at, replace(told, message=word.message, hosts=blamed)
@@ -211,8 +204,7 @@ def _hosts_of(ranks: Sequence[int], host: dict[int, str]) -> list[str]:
 
 
 def main() -> None:
-    about = "Why a run ended: the first cause, by what its ranks left behind."
-    parser = argparse.ArgumentParser(prog="python -m clap_ds.ranks.verdict", description=about)
+    parser = argparse.ArgumentParser(prog="python -m clap_ds.ranks.verdict", description="Why a run ended.")
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
     run: Path = parser.parse_args().run
     if not run.is_dir():

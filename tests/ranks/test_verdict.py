@@ -46,7 +46,7 @@ class Left:
         os.utime(path, (BEGUN + at, BEGUN + at))
 
     def word(self, rank: int, kind: str, message: str = "it broke", at: float = 0.0, **more: Any) -> None:
-        folder = (self.job if more.pop("before", False) else self.run) / "errors"
+        folder = self.run / "errors"
         folder.mkdir(parents=True, exist_ok=True)
         word = Word(BEGUN + at, rank, HOSTS[rank], kind, message, 1, "", **{"ranks": [], "hosts": [], **more})
         (folder / f"rank{rank}.json").write_text(json.dumps(asdict(word)))
@@ -174,8 +174,7 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
     message = "no step for 60 s: rank 2 on own2 …"
     left.word(0, STALL, message, at=61, ranks=[2], hosts=["own2"])
     left.word(1, ERROR, "RuntimeError: NCCL error", at=0)
-    assert left.verdict() == Verdict(message, STALL, [2], ["n2"])
-    assert left.verdict([]) == Verdict(message, STALL, [2], ["own2"])
+    assert left.verdict() == Verdict(message, STALL, [2], ["own2"])
 
 
 @pytest.mark.parametrize(
@@ -192,20 +191,9 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
         ("KeyError: 'XidNumber'", False),
     ],
 )
-def test_which_errors_are_a_hosts_which_has_the_name_that_the_job_has_for_it(
-    left: Left, message: str, at_fault: bool
-) -> None:
+def test_which_errors_are_a_hosts(left: Left, message: str, at_fault: bool) -> None:
     left.word(2, ERROR, message)
-    for hosts in (HOSTS, ["a", "a", "b", "b"]):
-        assert left.verdict(hosts) == Verdict(f"rank 2 on {hosts[2]}: {message}", ERROR, [2], [hosts[2]] * at_fault)
-
-
-def test_before_there_is_a_run_the_hosts_tell_who_is_missing(left: Left) -> None:
-    for rank in (0, 1, 3):
-        left.word(rank, STOPPED, before=True)
-    verdict = judge(None, left.job, HOSTS)
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks, verdict.hosts) == (KILLED, [2], ["n2"])
+    assert left.verdict() == Verdict(f"rank 2 on n2: {message}", ERROR, [2], ["n2"] * at_fault)
 
 
 def test_any_user_asks_by_one_command_whatever_files_there_are(left: Left) -> None:
