@@ -104,24 +104,15 @@ class Jobs:
             raise
 
     def check(self, jobs: list[Job]) -> None:
-        """Try a script for each number of nodes, the site, and every run's JSON; a UserError with each problem once."""
+        """Try a script for each number of nodes, the site, and every run's JSON; a UserError with what is wrong."""
         site = self.request.load_site()
         notes = [check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
         for note in filter(None, dict.fromkeys(notes)):
             print(f"note: sbatch: {note}")
         if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
             print("note: cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one")
-        labels = {str(self.folder / job.folder / "run.json"): job.label for job in jobs}
-        try:
-            shown = check_environment(site, [*labels], train=self.request.train)
-            print(f"python: {shown}")
-        except UserError as error:
-            problems: dict[str, str] = {}
-            for line in str(error).splitlines():
-                path = next((path for path in labels if f"{path}: " in line), "")
-                problems.setdefault(line.partition(f"{path}: ")[2] if path else line, labels.get(path, ""))
-            lines = (f"{label}: {problem}" if label else problem for problem, label in problems.items())
-            raise UserError("\n".join(lines)) from None
+        runs = [str(self.folder / job.folder / "run.json") for job in jobs]
+        print(f"python: {check_environment(site, runs, train=self.request.train)}")
 
     def write_scripts(self) -> None:
         for job in self.jobs:

@@ -54,10 +54,9 @@ def test_everything_of_the_site_is_in_the_script(
     assert json.loads((job / "jobs.json").read_text())["jobs"][0]["slurm_id"] == "101"
     run = json.loads((job / "run.json").read_text())
     assert run["clap"]["output"] == {"root": str(folder / "runs"), "label": "tiny"}
-    shown, log = capsys.readouterr().out, job / "slurm-101.out"
-    assert f"submitted job 101: 2 nodes, 2 ranks on each, 00:15:00\nfolder: {job}\nlog: {log}\n" in shown
-    assert "note: sbatch: Requested node configuration is not available, as far as" in shown
-    assert all(how in shown for how in (f"tail -F '{log}'", "squeue -j 101", "scancel 101"))
+    shown = capsys.readouterr().out
+    assert "Requested node configuration is not available" in shown
+    assert all(how in shown for how in ("submitted job 101", f"tail -F '{job}/slurm-101.out'", "scancel 101"))
 
 
 def test_training_with_a_label_of_its_own(call: Call, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,8 +70,8 @@ def test_training_with_a_label_of_its_own(call: Call, folder: Path, capsys: pyte
     assert text.endswith('-- clap_ds/train.py --deepspeed_config "$folder/run.json" --skip_steps 5-6\n')
     assert json.loads((job / "run.json").read_text())["clap"]["output"] == {"root": "/mine", "label": "my_own"}
     shown = capsys.readouterr().out
-    assert ": 2 nodes, 1 of them spare, 4 ranks on each, 8:00\n" in shown
-    assert "note: cores: with neither cpus_per_task nor --exclusive in the site" in shown
+    assert "2 nodes, 1 of them spare" in shown
+    assert "note: cores" in shown
 
 
 @pytest.mark.parametrize(
@@ -80,11 +79,11 @@ def test_training_with_a_label_of_its_own(call: Call, folder: Path, capsys: pyte
     [
         ({"python": "/bin/true"}, "", {}, "python: /bin/true can't run this package"),
         ({}, "--until_done", {}, "are for training: give --train, too"),
-        ({}, "--train", {}, "tiny: clap.train: missing samples or epochs"),
+        ({}, "--train", {}, "clap.train: missing samples or epochs"),
         ({}, "--time soon", {}, "'soon': expected a SLURM time"),
-        ({"partition": "cpu"}, "", {}, "no gpus_per_node in the site file, give --gpus: sinfo shows none"),
+        ({"partition": "cpu"}, "", {}, "give --gpus"),
         ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "sbatch would refuse it: Invalid qos"),
-        ({}, "", {"silent": ""}, "Socket timed out on send/recv operation\n       `squeue --me` tells"),
+        ({}, "", {"silent": ""}, "`squeue --me` tells"),
     ],
 )
 def test_refused_before_it_is_queued(
