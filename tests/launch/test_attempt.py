@@ -49,7 +49,6 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
         (0, {"state": "running"}, {}, "failed", 1),
         (1, {"state": "completed"}, {}, "failed", 1),
         (1, {"state": "timeout", **SAVED}, {}, "timeout", 0),
-        (138, {"state": "timeout"}, {}, "timeout", 138),
         (138, {"state": "running"}, {}, "timeout", 138),  # signalled while it was starting
         (143, {"state": "terminated"}, {"stopped": signal.SIGTERM}, "terminated", 143),
         (1, {"state": "terminated", **SAVED}, {"stopped": signal.SIGUSR1}, "timeout", 0),  # it was told to

@@ -3,10 +3,8 @@
 import ast
 import json
 import os
-import re
 import subprocess
 import sys
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +82,3 @@ def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
     old = "import runpy, sys; sys.version_info = (3, 6, 8); runpy.run_path(sys.argv[1], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", old, path], capture_output=True, text=True, env=kept, cwd="/")
     assert "needs Python 3.11 or newer" in done.stderr
-
-
-def test_every_field_is_in_the_manual() -> None:
-    manual = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| (.*?) \|", manual, re.MULTILINE))
-    defaults = {each.name: each.default for each in fields(Site) if each.default_factory is MISSING}
-    defaults |= {each.name: each.default_factory() for each in fields(Site) if each.default_factory is not MISSING}
-    assert rows == {name: f"`{json.dumps(default)}`" for name, default in defaults.items()}
