@@ -56,21 +56,6 @@ def test_everything_of_the_site_is_in_the_script(
     assert all(how in shown for how in ("submitted job 101", f"tail -F '{job}/slurm-101.out'", "scancel 101"))
 
 
-def test_training_with_a_label_of_its_own(call: Call, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    clap = {"train": {"samples": 64}, "output": {"root": "/mine", "label": "its"}}
-    options = ("--spare_nodes", "1", "--until_done", "--train", "--time", "8:00", "--label", "my own")
-    assert call(*options, "--", "--skip_steps", "5-6", clap=clap, site={"sbatch": []}) == 0
-    (job,) = _jobs(folder)
-    assert job.name.startswith("my_own-")
-    text = (job / "slurm.sbatch").read_text()
-    assert "--spare_nodes=1 --requeues=2 --until_done" in text
-    assert text.endswith('-- clap_ds/train.py --deepspeed_config "$folder/run.json" --skip_steps 5-6\n')
-    assert json.loads((job / "run.json").read_text())["clap"]["output"] == {"root": "/mine", "label": "my_own"}
-    shown = capsys.readouterr().out
-    assert "2 nodes, 1 of them spare" in shown
-    assert "note: cores" in shown
-
-
 @pytest.mark.parametrize(
     ("site", "options", "says", "message"),
     [

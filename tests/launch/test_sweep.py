@@ -45,6 +45,7 @@ def test_nothing_is_queued_unless_every_job_can_run(
         (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], "train_micro_batch_size_per_gpu_zwei"),
         (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: expected"),
         (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: expected a multiple"),
+        (["--gpus", "1", "--nodes", "2", "2"], "given twice"),
     ):  # fmt: skip
         folder = _start(tmp_path, *options, code=2)
         assert message in capsys.readouterr().err
@@ -84,19 +85,6 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     assert len(slurm.lines("calls")) == 12
     lines = (folder / "n003.sbatch").read_text().splitlines()
     assert {"#SBATCH --time=00:45:00", "#SBATCH --exclude=n[1-2]"} <= set(lines)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_mistakes_end_with_2(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, config = _start(tmp_path, "--nodes", "1"), str(tmp_path / "tiny.json")
-    for arguments, message in (
-        (["--config", config, "--folder", str(folder)], "there is a sweep already"),
-        (["status", str(tmp_path)], "jobs.json: can't be read"),
-        (["--config", config, "--gpus", "1", "--nodes", "2", "2", "--folder", str(tmp_path / "other")], "given twice"),
-        (["--config", config, "--vary", "clap.seed"], "expected NAME=VALUE"),
-    ):
-        assert main(arguments) == 2
-        assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -81,21 +81,6 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
             choose_device(7, local_rank)
 
 
-@pytest.mark.parametrize(
-    ("there", "compiler", "expected"),
-    [("gcc Python.h", "", ""), ("gcc Python.h", "mycc", "no C compiler,"), ("cc", "", "no C compiler and no {}/Python.h,")],
-)  # fmt: skip
-def test_what_triton_compiles_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, compiler: str, expected: str
-) -> None:
-    for name in there.split():
-        write_program(tmp_path / name, "")
-    monkeypatch.setattr(accelerator.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CC", compiler)
-    assert accelerator.triton_lacks().partition(" so Triton")[0] == expected.format(tmp_path)
-
-
 @pytest.mark.end_to_end
 def test_make_bench_on_the_cpus(tmp_path: Path) -> None:
     """With a `python` that starts no ranks, but prints the arguments."""

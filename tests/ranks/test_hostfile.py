@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.launch.hostfile import main
-from clap_ds.ranks.hostfile import expand, free_port, hosts_from_slurm, port_of, read_hostfile, slots_from_slurm
+from clap_ds.ranks.hostfile import expand, hosts_from_slurm, read_hostfile, slots_from_slurm
 from tests import needs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,11 +63,9 @@ def test_agrees_with_scontrol(tmp_path: Path) -> None:
     [
         ("GPUS_ON_NODE=4", None, [4, 4]),
         ("GPUS_PER_NODE=h100:4", None, [4, 4]),
-        ("GPUS_PER_NODE=gpu:a100:2(S:0),v100:1 GPUS_ON_NODE=3", None, [3, 3]),
         ("TASKS_PER_NODE=4,2 NTASKS=6", None, [4, 2]),
         ("TASKS_PER_NODE=4,2 NTASKS=6 GPUS_ON_NODE=4", None, [4, 2]),
         ("TASKS_PER_NODE=1(x2) NTASKS_PER_NODE=1 GPUS_ON_NODE=4", None, [4, 4]),
-        ("TASKS_PER_NODE=1(x2) NTASKS=2 GPUS_ON_NODE=0", None, [1, 1]),
         # With --exclusive SLURM gives every GPU and counts a task per core: nobody asked for those.
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", None, [4, 4]),
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", None, [2, 2]),
@@ -123,9 +121,3 @@ def test_hostfile_that_is_none_is_refused(tmp_path: Path, text: str | None, mess
         (tmp_path / "hostfile").write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         read_hostfile(tmp_path / "hostfile")
-
-
-def test_ports_differ_between_steps() -> None:
-    ports = [port_of(f"{job}.{step}") for job in range(1000, 1100) for step in range(3)]
-    assert len({*ports}) > 285
-    assert all(16000 <= port < 32000 for port in [*ports, free_port()])
