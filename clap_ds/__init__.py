@@ -1,6 +1,10 @@
 """CLAP training and throughput on the DeepSpeed engine; `clap_ds.load` gives a trained model to embed and classify with."""
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"error: clap_ds needs Python 3.11 or newer; this is {sys.version.split()[0]}")
 
 from clap_ds.config.places import VERSION as __version__  # noqa: F401, N811
 

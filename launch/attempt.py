@@ -1,7 +1,4 @@
-"""One attempt of a run: the launcher from its start to its end, and how that was, by what ranks and SLURM left behind.
-
-Leaves which hosts these are, and whether there is another attempt, to `launch/job.py`.
-"""
+"""One attempt of a run: the launcher from its start to its end, and how that was, by what ranks and SLURM left behind."""
 
 from __future__ import annotations
 
@@ -25,10 +22,8 @@ from clap_ds.ranks.verdict import judge
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.schema import State
 
-SAVE_S = 300.0
-"""For ranks to save after a signal; a job's end by SLURM doesn't wait for that."""
-LINGER_S = 45.0
-"""For a launcher to end after its run: it would wait for a host that nobody can reach."""
+SAVE_S = 300.0  # for ranks to save after a signal
+LINGER_S = 45.0  # for a launcher to end after its run: it would wait for a host that nobody can reach
 LOOK_S = 0.5
 Stopped = Callable[[], signal.Signals | None]
 
@@ -58,7 +53,7 @@ def ending_of(
 
     Args:
         code: the launcher's exit code; DeepSpeed's is 0 where its srun was killed.
-        hosts: of every rank, in their order.
+        hosts: of every rank.
         stopped: the signal that this job was sent.
         lost: hosts that SLURM counts as down, with its word for it.
     """
@@ -103,9 +98,8 @@ def run_attempt(
     """Run the launcher to its end, and have the run's record say how that was.
 
     Args:
-        hosts: ranks by host; the folder has their hostfile.
+        hosts: ranks by host; the folder has their hostfile, and gets what ranks leave.
         words: the ranks' script and its arguments.
-        folder: where ranks leave how it went.
         stopped: which signal this job was sent, if any; it reaches the ranks.
     """
     command = launcher.command(hosts, folder / "hostfile", free_port(), words)
@@ -154,7 +148,7 @@ def _group_lives(group: int) -> bool:
 
 
 def _complete_record(run: RunDirectory | None, ending: Ending, knows_more: bool) -> None:
-    """Have the run directory say how the run ended, where its ranks couldn't or didn't know the cause."""
+    """Have the run directory say how the run ended, where its ranks couldn't."""
     try:
         if run is not None:
             run.finish(ending.state, ending.message or None)

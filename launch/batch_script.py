@@ -1,12 +1,9 @@
-"""What jobs ask for, and the text of their batch scripts.
-
-A script is what the job asks SLURM for, the site's shell lines and variables, and two commands: the hostfile, and
-`launch/job.py` with the run's own. Leaves folders and submission to `jobs.py`.
-"""
+"""What jobs ask for, and the text of their batch scripts."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shlex
 import sys
@@ -73,15 +70,12 @@ def request_of(arguments: argparse.Namespace) -> Request:
     """The request of a command's options; a UserError where they don't fit together, or nobody tells the number of GPUs."""
     site = load_site(arguments.site, arguments.launcher)
     nodes: list[tuple[int, str | None]] = []
-    problem = "sinfo shows none"
-    try:
+    with contextlib.suppress(UserError):  # no SLURM here
         nodes = slurm.partition_nodes(site.partition)
-    except UserError as error:
-        problem = f"SLURM can't be asked: {error}"
     shown = max((gpus for gpus, _ in nodes), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
-        raise UserError(f"no gpus_per_node in the site file, give --gpus: {problem}")
+        raise UserError("no gpus_per_node in the site file, and sinfo shows none: give --gpus")
     if not arguments.train and (arguments.until_done or arguments.train_options):
         raise UserError("--until_done, and options after --, are for training: give --train, too")
     parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
@@ -92,13 +86,8 @@ def request_of(arguments: argparse.Namespace) -> Request:
         time = min([TRAINING_TIME, *(limit for _, limit in nodes if limit)], key=slurm.seconds_of)
     name = arguments.site
     given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
-    given |= {
-        "site": str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name,
-        "gpus": gpus,
-        "gres": f"gpu:{gpus}" if shown or not nodes else None,
-        "time": time,
-    }
-    return Request(**given)
+    given["site"] = str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name
+    return Request(**given | {"gpus": gpus, "gres": f"gpu:{gpus}" if shown or not nodes else None, "time": time})
 
 
 def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:
@@ -112,11 +101,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
         '--deepspeed_config "$folder/run.json"',
         *map(shlex.quote, request.train_options),
     ]
-    run = [
-        f'exec {python} -m clap_ds.launch.job --folder "$folder"',
-        _job_options(request, site),
-        " ".join(["--", *words]),
-    ]
+    start = f'exec {python} -m clap_ds.launch.job --folder "$folder"'
     lines = [
         "#!/bin/bash",
         *_header(request, site, nodes, name, log),
@@ -129,7 +114,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
         f"folder={shlex.quote(str(folder))}",
         "",
         f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
-        " \\\n    ".join(run),
+        " \\\n    ".join([start, _job_options(request, site), f"-- {' '.join(words)}"]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -157,7 +142,6 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
 
 
 def _job_options(request: Request, site: Site) -> str:
-    """Options of `launch/job.py`, as the shell takes them."""
     options: dict[str, object] = {
         "launcher": site.launcher or LAUNCHERS[0],
         "srun_options": shlex.join(site.srun) or None,
@@ -169,8 +153,7 @@ def _job_options(request: Request, site: Site) -> str:
         "requeues": site.requeues,
     }
     words = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
-    words += ["--until_done"] * request.until_done
-    return " ".join(words)
+    return " ".join([*words, *["--until_done"] * request.until_done])
 
 
 def _quoted(value: object) -> str:

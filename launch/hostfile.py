@@ -1,9 +1,7 @@
-"""Command: SLURM's environment, or a node list, to a DeepSpeed hostfile, and how `deepspeed` is to be called with it.
+"""SLURM's environment, or a node list, to a DeepSpeed hostfile. Standard library only.
 
-    clap-hostfile --output H                                        inside an allocation
-    python launch/hostfile.py --nodelist 'n[01-04]' --slots 4       anywhere, from a checkout without installation, too
-
-Python 3.11 or newer, the standard library alone.
+clap-hostfile --output H                                        inside an allocation
+python launch/hostfile.py --nodelist 'n[01-04]' --slots 4       anywhere, from a checkout without installation, too
 """
 
 import argparse
@@ -12,18 +10,16 @@ import sys
 from pathlib import Path
 
 if not __package__:  # run as a file, by any Python
-    if sys.version_info < (3, 11):  # noqa: UP036
-        sys.exit(f"error: launch/hostfile.py needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.ranks.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm, this_host
+from clap_ds.ranks.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm
 
 
 def allocated_hosts(slots: int | None) -> dict[str, int]:
-    """Ranks by host of the allocation, so many on each where that is given; a ValueError where it can't be."""
+    """Ranks by host of the allocation, so many on each where that is given."""
     hosts = hosts_from_slurm(os.environ)
     return dict(zip(hosts, slots_from_slurm(os.environ, len(hosts), slots), strict=True))
 
@@ -33,14 +29,10 @@ def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
     if nodelist is not None and slots is None:
         raise ValueError("--nodelist needs --slots: SLURM's environment isn't about these hosts")
     hosts = allocated_hosts(slots) if nodelist is None or slots is None else dict.fromkeys(expand(nodelist), slots)
-    if not output:
+    if output:
+        write_atomically(output, format_hostfile(hosts))
+    else:
         sys.stdout.write(format_hostfile(hosts))
-        return
-    write_atomically(output, format_hostfile(hosts))
-    first, here = next(iter(hosts)), this_host()
-    if len(hosts) == 1 and first.partition(".")[0] != here.partition(".")[0]:
-        # DeepSpeed starts the ranks of a single host where it runs itself.
-        print(f"note: {first} isn't this host ({here}): give deepspeed --force_multi", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,9 +2,8 @@
 
     python -m clap_ds.launch.job --folder F --launcher slurm -- clap_ds/bench.py --deepspeed_config C
 
-Each attempt is one start of the launcher, whose exit code and what ranks and SLURM left say how it went. After a host's fault
-a spare host takes over (`--spare_nodes`), or SLURM starts the job anew without that host. `job.json` in the folder says how it
-went, and so does the run directory. No torch.
+After a host's fault a spare host takes over (`--spare_nodes`), or SLURM starts the job anew without that host. `job.json` in
+the folder says how it went, and so does the run directory.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class RunningJob:
     """One start of a job."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """Read the hosts; a ValueError or UserError where they can't be used."""
         self.arguments, self.folder = arguments, arguments.folder.resolve()
         self.slots = read_hostfile(self.folder / "hostfile")
         self.wanted = len(self.slots) - arguments.spare_nodes
@@ -68,7 +66,7 @@ class RunningJob:
         return list(earlier.get("attempts", [])) if earlier.get("job") == self.name else []
 
     def run(self) -> int:
-        """Run it; the job's exit code. Raises a ValueError where another job has the folder."""
+        """Run it; the job's exit code."""
         lock = FolderLock(self.folder)
         lock.acquire()
         for number in STOPS:
@@ -81,11 +79,7 @@ class RunningJob:
                 hosts = self.choose_hosts() if is_mended_without(ending) and not self.stopped else {}
                 if not hosts:
                     return self._finish(ending)
-                print(
-                    f"error: {ending.message}\nstarting again without {', '.join(ending.hosts)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _say(f"error: {ending.message}\nstarting again without {', '.join(ending.hosts)}")
         finally:
             lock.release()
 
@@ -93,7 +87,7 @@ class RunningJob:
         self.stopped = self.stopped or signal.Signals(number)
 
     def excluded(self) -> list[str]:
-        """Hosts that the run is to do without: attempts are put down to them."""
+        """Hosts that attempts are put down to."""
         return list(dict.fromkeys(name for attempt in self.attempts for name in attempt["at_fault"]))
 
     def choose_hosts(self) -> dict[str, int]:
@@ -105,7 +99,6 @@ class RunningJob:
         return {name: self.slots[name] for name in good[: self.wanted]} if len(good) >= self.wanted else {}
 
     def _launcher(self) -> Launcher:
-        """Of the next attempt."""
         options = self.arguments
         return Launcher(
             options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
@@ -128,7 +121,7 @@ class RunningJob:
         return ending
 
     def note(self, ending: Ending, hosts: Iterable[str], started: str) -> None:
-        """Add an attempt; the run does without the hosts it is put down to from now on."""
+        """Add an attempt."""
         self.attempts.append({
             "hosts": [*hosts], "started": started, "finished": _now(), "state": ending.state, "error": ending.message or None,
             "at_fault": ending.hosts, "lost": ending.lost, "start": self.start, "requeued": False,
@@ -137,7 +130,7 @@ class RunningJob:
     # --- the end
 
     def _finish(self, ending: Ending) -> int:
-        """Say and record how it went; have SLURM start the job anew, where that is asked for."""
+        """Say and record how it went; have SLURM start the job anew, where that helps."""
         self.attempts[-1]["requeued"] = again = self.asks_for_another_start(ending)
         run = run_directory_of(self.folder / "attempts" / str(len(self.attempts) - 1))
         self._record(
@@ -145,7 +138,7 @@ class RunningJob:
             run_directory=str(run.path) if run else None, seconds=round(time.monotonic() - self.began, 1),
         )  # fmt: skip
         if ending.message:
-            print(f"{'error: ' if ending.code else ''}{ending.message}", file=sys.stderr, flush=True)
+            _say(f"{'error: ' if ending.code else ''}{ending.message}")
         if again:
             self._start_anew()
         return ending.code
@@ -157,22 +150,21 @@ class RunningJob:
             return True
         done, most = sum(attempt["requeued"] for attempt in self.attempts), self.arguments.requeues
         if is_mended_without(ending) and done >= most:
-            print(f"SLURM isn't asked for another start: it was, {done} times of {most} (--requeues)", file=sys.stderr)
+            _say(f"SLURM isn't asked for another start: it was, {done} times of {most} (--requeues)")
         return is_mended_without(ending) and done < most
 
     def _start_anew(self) -> None:
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)  # SLURM ends this job before it starts it again
         without = self.excluded()
-        where = f" without {', '.join(without)}" if without else ""
-        print(f"SLURM is asked to start this job again{where}", file=sys.stderr, flush=True)
+        _say(" without ".join(["SLURM is asked to start this job again", *filter(None, [", ".join(without)])]))
         if problem := slurm.requeue(without):
-            print(f"warning: {problem}", file=sys.stderr, flush=True)
+            _say(f"warning: {problem}")
             self.attempts[-1]["requeued"] = False
             self._record()
 
     def _record(self, **fields: object) -> None:
-        """Merge fields into `job.json`; a job that SLURM starts anew adds its attempts to the earlier ones."""
+        """Merge fields into `job.json`."""
         self._recorded.update(fields)
         self.folder.mkdir(parents=True, exist_ok=True)
         RunDirectory(self.folder).write_json("job.json", self._recorded)
@@ -183,6 +175,10 @@ def is_mended_without(ending: Ending) -> bool:
     return ending.state == "failed" and bool(ending.hosts)
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -190,12 +186,7 @@ def _now() -> str:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("launch/job.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--folder",
-        type=Path,
-        required=True,
-        help="of this job: its hostfile, its record, and a folder for each attempt",
-    )
+    add("--folder", type=Path, required=True, help="of this job: its hostfile, its record, a folder for each attempt")
     add("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0])
     add("--srun_options", default="", metavar="WORDS", help="further options of the ranks' step")
     add("--cpu_bind", help="how ranks are bound to cores, in srun's words")

@@ -1,14 +1,13 @@
 """Jobs that were or will be submitted: a folder with a record, batch scripts, and a folder per job with its run's JSON.
 
-What `submit.py` and `sweep.py` share, and what became of a job, by what it recorded and what SLURM knows of it. Each job's id
-is on record before the next one is submitted. Leaves a script's text to `batch_script.py`.
+What `submit.py` and `sweep.py` share, and what became of a job, by what it recorded and what SLURM knows of it.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,8 +71,10 @@ class Jobs:
     def read(cls, folder: Path) -> Jobs:
         """Open what was submitted earlier; a UserError where the folder holds no such thing."""
         content = read_object(folder / RECORD)
-        jobs = [Job(**_known(Job, job)) for job in content["jobs"]]
-        return cls(folder, Request(**_known(Request, content["request"])), jobs)
+        try:
+            return cls(folder, Request(**content["request"]), [Job(**job) for job in content["jobs"]])
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{folder / RECORD}: expected the record of a submission: {error}") from None
 
     def save(self) -> None:
         jobs = [asdict(job) for job in self.jobs]
@@ -89,12 +90,7 @@ class Jobs:
         return self.folder / f"{job.name}-{job.slurm_id}.out"
 
     def prepare(self) -> None:
-        """Write each job's folder with the run's JSON, and its script, when all have passed the checks; otherwise no new folder
-        stays.
-
-        Raises:
-            UserError: something is wrong.
-        """
+        """Write each job's folder with the run's JSON, and its script; a UserError, and no new folder, where a check fails."""
         is_new = not self.folder.exists()
         try:
             for job in self.jobs:
@@ -108,25 +104,15 @@ class Jobs:
             raise
 
     def check(self, jobs: list[Job]) -> None:
-        """Try a script for each number of nodes, the site, and every run's JSON; a UserError with what is wrong, where several
-        runs have the same problem once."""
+        """Try a script for each number of nodes, the site, and every run's JSON; a UserError with what is wrong."""
         site = self.request.load_site()
         notes = [check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
         for note in filter(None, dict.fromkeys(notes)):
             print(f"note: sbatch: {note}")
         if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
             print("note: cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one")
-        labels = {str(self.folder / job.folder / "run.json"): job.label for job in jobs}
-        try:
-            shown = check_environment(site, [*labels], train=self.request.train)
-            print(f"python: {shown}")
-        except UserError as error:
-            problems: dict[str, str] = {}
-            for line in str(error).splitlines():
-                path = next((path for path in labels if f"{path}: " in line), "")
-                problems.setdefault(line.partition(f"{path}: ")[2] if path else line, labels.get(path, ""))
-            lines = (f"{label}: {problem}" if label else problem for problem, label in problems.items())
-            raise UserError("\n".join(lines)) from None
+        runs = [str(self.folder / job.folder / "run.json") for job in jobs]
+        print(f"python: {check_environment(site, runs, train=self.request.train)}")
 
     def write_scripts(self) -> None:
         for job in self.jobs:
@@ -150,11 +136,6 @@ class Jobs:
             job.name: standing_of(self.folder / job.folder, job.slurm_id, known.get(job.slurm_id or ""), self.log(job))
             for job in self.jobs
         }
-
-
-def _known(kind: type[Job | Request], content: dict[str, Any]) -> dict[str, Any]:
-    """Without fields that only earlier versions had."""
-    return {each.name: content[each.name] for each in fields(kind) if each.name in content}
 
 
 def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> Standing:

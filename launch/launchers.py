@@ -1,7 +1,4 @@
-"""The command that starts a run's ranks on some hosts: DeepSpeed's launcher by one srun, or torch's on each host.
-
-Leaves running it, and what becomes of the ranks, to `attempt.py`. Standard library only.
-"""
+"""The command that starts a run's ranks on some hosts: DeepSpeed's launcher by one srun, or torch's on each host."""
 
 from __future__ import annotations
 
@@ -21,27 +18,16 @@ LAUNCHERS = ("slurm", "torchrun")
 
 @dataclass(frozen=True)
 class Launcher:
-    """
-    Args:
-        name: one of `LAUNCHERS`.
-        python: of DeepSpeed's launcher and of the ranks.
-        srun_options: further options of the step that the ranks are.
-        cpu_bind: how ranks are bound to cores, in srun's words.
-        cpus_per_task: cores of each rank.
-        wrapper: words before torchrun's Python, such as a container's program.
-        attempt: name of this start of the run, by which SLURM knows its step; there is no other like it.
-    """
-
-    name: str
-    python: str = sys.executable
+    name: str  # one of `LAUNCHERS`
+    python: str = sys.executable  # of DeepSpeed's launcher and of the ranks
     srun_options: Sequence[str] = ()
-    cpu_bind: str | None = None
+    cpu_bind: str | None = None  # in srun's words
     cpus_per_task: int | None = None
-    wrapper: Sequence[str] = ()
-    attempt: str = "clap"
+    wrapper: Sequence[str] = ()  # words before torchrun's Python, such as a container's program
+    attempt: str = "clap"  # name of the step that the ranks are
 
     def check(self, slots: Mapping[str, int]) -> None:
-        """A UserError where it can't start ranks in these hosts' slots: there is no srun, or their numbers differ."""
+        """Raises UserError where there is no srun, or hosts have different numbers of ranks."""
         if shutil.which("srun") is None:
             raise UserError(f"launcher {self.name}: srun isn't installed on {os.uname().nodename}")
         if len({*slots.values()}) > 1:

@@ -2,9 +2,8 @@
 
     python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 315]
 
-Starts one script on all hosts as a run would be (`clap_ds/measuring/preflight_rank.py`): every host says what it has, then all
-ranks all-reduce a buffer of the gradient's size, check the sum, and measure links and arithmetic. The exit code is 1 when
-something would break the run, 0 otherwise.
+Starts `clap_ds/measuring/preflight_rank.py` on all hosts as a run would be: every host says what it has, then all ranks
+all-reduce a buffer of the gradient's size, check the sum, and measure links and arithmetic.
 """
 
 from __future__ import annotations
@@ -38,16 +37,14 @@ from clap_ds.launch.sites import Site, load_site
 from clap_ds.ranks import verdict
 from clap_ds.ranks.hostfile import format_hostfile, free_port
 
-ARRIVE_S = 120.0
-"""For every rank to say what it finds, before it imports anything: a host without is named then, and not waited for."""
+ARRIVE_S = 120.0  # for every rank to say what it finds, before it imports anything
 SLOW = 0.7  # what has a rate below this share of the median
 MOST_NAMED = 8
-Finding = tuple[str, str]
-"""Where something is found, and what."""
+Finding = tuple[str, str]  # where something is found, and what
 
 
 def hosts_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str | None]]:
-    """What each host has, by name: GPUs, code, and versions, None for what isn't installed."""
+    """GPUs, code and versions by host, None for what isn't installed."""
     found: dict[str, dict[str, str | None]] = {}
     gpus: dict[str, dict[str, str]] = defaultdict(dict)
     for answer in answers:
@@ -94,7 +91,7 @@ def lines(kind: str, findings: Iterator[Finding] | list[Finding]) -> list[str]:
 
 
 def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, folder: Path) -> int:
-    """Start the ranks and wait for them; the launcher's exit code. What they say is in the folder, with their `output`."""
+    """Start the ranks and wait for them; the launcher's exit code. What they say is in the folder."""
     os.environ.update(site.environment)
     start = Launcher(launcher, site.interpreter(), site.srun, site.cpu_bind, site.cpus_per_task, site.wrapper)
     start.check(slots)
@@ -125,8 +122,7 @@ def answered(slots: dict[str, int], folder: Path) -> list[Path]:
 
 
 def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], list[str]]:
-    """Lines of problems, and of what else there is to say, by the answers in the folder; a host without one is named with the
-    launcher's words about it."""
+    """Lines of problems, and of what else there is to say, by the answers in the folder."""
     known = {name.partition(".")[0]: name for name in slots}
     answers = [read_object(path) for path in answered(slots, folder)]
     for answer in answers:
@@ -141,9 +137,7 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], li
     problems += [(answer["host"], fault) for answer in answers for fault in answer["faults"]]
     there = hosts_of(answers)
     problems += odd_hosts(there)
-    shown = [
-        f"{host}  GPUs {has['GPUs']}, torch {has.get('torch')}, code {has.get('code')}" for host, has in there.items()
-    ]
+    shown = [f"{host}  GPUs {has['GPUs']}, torch {has.get('torch')}, code {has['code']}" for host, has in there.items()]
     if (folder / "measured.json").exists():
         measured = read_object(folder / "measured.json")
         for number, (host, rank) in enumerate(zip(hosts, measured["ranks"], strict=True)):

@@ -2,7 +2,6 @@
 
 The run's own checks need packages that a login node's Python may lack, so they run in the environment that a job will have:
 the site's shell lines first, then its Python (`clap_ds.check_runs`). Partition, account, nodes and time are sbatch's to judge.
-What can't be tried here is said, not refused.
 """
 
 from __future__ import annotations
@@ -37,14 +36,8 @@ def show_check(site: Site) -> None:
 
 
 def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = False) -> str:
-    """Run the site's shell lines, then its Python on these runs' JSONs.
-
-    Returns:
-        The Python, with its version and torch's and DeepSpeed's, or why it wasn't tried.
-
-    Raises:
-        UserError: a shell line failed, the Python lacks something, or a run's JSON is wrong: a line each.
-    """
+    """Run the site's shell lines, then its Python on these runs' JSONs: its versions, or why it wasn't tried; a UserError with
+    a line for each problem."""
     python = shlex.join([*site.wrapper, site.interpreter()])
     if site.container() and not (site.wrapper and shutil.which(site.wrapper[0])):
         return f"{python}: not tried, for it is in a container that isn't here"

@@ -2,8 +2,7 @@
 
     python launch/sites.py check mine     tries what the file says on this cluster: python, module lines, partition, account
 
-Standard library only: it runs before the project's environment is there. Leaves trying to `site_check.py`, and job scripts
-to `batch_script.py`.
+Standard library only: it runs before the project's environment is there.
 """
 
 import argparse
@@ -14,12 +13,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from typing import Any, get_args, get_origin
 
 if not __package__:  # run as a file, by any Python
-    if sys.version_info < (3, 11):  # noqa: UP036
-        sys.exit(f"error: launch/sites.py needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
@@ -64,7 +60,7 @@ class Site:
         return self.walltimes[next((bound for bound in bounds if num_nodes <= int(bound)), bounds[-1])]
 
     def container(self) -> str | None:
-        """What puts the ranks into a container of their own, with another Python than the job's; None where nothing does."""
+        """What puts the ranks into a container of their own, if anything does."""
         return next((word for word in (*self.wrapper, *self.srun) if word in self.wrapper or "container" in word), None)
 
     def interpreter(self) -> str:
@@ -84,23 +80,15 @@ class Site:
         return (work_folder() / self.run_root).resolve()
 
 
-_EXPECTED: dict[Any, tuple[tuple[type, ...], str]] = {
-    str: ((str,), "a string"),
-    str | None: ((str, NoneType), "a string or null"),
-    int: ((int,), "a whole number"),
-    int | None: ((int, NoneType), "a whole number or null"),
-    list[str]: ((list,), "a list of strings"),
-    dict[str, str]: ((dict,), "an object of strings"),
-}
-"""By a field's type those of its value in JSON, and what they are called."""
+_EXPECTED: dict[Any, str] = {
+    str: "a string", str | None: "a string or null", int: "a whole number", int | None: "a whole number or null",
+    list[str]: "a list of strings", dict[str, str]: "an object of strings",
+}  # fmt: skip
 
 
 def load_site(name: str, launcher: str | None = None) -> Site:
-    """Read a site by its name under `launch/clusters/`, or by a file's path, with another launcher if one is given.
-
-    Raises:
-        UserError: there is no such site, or some of its fields are wrong: a line each.
-    """
+    """Read a site by its name under `launch/clusters/`, or by a file's path, with another launcher if one is given; a UserError
+    with a line for each field that is wrong."""
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
@@ -119,13 +107,13 @@ def _wrong_fields(content: dict[str, Any]) -> Iterator[str]:
         if name not in kinds:
             yield f"{name}: no such field{did_you_mean(name, kinds)}"
             continue
-        types, expected = _EXPECTED[kinds[name]]
-        least = 0 if name == "requeues" else 1
+        kind, least = kinds[name], 0 if name == "requeues" else 1
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         is_small = value == "" or (type(value) is int and value < least)
+        types = get_args(kind) if type(None) in get_args(kind) else (get_origin(kind) or kind,)
         if type(value) not in types or is_small or {*map(type, items)} - {str}:
-            at_least = f", at least {least}" if int in types else ""
-            yield f"{name}: expected {expected}{at_least}, found {json.dumps(value)}"
+            at_least = f", at least {least}" if "number" in _EXPECTED[kind] else ""
+            yield f"{name}: expected {_EXPECTED[kind]}{at_least}, found {json.dumps(value)}"
 
 
 def _wrong_values(site: Site) -> Iterator[str]:

@@ -1,8 +1,4 @@
-"""SLURM's own commands: what they know of partitions, nodes and jobs, handing a script to sbatch, and starting a job anew.
-
-Runs on login nodes and inside jobs, with the standard library alone. Leaves what a job asks for to `batch_script.py`, and
-what its state means to `jobs.py`.
-"""
+"""SLURM's own commands: what they know of partitions, nodes and jobs, handing a script to sbatch, and starting a job anew."""
 
 from __future__ import annotations
 
@@ -31,11 +27,8 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
-    """What a command of SLURM's prints. One that fails is tried again, for a busy controller gives no answer.
-
-    Raises:
-        UserError: it fails each time, gives no answer, or isn't installed.
-    """
+    """What a command of SLURM's prints; a UserError where it isn't installed, or fails each time: a busy controller gives no
+    answer."""
     asked = shlex.join(command)
     for left in reversed(range(tries)):
         try:  # in a session of its own: Ctrl-C here doesn't end it halfway
@@ -59,8 +52,7 @@ def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
 
 
 def partition_nodes(partition: str | None) -> list[tuple[int, str | None]]:
-    """GPUs and time limit (None for none) of each kind of node in a partition, in several (`a,b`) or in the default one; a
-    UserError where SLURM can't be asked."""
+    """GPUs and time limit (None for none) of each kind of node in a partition, in several (`a,b`) or in the default one."""
     names, found = partition.split(",") if partition else [], []
     for line in ask(["sinfo", "-h", "-e", "-o", "%P|%G|%l"]).splitlines():
         name, gres, limit = line.split("|")
@@ -70,7 +62,7 @@ def partition_nodes(partition: str | None) -> list[tuple[int, str | None]]:
 
 
 def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:
-    """Which of these hosts SLURM takes for down, failing or not responding, and its word for that; none where it can't tell."""
+    """Which of these hosts SLURM takes for down, failing or not responding, and its word for that."""
     try:
         shown = ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N %T"])
     except UserError:
@@ -92,21 +84,15 @@ def silent_nodes(hosts: Sequence[str]) -> list[str]:
 
 
 def seconds_of(text: str) -> int:
-    """Seconds of a time as SLURM writes it: `minutes[:seconds]`, `hours:minutes:seconds`, or `days-hours[:minutes[:seconds]]`.
-
-    Raises:
-        UserError: the text isn't one, or is no time at all.
-    """
+    """Seconds of SLURM's `minutes[:seconds]`, `hours:minutes:seconds` or `days-hours[:minutes[:seconds]]`; else a UserError."""
     match = _TIME.fullmatch(text)
-    if not match:
-        raise UserError(f"{text!r}: expected a SLURM time such as 00:15:00 or 1-00:00:00")
-    days, *parts = match.groups()
+    days, *parts = match.groups() if match else (None,)
     numbers = [int(part) for part in parts if part is not None]
     begins_with_hours = days is not None or len(numbers) == 3
-    hours, minutes, seconds = ([*numbers, 0, 0] if begins_with_hours else [0, *numbers, 0])[:3]
+    hours, minutes, seconds = ([*numbers, 0, 0] if begins_with_hours else [0, *numbers, 0, 0])[:3]
     total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     if total < 1:
-        raise UserError(f"{text!r}: expected a time above zero")
+        raise UserError(f"{text!r}: expected a SLURM time such as 00:15:00 or 1-00:00:00")
     return total
 
 
@@ -114,7 +100,7 @@ def seconds_of(text: str) -> int:
 
 
 def submit(path: Path) -> str:
-    """Have SLURM queue a script; the job's id. A UserError where it takes none, or where it can't be told whether it did."""
+    """Have SLURM queue a script; the job's id."""
     try:
         return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
     except UserError as error:
@@ -122,7 +108,7 @@ def submit(path: Path) -> str:
 
 
 def refusal(text: str) -> str | None:
-    """Why sbatch would refuse a script, in its own words; None where it would take it."""
+    """Why sbatch would refuse a script, if it would."""
     try:
         ask(["sbatch", "--test-only"], text, tries=1)
     except UserError as error:
@@ -131,7 +117,7 @@ def refusal(text: str) -> str | None:
 
 
 def states_of(ids: Iterable[str]) -> dict[str, str]:
-    """SLURM's state by job id, of one's jobs that it still knows, from its queue and from accounting where there is any."""
+    """SLURM's state by job id, of one's jobs that its queue or accounting still knows."""
     shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i %T"])
     states = dict(line.split()[:2] for line in shown.splitlines())
     if forgotten := [number for number in ids if number not in states]:
@@ -150,7 +136,7 @@ def job_id() -> str | None:
 
 
 def signal_step(name: str, number: signal.Signals) -> None:
-    """Signal the tasks of this job's step of a name, by which its ranks were started; nothing where there is none by now."""
+    """Signal the tasks of this job's step of a name, if it is there."""
     with contextlib.suppress(UserError):
         for line in ask(["squeue", "--steps", "-h", "-j", str(job_id()), "-o", "%i %j"]).splitlines():
             step, _, its_name = line.partition(" ")
@@ -159,7 +145,7 @@ def signal_step(name: str, number: signal.Signals) -> None:
 
 
 def requeue(without: Sequence[str]) -> str | None:
-    """Have SLURM start this job anew, not on some hosts; why it doesn't, or None. SIGTERM comes soon after."""
+    """Have SLURM start this job anew, not on some hosts; why it doesn't, or None."""
     job = str(job_id())
     # Only of a job that waits may the hosts be changed.
     commands = [["requeuehold", job], ["update", f"JobId={job}", f"ExcNodeList={','.join(without)}"], ["release", job]]

@@ -4,7 +4,7 @@
     python launch/submit.py --site mine --nodes 8 --config my_run.json --train --until_done [--spare_nodes 1]
 
 The job's folder, under the site's `run_root`, holds the run's JSON as it was when submitted, the script, `jobs.json` with
-the job's id, its log, and what the job records itself. Runs on a login node. Leaves many jobs at once to `sweep.py`.
+the job's id, its log, and what the job records itself.
 """
 
 import argparse
@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 
 if not __package__:  # run as a file, by any Python
-    if sys.version_info < (3, 11):  # noqa: UP036
-        sys.exit(f"error: launch/submit.py needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number

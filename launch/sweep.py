@@ -6,7 +6,6 @@
     python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
 
 A sweep is a folder: `jobs.json`, a script per job as sbatch got it, a folder per job, and in `runs` what they measured.
-Runs on a login node.
 """
 
 import argparse
@@ -18,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 if not __package__:  # run as a file, by any Python
-    if sys.version_info < (3, 11):  # noqa: UP036
-        sys.exit(f"error: launch/sweep.py needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number

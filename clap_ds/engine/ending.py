@@ -21,10 +21,15 @@ from clap_ds.ranks import distributed, failure, watch
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.failure import leave_word
 from clap_ds.record.directory import RunDirectory, State
+from clap_ds.record.hardware import peak_memory_bytes
 
 FAILED = 1
 STOP_SIGNALS = watch.SIGNALS
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_LESS_MEMORY = """\
+- A smaller train_micro_batch_size_per_gpu needs less.
+- `clap-plan --find_micro_batch` calculates the largest that fits this card.
+- clap.model.checkpoint_activations (["audio", "text"]) keeps less for the backward pass."""
 _LOST = re.compile(
     r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
     "|collective operation timeout",
@@ -71,8 +76,9 @@ def ending_of(error: BaseException, rank: int, what: str) -> Ending:
     if isinstance(error, NonFiniteError):
         return Ending("failed", text, failure.ERROR, text, f"error: rank {rank}: {text}")
     if is_out_of_memory(error):
-        at = f"out of memory at {what}"
-        said = f"error: rank {rank}: {at}: {first_line}"
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
+        said = f"error: rank {rank}: {at}: {first_line}\n{_LESS_MEMORY}"
         return Ending("out_of_memory", f"rank {rank}: {at}", failure.OUT_OF_MEMORY, at, said)
     if is_connection_lost(error):
         said = f"error: rank {rank}: another rank is gone: its connection to this one was lost ({first_line})"
@@ -135,13 +141,12 @@ def _ignore_signals() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the GPU's or the host's memory is exhausted: also to CUDA, cuBLAS or NCCL, which don't ask
-    torch's allocator for theirs."""
+    """Whether the GPU's or the host's memory is exhausted. CUDA, cuBLAS and NCCL don't ask torch's allocator for theirs."""
     said = not isinstance(error, ValueError) and any(words in str(error) for words in _NO_MEMORY)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or said
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Whether an exception says that another process is gone or gives no answer, as gloo, NCCL and torch's store word it."""
+    """Whether another process is gone or gives no answer, as gloo, NCCL and torch's store word it."""
     lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
     return lost or isinstance(error, dist.DistNetworkError | dist.DistStoreError)

@@ -1,7 +1,4 @@
-"""What hosts do together: whether an all-reduce sums rightly, and how fast it, the links and the processors are.
-
-Leaves starting the ranks and judging their figures to `launch/preflight.py`.
-"""
+"""What hosts do together: whether an all-reduce sums rightly, and how fast it, the links and the processors are."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ LARGEST_LINK_BUFFER = 32_000_000
 
 
 def measure(megabytes: float, ranks: Ranks, device: torch.device) -> dict[str, Any]:
-    """GB/s of an all-reduce, and by rank its wrong elements, TFLOPS, and the links it measured: two neighbouring hosts' first
-    ranks and the GB/s between them. A collective; its answer is rank 0's."""
+    """Measure GB/s of an all-reduce, and by rank wrong elements, TFLOPS, and links: two hosts' first ranks and the GB/s between
+    them. A collective; its answer is rank 0's."""
     num_elements = max(1, int(megabytes * 1e6 / 2))
     wrong, best_s = all_reduce(num_elements, ranks.world_size, device)
     links = _links(min(num_elements, LARGEST_LINK_BUFFER), ranks, device)
@@ -49,7 +46,7 @@ def all_reduce(num_elements: int, world_size: int, device: torch.device) -> tupl
 
 
 def _links(num_elements: int, ranks: Ranks, device: torch.device) -> list[tuple[int, int, float]]:
-    """Ranks and GB/s of the links this rank measured, in a ring of hosts: in three turns, so that none is in two at once."""
+    """Measure this rank's links in a ring of hosts: in three turns, so that no host is in two at once."""
     leads = judged(ranks.local_rank == 0, lambda lead: [rank for rank, is_lead in enumerate(lead) if is_lead])
     buffer, found = torch.ones(num_elements, dtype=torch.bfloat16, device=device), []
     for turn in range(3):

@@ -2,8 +2,7 @@
 
     preflight_rank.py --job_folder FOLDER MEGABYTES PACKAGE,PACKAGE…
 
-Leaves `rank-N.json` before anything is imported that a host may lack, and rank 0 `measured.json`: comparing is left to
-`launch/preflight.py`.
+Writes `rank-N.json` before anything is imported that a host may lack, and on rank 0 `measured.json`.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ def main(ranks: Ranks) -> None:
 
 
 def code_digest() -> str:
-    """Short hash of the package's Python files, presets and scripts, names included."""
+    """Hash the package's Python files and presets, names included."""
     digest = hashlib.sha256()
     found = [os.path.join(at, name) for at, _, names in os.walk(PACKAGE, followlinks=True) for name in names]
-    for path in sorted(path for path in found if path.endswith((".py", ".json", ".sbatch"))):
+    for path in sorted(path for path in found if path.endswith((".py", ".json"))):
         with contextlib.suppress(FileNotFoundError):  # a link to nowhere, such as an editor's lock
             digest.update(os.path.relpath(path, PACKAGE).encode() + b"\0" + Path(path).read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
 def gpus() -> dict[str, str]:
-    """Name, memory and driver by UUID of the GPUs this rank may use, of what nvidia-smi shows."""
+    """Return name, memory and driver by UUID of the GPUs this rank may use."""
     words = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     lines = [line.split(", ", 2) for line in nvidia_smi("--query-gpu=index,uuid,name,memory.total,driver_version")]
     is_any = words == [""] or words[0].startswith("MIG-")  # whose part that is, isn't shown
@@ -75,7 +74,7 @@ def gpus() -> dict[str, str]:
 
 
 def faults(mine: dict[str, str], folder: Path) -> Iterator[str]:
-    """Want of disk space and of a compiler, and who else has these GPUs. Whether torch can use them the ranks will tell."""
+    """Yield what this host lacks of disk space, GPUs and a compiler, and who else uses its GPUs."""
     for place in (str(folder.parent), "/tmp"):
         free_gb = shutil.disk_usage(place).free / 1e9
         if free_gb < MIN_FREE_GB:

@@ -1,8 +1,7 @@
 """How ranks agree: every function here is a collective, and none leaves a rank waiting for one that gave up.
 
-What all have goes to rank 0, and what that makes of it to all: of neither do bytes grow with the square of the ranks, nor hops
-with their number, as those of gloo's all-reduce and all-gather do, which are rings. It goes through the hosts, where rank 0 is
-connected with every other; a GPU would keep memory for each. Without a process group this is the only rank.
+What all have goes to rank 0, and what that makes of it to all: gloo's all-reduce and all-gather are rings, whose hops grow with
+the number of ranks. It goes through the hosts: a GPU would keep memory for each peer.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def gather(value: T) -> list[T]:
 
 
 def gather_tensor(own: Tensor) -> Tensor:
-    """(ranks, *shape): every rank's tensor, by rank, on rank 0's host; they are of one shape and dtype. On each other rank
-    (1, *shape), its own alone."""
+    """(ranks, *shape): every rank's tensor, all of one shape and dtype, on rank 0's host; on each other rank its own alone."""
     own = own.cpu()
     if world_size() == 1:
         return own[None]
@@ -72,22 +70,18 @@ def judged(value: T, judge: Callable[[list[T]], R]) -> R:
 
 
 def agree(problem: str | None) -> None:
-    """Stop every rank when one has a problem: an AgreedError on all, with the first rank's and how many ranks share it."""
+    """Stop every rank when one has a problem: an AgreedError on all, with the first rank's."""
     if said := judged(problem, _first_problem):
         raise AgreedError(said)
 
 
 def _first_problem(problems: list[str | None]) -> str | None:
-    found = [(number, text) for number, text in enumerate(problems) if text is not None]
-    if not found:
-        return None
-    others = f" (and {len(found) - 1} more ranks)" if len(found) > 1 else ""
-    where = f"rank {found[0][0]}{others}: " if len(found) < len(problems) else ""
-    return f"{where}{found[0][1]}"
+    number, text = next(((number, text) for number, text in enumerate(problems) if text is not None), (0, None))
+    return f"rank {number}: {text}" if None in problems and text is not None else text
 
 
 def together(build: Callable[[], T]) -> T:
-    """Build something on every rank; where `build` raises ValueError on any, an AgreedError on all."""
+    """What `build` gives on every rank; where it raises ValueError on any, an AgreedError on all."""
     with agreed():
         built = build()
     return built

@@ -1,7 +1,6 @@
-"""Who this process is among the ranks, and how the ranks agree to stop.
+"""Who this process is among the ranks, by whatever launcher, and how it joins and leaves the group.
 
-Every launcher (deepspeed, torchrun, none) is understood here and nowhere else. Top-level imports stay light: a rank
-must be able to refuse a wrong configuration within a second, before torch and DeepSpeed are loaded.
+Top-level imports stay light: a rank refuses a wrong configuration before torch and DeepSpeed are loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
 from clap_ds.ranks import failure, watch
 from clap_ds.ranks.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.ranks.accelerator import choose_device
-from clap_ds.ranks.failure import leave_word
+from clap_ds.ranks.failure import leave_word, some
 from clap_ds.ranks.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
 from clap_ds.ranks.rendezvous import UnreachableError, meet
 
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 
     from clap_ds.config.sections import DebugSettings
 
-COLLECTIVE_TIMEOUT_S = 1800.0
-"""Longest a collective may take; one rank's slow start (compiling, downloading) must fit in. `clap.debug` shortens it."""
+COLLECTIVE_TIMEOUT_S = 1800.0  # one rank's slow start (compiling, downloading) must fit in
 FAILED = 1
 SECRET = "secret"
 """File in an attempt's folder that its owner alone can read: ranks meet under a name that has it in it."""
@@ -54,14 +52,14 @@ class Ranks:
     local_rank: int
     local_world_size: int
     hosts: tuple[str, ...] = ()
-    """Of every rank, where a hostfile tells."""
+    """Of every rank, where SLURM or a hostfile tells."""
     job_folder: Path | None = None
-    """Of the attempt that a job makes, `F/attempts/K`: what the ranks leave for it."""
+    """Of a job's attempt, `F/attempts/K`: what the ranks leave for it."""
 
     @classmethod
     def from_environment(cls) -> Ranks:
         """What the launcher set; without a launcher there is one rank. A UserError where it contradicts itself."""
-        _adopt_slurm_step()
+        hosts = _adopt_slurm_step()
         words = sys.argv  # of commands, too, that fail before they have read them
         folder = Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
         given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -72,7 +70,7 @@ class Ranks:
             raise UserError(f"of a launcher: expected whole numbers, RANK below WORLD_SIZE; found {found}")
         rank, world_size, local_rank = map(int, given.values())
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        return cls(rank, world_size, local_rank, local_world_size, job_folder=folder)
+        return cls(rank, world_size, local_rank, local_world_size, hosts, folder)
 
     @property
     def is_first(self) -> bool:
@@ -80,12 +78,12 @@ class Ranks:
 
     @property
     def host(self) -> str:
-        """Of this rank, by the name that the hostfile has."""
+        """Of this rank, by SLURM's or the hostfile's name."""
         return self.hosts[self.rank] if self.hosts else this_host()
 
     @property
     def run(self) -> str:
-        """The same on all ranks, and as far as that can be told another one in other runs; in a job, nobody else knows it."""
+        """The same on all ranks, and as far as can be told another one in other runs; in a job, nobody else knows it."""
         secret = ""
         if self.job_folder is not None:
             with contextlib.suppress(OSError):  # of what starts ranks without one, such as preflight
@@ -96,21 +94,20 @@ class Ranks:
         return f"{secret}{self.job_folder} {'.'.join(of_slurm)} {os.environ.get('TORCHELASTIC_RUN_ID', '')} {parent}"
 
 
-def _adopt_slurm_step() -> None:
-    """Set the variables of a launcher from the SLURM step this process is a task of, where no launcher has set RANK.
-
-    Does nothing outside of a step that srun made: a batch script's own process has SLURM_PROCID, too, but is no rank.
-    """
+def _adopt_slurm_step() -> tuple[str, ...]:
+    """Set the variables of a launcher from the step of srun that this process is a task of, where no launcher has set RANK;
+    every rank's host."""
     tasks, step = os.environ.get("SLURM_STEP_NUM_TASKS", ""), os.environ.get("SLURM_STEP_ID", "")
     is_step = step.isdecimal() and int(step) < LARGEST_STEP and tasks.isdecimal() and "SLURM_PROCID" in os.environ
     if os.environ.get("RANK") or not is_step:
-        return
-    local_tasks = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"])[int(os.environ["SLURM_NODEID"])]
-    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks)
-    os.environ.update(LOCAL_RANK=os.environ["SLURM_LOCALID"], LOCAL_WORLD_SIZE=str(local_tasks))
+        return ()
+    counts, hosts = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"]), expand(os.environ["SLURM_STEP_NODELIST"])
+    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=os.environ["SLURM_LOCALID"])
+    os.environ["LOCAL_WORLD_SIZE"] = str(counts[int(os.environ["SLURM_NODEID"])])
     if int(tasks) > 1:  # one alone has nobody to meet, and there may be several in an interactive step
-        os.environ.setdefault("MASTER_ADDR", expand(os.environ["SLURM_STEP_NODELIST"])[0])
+        os.environ.setdefault("MASTER_ADDR", hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{step}")))
+    return tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +118,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
-    """Command line of a command that launchers start on every rank: `deepspeed_config` and `hostfile`."""
+    """Command line of a command that launchers start on every rank."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     config = "the run's JSON, or a packaged one's name"
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=config)
@@ -130,8 +127,8 @@ def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
-    """The ranks with their hosts; a UserError where a DeepSpeed hostfile can't be read, or the world size isn't the sum of its
-    slots."""
+    """The ranks with their hosts; a UserError where a DeepSpeed hostfile can't be read, the world size isn't the sum of its
+    slots, or srun has started the ranks on other hosts."""
     try:
         slots = read_hostfile(path)
     except ValueError as error:
@@ -141,7 +138,16 @@ def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
             f"--hostfile {path} promises {sum(slots.values())} ranks on {len(slots)} hosts,"
             f" the launcher started {ranks.world_size}"
         )
-    return replace(ranks, hosts=tuple(host for host, number in slots.items() for _ in range(number)))
+    if ranks.hosts and {*ranks.hosts} != {*slots}:
+        raise UserError(
+            f"--hostfile {path} names {some([*slots])}, and srun started the ranks on {some([*dict.fromkeys(ranks.hosts)])}:"
+            f" give deepspeed --include {'@'.join(slots)}"
+        )
+    return (
+        ranks
+        if ranks.hosts
+        else replace(ranks, hosts=tuple(host for host, number in slots.items() for _ in range(number)))
+    )
 
 
 def initialize(
@@ -166,11 +172,11 @@ def initialize(
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     if device.type == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
-            # Ranks that each use every core slow each other down by a factor of up to 80 in the optimiser.
+            # Ranks that each use every core slow each other down, in the optimizer by up to 80 times.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
         keep_freed_memory()
         if not compile_cpu_collective:
-            deepspeed.ops.__compatible_ops__ = {}  # to look what is in it would try the compiler on every operation there is
+            deepspeed.ops.__compatible_ops__ = {}  # looking into it would try the compiler on every operation
     # Otherwise gloo connects every rank with every other, in each of its groups: sockets as the square of the ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
@@ -187,7 +193,7 @@ def initialize(
 
 def prepare_debugging(settings: DebugSettings) -> None:
     """`clap.debug`: have libraries say more, and crashes leave a Python stack on the terminal. Call before CUDA is asked
-    for GPUs, at which it reads its variables. Those that the user has set stay."""
+    for GPUs. Variables that the user has set stay."""
     if settings.enabled:
         faulthandler.enable(all_threads=True)
         os.environ.setdefault("NCCL_DEBUG", settings.nccl_debug)
@@ -199,11 +205,8 @@ def prepare_debugging(settings: DebugSettings) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what it is given back for the next allocation, as the allocator for GPUs does.
-
-    glibc returns every large block to the kernel, which then clears it again page by page for each new tensor: a seventh of a
-    training step on a CPU. Other C libraries are left as they are.
-    """
+    """Have the C library keep what it is given back: glibc returns every large block to the kernel, which then clears it again
+    page by page for each new tensor, a seventh of a training step on a CPU."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         mallopt(m_trim_threshold, 2**31 - 1)
@@ -216,7 +219,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
-    """Run a command's main function; user errors become one message, from rank 0 where it can give it, and exit code 2. Of what
+    """Run a command's main function. User errors become one message, of rank 0 where it can give it, and exit code 2. Of what
     ends it, the rank leaves a word."""
     try:
         ranks = Ranks.from_environment()
@@ -233,9 +236,9 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         if os.environ.get("RANK", "0") in ("", "0"):
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            # Launchers end a job when its first process exits: give rank 0 the time to speak.
+            # Launchers end a job when its first process exits: rank 0, where it has found the same mistake, speaks for all.
             time.sleep(RANK_0_SPEAKS_S)
-            if not isinstance(error, AgreedError) and _rank_0_waits():
+            if not isinstance(error, AgreedError):
                 print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
     except Exception as error:
@@ -243,14 +246,6 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         traceback.print_exc()
         leave(FAILED)
     leave(0)
-
-
-def _rank_0_waits() -> bool:
-    """Whether rank 0 waits for the others. Where it has found the same mistake as this rank, it has said so and ended."""
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
-        return True
-    return False
 
 
 def leave(code: int) -> NoReturn:

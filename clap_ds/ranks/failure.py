@@ -1,7 +1,5 @@
-"""A rank's last word: one small file that says what failed, for whoever asks later why the run ended.
-
-In the run directory once there is one, before that in the job's folder, if a job started the rank. Which word is the cause is
-left to `clap_ds.ranks.verdict`. Standard library only.
+"""A rank's last word: one small file that says what failed, in the run directory once there is one, before that in the job's
+folder. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,16 +18,15 @@ from clap_ds.config.secrets import redacted_all
 USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
 STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
 CONSEQUENCES = (LOST_PEER, STOPPED)
-"""What a rank reports because of something else; never to blame, and no word that is there is replaced by it."""
-WORDS = "errors"
-"""Folder of the ranks' words, in the run directory or the job's."""
+"""What a rank reports because of something else: it replaces no word that is there."""
+WORDS = "errors"  # folder of the ranks' words, in the run directory or the job's
 SHOWN = 8  # ranks or hosts in one line
 _place: tuple[Path, int, str] | None = None  # a process is one rank
 
 
 @dataclass(frozen=True)
 class Word:
-    """Why a rank ended, and when, in seconds since the epoch; `ranks` and `hosts` are others that are missing or to blame."""
+    """Why a rank ended, and when; `ranks` and `hosts` are others that are missing or to blame."""
 
     at: float
     rank: int
@@ -49,13 +46,7 @@ def speak_in(folder: Path, rank: int, host: str) -> None:
 
 
 def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
-    """Write why this rank ends, with the stack of the exception being handled; not at all where it can't be written.
-
-    Args:
-        kind: one of this module's.
-        message: its lines become one.
-        code: the exit code that follows.
-    """
+    """Write why this rank ends, if that can be written, with the stack of the exception being handled."""
     if _place is None:
         return
     folder, rank, host = _place

@@ -1,8 +1,7 @@
 """Node lists and hostfiles as text: SLURM's environment, or a node list, to the hosts of a job and their ranks.
 
 DeepSpeed takes `node[1-2] slots=4` for the name of one host, so node lists are expanded here, in the order of `scontrol
-show hostnames` and without needing it. Standard library only, and what is accepted is safe in a shell: host names reach
-ssh. Leaves options and printing to `launch/hostfile.py`.
+show hostnames`. Standard library only, and what is accepted is safe in a shell: host names reach ssh.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import os
 import random
 import re
 import socket
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-MAX_HOSTS = 100_000  # more than any cluster has; keeps a slip such as `n[1-999999999]` from filling the memory
+MAX_HOSTS = 100_000  # of one range: a slip such as `n[1-999999999]` would fill the memory
 PORTS = range(16000, 32000)
 """Where ranks meet, and what a firewall between hosts has to let through; by default the kernel's own begin at 32768."""
 _LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
@@ -30,19 +28,13 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]{1,5})\))?")
 def expand(nodelist: str) -> list[str]:
     """Hosts of a SLURM node list such as `a[01-03,7],b-ib0,c[1-2][08-11]`.
 
-    The lower end of a range gives the zero padding. With several brackets the last varies fastest, then the first,
-    the second and so on, as in SLURM.
-
-    Raises:
-        ValueError: malformed list, a name that isn't a host name, a host named twice, or more than `MAX_HOSTS` hosts.
+    The lower end of a range gives the zero padding; of several brackets the last varies fastest. A ValueError for a malformed
+    list, and for a host that is there twice.
     """
     terms = re.findall(r"((?:[^,\[]|\[[^\]]*\]?)*),", nodelist + ",")  # ends at the commas outside brackets
-    hosts = list(itertools.islice(itertools.chain.from_iterable(map(_expand_term, terms)), MAX_HOSTS + 1))
-    if len(hosts) > MAX_HOSTS:
-        raise ValueError(f"node list {nodelist[:80]!r}: more than {MAX_HOSTS} hosts")
-    ((host, times),) = Counter(hosts).most_common(1)
-    if times > 1:
-        raise ValueError(f"node list {nodelist[:80]!r} names {host} twice")
+    hosts = [host for term in terms for host in _expand_term(term)]
+    if len({*hosts}) < len(hosts):
+        raise ValueError(f"node list {nodelist[:80]!r} names a host twice")
     return hosts
 
 
@@ -55,10 +47,8 @@ def _check_host(host: str) -> str:
 
 def _expand_term(term: str) -> Iterator[str]:
     first, *parts = re.split(r"\[([^\[\]]*)\]", term.strip())
-    literals, brackets = parts[1::2], [_expand_ranges(text) for text in parts[::2]]
-    for choice in itertools.product(*reversed(brackets[:-1]), *brackets[-1:]):
-        numbers = [*reversed(choice[:-1]), *choice[-1:]]
-        yield _check_host(first + "".join(number + text for number, text in zip(numbers, literals, strict=True)))
+    for numbers in itertools.product(*map(_expand_ranges, parts[::2])):
+        yield _check_host(first + "".join(number + text for number, text in zip(numbers, parts[1::2], strict=True)))
 
 
 def _expand_ranges(text: str) -> list[str]:
@@ -75,10 +65,6 @@ def _expand_ranges(text: str) -> list[str]:
 
 def hosts_from_slurm(environment: Mapping[str, str]) -> list[str]:
     """Hosts of the allocation; a ValueError outside of one."""
-    if environment.get("SLURM_HET_SIZE"):
-        raise ValueError(
-            "heterogeneous jobs (SLURM_HET_SIZE) aren't supported: give clap-hostfile --nodelist and --slots"
-        )
     nodelist = environment.get("SLURM_JOB_NODELIST")
     if not nodelist:
         raise ValueError(
@@ -95,12 +81,9 @@ def this_host() -> str:
 def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int | None = None) -> list[int]:
     """Ranks for each host: as many as `wanted`, or else its GPUs or, where SLURM manages none, its tasks.
 
-    Tasks say something about ranks only where somebody asked for them: SLURM makes a number up for whole nodes
-    (`--exclusive`), and one task on every host is the usual way to allocate for a launcher. GPUs that were asked for
-    (`--gpus-per-node`) count before those that are there, which may be more.
-
-    Raises:
-        ValueError: variables that can't be read, tasks that don't fit the GPUs, or nothing to go by.
+    Tasks count only where somebody asked for them: SLURM makes a number up for whole nodes (`--exclusive`). One task on every
+    host is the usual way to allocate for a launcher. GPUs that were asked for count before those that are there. A ValueError
+    where tasks don't fit the GPUs, or there is nothing to go by.
     """
     if wanted is not None:
         return [wanted] * num_hosts
@@ -123,7 +106,7 @@ def slots_from_slurm(environment: Mapping[str, str], num_hosts: int, wanted: int
 
 
 def parse_tasks(counts: str) -> list[int]:
-    """SLURM's tasks per node, `4(x2),2`, as [4, 4, 2]; a ValueError where they are malformed, or a host has none."""
+    """SLURM's tasks per node, `4(x2),2`, as [4, 4, 2]; a ValueError where they are malformed."""
     tasks: list[int] = []
     for part in counts.split(","):
         match = _TASKS.fullmatch(part.strip())
@@ -138,7 +121,7 @@ def format_hostfile(slots: Mapping[str, int]) -> str:
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Slots by host of a DeepSpeed hostfile; a ValueError for a file that can't be read, and for a line that is wrong."""
+    """Slots by host of a DeepSpeed hostfile; a ValueError where it can't be read."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
@@ -156,12 +139,12 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def port_of(name: str) -> int:
-    """A port for rank 0 that every rank works out for itself, from the name of the step that they are."""
+    """A port for rank 0 that every rank works out for itself."""
     return random.Random(name).choice(PORTS)
 
 
 def free_port() -> int:
-    """A port of this host for rank 0, later. Not one of the kernel's choosing, which it could give to others until then."""
+    """A port of this host for rank 0, later: none of the kernel's choosing, which it could give to others until then."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))

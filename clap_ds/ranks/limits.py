@@ -1,4 +1,4 @@
-"""Bounded waits for what may never answer: a network that swallows packets, a file system whose server is gone."""
+"""Bounded waits for what may never answer, such as a file system whose server is gone."""
 
 from __future__ import annotations
 

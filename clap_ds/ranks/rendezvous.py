@@ -1,12 +1,7 @@
-"""How ranks meet: within a limit, and with the names of those that are missing.
-
-torch waits 30 minutes for a peer that will never come, and says only that it timed out. Leaves ranks of other launchers
-to `clap_ds.ranks.distributed`. Top-level imports stay light.
-"""
+"""How ranks meet: within a limit, and with the names of those that are missing. Top-level imports stay light."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import json
@@ -20,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import AgreedError
 from clap_ds.ranks.failure import some
-from clap_ds.ranks.hostfile import expand
 from clap_ds.ranks.limits import within
 
 if TYPE_CHECKING:
@@ -51,14 +45,13 @@ def meet(
     """Make the default process group once every rank has said that it is there.
 
     Args:
-        hosts: of every rank, where that is known, to be named with those that are missing.
+        hosts: of every rank, where that is known.
         device: this rank's GPU, to which NCCL is bound and connects at once, not in the first collective.
-        run: the same on all ranks, and another one in other runs: of two that start at once on one port, the later one's ranks
-            meet the earlier one's rank 0, and are kept apart.
+        run: the same on all ranks, and another one in other runs, which may start at once on one port.
 
     Raises:
         UnreachableError: on every rank that is there, when another doesn't come in time.
-        AgreedError: on rank 0, something else listens at the address.
+        AgreedError: on rank 0, the address is another host's, or something else listens there.
     """
     import torch.distributed as dist
 
@@ -72,7 +65,7 @@ def meet(
         store.set_timeout(timedelta(seconds=1.2 * limit_s))  # rank 0 waits for all others before it answers
         store.append("arrived", f"{rank} ")
         if rank == 0:
-            store.set("missing", json.dumps(_wait_for_all(store, world_size, hosts or _slurm_hosts(world_size))))
+            store.set("missing", json.dumps(_wait_for_all(store, world_size, hosts)))
         who, of_hosts = json.loads(store.get("missing"))
     except TimeoutError:
         why = "it hasn't started, a firewall is between, or another program listens there (--master_port chooses one)"
@@ -95,21 +88,29 @@ def meet(
 
 def _listener(address: str, port: int, world_size: int) -> int | None:
     """A socket that listens where the ranks are to meet, and nowhere else; None where torch is to listen on all of this host's
-    addresses: the name may stand for another one here than it does for others. Raises OSError: the port is taken."""
-    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    addresses: the name may stand for another one here than it does for others.
+
+    Raises:
+        AgreedError: the address isn't one of this host's.
+        OSError: the port is taken.
+    """
     of_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    if ipaddress.ip_address(place[0]).is_loopback and of_this_host != str(world_size):
-        return None
-    try:
-        return socket.create_server((place[0], port), family=family, backlog=max(128, world_size)).detach()
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
+    for family, _, _, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        if ipaddress.ip_address(place[0]).is_loopback and of_this_host != str(world_size):
             return None
-        raise
+        try:
+            return socket.create_server((place[0], port), family=family, backlog=max(128, world_size)).detach()
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    raise AgreedError(
+        f"rank 0 runs on {socket.gethostname()}, and the ranks are to meet at {address}, which is another host:"
+        " deepspeed starts the ranks of a hostfile with a single host where it runs itself, unless --force_multi is given"
+    )
 
 
 def _wait_for_all(store: Any, world_size: int, hosts: Sequence[str]) -> tuple[str, list[str]]:
-    """Rank 0 waits for every rank, and says now and then who is missing: at the end those that stay away, and their hosts."""
+    """On rank 0: those that stay away to the end, and their hosts; meanwhile it says who is missing."""
     begun = said = time.monotonic()
     while True:
         # One question to the store, however many ranks there are. (`wait` warns by itself whenever its time is over.)
@@ -127,11 +128,3 @@ def _wait_for_all(store: Any, world_size: int, hosts: Sequence[str]) -> tuple[st
                 f"{here} of {world_size} ranks after {now - begun:.0f} s, missing: {who}", file=sys.stderr, flush=True
             )
         time.sleep(LOOK_S)
-
-
-def _slurm_hosts(world_size: int) -> list[str]:
-    """Every rank's host, as far as SLURM tells."""
-    with contextlib.suppress(ValueError):
-        hosts = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "")
-        return [host for host in hosts for _ in range(world_size // len(hosts))] if world_size % len(hosts) == 0 else []
-    return []

@@ -3,8 +3,7 @@
     python -m clap_ds.ranks.verdict RUN_DIRECTORY
 
 Ranks leave words of what failed (`clap_ds.ranks.failure`) and a file each (`clap_ds.ranks.watch`): a line on who writes it,
-then stacks where it stood still or got a fatal signal. Who is killed leaves nothing but that line. What to do about a host
-to blame is left to the job. Standard library only.
+then stacks where it stood still or got a fatal signal. A rank that is killed leaves that line alone. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,31 +23,39 @@ from clap_ds.ranks.failure import ERROR, LOST_PEER, SHOWN, STALL, STOPPED, UNREA
 
 SIGNAL, KILLED = "signal", "killed"
 """Kinds of a verdict beside those of words."""
-STACKS = "stacks"
-"""Folder of the ranks' files in the run directory."""
+STACKS = "stacks"  # folder of the ranks' files in the run directory
 STEPPING, STILL = "stepping", "standing still"
 """What a rank does by its file's first line, or else something that may take long."""
 _OF_THE_HOST = re.compile(
-    r"NCCL|CUDA error(?!: (invalid configuration|out of memory))|uncorrectable|\bECC\b|\bXid\b"
-    r"|Input/output error|Bus error|Stale file handle|was ended by SIG(KILL|BUS|SEGV)"
+    r"NCCL|CUDA error|uncorrectable|\bECC\b|\bXid\b|Input/output error|Bus error|Stale file handle"
+    r"|was ended by SIG(KILL|BUS|SEGV)"
 )
-"""What an error says that may well be a host's fault, not the program's."""
+"""What an error says that may well be a host's fault."""
+_OF_THE_PROGRAM = re.compile(
+    "illegal memory access|misaligned address|device-side assert|invalid configuration|out of memory"
+)
+"""What the same error says where a kernel is to blame, which fails on any host."""
 _OF_THE_LINK = re.compile("NCCL|gloo", re.IGNORECASE)
 # What faulthandler writes.
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(Current thread|Thread) .*$", re.MULTILINE)
 _FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)
 _TIMEOUT = re.compile(r"^Timeout \((\d+):(\d+):(\d+)", re.MULTILINE)
-_WAITING = re.compile(r"/torch/distributed/|(^|\W)(wait|synchronize|barrier)$")
+_WAITING = re.compile(
+    r"/torch/(distributed|autograd|_inductor|cuda)/|/triton/|inductor[^/]*/"
+    r"|(^|/)(clap_ds|deepspeed)/.* (wait|synchronize|barrier)$"
+)
+"""File and function of a rank that waits for others. NCCL's collectives are queued: behind one that doesn't end, the host goes
+on until the queue is full, and then stands in whatever it launches next."""
 
-# From what explains the rest to what only follows from it; of two alike the earlier counts. Ranks that have judged together
-# have seen more than what is left afterwards; libraries abort a rank that has lost another as well as one that is broken.
+# From what explains the rest to what only follows from it; of two alike the earlier counts. Libraries abort a rank that has
+# lost another as well as one that is broken.
 _JUDGED, _CAUSE, _RANK_0_MISSED, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(7)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run ended, in one line; the ranks it speaks of, and the hosts to blame, empty where nobody is."""
+    """Why a run ended, in one line; the ranks it speaks of, and the hosts to blame."""
 
     message: str
     kind: str
@@ -56,13 +63,12 @@ class Verdict:
     hosts: list[str]
 
 
-_Cause = tuple[int, float, Verdict]
-"""With its place in that order, and its time in seconds since the epoch."""
+_Cause = tuple[int, float, Verdict]  # with its place in that order, and its time
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """What one rank's file says; `at`, in seconds since the epoch, is when it was last written."""
+    """What one rank's file says, and when it was last written."""
 
     rank: int
     host: str
@@ -86,8 +92,7 @@ class Stacks:
 
     @cached_property
     def frames(self) -> list[tuple[str, str, str]]:
-        """File, line and function, innermost first: of the thread that got a fatal signal, else of the main thread, which
-        faulthandler writes last."""
+        """File, line and function, innermost first: of the thread with a fatal signal, else of the main one, written last."""
         _, *parts = _THREAD.split(self.text)
         threads = dict(zip(parts[::2], parts[1::2], strict=True))
         return _FRAME.findall(threads.get("Current thread") or threads.get("Thread", ""))
@@ -101,7 +106,7 @@ class Stacks:
     @property
     def waits(self) -> bool:
         """Whether it waits for other ranks."""
-        return any(_WAITING.search(file) or _WAITING.search(function) for file, _, function in self.frames[:4])
+        return any(_WAITING.search(f"{file} {function}") for file, _, function in self.frames[:4])
 
 
 def read_stacks(run_directory: Path) -> list[Stacks]:
@@ -120,13 +125,10 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
     Args:
         run_directory: where ranks that have one leave their words and stacks.
         job_folder: where they leave their words before.
-        hosts: of every rank, where that is known: by these names they are told.
+        hosts: of every rank, where that is known.
     """
     words = [word for folder in (job_folder, run_directory) if folder for word in read_words(folder)]
     files = read_stacks(run_directory) if run_directory else []
-    if hosts:
-        words = [replace(word, host=hosts[word.rank]) for word in words]
-        files = [replace(file, host=hosts[file.rank]) for file in files]
     causes = [_of_word(word, hosts) for word in sorted(words, key=lambda word: word.rank)]
     causes += [_of_signal(file) for file in files if file.fatal]
     if still := [file for file in files if file.still_s is not None]:
@@ -147,12 +149,11 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
 def _of_word(word: Word, hosts: Sequence[str]) -> _Cause:
     told = Verdict(f"rank {word.rank} on {word.host}: {word.message}", word.kind, [word.rank], [])
     if word.kind == STALL:
-        named = _hosts_of(word.ranks, dict(enumerate(hosts))) if hosts else word.hosts
-        return _JUDGED, word.at, Verdict(word.message, STALL, word.ranks, named)
+        return _JUDGED, word.at, Verdict(word.message, STALL, word.ranks, word.hosts)
     if word.kind == UNREACHABLE:
         blamed = word.hosts or [*hosts[:1]] * (word.rank != 0)
         return (_CAUSE if word.hosts else _RANK_0_MISSED), word.at, replace(told, message=word.message, hosts=blamed)
-    if word.kind == ERROR and _OF_THE_HOST.search(word.message):
+    if word.kind == ERROR and _OF_THE_HOST.search(word.message) and not _OF_THE_PROGRAM.search(word.message):
         told = replace(told, hosts=[word.host])
     return {LOST_PEER: _LOST_PEER, STOPPED: _STOPPED}.get(word.kind, _CAUSE), word.at, told
 
@@ -178,15 +179,21 @@ def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
 
 
 def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
-    """The ranks that hold the others up: those that don't answer, else those that don't wait, are a step behind, or are not
-    where most are. Empty where all are alike."""
+    """The ranks that hold the others up: those that don't answer, else those that are a step behind (of these those that don't
+    wait), that don't wait, or that are not where most are. Empty where all are alike; where launches wait tells nothing."""
     latest = max(file.step for file in files)
     ((most, number),) = Counter(file.where for file in files).most_common(1)
+    in_a_collective = any(
+        file.where == most and "/torch/distributed/" in file.frames[0][0] for file in files if file.frames
+    )
+    odd = [file for file in files if file.where != most and (in_a_collective or not file.waits)]
+    behind = [file for file in files if file.step < latest]
     choices = (
         [file for file in files if not file.frames],
+        [file for file in behind if not file.waits],
+        behind,
         [file for file in files if not file.waits],
-        [file for file in files if file.step < latest],
-        [file for file in files if number * 2 > len(files) and file.where != most],
+        odd if number * 2 > len(files) else [],
     )
     return next((found for found in choices if 0 < len(found) < len(files)), [])
 
@@ -197,8 +204,7 @@ def _hosts_of(ranks: Sequence[int], host: dict[int, str]) -> list[str]:
 
 
 def main() -> None:
-    about = "Why a run ended: the first cause, by what its ranks left behind."
-    parser = argparse.ArgumentParser(prog="python -m clap_ds.ranks.verdict", description=about)
+    parser = argparse.ArgumentParser(prog="python -m clap_ds.ranks.verdict", description="Why a run ended.")
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
     run: Path = parser.parse_args().run
     if not run.is_dir():

@@ -1,9 +1,8 @@
 """Each rank watches itself: one that makes no step for too long writes its stacks, and the run ends saying who held it up.
 
-faulthandler's own thread writes them, whatever the rank's other threads do, Python's lock held or not; a rank that is stopped
-writes none, and that tells, too. A thread of this module sees to the end: of the ranks that stand still, the lowest judges
-(`clap_ds.ranks.verdict`), records and says why; then all leave. That thread also leaves a word of a signal that comes while the
-main thread is inside a library. Works alike under every launcher. Standard library only.
+faulthandler's own thread writes them, Python's lock held or not; a rank that is stopped writes none. A thread of this module
+sees to the end: of the ranks that stand still, the lowest judges (`clap_ds.ranks.verdict`) and records why; then all leave. It
+also leaves a word of a signal that comes while the main thread is inside a library. Standard library only.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Watch:
         threading.Thread(target=self._attend, daemon=True, name="clap.watch").start()
 
     def tell(self, doing: str, step: int | None = None) -> None:
-        """A sign of life: what is done from now on, which may take long unless it is stepping, and the step just made."""
+        """A sign of life: what is done from now on, and the step just made."""
         now = time.monotonic()
         stood_still = now - self.armed[0] > self.armed[1]
         if doing != STEPPING:
@@ -88,7 +87,6 @@ class Watch:
         faulthandler.dump_traceback_later(self.armed[1], file=self._file)
 
     def _limit_s(self) -> float:
-        """Until when a sign of life has to follow."""
         if self.doing != STEPPING:
             return math.inf if self.doing == ENDING else DOING_S
         if not self._step_s:
@@ -106,14 +104,13 @@ class Watch:
                 self.path.unlink()
 
     def _note(self, doing: str) -> None:
-        """Write the file's first line, always of the same length, so that it can be replaced in place."""
+        """Write the file's first line, always of the same length."""
         content = {"rank": self._rank, "host": self._host, "pid": os.getpid(), "doing": doing, "step": self._steps}
         with suppress(OSError):  # a full disk
             os.pwrite(self._file, f"{json.dumps(content):<{FIRST_LINE_BYTES - 1}}\n".encode(), 0)
             os.fsync(self._file)  # other hosts are to see it
 
     def _attend(self) -> None:
-        """The watch's own thread."""
         while True:
             self._hear(LOOK_S)
             armed = self.armed
@@ -126,7 +123,7 @@ class Watch:
                 self._note(self.doing)  # it goes on
 
     def _hear(self, for_s: float) -> None:
-        """Wait, and leave a word of signals that come meanwhile: the main thread may never get to it."""
+        """Wait, and leave a word of signals that come meanwhile."""
         until = time.monotonic() + for_s
         while (left_s := until - time.monotonic()) > 0:
             if select.select([self._signalled], [], [], left_s)[0]:
@@ -134,7 +131,7 @@ class Watch:
                     leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
 
     def _leave_together(self, since: float, limit_s: float) -> None:
-        """End this rank where the run's end is recorded, or is to be by this rank; return where it is waited for."""
+        """End this rank where the run's end is recorded, or is to be by this rank."""
         files, now = read_stacks(self._run), time.monotonic()
         if any(file.doing not in (STEPPING, STILL) for file in files):
             self._others_busy = now  # who has just done something else has the whole limit to step
@@ -161,7 +158,7 @@ _watch: Watch | None = None  # a process is one rank
 
 
 def start(run_directory: Path, rank: int, host: str) -> None:
-    """Begin to watch this rank. Where the run directory can't be seen, it isn't watched. Crashes leave no core."""
+    """Begin to watch this rank, if the run directory can be seen. Crashes leave no core."""
     global _watch
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     try:
@@ -171,7 +168,7 @@ def start(run_directory: Path, rank: int, host: str) -> None:
 
 
 def step(number: int) -> None:
-    """An optimiser step has been made, the `number`th of the training."""
+    """The `number`th step of the training has been made."""
     if _watch is not None:
         _watch.tell(STEPPING, number)
 
@@ -198,7 +195,7 @@ def doing(what: str) -> Iterator[None]:
 
 
 def ending() -> None:
-    """This rank makes no more steps; what it does from here on has no time limit."""
+    """What this rank does from here on has no time limit."""
     if _watch is not None:
         _watch.tell(ENDING)
 

@@ -31,16 +31,12 @@ OVER = {
 
 
 class SlurmCluster:
-    """`node1` … `nodeN` and `ctl`, up when constructed. Paths are unique, so that clusters and leftovers can't meet.
+    """`node1` … `nodeN` and `ctl`, up when constructed. Paths are unique, so that clusters and leftovers can't meet."""
 
-    Args:
-        name: what nodes are called. Two clusters at once need two names, and two folders for temporary files.
-    """
-
-    def __init__(self, num_nodes: int, name: str = "node") -> None:
+    def __init__(self, num_nodes: int) -> None:
         self._lock = (Path(tempfile.gettempdir()) / "clap-slurm.lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # one cluster on a machine: SLURM names its cgroups after nodes only
-        self.nodes = [f"{name}{number}" for number in range(1, num_nodes + 1)]
+        self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
         for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)  # of a test run that was killed; its hosts went with it
         self._remove_cgroups()

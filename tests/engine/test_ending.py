@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from clap_ds.config.errors import AgreedError
-from clap_ds.engine.ending import Interrupted, NonFiniteError, is_connection_lost, is_out_of_memory, recorded_ending
+from clap_ds.engine.ending import (
+    Interrupted,
+    NonFiniteError,
+    ending_of,
+    is_connection_lost,
+    is_out_of_memory,
+    recorded_ending,
+)
 from clap_ds.ranks import distributed, failure
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.directory import RunDirectory
@@ -41,7 +48,7 @@ def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors(
     assert (is_out_of_memory(error), is_connection_lost(error)) == (is_memory, is_lost)
 
 
-STOPPED, AT = "stopped by SIGUSR1", "rank 0: out of memory at 616 on H100"
+STOPPED, AT = "stopped by SIGUSR1", "rank 0: out of memory at 616 on H100, after a peak of 3.0 GB"
 GONE = f"rank 0: another rank is gone: its connection to this one was lost ({LOST})"
 ENDS: list[tuple[Any, ...]] = [
     (None, None, "completed", None, None, ""),
@@ -74,6 +81,7 @@ def test_every_end_is_recorded_once(
 
     monkeypatch.setattr(distributed, "leave", leave)
     monkeypatch.setattr("clap_ds.engine.ending.dist.barrier", lambda: None)
+    monkeypatch.setattr("clap_ds.engine.ending.peak_memory_bytes", lambda device: 3 * 10**9)
     failure.speak_in(tmp_path, 0, "node1")
     before = signal.getsignal(signal.SIGTERM)
     record, ended = RunDirectory(tmp_path), None
@@ -90,6 +98,16 @@ def test_every_end_is_recorded_once(
     words = [json.loads(path.read_text()) for path in tmp_path.glob("errors/*.json")]
     assert [(word["kind"], word["code"]) for word in words] == ([(kind, code)] if kind else [])
     assert said in capsys.readouterr().err
+
+
+def test_who_runs_out_of_memory_is_told_what_to_change() -> None:
+    said = ending_of(MemoryError("20 MiB"), 0, "micro-batch 616").said or ""
+    for change in (
+        "clap-plan --find_micro_batch",
+        "clap.model.checkpoint_activations",
+        "train_micro_batch_size_per_gpu",
+    ):
+        assert change in said
 
 
 def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

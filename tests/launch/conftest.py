@@ -2,8 +2,6 @@
 
 import os
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +22,6 @@ SCRIPTS = {
     "scontrol": 'echo "$*" >> asked',
     "sacct": "cat accounting",
 }
-
-
-def wait_for(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @dataclass

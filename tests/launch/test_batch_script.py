@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -89,33 +88,11 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
         script(Request(site, 4, None), 1, "name", "a\\b", folder)
 
 
-def test_gpus_are_asked_for_once_or_not_at_all(tmp_path: Path) -> None:
-    for sbatch, gres, expected in (
-        ([], None, []),
-        (["--gpus-per-node=h100:4"], "gpu:4", ["--gpus-per-node=h100:4"]),
-        (["--qos=big"], "gpu:4", ["--gres=gpu:4"]),
-    ):
-        text = script(Request(_site(tmp_path, sbatch=sbatch), 4, gres), 1, "name", "log", tmp_path)
-        assert re.findall("--g(?:res|pus).*", text) == expected
-
-
 def test_a_container_has_a_python_of_its_own(tmp_path: Path) -> None:
     site = _site(tmp_path, launcher="torchrun", python="python3", wrapper=["apptainer", "exec", "x y.sif"])
     text = script(Request(site, 4, None), 1, "name", "log", tmp_path)
     assert f"exec {shlex.quote(sys.executable)} -m clap_ds.launch.job" in text
     assert "--launcher=torchrun --wrapper='apptainer exec '\"'\"'x y.sif'\"'\"'' --python=python3 " in text
-
-
-def test_threads_are_the_users_then_the_sites_then_slurms(tmp_path: Path) -> None:
-    for site, variables, threads in (
-        ({"environment": {"OMP_NUM_THREADS": "3"}, "cpus_per_task": 8}, {}, "3"),
-        ({"cpus_per_task": 8}, {"OMP_NUM_THREADS": "5"}, "5"),
-        ({"cpus_per_task": 8}, {"SLURM_CPUS_PER_TASK": "6"}, "8"),
-        ({}, {}, "1"),
-    ):
-        request = Request(_site(tmp_path, python=str(tmp_path / "python"), **site), 4, None)
-        hosts, run = _commands(tmp_path, script(request, 1, "name", "log", tmp_path), **variables)
-        assert (hosts[0], run[0]) == (threads, threads)
 
 
 @pytest.mark.parametrize(

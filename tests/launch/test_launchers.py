@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.launchers import Launcher, environment
+from clap_ds.launch.launchers import Launcher
 
 HOSTS = {"n1": 4, "n3": 4}
 WORDS = ["clap_ds/bench.py", "--deepspeed_config", "my run.json"]
@@ -47,14 +47,5 @@ def test_torchrun_has_one_task_on_a_host_with_all_its_cores() -> None:
     command = launcher.command(HOSTS, Path("H"), 17000, WORDS)
     assert command[0] == "srun"
     assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--nodelist=n1,n3"} <= {*command}
-    at = command.index("apptainer")
-    assert command[at : at + 6] == ["apptainer", "exec", "a.sif", "python3", "-u", "-m"]
-    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=n1:17000"} <= {*command[at:]}
-    assert "SIGUSR1" in next(word for word in command if word.startswith("--signals-to-handle="))
-
-
-def test_ranks_find_this_package_and_have_the_whole_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setenv("PYTHONPATH", "/mine::/theirs")
-    package = str(Path(__file__).resolve().parents[2])
-    assert environment() == {**os.environ, "PYTHONPATH": f"{package}:/mine:/theirs", "PYTHONUNBUFFERED": "1"}
+    assert "apptainer exec a.sif python3 -u -m" in " ".join(command)
+    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=n1:17000"} <= {*command}

@@ -19,17 +19,15 @@ def _check(tmp_path: Path, **fields: Any) -> int:
 def test_python_is_tried_in_its_wrapper_and_sbatch_asked(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, script in (("apptainer", 'shift 3\nexec "$@"'), ("nvidia-smi", "echo 'H100, 81559 MiB, 550'")):
-        slurm.write(name, f"#!/bin/sh\n{script}\n")
-        (slurm.folder / name).chmod(0o755)
+    slurm.write("apptainer", '#!/bin/sh\nshift 3\nexec "$@"\n')
+    (slurm.folder / "apptainer").chmod(0o755)
     monkeypatch.setenv("CC", "no_such_compiler")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
     container = {"wrapper": ["apptainer", "exec", "--nv", "x y.sif"], "launcher": "torchrun", "python": "python3"}
     asks = {"account": "Mine", "partition": "gpu", "sbatch": ["--qos=c"]}
     assert _check(tmp_path, setup=["module() { [ $1 = load ]; }", "module load CUDA"], **asks, **container) == 0
     python, warning, sbatch = capsys.readouterr().out.splitlines()
     assert python.startswith("python  apptainer exec --nv 'x y.sif' python3: Python 3.")
-    assert ", torch 2." in python
     assert warning.startswith("warning: no C compiler")
     assert sbatch == "sbatch  would take it"
     expected = {"--qos=c", "--account=Mine", "--partition=gpu", "--time=00:15:00"}
@@ -40,10 +38,8 @@ def test_python_is_tried_in_its_wrapper_and_sbatch_asked(
     ("fields", "message"),
     [
         ({"python": "/no/such"}, "python: /no/such can't run this package: "),
-        ({"python": "/bin/true"}, "python: /bin/true can't run this package: exit code 0"),
         ({"python": "fake_python"}, "error: fake_python has no transformers"),
-        ({"setup": ["true", "module load CUDA/99"]}, "setup: bash: line 3: module: command not found"),
-        ({"setup": ["echo ${NOT_SET}"]}, "setup: bash: line 2: NOT_SET: unbound variable"),
+        ({"setup": ["true", "module load CUDA/99"]}, "module: command not found"),
     ],
 )
 def test_refuses_what_is_not_there(
@@ -54,13 +50,3 @@ def test_refuses_what_is_not_there(
     (slurm.folder / "fake_python").chmod(0o755)
     assert _check(tmp_path, **fields) == 2
     assert message in capsys.readouterr().err
-
-
-def test_says_what_it_could_not_try(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    slurm.write("scontrol", "#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
-    container = {"launcher": "torchrun", "python": "/opt/python"}
-    for fields in ({"wrapper": ["no_apptainer", "exec", "x.sif"]}, {"srun": ["--container-image=/x.sqsh"]}):
-        assert _check(tmp_path, **container, **fields) == 0
-        shown = capsys.readouterr().out
-        assert "/opt/python: not tried, for it is in a container that isn't here\n" in shown
-        assert "sbatch  not asked: scontrol ping: Unable to contact slurm controller\n" in shown

@@ -3,7 +3,7 @@
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.slurm import ask, lost_nodes, partition_nodes, refusal, requeue, seconds_of, states_of
+from clap_ds.launch.slurm import ask, lost_nodes, partition_nodes, requeue, seconds_of, states_of
 from tests.launch.conftest import FakeSlurm
 
 
@@ -30,26 +30,14 @@ def test_accounting_is_asked_for_what_the_queue_forgot(slurm: FakeSlurm) -> None
     assert states_of(["7"]) == {"7": "RUNNING", "8_1": "PENDING"}
 
 
-def test_what_fails_is_asked_three_times(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
     count = f"#!/bin/sh\ncd '{slurm.folder}'\necho >> count\n"
     slurm.write("squeue", f"{count}echo 'slurm_load_jobs error: no controller' >&2\nexit 1\n")
-    with pytest.raises(UserError, match=r"^squeue -h: .*no controller$"):
+    with pytest.raises(UserError, match="no controller"):
         ask(["squeue", "-h"])
     assert len(slurm.lines("count")) == 3
     slurm.write("squeue", f"{count}[ $(wc -l < count) = 6 ] && echo 7 RUNNING\n")
     assert states_of([]) == {"7": "RUNNING"}, "one answer of three will do"
-    with pytest.raises(UserError, match="no_such_program: No such file"):
-        ask(["no_such_program"])
-    monkeypatch.setattr("clap_ds.launch.slurm.ANSWER_S", 0.1)
-    slurm.write("sbatch", "#!/bin/sh\nexec sleep 60\n")
-    assert refusal("") == "no answer in 0 s"
-
-
-def test_what_sbatch_would_refuse(slurm: FakeSlurm) -> None:
-    assert refusal("#!/bin/bash\n#SBATCH --nodes=2\n") is None
-    assert slurm.lines("tested") == ["#SBATCH --nodes=2"]
-    slurm.write("refuse_test", "sbatch: error: one\nallocation failure: Invalid qos specification\n")
-    assert refusal("") == "one; Invalid qos specification"
 
 
 def test_lost_nodes(slurm: FakeSlurm) -> None:

@@ -1,18 +1,15 @@
-"""Ranks from the variables of launchers and SLURM, the hostfile's promise, stopping together, and what `clap.debug` sets."""
+"""Ranks from the variables of launchers and SLURM, the hostfile's promise, and stopping together."""
 
-import faulthandler
 import os
 import platform
-import socket
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.sections import DebugSettings
 from clap_ds.ranks.agreement import agree
-from clap_ds.ranks.distributed import Ranks, check_hostfile, prepare_debugging
+from clap_ds.ranks.distributed import Ranks, check_hostfile
 from tests import processes
 from tests.rank_pool import RankPool
 
@@ -23,7 +20,7 @@ STEP = {
 }  # fmt: skip
 ONE_TASK = {
     **STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n08",
 }  # fmt: skip
 BATCH_STEP = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
 LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -39,9 +36,9 @@ ALONE = Ranks(0, 1, 0, 1)
         ({"RANK": "0"}, r"RANK below WORLD_SIZE; found RANK='0', WORLD_SIZE='', LOCAL_RANK=''", None),
         ({**LAUNCHER, "RANK": "a"}, "found RANK='a'", None),
         ({**LAUNCHER, "RANK": "4"}, "found RANK='4', WORLD_SIZE='4'", None),
-        (STEP, Ranks(9, 10, 1, 2), "n08"),
+        (STEP, Ranks(9, 10, 1, 2, ("n08",) * 4 + ("n09",) * 4 + ("n10",) * 2), "n08"),
         ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), None),  # a launcher has the last word
-        (ONE_TASK, ALONE, None),
+        (ONE_TASK, Ranks(0, 1, 0, 1, ("n08",)), None),
         (BATCH_STEP, ALONE, None),
         ({**ONE_TASK, "SLURM_STEP_ID": "4294967291"}, ALONE, None),
     ],
@@ -66,12 +63,16 @@ def test_place_from_launchers_and_slurm(
     assert ("RANK" in os.environ) == ("RANK" in given or given.get("SLURM_STEP_ID") == "1")
 
 
-def test_hostfile_has_as_many_slots_as_there_are_ranks(tmp_path: Path) -> None:
+def test_ranks_are_as_many_as_the_hostfile_has_slots_and_on_its_hosts(tmp_path: Path) -> None:
     path = tmp_path / "hostfile"
-    path.write_text("# two nodes\nnode1 slots=4\n\nnode2 slots=2  # half a node\n")
-    assert check_hostfile(path, Ranks(5, 6, 1, 2)).hosts == ("node1",) * 4 + ("node2",) * 2
-    with pytest.raises(UserError, match="promises 6 ranks on 2 hosts, the launcher started 4"):
-        check_hostfile(path, Ranks(0, 4, 0, 4))
+    path.write_text("# two nodes\nnode1 slots=2\n\nnode2 slots=2  # half a node\n")
+    assert check_hostfile(path, Ranks(3, 4, 1, 2)).hosts == ("node1", "node1", "node2", "node2")
+    with pytest.raises(UserError, match="promises 4 ranks on 2 hosts, the launcher started 6"):
+        check_hostfile(path, Ranks(0, 6, 0, 3))
+    by_srun = Ranks(0, 4, 0, 2, ("node2", "node2", "node1", "node1"))
+    assert check_hostfile(path, by_srun) == by_srun
+    with pytest.raises(UserError, match="node1, node3: give deepspeed --include node1@node2"):
+        check_hostfile(path, Ranks(0, 4, 0, 2, ("node1", "node1", "node3", "node3")))
 
 
 def _agree(problem_rank: int | None) -> str | None:
@@ -100,55 +101,14 @@ distributed.run_command(main)
 
 
 @pytest.mark.parametrize(
-    ("rank", "error", "rank_0_is_there", "message"),
+    ("rank", "error", "message"),
     [
-        (0, "UserError", False, "error: broken\n"),
-        (1, "UserError", False, ""),  # rank 0 found the same, said so and left
-        (1, "UserError", True, f"error: {platform.node()}: rank 1: broken\n"),  # nobody else will say it
-        (1, "AgreedError", True, ""),
+        (0, "UserError", "error: broken\n"),
+        (1, "UserError", f"error: {platform.node()}: rank 1: broken\n"),  # where no launcher has ended it meanwhile
+        (1, "AgreedError", ""),
     ],
 )
-def test_a_mistake_is_shown_once_and_never_lost(rank: int, error: str, rank_0_is_there: bool, message: str) -> None:
-    with socket.socket() as rank_0:
-        rank_0.bind(("127.0.0.1", 0))
-        if rank_0_is_there:
-            rank_0.listen()
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rank_0.getsockname()[1])}
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-        done = processes.run(["-c", COMMAND, error], env={**os.environ, **address, **place})
+def test_a_mistake_is_shown_once_and_never_lost(rank: int, error: str, message: str) -> None:
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    done = processes.run(["-c", COMMAND, error], env={**os.environ, **place})
     assert (done.returncode, done.stderr) == (2, message)
-
-
-FAULTS = """
-import resource, sys, torch
-from clap_ds.ranks.distributed import keep_freed_memory
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-for step in range(13):
-    if step == 10:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    a = torch.ones(10_000_000)
-    b = a + 1
-    c = a * b
-    del a, b, c
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="says something of glibc's allocator alone")
-def test_freed_memory_is_used_again() -> None:
-    keep, plain = (int(processes.run(["-c", FAULTS, mode], check=True).stdout) for mode in ("keep", "plain"))
-    assert keep < plain / 5  # of nine tensors of 40 MB, at most one of which is new, in pages of 4 kB or 2 MB
-
-
-def test_debugging_has_libraries_say_more_and_crashes_leave_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    enabled: list[bool] = []
-    monkeypatch.setattr(faulthandler, "enable", lambda all_threads: enabled.append(all_threads))
-    monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "WARN"})
-    prepare_debugging(DebugSettings())
-    assert (os.environ, enabled) == ({"NCCL_DEBUG": "WARN"}, [])
-    prepare_debugging(DebugSettings(enabled=True, nccl_debug_subsys="NET"))
-    others = {"TORCH_DISTRIBUTED_DEBUG": "INFO", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    assert (os.environ, enabled) == ({"NCCL_DEBUG": "WARN", "NCCL_DEBUG_SUBSYS": "NET", **others}, [True])
-    prepare_debugging(DebugSettings(enabled=True, cuda_launch_blocking=True))
-    assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"

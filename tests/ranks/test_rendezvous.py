@@ -1,7 +1,6 @@
 """A rank that never comes, a port that is another's, a run beside this one."""
 
 import os
-import re
 import socket
 
 import pytest
@@ -20,7 +19,7 @@ run_command(lambda ranks: print(initialize(ranks, compile_cpu_collective=False))
 
 def _start(program: str, rank: int, world_size: int, port: int, limit_s: float = 300.0, **variables: str) -> Command:
     place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-    other = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), "SLURM_STEP_NODELIST": "n[1-3]"}
+    other = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
     limit = {"clap_ds.ranks.rendezvous.START_LIMIT_S": limit_s, "clap_ds.ranks.distributed.RANK_0_SPEAKS_S": 0.0}
     return Command(["-c", program], env={**os.environ, **place, **other, **variables}, constants=limit)
 
@@ -32,33 +31,27 @@ def test_rank_that_never_comes_is_named() -> None:
     without_first = _start(MEET, 1, 2, other_port, 8.0)
     assert [rank.wait() for rank in (*ranks, without_first)] == [1, 1, 1]
     *meanwhile, last = ranks[0].stderr.splitlines()
-    assert re.fullmatch(r"2 of 3 ranks after \d s, missing: rank 1 \(n2\)", meanwhile[-1])
-    assert last == "error: rank 1 (n2) didn't connect within 8 s"
-    (line,) = without_first.stderr.splitlines()
-    reason = f"rank 1 can't reach rank 0 at 127.0.0.1:{other_port} within 8 s: it hasn't started"
-    assert line.startswith(f"error: {socket.gethostname()}: {reason}")
+    assert "missing: rank 1" in meanwhile[-1]
+    assert "rank 1 didn't connect" in last
+    assert f"rank 1 can't reach rank 0 at 127.0.0.1:{other_port}" in without_first.stderr
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize(
-    ("rank", "limit_s", "code", "said"),
-    [
-        (
-            0,
-            300.0,
-            2,
-            "error: port {} of 127.0.0.1, where the ranks are to meet, is taken, perhaps by another run: give",
-        ),
-        (1, 1.0, 1, "error: {}: rank 1 can't reach rank 0 at 127.0.0.1:{} within 1 s: it hasn't started, a firewall"),
-    ],
-)
+@pytest.mark.parametrize(("rank", "limit_s", "code", "said"), [(0, 300.0, 2, "is taken"), (1, 1.0, 1, "can't reach")])
 def test_another_program_at_the_address_keeps_nobody_waiting(rank: int, limit_s: float, code: int, said: str) -> None:
     with socket.create_server(("127.0.0.1", free_port())) as other:  # and says nothing
-        port = other.getsockname()[1]
-        process = _start(MEET, rank, 2, port, limit_s, DS_ACCELERATOR="cpu")
+        process = _start(MEET, rank, 2, other.getsockname()[1], limit_s, DS_ACCELERATOR="cpu")
         assert process.wait() == code
-    assert process.stderr.startswith(said.format(port) if rank == 0 else said.format(socket.gethostname(), port))
+    assert said in process.stderr
     assert "--master_port" in process.stderr
+
+
+@pytest.mark.end_to_end
+def test_rank_0_sees_that_the_address_is_another_hosts() -> None:
+    """As where deepspeed starts the ranks of a hostfile's single host on the login node."""
+    process = _start(MEET, 0, 2, free_port(), MASTER_ADDR="192.0.2.1", LOCAL_SIZE="2", DS_ACCELERATOR="cpu")
+    assert process.wait() == 2
+    assert "--force_multi" in process.stderr
 
 
 JOB_OF_TWO = """
