@@ -81,7 +81,7 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
 
 
 def _layouts(has_fusion: bool) -> list[ClapConfig]:
-    """List what a file may hold, LAION's models first: HTSAT-tiny, HTSAT-base, and HTSAT-base with tiny's heads (music, speech)."""
+    """List what a file may hold, LAION's models first: HTSAT-tiny, HTSAT-base, and HTSAT-base with tiny's heads."""
     tiny, base = load_preset("clap_htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
     music = tiny.model_copy(update={"name": "laion_htsat_base_roberta_base", "audio": audio})
