@@ -22,6 +22,7 @@ from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import RECORD_FILES, STEP_PHASES
 from clap_ds.record.statistics import interval_label, rate_interval
 
+BY_TIMER = "DeepSpeed's timer: leaves out data loading"
 HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host, queueing steps"
 
 
