@@ -74,7 +74,7 @@ _LINES: dict[str, dict[str, str]] = {
     "run directory: ": {"directory": r"run directory: ([^\n\r\x1b]{1,300})"},
     "num_local_procs=": {"nodes": r"nnodes=(\d{1,15}), num_local_procs=\d+"},
     "dist_world_size=": {"gpus": r"dist_world_size=" + _COUNT},
-    " ..........": {
+    " ...": {
         "gpus": r"(?<![a-z_])world_size" + _DOTS + _COUNT,
         "global_batch": r"train_batch_size" + _DOTS + _COUNT,
         "bf16": r"bfloat16_(?:config|enabled)" + _DOTS + r"(?:enabled=)?(True|False)",

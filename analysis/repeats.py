@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean
 from typing import Any
 
@@ -50,19 +51,25 @@ class RunSpread:
         return student_t(COVERAGE, self.degrees) * self.deviation / math.sqrt(repeats)
 
     def stands_out_of(self, pooled: RunSpread) -> bool:
-        """Whether it is larger than that of the pool's other runs by more than chance, in 99 of 100 (F test, simulated)."""
+        """Whether it is larger than that of the pool's other runs by more than chance (F test at 1 %)."""
         degrees = pooled.degrees - self.degrees
         if degrees < 1:
             return False
         others = (pooled.degrees * pooled.deviation**2 - self.degrees * self.deviation**2) / degrees
-        generator = np.random.default_rng(0)
-        own, rest = (generator.chisquare(count, 20_000) / count for count in (self.degrees, degrees))
-        return self.deviation**2 > float(np.quantile(own / rest, 0.99)) * others
+        return self.deviation**2 > _by_chance(self.degrees, degrees) * others
 
     def label(self) -> str:
         """What an interval of `COVERAGE` is from, in words."""
         differ = f"runs of one scale differ by {100 * self.deviation:.2g} %"
         return f"95 % by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
+
+
+@cache
+def _by_chance(degrees: int, others: int) -> float:
+    """What the ratio of two equal variances of so many degrees of freedom exceeds in one case of a hundred."""
+    generator = np.random.default_rng(0)
+    above, below = (generator.chisquare(count, 20_000) / count for count in (degrees, others))
+    return float(np.quantile(above / below, 0.99))
 
 
 def counted(runs: Sequence[Run]) -> list[Run]:

@@ -56,9 +56,10 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
         facts = facts.drop(columns=ACCUMULATION)  # the scale says which
     names = sorted(facts, key=lambda name: name.startswith("clap.bench."))  # how it was measured says least
     naming: list[str] = []
+    told = 1
     for name in names:
-        if len(facts[[*naming, name]].drop_duplicates()) > max(1, len(facts[naming].drop_duplicates())):
-            naming.append(name)
+        if (count := facts.groupby([*naming, name]).ngroups) > told:
+            naming, told = [*naming, name], count
     if not naming:
         return [("", list(group))]
     also = _listed([name for name in names if name not in naming])

@@ -164,7 +164,8 @@ def _lines(path: Path, scan: Scan) -> Iterator[str]:
     with open_regular(path) as file:
         raw = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         try:
-            yield from io.TextIOWrapper(raw, "utf-8", "replace")
+            with io.TextIOWrapper(raw, "utf-8", "replace") as text:
+                yield from text
         except (EOFError, zlib.error, gzip.BadGzipFile):
             scan.is_damaged = True
 

@@ -47,14 +47,6 @@ def _traced(loss: str) -> dict[str, float]:
     return next(row for row in _json("cpu/loss/trace.json") if (row["ranks"], row["method"]) == (512, loss))
 
 
-def _log_speed() -> list[float]:
-    """GB, least and most seconds of plain logs, and seconds of gzip's."""
-    logs = {log["kind"]: log for log in _json("cpu/log_speed/log_speed.json")["logs"]}
-    plain = [log["seconds"] for kind, log in logs.items() if "gzip" not in kind]
-    zipped = [log["seconds"] for kind, log in logs.items() if "gzip" in kind]
-    return [logs["with the breakdown"]["gb"], min(plain), max(plain), *zipped]
-
-
 def _validation() -> list[float]:
     rows = _json("plan/validation.json")
     rates = [(row["predicted_rate"]["low"], row["rate"], row["predicted_rate"]["high"]) for row in rows]
@@ -82,7 +74,6 @@ RECORDED: dict[tuple[str, str], Callable[[], list[float]]] = {
     ("cpu/communication/communication.md", "76–82 %"): lambda: _exposed("real"),
     ("cpu/embed_speed/embed_speed.md", "1.18 times"): lambda: _embedding("clap-embed"),
     ("cpu/embed_speed/embed_speed.md", "7.09 times"): lambda: _embedding("clap-embed --precision bf16"),
-    ("cpu/log_speed/log_speed.md", "1 GB in 8–11 s, of gzip in 15"): _log_speed,
     ("cpu/loss/loss.md", "43 MB"): lambda: _loss("exact_local"),
     ("cpu/loss/loss.md", "4.7 GB"): lambda: [_loss("gather_with_gradient")[0] / 1e3],
     ("cpu/loss/trace.md", "156 kernels and 9.9 GB"): lambda: [
