@@ -94,7 +94,11 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     nodes, per_node = given.nodes or named.get("nodes", 0), given.gpus_per_node or 0
     gpus = given.gpus or named.get("gpus") or nodes * per_node
     found = read_log(path, given.warmup_steps, gpus)
-    return [_as_named(run, gpus, 0 if per_node else nodes) for run in found] if named else found
+    if not named or all(run.nodes for run in found):
+        return found
+    nodes = 0 if per_node else nodes
+    scaled = (replace(run, nodes=run.nodes or nodes, gpus=run.gpus or gpus) for run in found)
+    return [noted(run, "scale by the log's name") for run in scaled]
 
 
 def _named_counts(path: Path) -> dict[str, int]:
@@ -103,14 +107,6 @@ def _named_counts(path: Path) -> dict[str, int]:
         if match := _NAMED.search(name):
             return {"gpus" if (match[2] or match[3]).startswith("g") else "nodes": int(match[1] or match[4])}
     return {}
-
-
-def _as_named(run: Run, gpus: int, nodes: int) -> Run:
-    """With these counts where the log doesn't state them, and a note that says so."""
-    known = {"nodes": run.nodes or nodes, "gpus": run.gpus or gpus}
-    if known == {"nodes": run.nodes, "gpus": run.gpus}:
-        return run
-    return noted(replace(run, **known), "scale by the log's name")
 
 
 def _by_own_log(path: Path, run: Run, warmup_steps: int) -> Run:

@@ -111,7 +111,7 @@ def test_a_run_given_twice_or_copied_counts_once_and_that_is_said(
 def test_the_command_works_as_a_script_without_torch(tmp_path: Path) -> None:
     words = [sys.executable, "-X", "importtime", "analysis/efficiency.py", LOG, "--model", "HTSAT-tiny-Roberta-base"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    shown = r"### htsat-tiny-roberta-base,.*\| +1 \| +2 \| +9154.0 ± 1218.3 \|.*± from: 95 % interval of 30 windows"
+    shown = r"### htsat-tiny-roberta-base,.*\| +1 \| +2 \| +1 \| +9154.0 ± 1218.3 \|.*± from: 95 % interval of 30 windows"
     assert re.search(shown, done.stdout, re.DOTALL)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "clap_ds" in imported
