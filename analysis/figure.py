@@ -158,17 +158,14 @@ def page(title: str, markdown: str, folder: Path) -> str:
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy"
-content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>TITLE</title><style>
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 130rem; margin: 2rem auto; padding: 0 2rem; }
-p, ul { max-width: 60rem; } h1, h2, h3, p, li, figcaption { overflow-wrap: anywhere; }
-figure { max-width: 34rem; margin: 1rem 1rem 1rem 0; } figcaption, table, code { font-size: 13px; }
-h2 { margin-top: 2.5rem; border-bottom: 2px solid; } img { width: 100%; } .wide { overflow-x: auto; }
+p, ul, figure { max-width: 60rem; overflow-wrap: anywhere; } figure { max-width: 34rem; } img { width: 100%; }
+h2 { margin-top: 2.5rem; border-bottom: 2px solid; } .wide { overflow-x: auto; } figcaption, table, code { font-size: 13px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .2rem .5rem; border-bottom: 1px solid #8886; } td { white-space: nowrap; }
-@media print { body { margin: 0; font-size: 11px; } table, code { font-size: 8px; } td { white-space: normal; } }
 </style></head><body>
 BODY
 </body></html>

@@ -45,13 +45,14 @@ def step_times(rows: Sequence[Scale]) -> Blocks:
     """Batch, seconds a step and those of its parts at every scale of each series."""
     yield "Parts are from an instrumented pass that synchronises between them, after the timed one."
     for number, members in enumerate(by_series(rows), start=1):
-        parts = [f"{part}_s" for part in STEP_PHASES if any(part in row.breakdown_s for row in members)]
-        columns = ["nodes", "gpus", "batch_per_gpu", "global_batch", "repeats", "step_time_s"]
-        columns += ["slowest_rank_step_time_s", *parts]
-        header = ["nodes", members[0].unit, "batch of each", "global batch", "runs", "step s", "slowest rank s"]
-        header += [part.removesuffix("_s").replace("_", " ") + " s" for part in parts]
+        columns = {
+            "nodes": "nodes", members[0].unit: "gpus", "batch of each": "batch_per_gpu", "global batch": "global_batch",
+            "runs": "repeats", "step s": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
+        }  # fmt: skip
+        parts = [part for part in STEP_PHASES if any(part in row.breakdown_s for row in members)]
+        columns |= {f"{part.replace('_', ' ')} s": f"{part}_s" for part in parts}
         yield f"### {members[0].title}"
-        yield markdown_table(header, [row.cells(*columns) for row in members])
+        yield markdown_table([*columns], [[row.cell(column) for column in columns.values()] for row in members])
         if parts:
             caption = f"Parts of a step, {members[0].title}, with shares at the largest scale"
             yield Figure(f"breakdown-{number}.png", caption, plot_run.draw_breakdown(members))

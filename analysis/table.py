@@ -120,9 +120,6 @@ class Row:
         decimals = max(len(text.partition(".")[2]), 2 * spread.endswith("_percent"))
         return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
 
-    def cells(self, *columns: str) -> list[str]:
-        return [self.cell(column) for column in columns]
-
 
 OF_TABLE = "table"
 """What `uncertainty_from` says of a ± that a table states without a word."""
@@ -253,4 +250,4 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
     """A column for each field."""
     import pandas as pd
 
-    pd.DataFrame([row.cells(*COLUMNS) for row in rows], columns=list(COLUMNS)).to_csv(path, index=False)
+    pd.DataFrame([[row.cell(column) for column in COLUMNS] for row in rows], columns=list(COLUMNS)).to_csv(path, index=False)
