@@ -19,24 +19,7 @@ LOGS = [
     (DATA / "deepspeed_failed.log").read_text(),
     running_log([1.0] * 40),
 ]
-ODD = [
-    "",
-    "0",
-    "-1",
-    "nan",
-    "1e999",
-    "9" * 400,
-    "0..5",
-    "1,2",
-    "x",
-    "\0",
-    "$a_b^{",
-    "é|\n",
-    "null",
-    "[]",
-    '{"a": 1}',
-    "true",
-]
+ODD = ["0", "-1", "nan", "1e999", "0..5", "1,2", "x", "\x00", "$a_b^{", "é|\n", "null", "[]", "true"]
 
 
 def damaged(text: str, generator: random.Random) -> bytes:

