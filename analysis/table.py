@@ -250,6 +250,5 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
     """A column for each field."""
     import pandas as pd
 
-    pd.DataFrame([[row.cell(column) for column in COLUMNS] for row in rows], columns=list(COLUMNS)).to_csv(
-        path, index=False
-    )
+    cells = [[row.cell(column) for column in COLUMNS] for row in rows]
+    pd.DataFrame(cells, columns=list(COLUMNS)).to_csv(path, index=False)
