@@ -139,40 +139,33 @@ def log_axis(axes: Axes) -> None:
 
 def page(title: str, markdown: str, folder: Path) -> str:
     """One HTML page that refers to nothing outside itself: a picture of the Markdown, `![caption](name)`, is that PNG of the
-    folder, and its caption; of a name that ends in .wav, .flac, .ogg or .mp3, a player of that sound."""
+    folder, and its caption."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
         raise UserError("HTML needs markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'") from None
 
     def figure(match: re.Match[str]) -> str:
-        data = f"{match[4].replace('mp3', 'mpeg')};base64,{b64encode(read_bytes(folder / match[2])).decode()}"
-        is_picture = match[4] == "png"
-        shown = f'<img src="data:image/{data}">' if is_picture else f'<audio controls src="data:audio/{data}"></audio>'
-        return f'<figure class="{match[3]}">{shown}<figcaption>{match[1]}</figcaption></figure>'
+        data = b64encode(read_bytes(folder / match[2])).decode()
+        return f'<figure><img src="data:image/png;base64,{data}"><figcaption>{match[1]}</figcaption></figure>'
 
     text_alone = MarkdownIt("js-default", {"linkify": False, "html": False}).disable(["image", "link", "autolink"])
-    body = text_alone.render(markdown)
-    body = body.replace(' style="text-align:right"', "")
+    body = text_alone.render(markdown).replace(' style="text-align:right"', "")
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
-    body = re.sub(r"<p>!\[(.*?)\]\((([a-z]+)[\w-]*\.(png|wav|flac|ogg|mp3))\)</p>", figure, body)
+    body = re.sub(r"<p>!\[(.*?)\]\(([a-z]+[\w-]*\.png)\)</p>", figure, body)
     return _PAGE.replace("TITLE", html.escape(title)).replace("BODY", body)
 
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy"
-content="default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>TITLE</title><style>
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 130rem; margin: 2rem auto; padding: 0 2rem; }
-p, ul { max-width: 60rem; } h1, h2, h3, p, li, figcaption { overflow-wrap: anywhere; }
-figure { max-width: 34rem; margin: 1rem 1rem 1rem 0; } figcaption, table, code { font-size: 13px; } audio { width: 100%; }
-.confusion { max-width: 60rem; } .clip { display: inline-block; vertical-align: top; width: 19rem; max-width: 100%; }
-h2 { margin-top: 2.5rem; border-bottom: 2px solid; } img { width: 100%; } .wide { overflow-x: auto; }
+p, ul, figure { max-width: 60rem; overflow-wrap: anywhere; } figure { max-width: 34rem; } img { width: 100%; }
+h2 { margin-top: 2.5rem; border-bottom: 2px solid; } .wide { overflow-x: auto; } figcaption, table, code { font-size: 13px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .2rem .5rem; border-bottom: 1px solid #8886; } td { white-space: nowrap; }
-@media print { body { margin: 0; font-size: 11px; } table, code { font-size: 8px; } td { white-space: normal; } }
 </style></head><body>
 BODY
 </body></html>

@@ -160,8 +160,9 @@ def _numbers(lines: Sequence[Mapping[str, Any]], *columns: str) -> pd.DataFrame:
     """Columns of lines by step; without a value where there is no number from zero on."""
     import pandas as pd
 
-    frame = pd.DataFrame(lines, columns=["step", *columns]).apply(pd.to_numeric, errors="coerce")
-    return frame.where(frame >= 0).set_index("step")
+    names = ["step", *columns]
+    values = [[non_negative(line.get(name)) for name in names] for line in lines]
+    return pd.DataFrame(values, columns=names, dtype=float).set_index("step")
 
 
 def _draw_curve(axes: Axes, values: pd.Series, color: str, is_noisy: bool) -> None:

@@ -1,6 +1,6 @@
 """Runs and scaling tables → one figure: scaling efficiency and throughput, with the ideal line, against GPUs.
 
-    python analysis/plot_scaling.py RUN_OR_TABLE… --output scaling.png|svg|pdf
+    python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png|svg|pdf
 
 Draws what `efficiency.py` works out, and for `project.py` the projection, and works out nothing itself. Each repeat is a dot; a
 table that `efficiency.py` wrote knows only their mean.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, log_axis, styled
 from clap_ds.analysis.runs import input_parser, read_runs
-from clap_ds.analysis.table import Scale, by_series, unit
+from clap_ds.analysis.table import Scale, by_series, relative_to, unit
 from clap_ds.analysis.weak_scaling import Series
 from clap_ds.config.errors import UserError, run_alone
 
@@ -47,7 +47,8 @@ def answer(rows: Sequence[Scale]) -> str:
     percent = last.cell("scaling_efficiency_percent", "scaling_efficiency_2sigma_percent")
     doubted = any("efficiency above 100 %" in row.notes for row in rows)
     doubt = " (in doubt: a scale is above 100 % by more than its ±)" if doubted else ""
-    return f"{percent} % efficiency on {last.gpus} {last.unit}{doubt}: {rate}"
+    on = " ".join(filter(None, [f"on {last.gpus} {last.unit}", relative_to(rows)]))
+    return f"{percent} % efficiency {on}{doubt}: {rate}"
 
 
 @styled()
@@ -64,7 +65,10 @@ def draw(curves: Curves) -> Picture:
     all_rows = [row for _, rows, _ in shown for row in rows]
     gpu_axis(throughput, [row.gpus for row in all_rows], unit(*(row.device for row in all_rows)))
     efficiency.axhline(100, **IDEAL)
-    efficiency.set_ylabel("scaling efficiency (%)")
+    relative = {relative_to(rows) for rows in curves.values()}
+    efficiency.set_ylabel(
+        "\n".join(filter(None, ["scaling efficiency (%)", *(relative if len(relative) == 1 else ())]))
+    )
     log_axis(throughput)
     throughput.set_ylabel("samples/s (log)")
     throughput.legend()
@@ -109,7 +113,7 @@ def draw_projection(found: Sequence[Series], title: str = "") -> Picture:
     (efficiency,) = picture.panels
     for series, style in zip(found, cycle(SERIES_STYLES), strict=False):
         _draw_projected(efficiency, series, style)
-    gpus = [nodes * series.workload.gpus_per_node for series in found for nodes in series.node_counts]
+    gpus = [nodes * series.gpus_per_node for series in found for nodes in series.node_counts]
     gpu_axis(efficiency, gpus, unit(*(series.title for series in found)))
     efficiency.set(ylabel="efficiency (%)", ylim=(0, None))
     picture.name_below(efficiency)
@@ -119,12 +123,12 @@ def draw_projection(found: Sequence[Series], title: str = "") -> Picture:
 def _draw_projected(axes: Axes, series: Series, style: Mapping[str, Any]) -> None:
     """Points, fitted line and band of one series."""
     law, color, counts, scales = series.best_law(), style["color"], series.node_counts, len(series.rates)
-    model, bands, gpus = series.fit(law), series.bands(counts), [n * series.workload.gpus_per_node for n in counts]
+    fit, bands, gpus = series.fit(law), series.bands(counts), [n * series.gpus_per_node for n in counts]
     points = [series.efficiency_percent(rate) for _, rate in series.rates]
     halves = [point * error for point, error in zip(points, series.errors, strict=False)] or None
     look = {**style, "linestyle": "none", "elinewidth": 0.8, "label": f"{series.name}, measured"}
     axes.errorbar(gpus[:scales], points, halves, **look)
-    fitted = [series.efficiency_percent(model.rate(nodes)) for nodes in counts]
+    fitted = [series.efficiency_percent(fit.rate(nodes)) for nodes in counts]
     axes.plot(gpus[:scales], fitted[:scales], color=color)
     beyond = slice(scales - 1, None)
     axes.plot(gpus[beyond], fitted[beyond], "--", color=color, label=f"{series.name}, by {law} with 95 % band")

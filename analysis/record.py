@@ -13,15 +13,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeGuard
+from typing import Any
 
-from clap_ds.analysis.table import MOST, Run, is_measurable, unit
+from clap_ds.analysis.table import Run, is_measurable, unit
 from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
 from clap_ds.record.statistics import interval_label, rate_interval
 
+BY_TIMER = "DeepSpeed's timer: leaves out data loading"
 HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host, queueing steps"
 
 
@@ -39,67 +40,68 @@ def read_record(path: Path) -> Run:
     summary, config, environment = (read_json(path, name, notes) for name in ("summary", "config", "environment"))
     if not (summary or config or environment):
         raise UserError(f"{path}: {', '.join(notes) or 'no summary.json, config.json or environment.json'}")
-    clap = section(config, "clap")
-    accumulated = (whole(values.get("gradient_accumulation_steps")) for values in (summary, config))
-    accumulation = next(filter(None, accumulated), 1)
-    of_step = whole(summary.get("micro_batch_per_gpu")) or whole(config.get("train_micro_batch_size_per_gpu"))
-    batch, step = of_step and of_step * accumulation, section(summary, "step_time_s")
-    fields = _rate_fields(section(summary, "samples_per_s_per_gpu"))
+    clap, rates, parts = (
+        section(config, "clap"),
+        section(summary, "samples_per_s_per_gpu"),
+        section(summary, "breakdown_s"),
+    )
+
+    def known(name: str, *others: Mapping[str, Any]) -> Any:
+        """What the first of the files that has the field says."""
+        return next(filter(None, (values.get(name) for values in (summary, *others))), None)
+
+    accumulation = whole(known("gradient_accumulation_steps", config)) or 1
+    micro_batch = whole(summary.get("micro_batch_per_gpu")) or whole(config.get("train_micro_batch_size_per_gpu"))
+    batch, step = micro_batch and micro_batch * accumulation, section(summary, "step_time_s")
+    if "median" in rates:
+        rates, parts = {}, {}
+        notes.append("rates and breakdown of before schema 3 are not read")
+    fields = _rate_fields(rates)
     if not fields and batch:
         windows, of_steps = _windows_of_steps(path, batch, whole(section(clap, "bench").get("steps_per_window")))
         step, fields = of_steps or step, rate_fields(windows)
         notes += [f"{len(windows)} whole windows read from metrics.jsonl, as the run did not sum up"] * bool(windows)
-    rate = fields.get("samples_per_s_per_gpu")
-    step_s = positive(step.get("median"))
+    rate, step_s = fields.get("samples_per_s_per_gpu"), positive(step.get("median"))
     notes += uneven_steps(rate, batch, step_s) if rate and batch and step_s else []
     notes += [] if rate else ["no complete window was measured"]
-    parts = section(summary, "breakdown_s")
-    if parts and (whole(summary.get("schema")) or 0) < 3:
-        parts = {part: parts[part] for part in parts if part not in ("backward", "exposed_communication")}
-        notes.append("backward and exposed communication left out: measured wrongly before records of schema 3")
-    gpus = whole(summary.get("world_size")) or whole(environment.get("world_size")) or 0
-    device = _text(summary, "device_name") or _text(environment, "device_name")
+    gpus, device = whole(known("world_size", environment)) or 0, _text(known("device_name", environment))
     engine, memory = positive(summary.get("deepspeed_samples_per_s")), positive(summary.get("memory_peak_bytes"))
     if engine and summary.get("deepspeed_times_host_alone") is True and unit(device) == "GPUs":
         notes.append(HOST_ALONE)
     numbers = ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops")
-    known: dict[str, Any] = {name: non_negative(summary.get(name)) for name in numbers}
-    known |= {f"{part}_s": non_negative(parts.get(part)) for part in STEP_PHASES}
+    fields |= {name: non_negative(summary.get(name)) for name in numbers}
+    fields |= {f"{part}_s": non_negative(parts.get(part)) for part in STEP_PHASES}
     return Run(
-        source=str(path), state=_text(summary, "state") or "unknown", error=_text(summary, "error"),
-        model=_model(summary, clap),
-        device=device, precision=_text(summary, "precision"),
-        text_tokens=whole(summary.get("text_tokens")) or whole(clap.get("text_tokens")),
-        nodes=whole(summary.get("num_nodes")) or whole(environment.get("num_nodes")) or 0,
-        gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, **fields, **known,
+        source=str(path), state=_text(summary.get("state")) or "unknown", error=_text(summary.get("error")),
+        model=_model(summary, known("preset", section(clap, "model"))), device=device,
+        precision=_text(summary.get("precision")), text_tokens=whole(known("text_tokens", clap)), nodes=whole(known("num_nodes", environment)) or 0, gpus=gpus,
+        batch_per_gpu=batch, accumulation=accumulation, **fields,
         engine_samples_per_s_per_gpu=engine / gpus if engine and gpus else None,
         step_time_s=step_s, slowest_rank_step_time_s=positive(step.get("slowest_rank_median")),
         memory_peak_gib=memory and memory / 1024**3, notes="; ".join(notes),
-        config=config, environment=_environment(environment), finished=_text(summary, "finished"),
+        config=config, environment=_environment(environment), finished=_text(summary.get("finished")),
     )  # fmt: skip
 
 
-def _model(summary: Mapping[str, Any], clap: Mapping[str, Any]) -> str:
-    """Its preset, by the name that it has now."""
-    name = _text(summary, "preset") or _text(section(clap, "model"), "preset")
+def _model(summary: Mapping[str, Any], preset: object) -> str:
+    """Return the preset under its present name."""
+    name = _text(preset)
     is_former = summary and (whole(summary.get("schema")) or 0) < 4
     return FORMER_PRESETS.get(name, name) if is_former else name
 
 
 def _rate_fields(rates: Mapping[str, Any]) -> dict[str, Any]:
-    """`Run`'s fields of the rate and its interval; none without one. Without a mean (before schema 3) the windows tell them."""
-    windows, seconds = (
-        [number for each in found if (number := positive(each))] if isinstance(found := rates.get(name), list) else []
-        for name in ("windows", "window_s")
-    )
-    seconds = seconds if len(seconds) == len(windows) else []
+    """`Run`'s fields of the rate and its interval; none without one."""
     mean, low, high = (positive(rates.get(name)) for name in ("mean", "low", "high"))
-    known = rate_fields(windows, seconds)
-    if not (mean and low and high and low <= mean <= high):
-        return known or ({"samples_per_s_per_gpu": mean} if mean else {})
-    label = interval_label(non_negative(rates.get("coverage")), len(windows))
-    told = {"samples_per_s_per_gpu": mean, "interval": (low, high), "uncertainty_from": f"{label} of 1 run"}
-    return known | told
+    if not mean:
+        return {}
+    windows = rates.get("windows")
+    windows = tuple(filter(positive, windows)) if isinstance(windows, list) else ()
+    fields: dict[str, Any] = {"samples_per_s_per_gpu": mean, "windows": windows}
+    if low and high and low <= mean <= high:
+        label = interval_label(non_negative(rates.get("coverage")), len(windows))
+        fields |= {"interval": (low, high), "uncertainty_from": f"{label} of 1 run"}
+    return fields
 
 
 def rate_fields(windows: Sequence[float], window_s: Sequence[float] = ()) -> dict[str, Any]:
@@ -154,22 +156,13 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_steps(path: Path, *phases: str, history: object = None) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` of these phases that have a step (`clap_ds.record.schema.StepLine`), with those of their
-    fields that are numbers, true or false, or objects of such. Where the file `history` is there, its lines instead."""
+    """Lines of `metrics.jsonl` of these phases that have a step (`clap_ds.record.schema.StepLine`). Where the file `history`
+    is there, its lines instead."""
     file = path / "metrics.jsonl"
     if isinstance(history, str) and "\0" not in history and os.path.isfile(history):
         file = Path(history)
-    return [
-        _numbers(line) | {"phase": line["phase"]}
-        for line in json_lines(file) if line.get("phase") in phases and non_negative(line.get("step")) is not None
-    ]  # fmt: skip
-
-
-def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are numbers, true or false, or an object of such."""
-    known = {name: value for name, value in line.items() if _is_number(value) or isinstance(value, bool)}
-    inner = {name: _numbers(value) for name, value in line.items() if isinstance(value, dict)}
-    return known | {name: numbers for name, numbers in inner.items() if numbers}
+    lines = (line for line in json_lines(file) if line.get("phase") in phases)
+    return [line for line in lines if non_negative(line.get("step")) is not None]
 
 
 def _environment(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,11 +178,9 @@ def positive(value: object) -> float | None:
 
 def non_negative(value: object) -> float | None:
     """`value` as a float if it is a number from zero to what can be measured, else None (booleans, text are not numbers)."""
-    return float(value) if _is_number(value) and (value == 0 or is_measurable(value)) else None
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if value == 0 or is_measurable(value) else None
 
 
 def whole(value: object) -> int | None:
@@ -204,6 +195,5 @@ def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _text(values: Mapping[str, Any], name: str) -> str:
-    value = values.get(name)
+def _text(value: object) -> str:
     return " ".join(value.split()) if isinstance(value, str) else ""

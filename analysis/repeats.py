@@ -1,8 +1,8 @@
 """Repeats of one scale → one row: their mean, and how sure it is.
 
-The rate of a scale is the mean over its completed repeats. Its ± is half the 95 % interval by Student's t, with the spread of
-runs pooled over all scales that were repeated (on one kind of device), so that few repeats of each say a lot together. A
-scale that ran once has that spread, too; where nothing was repeated, ± is half the interval of a run's own windows.
+The rate of a scale is the mean over its completed repeats. Its ± is half the 95 % interval by Student's t. The spread of runs
+is pooled over all repeated scales on one kind of device, but a scale that spreads far more than the others has its own. The ±
+of a scale that ran once is half the interval of its windows, and says nothing of what the next run would do.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from clap_ds.analysis.published import published_mfu_percent
 from clap_ds.analysis.series import global_batch
@@ -47,10 +50,26 @@ class RunSpread:
         """Of the interval of a mean of so many runs, as a share of it."""
         return student_t(COVERAGE, self.degrees) * self.deviation / math.sqrt(repeats)
 
+    def stands_out_of(self, pooled: RunSpread) -> bool:
+        """Whether it is larger than that of the pool's other runs by more than chance (F test at 1 %)."""
+        degrees = pooled.degrees - self.degrees
+        if degrees < 1:
+            return False
+        others = (pooled.degrees * pooled.deviation**2 - self.degrees * self.deviation**2) / degrees
+        return self.deviation**2 > _by_chance(self.degrees, degrees) * others
+
     def label(self) -> str:
         """What an interval of `COVERAGE` is from, in words."""
         differ = f"runs of one scale differ by {100 * self.deviation:.2g} %"
         return f"95 % by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
+
+
+@cache
+def _by_chance(degrees: int, others: int) -> float:
+    """What the ratio of two equal variances of so many degrees of freedom exceeds in one case of a hundred."""
+    generator = np.random.default_rng(0)
+    above, below = (generator.chisquare(count, 20_000) / count for count in (degrees, others))
+    return float(np.quantile(above / below, 0.99))
 
 
 def counted(runs: Sequence[Run]) -> list[Run]:
@@ -94,14 +113,12 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
     )  # fmt: skip
 
 
-def _uncertainty(used: Sequence[Run], spread: RunSpread | None) -> tuple[float | None, str]:
-    """(±, what it is) of the mean of the runs that count. A table's row keeps the ± that the table says."""
-    if not used:
-        return None, ""
-    stated = len(used) == 1 and used[0].kind == "table" and used[0].interval
-    if spread and not stated:
+def _uncertainty(used: Sequence[Run], pooled: RunSpread | None) -> tuple[float | None, str]:
+    """(±, what it is) of the mean of the runs that count."""
+    if pooled and (own := pooled_spread([used])):
+        spread = own if own.stands_out_of(pooled) else pooled
         return fmean(run.rate or 0.0 for run in used) * spread.half_width(len(used)), spread.label()
-    low, high = used[0].interval or (0.0, 0.0)
+    low, high = used[0].interval or (0.0, 0.0) if used else (0.0, 0.0)
     return ((high - low) / 2, used[0].uncertainty_from) if high else (None, "")
 
 
@@ -122,6 +139,9 @@ def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
         yield from filter(None, run.notes.split("; "))
     if used and used[0].state not in GOOD_STATES:
         yield "rate of a run that did not complete"
+    intervals = [run.interval for run in used if run.interval and not run.config and run.kind == "log"]
+    if intervals and max(low for low, _ in intervals) > min(high for _, high in intervals):
+        yield "logs differ by more than their own intervals: are they repeats of one configuration?"
     if left_out := sum(bool(run.rate) for run in runs) - len(used):
         yield f"{left_out} with a rate but not completed left out of the mean"
     for run in runs:

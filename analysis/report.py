@@ -17,13 +17,12 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from clap_ds.analysis import efficiency, look, monitor, plot_run, plot_scaling, project, stragglers
+from clap_ds.analysis import efficiency, monitor, plot_run, plot_scaling, project, stragglers
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.figure import Blocks, Figure, page
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
-from clap_ds.analysis.runs import add_link_option, input_parser, read_runs
+from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.series import short_commit
-from clap_ds.analysis.step_model import Machine
 from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, plain_text, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
@@ -46,24 +45,25 @@ def step_times(rows: Sequence[Scale]) -> Blocks:
     """Batch, seconds a step and those of its parts at every scale of each series."""
     yield "Parts are from an instrumented pass that synchronises between them, after the timed one."
     for number, members in enumerate(by_series(rows), start=1):
-        parts = [f"{part}_s" for part in STEP_PHASES if any(part in row.breakdown_s for row in members)]
-        columns = ["nodes", "gpus", "batch_per_gpu", "global_batch", "repeats", "step_time_s"]
-        columns += ["slowest_rank_step_time_s", *parts]
-        header = ["nodes", members[0].unit, "batch of each", "global batch", "runs", "step s", "slowest rank s"]
-        header += [part.removesuffix("_s").replace("_", " ") + " s" for part in parts]
+        columns = {
+            "nodes": "nodes", members[0].unit: "gpus", "batch of each": "batch_per_gpu", "global batch": "global_batch",
+            "runs": "repeats", "step s": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
+        }  # fmt: skip
+        parts = [part for part in STEP_PHASES if any(part in row.breakdown_s for row in members)]
+        columns |= {f"{part.replace('_', ' ')} s": f"{part}_s" for part in parts}
         yield f"### {members[0].title}"
-        yield markdown_table(header, [row.cells(*columns) for row in members])
+        yield markdown_table([*columns], [[row.cell(column) for column in columns.values()] for row in members])
         if parts:
             caption = f"Parts of a step, {members[0].title}, with shares at the largest scale"
             yield Figure(f"breakdown-{number}.png", caption, plot_run.draw_breakdown(members))
 
 
-def projections(rows: Sequence[Scale], machine: Machine) -> Blocks:
+def projections(rows: Sequence[Scale]) -> Blocks:
     """Of each series, up to four times the GPUs measured; or why there is none."""
     yield "Calculated by a model fitted to what was measured; only what is called measured was."
     for number, members in enumerate(by_series(rows), start=1):
         try:
-            series = series_of(members, machine)
+            series = series_of(members)
         except UserError as error:
             yield f"{error}."
             continue
@@ -73,7 +73,7 @@ def projections(rows: Sequence[Scale], machine: Machine) -> Blocks:
         yield Figure(f"projection-{number}.png", caption, picture)
 
 
-def summary(rows: Sequence[Scale], machine: Machine) -> Blocks:
+def summary(rows: Sequence[Scale]) -> Blocks:
     """The answer: of each series what was measured, how well it scales, and how far it would."""
     for members in by_series(rows):
         lines = [f"No rate was measured ({members[0].state})."]
@@ -83,7 +83,7 @@ def summary(rows: Sequence[Scale], machine: Machine) -> Blocks:
             lines += beside_published(last)
         if len({row.nodes for row in measured}) > 1:
             with suppress(UserError):  # which its own section tells
-                lines.append(f"Projected: {project.headline(series_of(members, machine))}.")
+                lines.append(f"Projected: {project.headline(series_of(members))}.")
         yield "\n".join([f"**{members[0].title}**", "", *(f"- {line}" for line in lines)])
 
 
@@ -135,38 +135,30 @@ def assemble(sections: Mapping[str, Iterable[str | Figure]], folder: Path) -> st
 
 
 def main() -> None:
-    about = "efficiency, reasons, projection, provenance, and what was heard, by clap-evaluate --predictions"
-    parser = input_parser(f"One page about some runs: {about}.")
+    parser = input_parser("One page about some runs: efficiency, reasons, projection and provenance.")
     told = "folder to write report.html, report.md, table.csv and the pictures to (default: report)"
     parser.add_argument("--output", type=Path, default=Path("report"), metavar="FOLDER", help=told)
-    add_link_option(parser)
     options = parser.parse_args()
-    heard = {path: found for path in options.inputs if (found := look.read_predictions(path))}
-    others, folder = [path for path in options.inputs if path not in heard], options.output
-    runs = read_runs(others, options) if others else []
-    rows, machine = efficiency.scaling_table(runs), Machine(1e9 * options.node_gbytes_per_s)
-    sections: dict[str, Iterable[str | Figure]] = {} if not runs else {
-        "Summary": summary(rows, machine),
+    runs, folder = read_runs(options.inputs, options), options.output
+    rows = efficiency.scaling_table(runs)
+    sections: dict[str, Iterable[str | Figure]] = {
+        "Summary": summary(rows),
         "Efficiency": efficiencies(rows),
         "Where a step's time goes": step_times(rows),
-        "Projection": projections(rows, machine),
+        "Projection": projections(rows),
         "Runs": [provenance(runs)],
-    }  # fmt: skip
+    }
     sources = [Path(source) for source in dict.fromkeys(run.source for run in runs)]
     if watched := monitor.table(sources):
         sections["What the GPUs did meanwhile"] = [watched]
     if waited := [*stragglers.blocks(sources)]:
         sections["Who made the others wait"] = waited
-    sounds = look.Sounds(folder)
-    for number, (path, predictions) in enumerate(heard.items(), start=1):
-        sections[f"What was heard: {look.words(str(path))}"] = look.blocks(predictions, sounds, number)
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "table.csv", rows)
-    title = TITLE if runs else look.TITLE
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"
-    markdown = f"# {title}\n\n{made}\n\n{assemble(sections, folder)}"
+    markdown = f"# {TITLE}\n\n{made}\n\n{assemble(sections, folder)}"
     (folder / "report.md").write_text(markdown, encoding="utf-8")
-    (folder / "report.html").write_text(page(title, markdown, folder), encoding="utf-8")
+    (folder / "report.html").write_text(page(TITLE, markdown, folder), encoding="utf-8")
     print(f"wrote {folder / 'report.html'}, report.md and table.csv beside it")
 
 

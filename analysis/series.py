@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from clap_ds.analysis.table import BATCH, Run, settings_of
+from clap_ds.analysis.table import BATCH, Run, noted, settings_of
 from clap_ds.config.files import flatten
 
 IGNORED_SETTINGS = (
@@ -20,6 +20,7 @@ IGNORED_SETTINGS = (
 )  # fmt: skip
 """Settings that may differ between repeats: names, places, seeds, the learning rate, which makes no step longer, and batches,
 which are told apart as such. Of a path only its last part counts."""
+ACCUMULATION = "gradient_accumulation_steps"
 PACKAGES = ("clap_ds", "torch", "deepspeed")
 
 
@@ -43,33 +44,39 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Runs of the same settings, code and hardware, named by as few of the differences as tell them apart; the others are in a
     note of the first. Runs without a record of their settings can't be told to be the same as those that have one."""
+    import pandas as pd
+
     known, unknown = [run for run in group if run.config], [run for run in group if not run.config]
     if known and unknown:
         return [*split_settings(known), ("settings not recorded", unknown)]
-    facts = [_facts(run) for run in group]
-    names = [name for name in _differing(facts) if not _follows_scale(name, group, facts)]
-    names.sort(key=lambda name: name.startswith("clap.bench."))  # how it was measured says least
+    facts = pd.DataFrame([_facts(run) for run in group]).fillna("not recorded")
+    facts = facts.loc[:, facts.nunique() > 1]
+    scales = [(run.nodes, run.gpus, run.batch_per_gpu) for run in group]
+    if ACCUMULATION in facts and len({*zip(scales, facts[ACCUMULATION], strict=True)}) == len({*scales}):
+        facts = facts.drop(columns=ACCUMULATION)  # the scale says which
+    names = sorted(facts, key=lambda name: name.startswith("clap.bench."))  # how it was measured says least
     naming: list[str] = []
+    told = 1
     for name in names:
-        if len({_values(each, [*naming, name]) for each in facts}) > len({_values(each, naming) for each in facts}):
-            naming.append(name)
-    alike: dict[tuple[str, ...], list[Run]] = defaultdict(list)
-    for run, each in zip(group, facts, strict=True):
-        alike[_values(each, naming)].append(run)
+        if (count := facts.groupby([*naming, name]).ngroups) > told:
+            naming, told = [*naming, name], count
+    if not naming:
+        return [("", list(group))]
     also = _listed([name for name in names if name not in naming])
-    note = f"series differ in {also}, too" if also else ""
     series = []
-    for values, runs in sorted(alike.items()):
+    for values, places in facts.groupby(naming).indices.items():
+        values = values if len(naming) > 1 else (values,)
         title = ", ".join(f"{_listed([name])}={value[:40]}" for name, value in zip(naming, values, strict=True))
-        first = replace(runs[0], notes="; ".join(filter(None, (runs[0].notes, note))))
-        series.append((title, [first, *runs[1:]]))
+        first, *others = (group[place] for place in places)
+        first = noted(first, f"series differ in {also}, too") if also else first
+        series.append((title, [first, *others]))
     return series
 
 
 def _facts(run: Run) -> dict[str, str]:
     """Settings, code and hardware, as text, by their dotted names; settings first."""
     found = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
-    found["gradient_accumulation_steps"] = run.accumulation
+    found[ACCUMULATION] = run.accumulation
     versions, commit = run.environment.get("versions") or {}, str(run.environment.get("git_commit") or "")
     told = {name: versions.get(name) for name in PACKAGES}
     told |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": short_commit(commit)}
@@ -87,22 +94,6 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value.rstrip("/").rpartition("/")[2]
     return f"[{','.join(map(_text, value))}]" if isinstance(value, list) else json.dumps(value)
-
-
-def _differing(facts: Sequence[Mapping[str, str]]) -> list[str]:
-    names = dict.fromkeys(name for of_run in facts for name in of_run)
-    return [name for name in names if len({of_run.get(name) for of_run in facts}) > 1]
-
-
-def _values(facts: Mapping[str, str], names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(facts.get(name) or "not recorded" for name in names)
-
-
-def _follows_scale(name: str, group: Sequence[Run], facts: Sequence[Mapping[str, str]]) -> bool:
-    """Whether it is the accumulation, and the scale says which."""
-    scales = [(run.nodes, run.gpus, run.batch_per_gpu) for run in group]
-    found = {(scale, of_run.get(name)) for scale, of_run in zip(scales, facts, strict=True)}
-    return name == "gradient_accumulation_steps" and len(found) == len(set(scales))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,20 +1,18 @@
 """Measured runs and the scaling table's rows, and writing them as CSV and Markdown; `csv_table.py` reads them.
 
 A table's first columns are those of `published/*.csv`, so each can stand in for the other. An absent value is an
-empty cell (CSV) or a dash (Markdown); zero, negative or non-finite rates are refused on reading and can't be written.
+empty cell (CSV) or a dash (Markdown).
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from clap_ds.record.csv_text import safe_cell
 from clap_ds.record.schema import STEP_PHASES
 
 
@@ -34,12 +32,16 @@ class Row:
     scaling_efficiency_percent: float | None = None
     samples_per_s_per_gpu_2sigma: float | None = None
     scaling_efficiency_2sigma_percent: float | None = None
+    """Where both scales of the ratio were repeated."""
     uncertainty_from: str = ""
     repeats: int = 0
     """Runs with a rate."""
+    baseline_nodes: int | None = None
+    """Of the scale that efficiencies and speed-up are relative to."""
     speedup: float | None = None
     engine_samples_per_s_per_gpu: float | None = None
     """By DeepSpeed's timer, which leaves out the wait for data."""
+    engine_efficiency_percent: float | None = None
     achieved_tflops: float | None = None
     """Of one GPU, by the FLOPs of the work really done."""
     mfu_model_percent: float | None = None
@@ -118,10 +120,9 @@ class Row:
         decimals = max(len(text.partition(".")[2]), 2 * spread.endswith("_percent"))
         return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
 
-    def cells(self, *columns: str) -> list[str]:
-        return [self.cell(column) for column in columns]
 
-
+OF_TABLE = "table"
+"""What `uncertainty_from` says of a ± that a table states without a word."""
 BATCH = "batch per GPU"
 """What the part of `variant` begins with that says no setting, but which batch a series keeps constant."""
 
@@ -175,7 +176,7 @@ def is_measurable(value: float) -> bool:
 
 
 COLUMNS = tuple(column.name for column in fields(Row))
-COUNTS = {"nodes", "gpus", "repeats", "text_tokens", "micro_batch", "batch_per_gpu", "global_batch"}
+COUNTS = {"nodes", "gpus", "repeats", "baseline_nodes", "text_tokens", "micro_batch", "batch_per_gpu", "global_batch"}
 TEXTS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
 _Row = TypeVar("_Row", bound=Row)
 
@@ -183,6 +184,17 @@ _Row = TypeVar("_Row", bound=Row)
 def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
     """Rows of each series, in order."""
     return [[row for row in rows if row.series == series] for series in dict.fromkeys(row.series for row in rows)]
+
+
+def noted(row: _Row, note: str) -> _Row:
+    """With one more note, once."""
+    return replace(row, notes="; ".join(dict.fromkeys(filter(None, [*row.notes.split("; "), note]))))
+
+
+def relative_to(rows: Sequence[Row]) -> str:
+    """`relative to 2 nodes`, of rows of one series; empty where they are so to one node."""
+    nodes = next((row.baseline_nodes for row in rows if row.baseline_nodes), 1)
+    return "" if nodes == 1 else f"relative to {count_of(nodes, 'node')}"
 
 
 def count_of(number: int, noun: str) -> str:
@@ -235,7 +247,8 @@ def plain_text(text: str) -> str:
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """A column for each field; its text is no formula (`safe_cell`)."""
-    safe = ([safe_cell(row.cell(name)) if name in TEXTS else row.cell(name) for name in COLUMNS] for row in rows)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *safe])
+    """A column for each field."""
+    import pandas as pd
+
+    cells = [[row.cell(column) for column in COLUMNS] for row in rows]
+    pd.DataFrame(cells, columns=list(COLUMNS)).to_csv(path, index=False)

@@ -17,11 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.analysis.published import PUBLISHED_DIR
-from clap_ds.analysis.runs import add_link_option
-from clap_ds.analysis.step_model import Machine, StepModel, Workload, method_of
+from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.table import markdown_table, significant
-from clap_ds.analysis.weak_scaling import read_series
+from clap_ds.analysis.weak_scaling import USUAL, Law, Series
 from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH, MICRO_BATCH
 from clap_ds.config.errors import UserError, run_alone
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
 
 MOST_GPUS = 2**16  # whose loss is recorded tile by tile in some 20 s
 MOST_CLASSES = 4  # of operations, whose efficiencies are printed
-DELAYS_FROM = "jupiter_htsat_tiny"
-"""The published series whose waiting for the slowest rank is assumed."""
+GROWS_AS = "jupiter_htsat_tiny"
+"""The published series as whose step a step is assumed to grow with nodes."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -48,7 +46,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--micro_batch", type=whole_number(), metavar="B", help="in place of the run's")
     add("--text_tokens", type=whole_number(2), metavar="L", help="caption length in place of the run's")
     add("--find_micro_batch", action="store_true", help="look for the largest multiple of 8 that fits")
-    add_link_option(parser)
     add("--samples", type=positive, help="samples to train on, each pass counted")
     add("--price_per_gpu_hour", type=positive, help="money for an hour of one GPU")
     add("--json", action="store_true", help="print JSON")
@@ -117,8 +114,8 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()), **speed,
         "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
         "parameters": own.num_parameters,
-        "scales": _scales(run, gpu, speed["step_s"], own.num_parameters, nodes, arguments),
-        "assumed": _assumed(gpu, arguments.node_gbytes_per_s, speed["classes"]),
+        "scales": _scales(own.num_samples, speed["step_s"]["step"], nodes, arguments),
+        "assumed": _assumed(gpu, speed["classes"]),
     }  # fmt: skip
 
 
@@ -142,33 +139,28 @@ def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
 
 
 def _scales(
-    run: RunSettings, gpu: Gpu, step_s: dict[str, dict[str, float]], num_parameters: int, nodes: list[int],
-    arguments: argparse.Namespace,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Rates and efficiency at each number of nodes. They are between those of two cases: waiting for the slowest rank is as
-    long as in the published runs, or as long a share of the step."""
-    published = read_series(PUBLISHED_DIR / f"{DELAYS_FROM}.csv").fit()
-    per_node, accumulated = arguments.gpus_per_node, run.gradient_accumulation_steps
-    workload = Workload(run.micro_batch, run.clap.preset().joint_dim, num_parameters / accumulated, per_node)
-    machine = Machine(
-        1e9 * arguments.node_gbytes_per_s, 1e9 * gpu.link_gbytes_per_s, Machine().latency_s,
-        1e12 * gpu.bf16_tflops, 1e12 * gpu.memory_tbytes_per_s,
-    )  # fmt: skip
+    num_samples: int, step_s: dict[str, float], nodes: list[int], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Rates and efficiency at each number of nodes, by the law that foretold the published runs best. They are between those
+    of two cases: a step grows by as many seconds as in these runs, or by as large a share."""
+    import numpy as np
+
+    table = np.loadtxt(PUBLISHED_DIR / f"{GROWS_AS}.csv", delimiter=",", skiprows=1, usecols=(0, 2))
+    published = Series(GROWS_AS, tuple((int(count), float(rate)) for count, rate in table)).fit(USUAL)
+    published_s, grown_s = (
+        PUBLISHED_TABLES[GROWS_AS]["batch_per_gpu"] * each for each in (published.start_s, published.slope_s)
+    )
     by_case: dict[str, list[float]] = {}
-    for case in step_s["step"]:
-        seconds = {part: cases[case] / accumulated for part, cases in step_s.items()}
-        shrink = seconds["step"] / published.step_s(1)
-        model = StepModel(
-            workload, machine, method_of(run.resolved()), compute_s=seconds["step"] - seconds["loss"],
-            delay_s=published.delay_s * {"low": 1.0, "middle": (1 + shrink) / 2, "high": shrink}[case],
-            window_s=seconds.get("audio backward", 0) + seconds.get("text backward", 0), shape=published.shape,
-        )  # fmt: skip
-        by_case[case] = [model.rate(count) for count in nodes]
+    for case, own_s in step_s.items():
+        share = own_s / published_s
+        slope_s = grown_s * {"low": 1.0, "middle": (1 + share) / 2, "high": share}[case]
+        law = Law(published.shape, own_s / num_samples, slope_s / num_samples)
+        by_case[case] = [law.rate(count) for count in nodes]
     rows = []
     for place, count in enumerate(nodes):
         rates = {case: found[place] for case, found in by_case.items()}
         efficiency = {case: 100 * found[place] / found[0] for case, found in by_case.items()}
-        gpus = count * per_node
+        gpus = count * arguments.gpus_per_node
         row: dict[str, Any] = {
             "nodes": count, "gpus": gpus, "efficiency_percent": efficiency["middle"],
             "efficiency_percent_range": sorted(efficiency.values())[::2], "samples_per_s_per_gpu": rates,
@@ -183,7 +175,7 @@ def _scales(
     return rows
 
 
-def _assumed(gpu: Gpu, node_gbytes_per_s: float, classes: dict[str, dict[str, Any]]) -> list[str]:
+def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
     from clap_ds.planning import memory, roofline
 
     shares = [
@@ -198,8 +190,8 @@ def _assumed(gpu: Gpu, node_gbytes_per_s: float, classes: dict[str, dict[str, An
         "compiled towers: what lies between products is one kernel that reads and writes once; memory as without",
         f"beyond tensors: {memory.CONTEXT_GIB:g} GiB of context, {memory.NCCL_GIB:g} of NCCL with several ranks,"
         f" {100 * memory.FRAGMENTATION:g} % of fragmentation",
-        f"{node_gbytes_per_s:g} GB/s into a node; waiting for the slowest rank as in the published runs"
-        f" ({DELAYS_FROM}), unchanged or in proportion to the step; data is always there in time",
+        f"with more nodes a step grows as {USUAL}, as the published runs' ({GROWS_AS}): by as many seconds, or by as large a"
+        " share; data is always there in time",
     ]
 
 

@@ -1,6 +1,5 @@
 """Runs as pictures: drawn from their records, refused with words where there is nothing to draw."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from clap_ds.config.errors import UserError
 from tests.analysis.samples import command, record
 
 COMMON = {"state": "completed", "preset": "micro", "world_size": 2, "num_nodes": 1, "device_name": "a CPU"}
-MEASURED = ("samples_per_s_per_gpu", "step_time_s", "memory_peak_bytes", "breakdown_s", "data_wait_percent")
 
 
 def benchmark(folder: Path, **changes: Any) -> Path:
@@ -52,10 +50,6 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     assert (warmup, median[0][1]) == ([[1, 0.1]], 0.4)
     assert timed == [[2, 0.2], [3, 0.3], [4, 0.4], [5, 0.5]]
     assert [(bar[0].get_x(), bar[0].get_width()) for bar in parts.containers] == [(0, 100), (100, 200)]
-    killed = draw_benchmark(benchmark(tmp_path / "killed", state="terminated", **dict.fromkeys(MEASURED)))
-    assert "11.43 samples/s/rank (range: 8.89 – 16.00)" in killed.figure.get_suptitle().replace(
-        "\n", " "
-    )  # two windows
 
 
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
@@ -83,35 +77,22 @@ def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
 
 
 @pytest.mark.parametrize("make", [benchmark, training])
-def test_null_fields_a_cut_line_a_missing_file_and_a_dollar_in_a_name_cost_no_picture(
+def test_the_command_draws_a_record_with_null_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Path]
 ) -> None:
-    folder, output = make(tmp_path / "a $run$ of _{5", preset="$\\frac{", device_name="$x"), tmp_path / "run.svg"
-    known, metrics = json.loads((folder / "summary.json").read_text()), folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()[:-1]]
-    empty = [{**dict.fromkeys(line), "phase": line.get("phase")} for line in lines]
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in [*empty, *lines]) + '{"phase": "window", "st')
-    keep = ("command", "state", "micro_batch_per_gpu", "samples_per_s_per_gpu", "step_time_s")
-    nulls = {name: value if name in keep else None for name, value in known.items()}
-    (folder / "summary.json").write_text(json.dumps(nulls))
-    command(monkeypatch, plot_run.main, folder, *[make(tmp_path / "_b")] * (make is training), "--output", output)
-    (folder / "summary.json").unlink()
-    config = {"train_micro_batch_size_per_gpu": 4, "clap": {"bench": {"steps_per_window": 2}}}
-    (folder / "config.json").write_text(json.dumps(config))
-    draw_runs([folder], output)
+    folder = make(tmp_path / "a $run$ of _{5", preset=None, device_name="$x", precision=None, global_batch=None)
+    others = [make(tmp_path / "_b")] if make is training else []
+    command(monkeypatch, plot_run.main, folder, *others, "--output", tmp_path / "run.svg")
+    assert "<svg" in (tmp_path / "run.svg").read_text()
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "summary.json").write_text("{")
     killed = {"step_time_s": None, "samples_per_s_per_gpu": None, "micro_batch_per_gpu": None, "state": "failed"}
-    runs = [training(tmp_path / "run"), benchmark(tmp_path / "bench")]
     for folders, message in (
-        ([benchmark(tmp_path / "killed", **killed)], "no timed windows; the run's state is 'failed'"),
-        ([benchmark(tmp_path / "untrained", command="train")], "no step of training; the run's state is 'completed'"),
-        ([tmp_path], r"not a readable run directory: no summary\.json"),
-        (runs, "only where all are of training"),
-        ([*runs, tmp_path / "torn"], r"summary\.json is not readable JSON"),
+        ([benchmark(tmp_path / "killed", **killed)], "no timed windows.*'failed'"),
+        ([benchmark(tmp_path / "untrained", command="train")], "no step of training"),
+        ([tmp_path], r"no summary\.json"),
+        ([training(tmp_path / "run"), benchmark(tmp_path / "bench")], "only where all are of training"),
     ):
         with pytest.raises(UserError, match=message):
             draw_runs(folders, tmp_path / "run.png")

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import plot_scaling
+from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.plot_scaling import answer, draw, draw_projection, read_curves
 from clap_ds.analysis.record import read_record
 from clap_ds.analysis.table import Row, Run, Scale, by_series, write_csv
-from clap_ds.analysis.weak_scaling import read_series
+from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, TINY, command, given, run
 
@@ -53,6 +54,12 @@ def test_answers_above_100_percent_are_doubted() -> None:
         assert ("in doubt: a scale is above 100 %" in answer(rows)) == doubted
 
 
+def test_a_baseline_of_several_nodes_is_stated() -> None:
+    picture = draw(curves(run(2, 200.0), run(4, 180.0)))
+    assert "90.0\xa0% efficiency on 16 GPUs relative to 2 nodes" in picture.figure.get_suptitle().replace("\n", " ")
+    assert "relative to 2 nodes" in picture.panels[0].get_ylabel()
+
+
 def test_each_repeat_is_a_dot_beside_its_mean() -> None:
     picture = draw(curves(run(1, 198.0), run(1, 202.0), run(2, 180.0), run(2, 160.0), run(4, 140.0)))
     dots = [line.get_ydata().tolist() for line in picture.panels[0].lines if line.get_marker() == "."]
@@ -71,7 +78,10 @@ def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_projections_figure_holds_measurements_line_and_band() -> None:
-    series = replace(read_series(TINY), errors=tuple(0.001 * nodes for nodes in (1, 2, 4, 8, 16, 32, 64, 128)))
+    series = replace(
+        series_of(scaling_table(read_table_runs(TINY))),
+        errors=tuple(0.001 * nodes for nodes in (1, 2, 4, 8, 16, 32, 64, 128)),
+    )
     picture = draw_projection([series], "The answer")
     (efficiency,) = picture.panels
     assert picture.figure.get_suptitle() == "The answer"

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import project
+from clap_ds.analysis.csv_table import read_table_runs
+from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.project import headline, render
-from clap_ds.analysis.step_model import Machine, Method
 from clap_ds.analysis.table import Row, write_csv
-from clap_ds.analysis.weak_scaling import LAWS, read_series
+from clap_ds.analysis.weak_scaling import LAWS, series_of
 from tests.analysis import samples
 
-TINY = read_series(samples.TINY)
+TINY = series_of(scaling_table(read_table_runs(samples.TINY)))
 
 
 def cells(text: str, heading: str) -> list[list[str]]:
@@ -23,18 +24,18 @@ def cells(text: str, heading: str) -> list[list[str]]:
 
 
 def test_what_is_printed_is_what_was_fitted() -> None:
-    """Every number of the tables from the model's own time of a step."""
-    text, model, first = render(TINY), TINY.fit(), TINY.rates[0][1]
-    (low, high), percent = TINY.bands([512])[512], 100 * 616 / first / model.step_s(512)
+    text, first = render(TINY), TINY.rates[0][1]
+    laws = [TINY.fit(law) for law in ("a + b·√n", "a + b·log n", "a + b·n")]
+    (low, high), percent = TINY.bands([512])[512], 100 * laws[0].rate(512) / first
     assert f"**{percent:.1f} % efficiency on 2048 GPUs (95 % band {low:.1f}–{high:.1f}).**" in text
-    rows, plain = cells(text, "Scaling"), [TINY.fit(law) for law in list(LAWS)[:3]]
+    rows = cells(text, "Scaling")
     assert [row[0] for row in rows] == ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"]
     for row in rows:
         nodes, rate = int(row[0]), dict(TINY.rates).get(int(row[0]))
         assert row[1] == str(4 * nodes)
         assert row[2:4] == ([f"{rate:.1f}", f"{100 * rate / first:.1f}"] if rate else ["–", "–"])
         assert row[5] == "{:.1f}–{:.1f}".format(*TINY.bands([nodes])[nodes])
-        percents = [100 * 616 / first / each.step_s(nodes) for each in (model, *plain)]
+        percents = [100 * law.rate(nodes) / first for law in laws]
         assert [float(row[4]), *map(float, row[6:])] == pytest.approx(percents, abs=0.051)
     assert cells(render(replace(TINY, errors=(0.01,) * 8)), "Scaling")[0][2] == "623.7 ± 6.2"
     for row, (small, nodes, actual) in zip(cells(text, "Hold-outs"), TINY.hold_outs(), strict=True):
@@ -43,22 +44,7 @@ def test_what_is_printed_is_what_was_fitted() -> None:
         assert list(map(float, row[4:])) == pytest.approx(errors, abs=0.006)
     means = ", ".join(f"{law} {error:.2f}" for law, error in TINY.foretold_points().items())
     assert f"by which is projected: {means}. The band held 9 of 9." in text
-    assert "The band held 7 of 9." in render(replace(TINY, rates=(*TINY.rates[:-1], (128, 350.0))))
-
-
-def test_what_was_assumed_and_fitted_is_said() -> None:
-    slow = replace(TINY, machine=Machine(node_bytes_per_s=5e9), method=Method(overlap=False))
-    found = f"{1000 * slow.fit().compute_s:.1f} ms of compute and delays of scale {1000 * slow.fit().delay_s:.2f} ms"
-    for part in (
-        "5 GB/s into a node of 4 GPUs",
-        "156.7 M gradients of 4 bytes, not overlapped",
-        "768 × 2 bytes",
-        found,
-    ):
-        assert part in render(slow)
-    unbatched = render(replace(TINY, workload=replace(TINY.workload, batch_per_gpu=0)))
-    assert "the step model left out" in unbatched
-    assert "step model %" not in unbatched
+    assert "The band held 8 of 9." in render(replace(TINY, rates=(*TINY.rates[:-1], (128, 400.0))))
 
 
 def test_headlines_are_by_the_law_that_foretold_best() -> None:
@@ -66,17 +52,16 @@ def test_headlines_are_by_the_law_that_foretold_best() -> None:
     assert headline(logarithmic).startswith(f"{100 / (1 + 0.02 * 7):.1f} % efficiency on 512 GPUs (95 % band ")
     assert headline(TINY.first(2)).endswith("32 GPUs, without a band, which needs three scales")
     assert "No hold-out: that needs three scales." in render(TINY.first(2))
+    assert "GPUs relative to 2 nodes" in headline(replace(TINY, rates=TINY.rates[1:]))
 
 
 def test_the_command_projects_each_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_csv(tmp_path / "single.csv", [Row(1, 4, 10.0, 40.0, model="micro", batch_per_gpu=8)])
-    options = ["--node_gbytes_per_s", 20, "--output", tmp_path / "p.svg"]
-    samples.command(monkeypatch, project.main, samples.TINY, tmp_path / "single.csv", *options)
-    printed = capsys.readouterr().out
-    assert printed.count("## Projection of ") == 1
-    assert "20 GB/s into a node" in printed
+    inputs = [samples.TINY, tmp_path / "single.csv", "--output", tmp_path / "p.svg"]
+    samples.command(monkeypatch, project.main, *inputs)
+    assert capsys.readouterr().out.count("## Projection of ") == 1
     assert "<svg" in (tmp_path / "p.svg").read_text()
 
 
@@ -95,10 +80,10 @@ def test_results_are_what_the_command_in_the_docs_gives(
     assert (tmp_path / "published.png").stat().st_size > 5000
     claims = (samples.ROOT / "README.md").read_text().partition("## How far")[2].partition("![")[0]
     text = "".join(kept)
-    means = [dict(re.findall(r"(step model|a \+ b\S+ ?n?) (\d\.\d\d)", line)) for line in text.splitlines()
+    means = [dict(re.findall(r"(a \+ b\S+ ?n?) (\d\.\d\d)", line)) for line in text.splitlines()
              if line.startswith("Mean error")]  # fmt: skip
-    laws = ("step model", "a + b·√n", "a + b·log n")
+    laws = ("a + b·√n", "a + b·log n")
     assert re.findall(r"\d\.\d\d", claims) == [mean[law] for law in laws for mean in means]
-    assert text.count("The band held 9 of 9") == claims.count("9 of 9 times each") * 2 == 2
+    assert text.count("The band held 9 of 9") == 2 * claims.count("9 of 9") == 2
     bands = re.findall(r"on 2048 GPUs \(95 % band (\S+)–(\S+)\)", text)
     assert [f"{float(low):.0f} to {float(high):.0f} %" in claims for low, high in bands] == [True, True]

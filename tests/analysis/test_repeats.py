@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.efficiency import render, scaling_table
 from clap_ds.analysis.repeats import RunSpread, pooled_spread
 from tests.analysis.samples import run
 
@@ -14,23 +14,24 @@ THREE_SCALES = [(1, 98.0), (1, 100.0), (1, 102.0), (2, 89.0), (2, 90.0), (2, 91.
 HALF = 2.7764 * math.sqrt((0.00080008 + 0.00024695) / 4)
 
 
-def test_plus_minus_is_students_t_of_the_spread_that_all_scales_share_also_where_one_ran_once() -> None:
+def test_plus_minus_is_students_t_of_the_spread_that_repeated_scales_share() -> None:
     base, row, once = scaling_table([run(nodes, rate) for nodes, rate in THREE_SCALES])
     assert (base.rate, base.repeats, row.samples_per_s, once.repeats) == (100.0, 3, 720.0, 1)
     assert base.samples_per_s_per_gpu_2sigma == pytest.approx(100 * HALF / 3**0.5, rel=1e-4)
-    assert once.samples_per_s_per_gpu_2sigma == pytest.approx(80 * HALF, rel=1e-4)
     assert (base.scaling_efficiency_percent, base.scaling_efficiency_2sigma_percent) == (100.0, 0.0)
     assert (row.scaling_efficiency_percent, row.speedup) == (pytest.approx(90.0), pytest.approx(1.8))
     assert row.scaling_efficiency_2sigma_percent == pytest.approx(90 * HALF * (2 / 3) ** 0.5, rel=1e-4)
     said = "95 % by Student's t, runs of one scale differ by 1.6 % (of 6 runs, 4 degrees of freedom)"
-    assert {each.uncertainty_from for each in (base, row, once)} == {said}
+    assert {each.uncertainty_from for each in (base, row)} == {said}
+    assert (once.samples_per_s_per_gpu_2sigma, once.scaling_efficiency_2sigma_percent) == (None, None)
+    assert ["not repeated" in each.notes for each in (base, row, once)] == [False, False, True]
 
 
 def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
     """Of two repeats of four scales, and of unlike numbers of five; 2σ of two repeats held it in 78."""
     generator, held = random.Random(8), 0
     for trial in range(600):
-        counts = ((2,) * 4, (3, 1, 2, 4, 1))[trial % 2]
+        counts = ((2,) * 4, (3, 1, 2, 4, 2))[trial % 2]
         rates = [600 * 0.97**place for place in range(len(counts))]
         *_, last = scaling_table([
             run(2**place, rates[place] * math.exp(generator.gauss(0, 0.01)))
@@ -41,6 +42,17 @@ def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
     assert 0.93 * 600 <= held <= 0.975 * 600  # nor is it wider than it says
 
 
+def test_a_scale_that_spreads_far_more_than_the_others_has_its_own_spread() -> None:
+    quiet = [run(nodes, 100.0 + offset) for nodes in (1, 2, 4) for offset in (-0.1, 0.0, 0.1)]
+    *_, noisy = scaling_table([*quiet, *(run(8, rate) for rate in (80.0, 90.0, 100.0))])
+    deviation = math.sqrt(sum((math.log(rate) - math.log(80 * 90 * 100) / 3) ** 2 for rate in (80, 90, 100)) / 2)
+    assert noisy.samples_per_s_per_gpu_2sigma == pytest.approx(
+        90 * 4.3027 * deviation / 3**0.5, rel=1e-4
+    )  # t of 2 degrees
+    *_, alike = scaling_table([*quiet, *(run(8, rate) for rate in (99.9, 100.0, 100.15))])
+    assert "8 degrees of freedom" in alike.uncertainty_from
+
+
 def test_the_spread_is_of_what_counts_on_one_kind_of_device() -> None:
     scale = [run(1, 98.0), run(1, 102.0), run(1, 50.0, state="failed")]
     deviation = pytest.approx(math.log(102 / 98) / 2**0.5)
@@ -48,18 +60,27 @@ def test_the_spread_is_of_what_counts_on_one_kind_of_device() -> None:
     assert pooled_spread([[run(1, 98.0)]]) is None
     other = [run(1, rate, device="B") for rate in (50.0, 100.0)]
     quiet = [row for row in scaling_table([*scale, *other]) if row.device != "B"]
-    assert quiet[0].uncertainty_from.startswith("95 % by Student's t, runs of one scale differ by 2.8 % (of 2 runs")
+    assert "runs of one scale differ by 2.8 % (of 2 runs" in quiet[0].uncertainty_from
 
 
-def test_one_run_takes_its_uncertainty_from_its_windows_and_says_so() -> None:
-    base, row = scaling_table([run(1, 100.0, interval=(97.0, 101.0), uncertainty_from="windows"), run(2, 90.0)])
-    assert (base.samples_per_s_per_gpu_2sigma, base.uncertainty_from) == (2.0, "windows")
-    assert (row.samples_per_s_per_gpu_2sigma, row.scaling_efficiency_2sigma_percent) == (None, None)
+def test_an_efficiency_of_single_runs_has_no_plus_minus_though_their_rates_have() -> None:
+    stated = {"interval": (97.0, 101.0), "uncertainty_from": "windows"}
+    rows = scaling_table([run(1, 100.0, **stated), run(2, 90.0, **stated)])
+    assert [(row.samples_per_s_per_gpu_2sigma, row.uncertainty_from) for row in rows] == [(2.0, "windows")] * 2
+    assert {row.scaling_efficiency_2sigma_percent for row in rows} == {None}
+    assert "No scale was repeated" in render(rows)
 
 
-def test_a_tables_row_keeps_its_plus_minus_and_without_one_has_the_spread_of_the_others() -> None:
+def test_a_tables_row_keeps_its_plus_minus() -> None:
     runs = [run(nodes, rate, kind="table") for nodes, rate in THREE_SCALES]
-    stated = run(8, 70.0, kind="table", interval=(69.0, 72.0), uncertainty_from="what it says")
-    *_, once, row = scaling_table([*runs, stated])
-    assert once.samples_per_s_per_gpu_2sigma == pytest.approx(80 * HALF, rel=1e-4)
+    stated = run(8, 70.0, kind="table", repeats=3, interval=(69.0, 72.0), uncertainty_from="what it says")
+    base, *_, row = scaling_table([*runs, stated])
     assert (row.samples_per_s_per_gpu_2sigma, row.uncertainty_from) == (1.5, "what it says")
+    error = 70 * math.hypot(1.5 / 70, (base.samples_per_s_per_gpu_2sigma or 0) / 100)
+    assert row.scaling_efficiency_2sigma_percent == pytest.approx(error)
+
+
+def test_bare_logs_that_differ_by_more_than_their_intervals_are_not_repeats_without_a_word() -> None:
+    for second, doubted in (((90.0, 92.0), True), ((98.0, 102.0), False)):
+        (row,) = scaling_table([run(1, sum(each) / 2, kind="log", interval=each) for each in ((99.0, 101.0), second)])
+        assert ("are they repeats" in row.notes) == doubted

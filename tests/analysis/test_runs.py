@@ -28,9 +28,8 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     (run,) = read_runs([log], told)
     assert (run.model, run.batch_per_gpu, run.micro_batch) == ("htsat_tiny_roberta_base", 8, 4)
     assert (run.step_time_s, run.peak_tflops) == (pytest.approx(1.0), 10.0)
-    logs = [write(tmp_path / f"{gpus}.log", ENGINE.format(gpus) + log.read_text()) for gpus in (8, 16)]
-    runs = read_runs(logs, given(gpus_per_node=4))
-    assert [(run.nodes, run.gpus, run.rate) for run in runs] == [(2, 8, 8.0), (4, 16, 4.0)]
+    (run,) = read_runs([write(tmp_path / "l.log", ENGINE.format(16) + log.read_text())], given(gpus_per_node=4))
+    assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
 
 
 def test_the_input_is_believed_before_the_options() -> None:
@@ -48,7 +47,6 @@ def test_the_input_is_believed_before_the_options() -> None:
         ({"bare.log": 0}, {}, r"bare\.log.*--nodes.*--gpus"),
         ({"bare.log": 0}, {"nodes": 4, "gpus": 2}, "2 GPUs on 4 nodes"),
         ({"8.out": 8, "16.out": 16}, {"nodes": 2}, "--nodes 2: .* don't state their nodes have 8, 16 GPUs; give --gpus_per_"),
-        ({"8.out": 8}, {"gpus_per_node": 3}, "8 GPUs are no multiple of --gpus_per_node 3"),
         ({}, {}, "nothing: no such file"),
         ({"empty/x.csv": 0, "y.md": 0}, {}, "empty: neither a run directory nor a log, or a folder of them"),
     ],
@@ -84,11 +82,9 @@ def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
         (gpus, "failed", "no complete window was measured") for gpus in (1, 2, 4)
     ]
     *warnings, note = capsys.readouterr().err.splitlines()
-    reasons = ("jobs.txt: no throughput lines", "gone: no such file", "killed: doesn't state the number of nodes")
-    for warning, reason in zip(warnings, reasons, strict=True):
-        assert warning.startswith(f"warning: {tmp_path}/{reason}")
-        assert warning.endswith("; going on without it")
-    assert note == f"note: counted once, as the same run is there, too: {log}"
+    for warning, reason in zip(warnings, ("jobs.txt", "gone", "killed"), strict=True):
+        assert warning.startswith(f"warning: {tmp_path}/{reason}: ")
+    assert note.endswith(f": {log}")
 
 
 def test_a_run_given_twice_or_copied_counts_once_and_that_is_said(
@@ -101,8 +97,7 @@ def test_a_run_given_twice_or_copied_counts_once_and_that_is_said(
     (tmp_path / "other" / "summary.json").write_text(json.dumps(other))
     options = given(nodes=1, gpus=2)
     assert len(read_runs([tmp_path, LOG, write(tmp_path / "c.log", LOG.read_bytes())], options)) == 3
-    said = f"note: counted once, as the same run is there, too: {tmp_path / 'first'}, {LOG}, {tmp_path / 'c.log'}\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err.endswith(f": {tmp_path / 'first'}, {LOG}, {tmp_path / 'c.log'}\n")
     assert len(read_runs([TINY, TINY], options)) == len(read_runs([TINY], options)) > 5
     killed = [record(tmp_path / name, [], state="running", num_nodes=1, world_size=1) for name in ("k", "l")]
     assert len(read_runs([*killed, killed[0]], options)) == 2  # nothing was measured, so that their contents can't tell
@@ -111,7 +106,9 @@ def test_a_run_given_twice_or_copied_counts_once_and_that_is_said(
 def test_the_command_works_as_a_script_without_torch(tmp_path: Path) -> None:
     words = [sys.executable, "-X", "importtime", "analysis/efficiency.py", LOG, "--model", "HTSAT-tiny-Roberta-base"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    shown = r"### htsat-tiny-roberta-base,.*\| +1 \| +2 \| +9154.0 ± 1218.3 \|.*± from: 95 % interval of 30 windows"
+    shown = (
+        r"### htsat-tiny-roberta-base,.*\| +1 \| +2 \| +1 \| +9154.0 ± 1218.3 \|.*± from: 95 % interval of 30 windows"
+    )
     assert re.search(shown, done.stdout, re.DOTALL)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "clap_ds" in imported

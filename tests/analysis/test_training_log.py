@@ -4,49 +4,36 @@ steady against what happens to real logs."""
 import gzip
 import random
 import re
-import tracemalloc
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
-from clap_ds.analysis import training_log
-from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.record import HOST_ALONE
-from clap_ds.analysis.table import Run
-from clap_ds.analysis.training_log import MAX_WINDOWS, read_log, scan_log
+from clap_ds.analysis.dialects import DIALECTS, Dialect
+from clap_ds.analysis.record import BY_TIMER, HOST_ALONE
+from clap_ds.analysis.runs import read_runs
+from clap_ds.analysis.training_log import MAX_WINDOWS, read_log
 from clap_ds.config.errors import UserError
-from tests.analysis.samples import DATA, LAUNCHER, running_log, throughput_line, write
+from tests.analysis.samples import DATA, LAUNCHER, given, running_log, throughput_line, write
 
 TWO_RANKS = DATA / "deepspeed_2ranks.log"
 
 
-def law(num_steps: int, noise: random.Random | None = None) -> list[float]:
-    """Every tenth step takes four times as long: 0.13 s on average."""
-    factors = (1 + (noise.gauss(0, 0.05) if noise else 0) for _ in range(num_steps))
-    return [(0.4 if step % 10 == 9 else 0.1) * factor for step, factor in enumerate(factors)]
-
-
 @pytest.mark.parametrize("noisy", [False, True])
 def test_a_rate_is_the_same_whatever_the_logs_length_and_print_interval(tmp_path: Path, noisy: bool) -> None:
-    """Three lengths and three intervals on 1 to 4 nodes, of one law: 64 samples in 0.13 s on each node of four GPUs."""
-    runs: list[Run] = []
-    for number, num_steps in enumerate((200, 500, 3000)):
-        nodes = 2**number
-        times = law(num_steps, random.Random(number) if noisy else None)
+    """Every tenth step takes four times as long, 0.13 s on average; 64 samples on each node of four GPUs."""
+    for nodes, num_steps in ((1, 200), (2, 500), (4, 3000)):
+        noise = random.Random(nodes)
+        times = [(0.4 if n % 10 == 9 else 0.1) * (1 + noise.gauss(0, 0.05) * noisy) for n in range(num_steps)]
         for every in (1, 5, 20):
             text = LAUNCHER.format(nodes, 4 * nodes) + running_log(times, 64 * nodes, every)
-            (run,) = read_log(write(tmp_path / f"{number}-{every}.log", text))
+            (run,) = read_log(write(tmp_path / f"{nodes}-{every}.log", text))
             low, high = run.interval or (0, 0)
             assert low * (1 - 1e-9) <= 16 / 0.13 <= high * (1 + 1e-9)
-            assert high < 1.12 * low
+            assert high < 1.15 * low
             assert run.rate == pytest.approx(16 / 0.13, rel=0.01 if noisy else 1e-9)
             assert run.engine_samples_per_s_per_gpu == run.rate
             assert len(run.windows) <= MAX_WINDOWS
-            runs.append(run)
-    for every in range(3):
-        for row in scaling_table(runs[every::3]):
-            error = max(row.scaling_efficiency_2sigma_percent or 0, 1e-6)
-            assert abs((row.scaling_efficiency_percent or 0) - 100) <= error
 
 
 def test_each_step_agrees_with_deepspeeds_own_rate_of_it() -> None:
@@ -56,39 +43,33 @@ def test_each_step_agrees_with_deepspeeds_own_rate_of_it() -> None:
     assert [2 * rate for rate in run.windows] == pytest.approx(current[-30:], rel=1e-3)
     assert run.rate == pytest.approx(30 / sum(2 / rate for rate in current[-30:]), rel=1e-3)
     assert (run.nodes, run.gpus, run.batch_per_gpu, run.kind) == (1, 2, 64, "log")
-    assert (run.precision, run.state, run.notes) == ("fp32", "completed", "DeepSpeed's timer: leaves out data loading")
+    assert (run.precision, run.state, run.notes, run.memory_peak_gib) == ("fp32", "completed", BY_TIMER, 0.33)
     (run,) = read_log(DATA / "deepspeed_1rank_accumulating.log")
     assert (run.accumulation, run.batch_per_gpu) == (2, 128)
 
 
-def test_windows_of_sparse_lines_cover_the_steps_between_them(tmp_path: Path) -> None:
-    times = [9.0, 9.0, 2.0, 1.0, 4.0, 1.0, 1.0, 3.0, 2.0, 2.0]
-    (run,) = read_log(write(tmp_path / "run.log", running_log(times, batch=64, every=2)), 4)
-    assert run.windows == pytest.approx([64 * 2 / 5, 64 * 2 / 4, 64 * 2 / 4])
+def test_the_line_of_a_deepspeed_log_with_its_memory_is_read(tmp_path: Path) -> None:
+    line = (
+        "[2026-11-20 17:47:15,917] [INFO] [timer.py:264:stop] epoch=0/micro_step=8/global_step=4, "
+        "RunningAvgSamplesPerSec=3919.62, CurrSamplesPerSec=3532.49, MemAllocated=0.35GB, MaxMemAllocated={}GB\n"
+    )
+    (run,) = read_log(write(tmp_path / "a.log", line.format(2.5) + line.format(0.5)))
+    assert (run.rate, run.memory_peak_gib) == (pytest.approx(3919.62), 2.5)
 
 
 @pytest.mark.parametrize(
     ("lines", "field", "value"),
     [
         ("bfloat16_config .............. enabled=True", "precision", "bf16"),
-        ("float16_config ............... enabled=True", "precision", "fp16"),
-        ("bfloat16_config .............. enabled=False", "precision", "fp32"),
         ("torch_autocast_dtype ......... torch.bfloat16\nbfloat16_enabled ............. False", "precision",
          "torch_autocast_bfloat16"),
         ("world_size ................... 16", "gpus", 16),
-        ("dp_world_size ................ 16", "gpus", 0),
-        ("train_batch_size ............. 96", "batch_per_gpu", 96),
         ("run directory: my runs/7", "directory", "my runs/7"),
-        ("timers_config ................ enabled=True synchronized=False", "notes",
-         f"DeepSpeed's timer: leaves out data loading; {HOST_ALONE}"),
+        ("timers_config ................ enabled=True synchronized=False", "notes", f"{BY_TIMER}; {HOST_ALONE}"),
         ("CUDA out of memory. Tried\nTraceback (most recent call last):", "state", "out_of_memory"),
-        ("torch.OutOfMemoryError: x\nCANCELLED AT 2026-01-01T00:00:00 ***", "state", "out_of_memory"),
         ("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***", "state", "timeout"),
-        ("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***", "state", "terminated"),
         ("Main process received SIGTERM, exiting", "state", "terminated"),
-        ("Traceback (most recent call last):", "state", "failed"),
         ("exits with return code = -9", "state", "failed"),
-        ("Process 12 exits successfully.", "state", "completed"),
         ("", "state", "unknown"),
     ],
 )  # fmt: skip
@@ -98,30 +79,60 @@ def test_what_other_lines_say(tmp_path: Path, lines: str, field: str, value: obj
     assert getattr(run, field) == value
 
 
-@pytest.mark.parametrize("prefix", ["node1: ", "[1,0]<stdout>:", ""])
-def test_prefixes_colours_carriage_returns_merged_lines_and_block_edges_change_nothing(
-    tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("form", ["open_clip", "LAION-CLAP"])
+def test_open_clips_and_laion_claps_training_logs_are_read(tmp_path: Path, form: str) -> None:
+    """Two epochs of 1,000 steps of 8 × 616 samples, a line after step 1, 101, 201 …; every tenth step is slower by a second."""
+    parameters = "".join(
+        f"2026-11-20,12:00:00 | INFO |   {line}\n"
+        for line in ("batch_size: 616", "world_size: 8", "accum_freq: 1", "model: CLAP-HTSAT-tiny-Roberta-base")
+    )
+    batch, since, text = 8 * 616, [], parameters
+    for step in range(2000):
+        since.append(2.0 if step % 10 == 9 else 1.0)
+        done = step % 1000 + 1
+        if step % 1000 % 100 == 0 or done == 1000:
+            loss, rate = ("Loss: 5.1 (5.1) ", "") if form == "LAION-CLAP" else ("", f", {batch:#g}/s, {616:#g}/s/gpu")
+            text += (
+                f"x | INFO | Train Epoch: {step // 1000} [{done * batch:>6}/{1000 * batch} ({done / 10:.0f}%)] {loss}"
+            )
+            text += f"Data (t): 0.01 Batch (t): {fmean(since):.3f}{rate} LR: 3e-4 Logit Scale: 14.286\n"
+            since = []
+    (run,) = read_runs([write(tmp_path / "train.log", text)], given(gpus=8, nodes=2))
+    assert (run.nodes, run.gpus, run.batch_per_gpu) == (2, 8, 616)
+    assert run.model == "clap_htsat_tiny_roberta_base"
+    assert (run.rate, run.engine_samples_per_s_per_gpu) == (pytest.approx(616 / 1.1, rel=1e-3), None)
+    (run,) = read_runs([write(tmp_path / "cut.log", text[len(parameters) :])], given(gpus=8, nodes=2))
+    assert (run.rate, run.notes) == (None, "no rate, as the log doesn't state its batch")
+
+
+def test_another_programs_lines_are_one_entry_in_the_table_of_dialects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (plain,) = scan_log(TWO_RANKS).starts
+    numbers = r"iteration +(?P<step>\d+)/.* time \(ms\): (?P<step_ms>[\d.]+) .* batch size: +(?P<global_batch>\d+)"
+    monkeypatch.setitem(DIALECTS, "another", Dialect("iteration ", re.compile(numbers)))
+    text = " iteration {:8d}/ 1000 | time (ms): {:.1f} | global batch size: {:5d} |\n"
+    lines = (text.format(step, 900 if step == 10 else 250, 64) for step in range(10, 110, 10))
+    (run,) = read_runs([write(tmp_path / "m.log", "".join(lines))], given(nodes=1, gpus=4))
+    assert (run.rate, run.batch_per_gpu, len(run.windows)) == (pytest.approx(64), 16, 9)
+
+
+@pytest.mark.parametrize("prefix", ["node1: ", ""])
+def test_prefixes_colours_carriage_returns_and_merged_lines_change_nothing(tmp_path: Path, prefix: str) -> None:
     text = "".join(prefix + line for line in TWO_RANKS.read_text().splitlines(keepends=True))
     if not prefix:
         text = text.replace("[INFO]", "\x1b[32m[INFO]\x1b[0m").replace(", Curr", "\x1b[1m, Curr")
         text = text.replace("GB\n", "GB").replace("\n", "\r\n")
-    log = write(tmp_path / "p.log", text)
-    for size in (8 << 20, 257, 4099):
-        monkeypatch.setattr(training_log, "BLOCK_BYTES", size)
-        assert scan_log(log).starts == [plain]
+    (plain,), (run,) = (read_log(log) for log in (TWO_RANKS, write(tmp_path / "p.log", text)))
+    assert (run.windows, run.gpus, run.batch_per_gpu, run.state) == (plain.windows, 2, 64, "completed")
 
 
-def test_gzip_and_utf16_are_told_by_content_and_a_truncated_gzip_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_truncated_gzip_keeps_what_it_has(tmp_path: Path) -> None:
     # Long enough that the cut loses lines, varied enough that it doesn't compress to nothing.
     packed = gzip.compress(running_log([1.0 + 0.001 * (step * 7919 % 101) for step in range(3000)]).encode())
-    whole = scan_log(write(tmp_path / "whole.txt", packed))
-    cut = scan_log(write(tmp_path / "cut.gz", packed[: len(packed) // 2]))
-    assert (whole.starts[0].positions[-1], whole.is_damaged, cut.is_damaged) == (3000, False, True)
-    assert 500 < cut.starts[0].positions[-1] < 3000
-    utf16 = scan_log(write(tmp_path / "powershell.log", running_log([1.0] * 30).encode("utf-16")))
-    assert utf16.starts[0].positions[-1] == 30
+    (whole,) = read_log(write(tmp_path / "whole.txt", packed))
+    (cut,) = read_log(write(tmp_path / "cut.gz", packed[: len(packed) // 2]))
+    assert cut.rate == pytest.approx(whole.rate, rel=0.01)
+    assert ("damaged" in whole.notes, "gzip file is cut" in cut.notes) == (False, True)
 
 
 def test_restarts_have_their_own_warm_up_and_sizes_of_their_own_are_runs_of_their_own(tmp_path: Path) -> None:
@@ -143,32 +154,15 @@ def test_repeated_impossible_and_damaged_lines_are_counted_and_left_out(tmp_path
     torn = good[-1].replace("CurrSamplesPerSec=64.0,", "CurrSamplesPer[Rank 1] hello Sec=64.0,").replace("=16,", "=18,")
     late = throughput_line(15, 60.0)
     text = "".join([*(f"0: {line}1: {line}" for line in good), *bad, torn, late])  # as two ranks print
-    packed = gzip.compress((text + running_log([1.0] * 20)).encode())
-    (run,) = read_log(write(tmp_path / "odd.log", packed[:-4]))
-    assert run.windows == pytest.approx([64.0] * 16)
-    for note in ("2 starts", "20 throughput lines left out (repeated, damaged or impossible)", "gzip file is cut"):
-        assert note in run.notes
-
-
-def test_memory_stays_small_on_a_large_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_log, "BLOCK_BYTES", 1 << 16)
-    filler = ("x" * 200 + "\n") * 1000
-    parts = [filler + throughput_line(100 + part, 64.0) for part in range(40)]
-    log = write(tmp_path / "large.log", "".join(parts) + "#" * (4 << 20))  # and a progress bar without a line's end
-    tracemalloc.start()
-    scan = scan_log(log)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert scan.num_bytes > 12e6
-    assert peak < 2e6
-    assert scan.starts[0].positions[-1] == 139
+    (run,) = read_log(write(tmp_path / "odd.log", text))
+    assert run.windows == pytest.approx([64.0] * 6)
+    assert "20 throughput lines left out (repeated, damaged or impossible)" in run.notes
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "empty"),
-        (gzip.compress(b"", mtime=0)[:12], "empty file"),
         (b"\x7fELF\0\0\0\1" * 40, "no throughput lines"),
         (running_log([1.0] * 9, batch=0).encode(), "7 damaged or of an impossible rate"),
         (None, "can't be read"),
