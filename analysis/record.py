@@ -74,8 +74,8 @@ def read_record(path: Path) -> Run:
     return Run(
         source=str(path), state=_text(summary.get("state")) or "unknown", error=_text(summary.get("error")),
         model=_model(summary, known("preset", section(clap, "model"))), device=device,
-        precision=_text(summary.get("precision")), text_tokens=whole(known("text_tokens", clap)), nodes=whole(known("num_nodes", environment)) or 0, gpus=gpus,
-        batch_per_gpu=batch, accumulation=accumulation, **fields,
+        precision=_text(summary.get("precision")), text_tokens=whole(known("text_tokens", clap)),
+        nodes=whole(known("num_nodes", environment)) or 0, gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, **fields,
         engine_samples_per_s_per_gpu=engine / gpus if engine and gpus else None,
         step_time_s=step_s, slowest_rank_step_time_s=positive(step.get("slowest_rank_median")),
         memory_peak_gib=memory and memory / 1024**3, notes="; ".join(notes),
