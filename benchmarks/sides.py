@@ -1,27 +1,30 @@
 """Implementations of CLAP's training step that hold the same weights and take the same batch: this project's, with DeepSpeed
-and without, `transformers.ClapModel`'s, and that model in the training loops of open_clip and LAION-CLAP. `benchmarks.peers`
-times them."""
+and without, `transformers.ClapModel`'s, and the training loops of open_clip and LAION-CLAP. `benchmarks.peers` times them."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.errors import UserError
+from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.flop_count.published_model import ConvolutionMel
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.clap import ClapModel, Projection
+from clap_ds.model.htsat import MAX_MEL_STRIPE, MAX_TIME_STRIPE, NUM_STRIPES
 from clap_ds.model.mel import LogMel
+from clap_ds.model.text import mean_over_tokens
 from clap_ds.model.window_attention import default_kernel
 from clap_ds.native.convert import convert
 from clap_ds.record.clock import PhaseTimer, seconds
@@ -29,6 +32,22 @@ from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers
 
 import transformers  # isort: skip  (after torchaudio_compat)
+
+LOOPS = {"open_clip": LogMel, "LAION-CLAP": ConvolutionMel}
+"""Their front ends: torchlibrosa's Fourier transform in LAION-CLAP is a convolution."""
+
+
+def expressible_preset(preset: str) -> str:
+    """The preset, or LAION's of that name (`clap_…`), whichever has a pooling and heads that `transformers.ClapModel` has; a
+    UserError where neither does."""
+    for name in (preset, f"clap_{preset}"):
+        with suppress(ValueError):
+            config = load_preset(name)
+            heads = (config.audio.projection, config.text.projection)
+            has_heads = all(head.bias and head.hidden_dim == config.joint_dim for head in heads)
+            if has_heads and config.text.pooling == "cls_pooler":
+                return name
+    raise UserError(f"--preset {preset}: transformers.ClapModel has no such pooling or heads; expected --against loops")
 
 
 def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
@@ -45,11 +64,11 @@ def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.
 class EngineSide:
     """One rank's step through `ClapEngine`, as `clap_ds/bench.py` makes it, in bf16. Ranks have been initialised."""
 
-    def __init__(self, arguments: argparse.Namespace, batch: Batch) -> None:
+    def __init__(self, arguments: argparse.Namespace, preset: str, batch: Batch, *, spec_augment: bool) -> None:
         from clap_ds.engine.building import build_model
         from clap_ds.engine.engine import ClapEngine
 
-        model = {"preset": arguments.preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
+        model = {"preset": preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": spec_augment}
         settings: dict[str, Any] = {"text_tokens": arguments.text_tokens, "text": arguments.text, "model": model}
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0, "bf16": {"enabled": True},
@@ -129,10 +148,11 @@ def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
-def our_model(config: ClapConfig, device: torch.device, low: str) -> ClapModel:
+def our_model(config: ClapConfig, device: torch.device, low: str, *, spec_augment: bool) -> ClapModel:
     """This project's model with fresh weights, always the same."""
+    options: Any = {"drop_path": 0.0, "text_dropout": 0.0, "spec_augment": spec_augment}
     torch.manual_seed(0)
-    model = ClapModel(config, drop_path=0.0, text_dropout=0.0, spec_augment=False, attention=default_kernel(device))
+    model = ClapModel(config, **options, attention=default_kernel(device))
     if device.type == "cpu":
         convert(model)
     return model.to(device, torch.bfloat16 if low == "cast" else None)
@@ -141,6 +161,72 @@ def our_model(config: ClapConfig, device: torch.device, low: str) -> ClapModel:
 def our_side(model: ClapModel, low: str) -> Side:
     """This project's model, with its CPU kernels where they can be used, without DeepSpeed."""
     return Side(model, low, Batch.model_inputs, lambda *inputs: softmax_loss(*model(*inputs)))
+
+
+def transformers_config(config: ClapConfig) -> Any:
+    """These sizes as transformers' configuration, without random regularisation."""
+    found: Any = config_to_transformers(config)
+    found.audio_config.drop_path_rate = 0.0
+    for tower in (found.audio_config, found.text_config):
+        tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
+    return found
+
+
+def transformers_side(ours: ClapModel, device: torch.device, low: str) -> Side:
+    """`transformers.ClapModel` with the weights of ours, at its best.
+
+    Its window attention has only the eager form. Its text attention goes through SDPA on CUDA and is eager on CPU, where
+    SDPA's bf16 backward is several times slower.
+    """
+    model: Any = transformers.ClapModel(transformers_config(ours.config))
+    model.load_state_dict(to_transformers(ours.state_dict()), strict=False)
+    model.text_model.config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
+
+    def embed(features: Tensor, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        output = model(input_features=features, input_ids=input_ids, attention_mask=mask)
+        return output.audio_embeds, output.text_embeds, model.logit_scale_a.float().exp()
+
+    return _features_side(ours, device, low, model, embed, LogMel, None)
+
+
+def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
+    """SpecAugment of what a batch norm over mel bins gives, as LAION-CLAP and open_clip run torchlibrosa's: clip by clip and
+    stripe by stripe, in place on a view. In the backward pass each write copies the gradient of the whole batch."""
+    mel_B1TF = normed_BFT1.transpose(1, 3)
+    for dim, limit in ((2, MAX_TIME_STRIPE), (3, MAX_MEL_STRIPE)):
+        for number in range(len(mel_B1TF)):
+            clip = mel_B1TF[number]
+            for _ in range(NUM_STRIPES):
+                width = torch.randint(0, limit, (1,))[0]
+                start = torch.randint(0, mel_B1TF.shape[dim] - int(width), (1,))[0]
+                if dim == 2:
+                    clip[:, start : start + width] = 0
+                else:
+                    clip[:, :, start : start + width] = 0
+    return mel_B1TF.transpose(1, 3)
+
+
+class LoopModel(nn.Module):
+    """CLAP as LAION-CLAP and open_clip build it: transformers' text tower, its port of their HTSAT, and heads of any kind."""
+
+    def __init__(self, config: ClapConfig, tower_config: Any, *, spec_augment: bool) -> None:
+        super().__init__()
+        self.takes_mean = config.text.pooling == "mean"
+        self.audio_model: Any = transformers.ClapAudioModel(tower_config.audio_config)
+        self.text_model: Any = transformers.ClapTextModel(tower_config.text_config, add_pooling_layer=not self.takes_mean)
+        self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
+        self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)
+        self.logit_scale_a = nn.Parameter(torch.zeros(()))
+        if spec_augment:
+            batch_norm = self.audio_model.audio_encoder.batch_norm
+            batch_norm.register_forward_hook(lambda _, __, normed: mask_in_a_loop(normed))
+
+    def forward(self, features: Tensor, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """Both embeddings and the logit scale of log-mel features (B, 1, T, F) and captions."""
+        audio = self.audio_projection(self.audio_model(input_features=features).pooler_output)
+        text = self.text_model(input_ids=input_ids, attention_mask=mask)
+        pooled = mean_over_tokens(text.last_hidden_state, mask) if self.takes_mean else text.pooler_output
+        return audio, self.text_projection(pooled), self.logit_scale_a.float().exp()
 
 
 class LoopAdamW(torch.optim.AdamW):
@@ -156,35 +242,26 @@ class LoopAdamW(torch.optim.AdamW):
         self.zero_grad()
 
 
-def peer_side(
-    ours: ClapModel, device: torch.device, low: str, loop: Literal["open_clip", "LAION"] | None = None
-) -> Side:
-    """`transformers.ClapModel` with the weights of ours at its best, or as in the training `loop` of open_clip or LAION-CLAP:
-    torch's AdamW as it comes, and LAION's front end. (LAION's loop is fp16, which CPUs are slow at; here it is bf16.)
-
-    Its window attention has only the eager form; its text attention goes through SDPA on CUDA and is eager on CPU, where
-    SDPA's bf16 backward is several times slower.
-    """
-    hf_config: Any = config_to_transformers(ours.config)
-    hf_config.audio_config.drop_path_rate = 0.0
-    for tower in (hf_config.audio_config, hf_config.text_config):
-        tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
-    model: Any = transformers.ClapModel(hf_config)
+def loop_side(ours: ClapModel, device: torch.device, low: str, loop: str, *, spec_augment: bool) -> Side:
+    """The weights of ours in the training loop of open_clip or LAION-CLAP: their front end, their SpecAugment, torch's AdamW as
+    it comes. LAION's loop is fp16, which CPUs are slow at; here it is bf16."""
+    model = LoopModel(ours.config, transformers_config(ours.config), spec_augment=spec_augment)
     model.load_state_dict(to_transformers(ours.state_dict()), strict=False)
-    if device.type == "cuda":
-        # ClapTextModel doesn't declare that it can, but its attention goes through the same interface as RoBERTa's.
-        model.text_model.config._attn_implementation = "sdpa"
+    model.text_model.config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
+    return _features_side(ours, device, low, model, model, LOOPS[loop], LoopAdamW(model.to(device)))
+
+
+def _features_side(
+    ours: ClapModel, device: torch.device, low: str, model: nn.Module, embed: Callable[..., Any],
+    front_end: Callable[..., LogMel], optimizer: Any,
+) -> Side:  # fmt: skip
     model.to(device, torch.bfloat16 if low == "cast" else None)
-    mel = (ConvolutionMel if loop == "LAION" else LogMel)(ours.config.audio).to(device)
-    if device.type == "cpu" and loop is None:
+    dtype, mel = next(model.parameters()).dtype, front_end(ours.config.audio).to(device)
+    if device.type == "cpu" and optimizer is None:
         convert(mel)
 
     def prepare(batch: Batch) -> tuple[Any, ...]:
         mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
-        return mel(batch.audio)[:, None].to(model.dtype), batch.input_ids, mask
+        return mel(batch.audio)[:, None].to(dtype), batch.input_ids, mask
 
-    def loss(features: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        output = model(input_features=features, input_ids=input_ids, attention_mask=mask)
-        return softmax_loss(output.audio_embeds, output.text_embeds, model.logit_scale_a.float().exp())
-
-    return Side(model, low, prepare, loss, optimizer=LoopAdamW(model) if loop else None)
+    return Side(model, low, prepare, lambda *inputs: softmax_loss(*embed(*inputs)), optimizer=optimizer)

@@ -72,6 +72,8 @@ PROCESSORS = {
     "gh200": 132, "gh200-144gb": 132, "b200": 148, "mi300x": 304, "rtx-3090": 82,
 }  # fmt: skip
 """Streaming multiprocessors or compute units."""
+FUSED = "fused kernel"
+"""Of Inductor."""
 BY_TENSOR_CORES = ("wide product", "convolution")
 NO_TENSOR_CORES = "narrow convolution"
 _NAMES = {
