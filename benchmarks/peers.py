@@ -3,7 +3,7 @@
     python -m benchmarks.peers [--against loops transformers] [--micro_batch 8] [--precision bf16 fp32] [--rounds 8]
 
 All sides of a comparison hold the same weights and take the same batch, and each round times one step of each, in turn, so that
-what else the machine does falls on all. Ours in bf16 is the step of `clap_ds/bench.py` on one rank (`engine`).
+what else the machine does falls on all. Ours is the step of `clap_ds/bench.py` on one rank.
 
 - The training loops of open_clip and LAION-CLAP run the preset by autocast, with torch's AdamW as it comes. They are timed as
   published, with SpecAugment (theirs clip by clip, ours at once), and without it on all sides.
@@ -26,17 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import in_turns, make_parser, show, table
-from benchmarks.sides import (
-    LOOPS,
-    EngineSide,
-    Side,
-    expressible_preset,
-    loop_side,
-    make_batch,
-    our_model,
-    our_side,
-    transformers_side,
-)
+from benchmarks.sides import LOOPS, EngineSide, Side, expressible_preset, loop_side, make_batch, transformers_side
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset, preset_argument
 from clap_ds.native.convert import report
@@ -61,52 +51,38 @@ def ratios(ours: Times, peer: Times, parts: Sequence[str]) -> MedianInterval:
     return median_interval([b / a for a, b in zip(mine, theirs, strict=True)])
 
 
-def sides_of(
-    arguments: argparse.Namespace, against: str, precision: str, device: torch.device, *, spec_augment: bool
-) -> tuple[Any, dict[str, Side | EngineSide]]:
-    """A batch and the sides that take it, by name."""
-    loops = against != "transformers"
-    preset = arguments.preset if loops else expressible_preset(arguments.preset)
-    config = load_preset(preset)
-    batch = make_batch(arguments, config, device)
-    sides: dict[str, Side | EngineSide] = {}
-    for low in ["none"] if precision == "fp32" else ["autocast", "cast"]:
-        model = our_model(config, device, low, spec_augment=spec_augment)
-        if not loops:
-            sides[f"transformers, {low}"] = transformers_side(model, device, low)
-        elif low != "cast":
-            for loop in LOOPS:
-                sides[f"{loop}'s loop"] = loop_side(model, device, low, loop, spec_augment=spec_augment)
-        if low == "cast":
-            sides["ours, engine"] = EngineSide(arguments, preset, batch, spec_augment=spec_augment)
-        else:
-            sides[f"ours, {low}"] = our_side(model, low)
-    return batch, sides
-
-
 def compare(
     arguments: argparse.Namespace, against: str, precision: str, device: torch.device, *, spec_augment: bool
 ) -> dict[str, Any]:
     """Time every side of one comparison; returns the result as JSON can hold it."""
-    batch, sides = sides_of(arguments, against, precision, device, spec_augment=spec_augment)
+    preset = arguments.preset if against == "loops" else expressible_preset(arguments.preset)
+    config = load_preset(preset)
+    batch = make_batch(arguments, config, device)
+    ours = EngineSide(arguments, preset, precision, batch, spec_augment=spec_augment)
+    sides: dict[str, Side | EngineSide] = {"ours": ours}
+    for low in ["none"] if precision == "fp32" else ["autocast", "cast"]:
+        of_side = config, ours.weights, low, device
+        if against == "transformers":
+            sides[f"transformers, {low}"] = transformers_side(*of_side)
+        elif low != "cast":
+            for loop in LOOPS:
+                sides[f"{loop}'s loop"] = loop_side(*of_side, loop, spec_augment=spec_augment)
     actions = {name: functools.partial(side.step, batch) for name, side in sides.items()}
     times = in_turns(actions, arguments.rounds, warm_up=2)
     median = {
         name: {part: median_interval([step[part] for step in steps]).median for part in PARTS}
         for name, steps in times.items()
     }
-    by_speed = sorted(sides, key=lambda name: median[name]["step"])
-    peer = next(name for name in by_speed if not name.startswith("ours"))
-    ours = next(name for name in ("ours, engine", *by_speed) if name in sides and name.startswith("ours"))
+    peer, *others = sorted(list(sides)[1:], key=lambda name: median[name]["step"])
     losses = {name: side.losses[0] for name, side in sides.items()}
-    difference = max(abs(loss / losses[ours] - 1) for loss in losses.values())
-    result: dict[str, Any] = {"precision": precision, "against": against, "spec_augment": spec_augment}
-    result |= {"ours": ours, "peer": peer, "median_s": median, "first_loss": losses, "loss_difference": difference}
-    result["loss_agrees"] = spec_augment or difference < TOLERANCE[precision]
-    result["speed_ratio"] = {name: vars(ratios(times[ours], times[peer], parts)) for name, parts in COMPARED.items()}
-    others = [name for name in by_speed if name not in (ours, peer)]
-    result["step_ratio"] = {name: vars(ratios(times[ours], times[name], COMPARED["step"])) for name in others}
-    return result
+    difference = max(abs(loss / losses["ours"] - 1) for loss in losses.values())
+    return {
+        "precision": precision, "preset": preset, "against": against, "spec_augment": spec_augment, "peer": peer,
+        "median_s": median, "first_loss": losses, "loss_difference": difference,
+        "loss_agrees": spec_augment or difference < TOLERANCE[precision],
+        "speed_ratio": {name: vars(ratios(times["ours"], times[peer], parts)) for name, parts in COMPARED.items()},
+        "step_ratio": {name: vars(ratios(times["ours"], times[name], COMPARED["step"])) for name in others},
+    }  # fmt: skip
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -121,7 +97,7 @@ def tables(result: dict[str, Any]) -> str:
     last = f"Losses differ by up to {result['loss_difference']:.1e}"
     last += ": each side draws its own masks." if result["spec_augment"] else f": {agreement}."
     masks = "as published, with SpecAugment" if result["spec_augment"] else "without SpecAugment"
-    header = f"## {result['precision']}, {masks}: {result['ours']}, beside {result['peer']}"
+    header = f"## {result['preset']}, {result['precision']}, {masks}: ours beside {result['peer']}"
     return "\n\n".join([header, table(SIDES, sides), table(SPEEDS, speeds), last])
 
 

@@ -152,7 +152,10 @@ def compared(row: dict[str, Any], operations: Sequence[tuple[Operation, float]])
             if each.backward and each.name == "aten.copy_" and [size for _, size in each.written] == [written]
         ]  # fmt: skip
         copies_s = sum(map(rates_of(gpu, "middle").seconds, copies))
-        found |= {"copies": len(copies), "copies_gb_a_sample": sum(each.bytes_moved for each in copies) / num_samples / 1e9}
+        found |= {
+            "copies": len(copies),
+            "copies_gb_a_sample": sum(each.bytes_moved for each in copies) / num_samples / 1e9,
+        }
         found |= {"published_ms": 1000 / row["rate"], "predicted_ms": 1000 / predicted["middle"]}
         found |= {"copies_ms": 1000 * copies_s / num_samples}
     return found
@@ -270,7 +273,11 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
             raise UserError(f"{path}: no kernel's time is in it; expected CUPTI to let torch.profiler see the GPU's")
         joined = sum(row["ms"] for row in rows if "class" in row) / total
         listed = [{**row, "share": row["ms"] / total} for row in rows if row["ms"] >= LEAST_SHARE * total]
-        texts += [f"## {path.parent}", f"{total:.1f} ms a step, {joined:.1%} joined to the plan.", table(OPERATIONS, listed)]
+        texts += [
+            f"## {path.parent}",
+            f"{total:.1f} ms a step, {joined:.1%} joined to the plan.",
+            table(OPERATIONS, listed),
+        ]
         # Inductor's kernels are told by the compiled run, the others by the eager one, which has all of them.
         classes |= {name: each for name, each in classes_of(rows).items() if (name == FUSED) == is_compiled}
     if not texts:

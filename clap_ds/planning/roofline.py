@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from clap_ds.flop_count.peaks import Gpu
-from clap_ds.planning.efficiency import NO_TENSOR_CORES, class_of, efficiencies_of
+from clap_ds.planning.efficiency import class_of, efficiencies_of
 from clap_ds.planning.trace import Operation
 
 CASES = ("low", "middle", "high")
@@ -42,8 +42,7 @@ class DeviceRates:
         """Of one operation at the data sheet's rates; 0 of views, and of collectives, which are another's business."""
         if not operation.launches or operation.is_collective:
             return 0.0
-        dtype = torch.float32 if class_of(operation) == NO_TENSOR_CORES else operation.dtype or torch.float32
-        compute_s = operation.flops / self.flops_per_s[dtype] if operation.flops else 0.0
+        compute_s = operation.flops / self.flops_per_s[operation.dtype or torch.float32] if operation.flops else 0.0
         return max(compute_s, operation.bytes_moved / self.bytes_per_s)
 
     def seconds(self, operation: Operation) -> float:

@@ -5,9 +5,8 @@
     recorded.total("flops", part="audio"); recorded.peak_bytes
 
 Under `FakeTensorMode` nothing is computed and nothing allocated, and values that the host reads are 0; without it the same is
-recorded of a real run. Tensors are taken by the bytes of their storages, live until the last tensor on them is gone, as an
-allocator without rounding would hold them. FLOPs are by `torch.utils.flop_counter`'s formulas, with FFTs added here. What a GPU
-would run where PyTorch takes something else on a CPU is left to `cuda_operations.py`, times to `roofline.py`.
+recorded of a real run. A storage lives until the last tensor on it is gone. FLOPs are by `torch.utils.flop_counter`'s
+formulas, with FFTs added here.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ OTHER = "other"
 """The part of what belongs to no part."""
 Formula = Callable[..., float]
 COLLECTIVES = ("c10d", "_c10d_functional")
+_OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
+"""Don't read what they write to."""
 _NO_KERNEL = frozenset({
     "aten._reshape_alias", "aten._unsafe_view", "aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided",
     "aten.empty_permuted", "aten.lift_fresh", "aten.new_empty", "aten.new_empty_strided", "aten._local_scalar_dense",
@@ -50,11 +51,9 @@ class Operation:
         part: of the traced code; in the backward pass, of what is differentiated.
         backward: whether autograd ran it, recomputation included.
         flops: two for each multiply-add of products, convolutions and FFTs; 0 of others.
-        read, written: of its inputs and results, which storage (a number of its own) and how many bytes of it: each element
-            once, broadcast ones as they lie in memory. Empty where nothing is launched, as for views and allocations.
-        dtype: of its first floating-point input; without one, of its first such result; None without either.
-        shapes: of its tensor arguments in order: what torch.profiler's `record_shapes` has, empty entries (tensors without
-            dimensions, lists of tensors and what is no tensor) left out.
+        read, written: storages by number, and bytes of each as they lie in memory. Empty where nothing is launched.
+        dtype: of its first floating-point input or result.
+        shapes: of its tensor arguments in order, as torch.profiler's `record_shapes` has them without empty entries.
     """
 
     name: str
@@ -81,7 +80,7 @@ class _Storage:
     number: int
     reference: weakref.ref[Any]
     num_bytes: int
-    where: tuple[str, bool] | None = None
+    part: str | None = None
     """What it counts as; None before it counts."""
 
 
@@ -91,15 +90,15 @@ class Recorded(TorchDispatchMode):
     Attributes:
         operations: in the order in which they were dispatched.
         live_bytes, peak_bytes: of storages alive now, and the most at any time.
-        at_peak: bytes by (part, whether allocated in the backward pass) at that time.
+        at_peak: bytes by part at that time.
     """
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.live_bytes = self.peak_bytes = 0
-        self.at_peak: dict[tuple[str, bool], int] = {}
-        self._live: defaultdict[tuple[str, bool], int] = defaultdict(int)
+        self.at_peak: dict[str, int] = {}
+        self._live: defaultdict[str, int] = defaultdict(int)
         self._storages: dict[int, _Storage] = {}
         self._num_storages = 0
         self._entered = [(0, OTHER)]
@@ -132,7 +131,7 @@ class Recorded(TorchDispatchMode):
         for tensor in tensors:
             storage = self._storage(tensor)
             self._count(storage, -1)
-            storage.where = part, False
+            storage.part = part
             self._count(storage, 1)
 
     def restart(self) -> None:
@@ -151,8 +150,8 @@ class Recorded(TorchDispatchMode):
                 return result
         if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
             return False if args[0].dtype == torch.bool else 0
-        where, inputs = self._where(), _tensors((args, kwargs))
-        read, before = self._places(inputs), self._num_storages
+        (part, backward), inputs = self._where(), _tensors((args, kwargs))
+        read, before = self._places(inputs[name in _OVERWRITES :]), self._num_storages
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         written = self._places(outputs + _mutated(func, args, kwargs))
@@ -164,10 +163,10 @@ class Recorded(TorchDispatchMode):
         moved = (read, written) if launches else ((), ())
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         shapes = tuple(tuple(tensor.shape) for tensor in given if tensor.dim())
-        self.operations.append(Operation(name, *where, flops, *moved, launches, dtype, shapes))
+        self.operations.append(Operation(name, part, backward, flops, *moved, launches, dtype, shapes))
         for storage in map(self._storage, outputs):
-            if storage.where is None and storage.number > before:
-                storage.where = where
+            if storage.part is None and storage.number > before:
+                storage.part = part
                 self._count(storage, 1)
         return result
 
@@ -197,8 +196,8 @@ class Recorded(TorchDispatchMode):
             self._count(storage, -1)
 
     def _count(self, storage: _Storage, sign: int) -> None:
-        if storage.where is not None:
-            self._live[storage.where] += sign * storage.num_bytes
+        if storage.part is not None:
+            self._live[storage.part] += sign * storage.num_bytes
             self.live_bytes += sign * storage.num_bytes
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.at_peak = self.live_bytes, dict(self._live)
@@ -208,12 +207,11 @@ class Recorded(TorchDispatchMode):
 def trace(
     parts: Mapping[str, Iterable[nn.Module]] | None = None, formulas: Mapping[str, Formula] | None = None
 ) -> Iterator[Recorded]:
-    """Record what is dispatched within, on tensors of any kind.
+    """Record what is dispatched within.
 
     Args:
-        parts: name → modules whose forward passes, and the backward passes of these, are that part.
-        formulas: FLOPs of operations by name, from a call's arguments; they come before torch's, which of packed captions know
-            the longest alone.
+        parts: name → modules whose forward and backward passes are that part.
+        formulas: FLOPs of operations by name, from a call's arguments, in place of torch's.
     """
     recorded, before = Recorded(formulas), list[str]()
 
