@@ -44,7 +44,7 @@ from clap_ds.config.settings import load_run
 from clap_ds.flop_count.peaks import Gpu, gpu_named, peak_for
 from clap_ds.flop_count.published_model import ConvolutionMel
 from clap_ds.planning.cuda_operations import like_cuda
-from clap_ds.planning.efficiency import FUSED, class_of
+from clap_ds.planning.efficiency import FUSED, TABLE, class_of
 from clap_ds.planning.roofline import CASES, fused, rates_of, seconds_by_part
 from clap_ds.planning.step import trace_step
 from clap_ds.planning.trace import Operation, trace
@@ -65,15 +65,10 @@ RATES = (
 PARSED: dict[str, Any] = dict.fromkeys(("batch", "size", "predicted", "accumulation", "year"), int)
 PARSED |= {"rate": float} | dict.fromkeys(("sizes", "optimizer"), ast.literal_eval)
 WARM_UP, STEPS = 5, 2
-LEAST_SHARE = 0.001
-"""Of the time, that an operation takes to be listed."""
 INDUCTORS = ("triton_poi", "triton_red", "triton_per", "triton_for")
 """What the names of Inductor's kernels begin with."""
-OPERATIONS = (
-    "operation {name} | inputs {shapes} | kernel {kernel} | a step {calls:g} | ms a step {ms:.3f} | share {share:.1%}"
-    " | by the data sheet {ideal_ms:.3f} | efficiency {efficiency:.1%} | class {class}"
-)
 CLASSES = "class {class} | efficiency {efficiency:.1%} | ms a step {ms:.3f} | kernels a step {kernels:g}"
+UNPLANNED = "not in the plan: "
 
 
 def published_rows() -> list[dict[str, Any]]:
@@ -194,63 +189,51 @@ def profile(session: Any) -> None:
     for each in found:
         kernels = [("", each.self_cpu_time_total)] if on_cpu else [(own.name, own.duration) for own in each.kernels]
         events.append((place.get(id(each.cpu_parent)), each.name, each.input_shapes, kernels))
-    (session.record.path / "profile.json").write_text(json.dumps({"steps": STEPS, "events": events}))
+    (session.record.path / "profile.json").write_text(json.dumps({"events": events}))
 
 
-def join(profiled: Any, planned: Iterable[tuple[Any, float]], ideal_s: Callable[[Any], float]) -> list[dict[str, Any]]:
-    """A row for each kind of operation, the longest first, with `class`, `ideal_ms` and `efficiency` where the plan has it.
-    What an operation of the plan calls is its own.
+def join(
+    profiled: Any, planned: Iterable[tuple[Operation, float]], ideal_s: Callable[[Operation], float]
+) -> dict[str, dict[str, float]]:
+    """By class of operations, the longest first: the share of the data sheet's rates that is reached, and seconds and kernels a
+    step. What the plan doesn't have is there by its name and without a share.
 
     Args:
         profiled: what `profile` left.
         planned: the plan's operations and how often a step does each; Inductor's kernels are joined all together.
         ideal_s: of one of them at the data sheet's rates.
     """
-    known, inductors_s = defaultdict(list), 0.0
+    known, ideal = defaultdict[Any, list[Operation]](list), Counter[str]()
     for operation, times in planned:
         if operation.launches and class_of(operation) == FUSED:
-            inductors_s += times * ideal_s(operation)
+            ideal[FUSED] += STEPS * times * ideal_s(operation)
         elif operation.launches:
             known[operation.name, operation.shapes].append(operation)
     owners: list[Any] = []
-    calls, kernels = defaultdict[Any, set[int]](set), defaultdict[Any, Counter[str]](Counter)
+    took, calls = Counter[str](), defaultdict[str, set[int]](set)
     for number, (parent, name, shapes, launched) in enumerate(profiled["events"]):
         key = name.replace("::", ".", 1), tuple(tuple(shape) for shape in shapes if shape)
         without_result = key[0], key[1][:-1]  # that an `out=` names
-        own = next(((each, number) for each in (key, without_result) if each in known), None)
-        owners.append((parent is not None and owners[parent]) or own)
+        own = next(((known[each], number) for each in (key, without_result) if each in known), None)
+        owners.append((parent is not None and owners[parent]) or own)  # what it calls is its own
         for kernel, us in launched:
-            other = ("fused", ()) if inductors_s and kernel.startswith(INDUCTORS) else key
-            place, call = owners[-1] or (other, number)
-            calls[place].add(call)
-            kernels[place][kernel] += us
-    rows, steps = [], profiled["steps"]
-    for (name, shapes), took in sorted(kernels.items(), key=lambda item: -item[1].total()):
-        times, ms = len(calls[name, shapes]) / steps, took.total() / 1000 / steps
-        row = {"name": name, "shapes": " ".join("×".join(map(str, shape)) for shape in shapes)}
-        row |= {"calls": times, "ms": ms, "kernel": took.most_common(1)[0][0].partition("(")[0]}
-        if ms and (plans := known.get((name, shapes), [])):
-            row |= {"class": class_of(plans[0]), "ideal_ms": 1000 * times * sum(map(ideal_s, plans)) / len(plans)}
-        elif ms and name == "fused":
-            row |= {"class": FUSED, "ideal_ms": 1000 * inductors_s}
-        rows.append(row | ({"efficiency": row["ideal_ms"] / ms} if "class" in row else {}))
-    return rows
-
-
-def classes_of(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By class: the share reached, and seconds and kernels a step."""
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for row in rows:
-        if "class" in row:
-            found[row["class"]].update(ideal=row["ideal_ms"], ms=row["ms"], kernels=row["calls"])
+            plans, call = owners[-1] or ([], number)
+            of = class_of(plans[0]) if plans else UNPLANNED + name
+            if not plans and ideal[FUSED] and kernel.startswith(INDUCTORS):
+                of = FUSED
+            if plans and call not in calls[of]:
+                ideal[of] += sum(map(ideal_s, plans)) / len(plans)
+            took[of] += us / 1e6
+            calls[of].add(call)
     return {
-        name: {"efficiency": each["ideal"] / each["ms"], "seconds": each["ms"] / 1000, "kernels": each["kernels"]}
-        for name, each in found.items()
-    }
+        of: ({"efficiency": ideal[of] / spent_s} if ideal[of] else {})
+        | {"seconds": spent_s / STEPS, "kernels": len(calls[of]) / STEPS}
+        for of, spent_s in took.most_common() if spent_s
+    }  # fmt: skip
 
 
-def read(path: Path, gpu: Gpu | None) -> tuple[str, bool, list[dict[str, Any]]]:
-    """A profile's device, whether towers were compiled, and rows joined to the plan of the run it lies with."""
+def read(path: Path, gpu: Gpu | None) -> tuple[str, bool, dict[str, Any]]:
+    """A profile's device, whether towers were compiled, and its classes joined to the plan of the run it lies with."""
     run, summary = load_run(path.with_name("config.json"), 1), read_json(path.with_name("summary.json"))
     device = summary["device_name"]
     if not (gpu := gpu or peak_for(device)) or not gpu.memory_tbytes_per_s:
@@ -261,29 +244,23 @@ def read(path: Path, gpu: Gpu | None) -> tuple[str, bool, list[dict[str, Any]]]:
     planned = [each for each in step.recorded.operations if not each.is_collective]
     is_compiled = "compiled" in summary
     work = [(each, step.times(each)) for each in (fused(planned) if is_compiled else planned)]
-    return device, is_compiled, join(read_json(path), work, rates_of(gpu, "middle").ideal_s)
+    if not (found := join(read_json(path), work, rates_of(gpu, "middle").ideal_s)):
+        raise UserError(f"{path}: no kernel's time is in it; expected CUPTI to let torch.profiler see the GPU's")
+    return device, is_compiled, found
 
 
 def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
     """Shares of all profiles below a folder; a UserError where there is none, or nothing is known of its device."""
     texts, classes, device = list[str](), dict[str, Any](), ""
     for path in sorted(folder.rglob("profile.json"), key=lambda path: path.stat().st_mtime):
-        device, is_compiled, rows = read(path, gpu)
-        if not (total := sum(row["ms"] for row in rows)):
-            raise UserError(f"{path}: no kernel's time is in it; expected CUPTI to let torch.profiler see the GPU's")
-        joined = sum(row["ms"] for row in rows if "class" in row) / total
-        listed = [{**row, "share": row["ms"] / total} for row in rows if row["ms"] >= LEAST_SHARE * total]
-        texts += [
-            f"## {path.parent}",
-            f"{total:.1f} ms a step, {joined:.1%} joined to the plan.",
-            table(OPERATIONS, listed),
-        ]
+        device, is_compiled, found = read(path, gpu)
+        rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]
+        texts += [f"## {path.parent}\n\n{table(CLASSES, rows)}"]
         # Inductor's kernels are told by the compiled run, the others by the eager one, which has all of them.
-        classes |= {name: each for name, each in classes_of(rows).items() if (name == FUSED) == is_compiled}
+        classes |= {name: each for name, each in found.items() if name in TABLE and (name == FUSED) == is_compiled}
     if not texts:
         raise UserError(f"{folder}: no profile.json below it; --deepspeed_config RUN makes one")
-    shown = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in classes.items()]
-    text = "\n\n".join([f"# Shares of the data sheet's rates, {device}", table(CLASSES, shown), *texts])
+    text = "\n\n".join([f"# Shares of the data sheet's rates, {device}", *texts])
     show(output, text, {"device": device, "commit": commit(), "classes": classes})
 
 
