@@ -31,7 +31,6 @@ from torch.utils.flop_counter import flop_registry
 from clap_ds.flop_count.analytic import fft_flops
 
 OTHER = "other"
-"""The part of what belongs to no part."""
 Formula = Callable[..., float]
 COLLECTIVES = ("c10d", "_c10d_functional")
 _OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
@@ -106,15 +105,14 @@ class Recorded(TorchDispatchMode):
 
     def total(self, what: str, *, part: str | None = None, backward: bool | None = None) -> int:
         """Sum of one of `Operation`'s numbers, collectives left out, over those of a part or of one direction."""
+        own = (each for each in self.operations if not each.is_collective)
         return sum(
-            int(getattr(operation, what))
-            for operation in self.operations
-            if not operation.is_collective and part in (None, operation.part) and backward in (None, operation.backward)
+            int(getattr(each, what)) for each in own if part in (None, each.part) and backward in (None, each.backward)
         )
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is dispatched within, and its backward pass, is part `name`."""
+        """What is dispatched within, and its backward pass, is that part's."""
         before = self.enter(name)
         try:
             yield
@@ -127,7 +125,7 @@ class Recorded(TorchDispatchMode):
         return self._entered[-2][1]
 
     def hold(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count tensors as live and as allocated by `part`, whether they were counted before or not."""
+        """Count tensors as live and as allocated by a part, whether they were counted before or not."""
         for tensor in tensors:
             storage = self._storage(tensor)
             self._count(storage, -1)
