@@ -19,7 +19,7 @@ from clap_ds.analysis.table import MOST, Run, is_measurable, unit
 from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.record.plausible import uneven_steps
-from clap_ds.record.schema import RECORD_FILES, STEP_PHASES
+from clap_ds.record.schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
 from clap_ds.record.statistics import interval_label, rate_interval
 
 HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host, queueing steps"
@@ -67,7 +67,7 @@ def read_record(path: Path) -> Run:
     known |= {f"{part}_s": non_negative(parts.get(part)) for part in STEP_PHASES}
     return Run(
         source=str(path), state=_text(summary, "state") or "unknown", error=_text(summary, "error"),
-        model=_text(summary, "preset") or _text(section(clap, "model"), "preset"),
+        model=_model(summary, clap),
         device=device, precision=_text(summary, "precision"),
         text_tokens=whole(summary.get("text_tokens")) or whole(clap.get("text_tokens")),
         nodes=whole(summary.get("num_nodes")) or whole(environment.get("num_nodes")) or 0,
@@ -77,6 +77,13 @@ def read_record(path: Path) -> Run:
         memory_peak_gib=memory and memory / 1024**3, notes="; ".join(notes),
         config=config, environment=_environment(environment), finished=_text(summary, "finished"),
     )  # fmt: skip
+
+
+def _model(summary: Mapping[str, Any], clap: Mapping[str, Any]) -> str:
+    """Its preset, by the name that it has now."""
+    name = _text(summary, "preset") or _text(section(clap, "model"), "preset")
+    is_former = summary and (whole(summary.get("schema")) or 0) < 4
+    return FORMER_PRESETS.get(name, name) if is_former else name
 
 
 def _rate_fields(rates: Mapping[str, Any]) -> dict[str, Any]:

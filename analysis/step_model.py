@@ -40,7 +40,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "htsat_tiny_roberta_base": Workload(616, 512, 156.20e6),
+    "htsat_tiny_roberta_base": Workload(616, 768, 156.66e6),
     "htsat_base_roberta_base": Workload(416, 1024, 199.10e6),
 }
 """The published models: parameters as open_clip counts them, less the frozen STFT and mel matrices."""

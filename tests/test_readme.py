@@ -47,7 +47,9 @@ RULES = {
     "(tar -cf|mkdir -p) .*clap-env.*": "tests/cluster/test_jobs.py::test_ranks_start_from_an_environment_on_their_nodes",
     "make bench": "tests/ranks/test_accelerator.py::test_make_bench_on_the_cpus",
     r"python -m benchmarks\.variants .*": "tests/benchmarks/test_variants.py::test_all_combinations_in_order",
-    r"tar -xf results/.*|python -m benchmarks\.plan_validation .*": "tests/benchmarks/test_plan_validation.py::test_every_class_",
+    r"tar -xf results/.*|python -m benchmarks\.plan_validation .*": (
+        "tests/benchmarks/test_plan_validation.py::test_every_class_has_the_share"
+    ),
     r"python launch/submit\.py .*": "tests/launch/test_submit.py::test_everything_of_the_site_is_in_the_script",
     r"python launch/sweep\.py --site .* --train .*": "tests/launch/test_sweep.py::test_training_runs_for_a_day_or_as_",
     r"python launch/sweep\.py (status|resume) \S+( --.*)?": "tests/launch/test_sweep.py::test_status_and_resume",

@@ -36,7 +36,7 @@ def test_mistakes_in_words(words: list[str], message: str, capsys: pytest.Captur
     assert message in capsys.readouterr().err
 
 
-OF_FUSION = ["--kind", "mel", "--preset", "htsat_tiny_roberta_base_fusion"]
+OF_FUSION = ["--kind", "mel", "--preset", "clap_htsat_tiny_roberta_base_fused"]
 
 
 @pytest.mark.parametrize(

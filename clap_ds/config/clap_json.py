@@ -54,7 +54,7 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
     """A preset's sections, their values not yet checked.
 
     Args:
-        fields: of its `config.json`; those that are absent are transformers' defaults, HTSAT-tiny and RoBERTa-base.
+        fields: of its `config.json`; those that are absent are transformers' defaults, `clap_htsat_tiny_roberta_base`.
         front_end: of its `preprocessor_config.json`; LAION-CLAP's front end (48 kHz, 10 s, 50-14000 Hz) where absent.
 
     Raises:
@@ -78,7 +78,7 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
         if found not in expected:
             only = " or ".join(map(repr, expected))
             raise ValueError(f"{field} is {found!r}, only {only} is supported")
-    tiny = object_in(PRESET_DIR / "htsat_tiny_roberta_base.json")
+    tiny = object_in(PRESET_DIR / "clap_htsat_tiny_roberta_base.json")
     projection = {"hidden_dim": joint_dim, "activation": activation, "bias": True}
     tiny["audio"]["fusion"] = False
     own_audio = {ours: audio.get(theirs, tiny["audio"][ours]) for ours, theirs in AUDIO.items()}

@@ -13,6 +13,7 @@ def preset_names() -> list[str]:
 
 
 def preset_of(name: str) -> str:
-    """The preset of a model's name as published (`HTSAT-tiny-Roberta-base`) or as open_clip's (`CLAP-…`); else the name."""
-    plain = name.casefold().replace("-", "_").removeprefix("clap_")
-    return plain if plain in preset_names() else name
+    """The preset of a model's name as published (`HTSAT-tiny-Roberta-base`) or as open_clip's (`CLAP-HTSAT-base-Roberta-base`);
+    else the name. Some of open_clip's with `CLAP-` are models of their own, the others those without it."""
+    plain, known = name.casefold().replace("-", "_"), preset_names()
+    return next((each for each in (plain, plain.removeprefix("clap_")) if each in known), name)

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-VERSION = 3
-"""`schema` in `summary.json`. 3: rates are samples over time (`mean`); before it, medians of windows. The first had none."""
+VERSION = 4
+"""`schema` in `summary.json`. 4: two presets have other names (`FORMER_PRESETS`). 3: rates are samples over time (`mean`);
+before it, medians of windows. The first had none."""
+FORMER_PRESETS = {
+    "htsat_tiny_roberta_base": "clap_htsat_tiny_roberta_base",
+    "htsat_tiny_roberta_base_fusion": "clap_htsat_tiny_roberta_base_fused",
+}
+"""By what a record of schema 3 or less calls it, the same model's name: `htsat_tiny_roberta_base` had LAION-CLAP's heads."""
 
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 

@@ -85,7 +85,7 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
 def _layouts(has_fusion: bool) -> list[ClapConfig]:
     """What a file may hold, what LAION published first: HTSAT-tiny, HTSAT-base and, for music and speech, HTSAT-base with the
     tiny one's heads; with feature fusion HTSAT-tiny."""
-    tiny, base = load_preset("htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
+    tiny, base = load_preset("clap_htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
     music = tiny.model_copy(update={"name": "laion_htsat_base_roberta_base", "audio": audio})
     known = (tiny.name, base.name)

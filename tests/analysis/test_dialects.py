@@ -15,7 +15,7 @@ OPEN_CLIP = (
 )
 PARAMETERS = "".join(
     f"2026-11-20,12:00:00 | INFO |   {line}\n"
-    for line in ("batch_size: 616", "world_size: 8", "accum_freq: 1", "model: CLAP-HTSAT-tiny-Roberta-base")
+    for line in ("batch_size: 616", "world_size: 8", "accum_freq: 1", "model: HTSAT-tiny-Roberta-base")
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.record import HOST_ALONE, read_record, read_steps
 from clap_ds.config.errors import UserError
 from clap_ds.record.statistics import rate_interval
@@ -32,7 +33,7 @@ def summed_up(record: Path, **changes: Any) -> Path:
 def test_every_field_of_a_real_record_arrives() -> None:
     """Of a schema that told the median of windows, and measured backward and communication wrongly."""
     run, rates = read_record(RECORD), SUMMARY["samples_per_s_per_gpu"]
-    assert (run.state, run.model, run.nodes, run.gpus) == ("completed", "htsat_tiny_roberta_base", 1, 2)
+    assert (run.state, run.model, run.nodes, run.gpus) == ("completed", "clap_htsat_tiny_roberta_base", 1, 2)
     assert (run.batch_per_gpu, run.text_tokens, run.finished[:4]) == (4, 77, "2026")
     found = rate_interval(rates["windows"], [1 / rate for rate in rates["windows"]])
     assert (list(run.windows), run.interval) == (rates["windows"], (found.low, found.high))
@@ -63,6 +64,13 @@ def test_a_record_of_schema_3_is_taken_as_it_is(record: Path) -> None:
     }
     run = read_record(summed_up(record, **changes))
     assert (run.rate, run.batch_per_gpu) == (pytest.approx(6 / 4), 12)
+
+
+def test_what_had_a_presets_name_before_is_another_model(record: Path) -> None:
+    runs = [read_record(summed_up(record, schema=schema, samples_per_s_per_gpu=RATES)) for schema in (3, 3, 4)]
+    assert [run.model for run in runs] == ["clap_htsat_tiny_roberta_base"] * 2 + ["htsat_tiny_roberta_base"]
+    assert [row.repeats for row in scaling_table(runs)] == [2, 1]
+    assert read_record(summed_up(record, preset="htsat_base_roberta_base")).model == "htsat_base_roberta_base"
 
 
 def test_a_killed_run_tells_its_rate_from_its_steps(record: Path) -> None:

@@ -24,7 +24,7 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
         assert (run.nodes, run.gpus, run.rate, run.engine_samples_per_s_per_gpu) == (2, 8, 8.0, 8.0)
         assert (run.interval, set(run.windows)) == ((8.0, 8.0), {8.0})
     write(log, "gradient_accumulation_steps .. 2\n" + log.read_text())
-    told = given(nodes=2, gpus=8, model="CLAP-HTSAT-tiny-Roberta-base", micro_batch=4, peak_tflops=10.0)
+    told = given(nodes=2, gpus=8, model="HTSAT-tiny-Roberta-base", micro_batch=4, peak_tflops=10.0)
     (run,) = read_runs([log], told)
     assert (run.model, run.batch_per_gpu, run.micro_batch) == ("htsat_tiny_roberta_base", 8, 4)
     assert (run.step_time_s, run.peak_tflops) == (pytest.approx(1.0), 10.0)

@@ -37,12 +37,12 @@ def test_latency_inner_links_and_what_all_gather_moves() -> None:
 
 def test_what_each_method_changes() -> None:
     base, alone = terms_s(128, 0.5), terms_s(128, 0.5, overlap=False)
-    assert alone["gradient all-reduce"] == pytest.approx(all_reduce_s(4 * 156.2e6, 128, 4, Machine()))
+    assert alone["gradient all-reduce"] == pytest.approx(all_reduce_s(4 * 156.66e6, 128, 4, Machine()))
     assert base["gradient all-reduce"] == pytest.approx(all_reduce_s(25e6, 128, 4, Machine()))
     short = terms_s(128, 0.001)["gradient all-reduce"]
     assert short == pytest.approx(alone["gradient all-reduce"] - 0.001)
     halved = terms_s(128, 0.5, overlap=False, gradient_bytes=2)["gradient all-reduce"]
-    assert halved == pytest.approx(all_reduce_s(2 * 156.2e6, 128, 4, Machine()))
+    assert halved == pytest.approx(all_reduce_s(2 * 156.66e6, 128, 4, Machine()))
     # The last bucket is what overlap leaves.
     assert terms_s(2, 1e9, NO_LATENCY, bucket_bytes=5e6)["gradient all-reduce"] == pytest.approx(5e6 / 1e9)
     assert min(base.values()) > 0
@@ -51,7 +51,7 @@ def test_what_each_method_changes() -> None:
 
 def test_the_exact_loss_sends_few_floats_back_and_gathers_half_the_features_early() -> None:
     """As far as the text tower's forward pass lasts: of a backward window of 3 ms that is 1 ms."""
-    gather_s = 7 * 4 * 2 * 616 * 512 * 2 / 1e9
+    gather_s = 7 * 4 * 2 * 616 * 768 * 2 / 1e9
     back_s = 7 * 4 * 2 * 616 * 4 / 1e9
     for window_s, hidden_s in ((6.0, gather_s / 2), (0.003, 0.001)):
         exact = terms_s(8, window_s, NO_LATENCY, loss="exact_local")["feature exchange"]

@@ -27,7 +27,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
     (
         {"model": {"preset": "htsat_tiny"}},
-        r"no preset 'htsat_tiny'.*; there are demo, htsat_base_r.*, htsat_tiny_r.*, micro; or the path of",
+        r"no preset 'htsat_tiny'.*; there are clap_htsat_tiny_r.*, demo, htsat_base_r.*, htsat_tiny_r.*, micro; or the path of",
     ),
     ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'shards'"),
     ({"data": {"source": "shards", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
@@ -138,10 +138,19 @@ def test_the_reference_of_all_fields_is_current_and_says_what_each_means() -> No
     assert not [row for row in rows if row.endswith("|  |")]
 
 
-@pytest.mark.parametrize("name", ["HTSAT-tiny-Roberta-base", "CLAP-HTSAT-tiny-Roberta-base"])
-def test_a_models_published_name_is_its_preset(write_run: WriteRun, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "preset", "joint_dim"),
+    [
+        ("HTSAT-tiny-Roberta-base", "htsat_tiny_roberta_base", 768),
+        ("CLAP-HTSAT-tiny-Roberta-base", "clap_htsat_tiny_roberta_base", 512),
+        ("CLAP-HTSAT-tiny-Roberta-base-fused", "clap_htsat_tiny_roberta_base_fused", 512),
+        ("CLAP-HTSAT-base-Roberta-base", "htsat_base_roberta_base", 1024),
+    ],
+)
+def test_a_models_published_name_is_its_preset(write_run: WriteRun, name: str, preset: str, joint_dim: int) -> None:
     clap = load_run(write_run(clap={"model": {"preset": name}})).clap
-    assert clap.model.preset == clap.preset().name == load_preset(name).name == "htsat_tiny_roberta_base"
+    assert clap.model.preset == clap.preset().name == load_preset(name).name == preset
+    assert clap.preset().joint_dim == joint_dim
 
 
 def test_what_an_earlier_version_resolved_opens_where_fields_that_are_gone_had_their_defaults(

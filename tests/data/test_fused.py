@@ -20,7 +20,7 @@ from clap_ds.weights.hf_config import feature_extractor
 from tests.data.tars import wav, write_tar
 
 MICRO = load_preset("micro")
-SIZES = load_preset("htsat_tiny_roberta_base_fusion").audio
+SIZES = load_preset("clap_htsat_tiny_roberta_base_fused").audio
 AUDIO = SIZES.model_copy(update={"num_samples": 48000})
 """Of a second. The extractor fuses 64 mel bins alone."""
 

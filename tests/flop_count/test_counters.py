@@ -14,7 +14,7 @@ from clap_ds.flop_count.analytic import CONVENTIONS, Convention, TextLengths, fo
 from clap_ds.flop_count.published_model import published_model
 from clap_ds.model.clap import ClapModel
 
-TINY, BASE = "htsat_tiny_roberta_base", "htsat_base_roberta_base"
+TINY, BASE, LAION = "htsat_tiny_roberta_base", "htsat_base_roberta_base", "clap_htsat_tiny_roberta_base"
 MODELS: dict[Convention, Callable[[ClapConfig], ClapModel]] = {"published": published_model, "model": counters.build}
 
 
@@ -61,19 +61,22 @@ def test_the_profiler_agrees_to_the_last_flop(config: ClapConfig, tokens: int, c
     assert found.unseen == ({counters.FFT: expected["fft"]} if convention == "model" else {})
 
 
-@pytest.mark.parametrize(("preset", "expected"), [(TINY, 111.1958), (BASE, 130.0878)])
+@pytest.mark.parametrize(("preset", "expected"), [(TINY, 111.1967), (BASE, 130.0878)])
 def test_the_profiler_gives_the_published_figure_by_itself(preset: str, expected: float) -> None:
     found = counters.count_by_deepspeed(published_model(load_preset(preset)), 514)
     assert (found.counted / 1e9, found.unseen) == (pytest.approx(expected, abs=1e-4), {})
 
 
-@pytest.mark.parametrize(("preset", "expected"), [(TINY, (31.98, 125.30, 157.28)), (BASE, (74.52, 125.66, 200.18))])
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [(TINY, (32.51, 125.23, 157.74)), (BASE, (74.52, 125.66, 200.18)), (LAION, (31.98, 125.30, 157.28))],
+)
 def test_parameters_as_open_clip_counts_them(preset: str, expected: tuple[float, ...]) -> None:
     found = counters.parameter_counts(counters.build(load_preset(preset)))
     assert tuple(round(found[name] / 1e6, 2) for name in ("audio", "text", "total")) == expected
     # The frozen STFT and mel matrices are 1.0835 of them, the AudioSet head 1.2 or 2.4 and a little.
     assert found["audio"] + found["text"] + 1 == found["total"]
-    assert (found["total"] - found["trainable"]) / 1e6 == pytest.approx(3.79 if preset == TINY else 4.60, abs=0.01)
+    assert (found["total"] - found["trainable"]) / 1e6 == pytest.approx(4.60 if preset == BASE else 3.79, abs=0.01)
 
 
 class _Broadcasting(nn.Module):

@@ -21,15 +21,16 @@ SIZES = {"vocab_size": 512, "max_position_embeddings": 66, "hidden_size": 32, "n
 MICRO_TEXT = {**SIZES, "num_attention_heads": 2, "intermediate_size": 64}
 STAGES = {"patch_embeds_hidden_size": 16, "depths": [2, 1], "num_attention_heads": [2, 4], "hidden_size": 32}
 MICRO_AUDIO = {**STAGES, "num_mel_bins": 16, "spec_size": 64, "num_classes": 7}
+TINY_AUDIO = {"depths": [2, 2, 2, 2], "projection_dim": 768}
 BASE_AUDIO = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 2, 2], "hidden_size": 1024, "projection_dim": 1024}
 FEWER = {"vocab_size": 1000, "num_hidden_layers": 2}
-"""Of the base model's RoBERTa, whose 50,265 tokens and 12 layers are all alike, as are the 12 blocks of its third stage, of
-which there are 2 here. The tiny model has all of its own."""
-BASE_TEXT = {**FEWER, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+"""Of the benchmark's RoBERTa, whose 50,265 tokens and 12 layers are all alike, as are the blocks of HTSAT's third stage, of
+which there are 2 here. LAION's model has all of its own."""
+MEAN_TEXT = {**FEWER, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
 class HfClap(nn.Module):
-    """`transformers.ClapModel`: the tiny published model, or the micro one."""
+    """`transformers.ClapModel`: LAION's tiny model, or the micro one."""
 
     def __init__(self, *, audio: dict, text: dict, joint_dim: int) -> None:
         super().__init__()
@@ -49,16 +50,16 @@ class HfClap(nn.Module):
 
 
 class HfTowers(nn.Module):
-    """The base published model, which `ClapModel` can't express: HF's towers, own pooling and heads."""
+    """A model of the benchmark, which `ClapModel` can't express: HF's towers, own pooling and heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, audio: dict, text_hidden: int) -> None:
         super().__init__()
-        audio = transformers.ClapAudioConfig(**BASE_AUDIO)
-        audio.projection_hidden_act = "gelu"
-        self.audio = ClapAudioModelWithProjection(audio)
-        self.roberta = transformers.RobertaModel(transformers.RobertaConfig(**BASE_TEXT), add_pooling_layer=False)
-        self.head1 = nn.Linear(768, 896, bias=False)
-        self.head2 = nn.Linear(896, 1024, bias=False)
+        config = transformers.ClapAudioConfig(**audio)
+        config.projection_hidden_act = "gelu"
+        self.audio = ClapAudioModelWithProjection(config)
+        self.roberta = transformers.RobertaModel(transformers.RobertaConfig(**MEAN_TEXT), add_pooling_layer=False)
+        self.head1 = nn.Linear(768, text_hidden, bias=False)
+        self.head2 = nn.Linear(text_hidden, audio["projection_dim"], bias=False)
         self.scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
         self.eval()
 
@@ -83,8 +84,9 @@ class HfTowers(nn.Module):
 
 
 REFERENCES = {
-    "htsat_tiny_roberta_base": lambda: HfClap(audio={}, text={}, joint_dim=512),
-    "htsat_base_roberta_base": HfTowers,
+    "clap_htsat_tiny_roberta_base": lambda: HfClap(audio={}, text={}, joint_dim=512),
+    "htsat_tiny_roberta_base": lambda: HfTowers(audio=TINY_AUDIO, text_hidden=768),
+    "htsat_base_roberta_base": lambda: HfTowers(audio=BASE_AUDIO, text_hidden=896),
     "micro": lambda: HfClap(audio=MICRO_AUDIO, text=MICRO_TEXT, joint_dim=32),
 }
 

@@ -1,4 +1,4 @@
-"""The whole model against independent HF models, tiny at full size: embeddings, gradients, parameter counts, precision."""
+"""The whole model against independent HF models, LAION's tiny at full size: embeddings, gradients, precision."""
 
 from typing import Any
 
@@ -12,13 +12,16 @@ from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 from clap_ds.model.window_attention import Kernel
 from clap_ds.weights.formats import renamed_checkpoint
 from clap_ds.weights.names import transformers_names
-from tests.model.reference_clap import BASE_AUDIO, FEWER, REFERENCES, captions, clips, no_initialisation, randomise
+from tests.model.reference_clap import FEWER, REFERENCES, TINY_AUDIO, captions, clips, no_initialisation, randomise
 
 import transformers  # isort: skip
 
-BASE = "htsat_base_roberta_base"
-FULL_SIZE = [("htsat_tiny_roberta_base", "sdpa", 0), (BASE, "sdpa", 1)]
-CASES = [*FULL_SIZE, ("micro", "sdpa", 0), ("micro", "matmul", 1)]
+FULL_WIDTH = [
+    ("clap_htsat_tiny_roberta_base", "sdpa", 0),
+    ("htsat_tiny_roberta_base", "sdpa", 1),
+    ("htsat_base_roberta_base", "sdpa", 1),
+]
+CASES = [*FULL_WIDTH, ("micro", "sdpa", 0), ("micro", "matmul", 1)]
 
 
 def reference_features(waveforms: Tensor, preset: str) -> Tensor:
@@ -33,10 +36,10 @@ def reference_features(waveforms: Tensor, preset: str) -> Tensor:
 @pytest.mark.parametrize(("preset", "attention", "seed"), CASES)
 def test_embeddings_and_gradients_agree_with_transformers(preset: str, attention: Kernel, seed: int) -> None:
     config = load_preset(preset)
-    if preset == BASE:
+    if preset.startswith("htsat"):
         fewer = {"num_layers": FEWER["num_hidden_layers"], "vocab_size": FEWER["vocab_size"]}
         text = config.text.model_copy(update=fewer)
-        audio = config.audio.model_copy(update={"depths": BASE_AUDIO["depths"]})
+        audio = config.audio.model_copy(update={"depths": TINY_AUDIO["depths"]})
         config = config.model_copy(update={"text": text, "audio": audio})
     with no_initialisation():
         ours, reference = ClapModel(config, attention=attention).eval(), REFERENCES[preset]()

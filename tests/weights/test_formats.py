@@ -167,12 +167,12 @@ def test_models_that_transformers_has_no_sizes_for_are_refused(
 
 
 def test_the_published_layouts_have_configurations() -> None:
-    """HF's defaults are the tiny model; larger_clap checkpoints are HTSAT-base with a joint space of 512."""
+    """HF's defaults are LAION's tiny model; larger_clap checkpoints are HTSAT-base with a joint space of 512."""
 
     def sizes(**config: Any) -> ClapConfig:
         return parse_sizes(sizes_of_clap(transformers.ClapConfig(**config).to_dict(), {}), "hf")
 
-    tiny, preset = sizes(), load_preset("htsat_tiny_roberta_base")
+    tiny, preset = sizes(), load_preset("clap_htsat_tiny_roberta_base")
     assert parse_sizes(sizes_of_clap({"model_type": "clap"}, {}), "hf") == tiny, (
         "what is absent is transformers' default"
     )

@@ -84,10 +84,11 @@ def test_files_as_laion_writes_them_load(tmp_path: Path, save: Callable[..., Non
 
 
 @pytest.mark.parametrize(
-    "name", ["htsat_tiny_roberta_base", "laion_htsat_base_roberta_base", "htsat_tiny_roberta_base_fusion", "demo"]
+    "name",
+    ["clap_htsat_tiny_roberta_base", "laion_htsat_base_roberta_base", "clap_htsat_tiny_roberta_base_fused", "demo"],
 )
 def test_sizes_are_told_by_the_tensors(tmp_path: Path, name: str) -> None:
-    tiny, base = load_preset("htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
+    tiny, base = load_preset("clap_htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
     # music_audioset_epoch_15_esc_90.14.pt and its like: HTSAT-base with heads of 512
     music = tiny.model_copy(update={"name": name, "audio": audio})
@@ -106,7 +107,7 @@ def test_sizes_are_told_by_the_tensors(tmp_path: Path, name: str) -> None:
         load_laion(tmp_path / "clap.pt", config)
     state["audio_branch.patch_embed.mel_conv2d.weight"] = torch.zeros(1)
     torch.save(published(state), tmp_path / "clap.pt")
-    with pytest.raises(ValueError, match=r"doesn't fit htsat_tiny_roberta_base_fusion\. missing: "):
+    with pytest.raises(ValueError, match=r"doesn't fit clap_htsat_tiny_roberta_base_fused\. missing: "):
         load_laion(tmp_path / "clap.pt")
 
 
