@@ -2,10 +2,9 @@
 
     python -m benchmarks.gpu_check 1 [--minutes 9] [--output FOLDER]
 
-Call 1 measures the main number, its kernels and what each setting is worth; 2 whether results are right; 3 the other
-published runs, others' loops and a loader. Each step runs by itself: one that fails, hangs or finds no time left is a row
-of the table like any other. After each, `call1.md` has the table so far, `call1.tar.xz` all that the steps left,
-`efficiencies.json` what plans take, and `caches.tar.xz` what was compiled, with which another call begins.
+Each step runs by itself: one that fails, hangs or finds no time left is a row of the table like any other. After each,
+`call1.md` has the table so far, `call1.tar.xz` what the steps left, `efficiencies.json` what plans take, and `caches.tar.xz`
+what was compiled, with which another call begins. docs/cluster.md says what each call measures.
 """
 
 from __future__ import annotations

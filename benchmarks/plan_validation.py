@@ -21,7 +21,7 @@ from __future__ import annotations
 import ast
 import csv
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -203,14 +203,14 @@ def join(
         planned: the plan's operations and how often a step does each; Inductor's kernels are joined all together.
         ideal_s: of one of them at the data sheet's rates.
     """
-    known, ideal = defaultdict[Any, list[Operation]](list), Counter[str]()
+    known, ideal = defaultdict[Any, list[Operation]](list), defaultdict[str, float](float)
     for operation, times in planned:
         if operation.launches and class_of(operation) == FUSED:
             ideal[FUSED] += STEPS * times * ideal_s(operation)
         elif operation.launches:
             known[operation.name, operation.shapes].append(operation)
     owners: list[Any] = []
-    took, calls = Counter[str](), defaultdict[str, set[int]](set)
+    took, calls = defaultdict[str, float](float), defaultdict[str, set[int]](set)
     for number, (parent, name, shapes, launched) in enumerate(profiled["events"]):
         key = name.replace("::", ".", 1), tuple(tuple(shape) for shape in shapes if shape)
         without_result = key[0], key[1][:-1]  # that an `out=` names
@@ -228,7 +228,7 @@ def join(
     return {
         of: ({"efficiency": ideal[of] / spent_s} if ideal[of] else {})
         | {"seconds": spent_s / STEPS, "kernels": len(calls[of]) / STEPS}
-        for of, spent_s in took.most_common() if spent_s
+        for of, spent_s in sorted(took.items(), key=lambda item: -item[1]) if spent_s
     }  # fmt: skip
 
 

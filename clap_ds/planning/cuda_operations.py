@@ -57,11 +57,11 @@ def efficient_attention(
         attn_mask = attn_mask.expand(*query.shape[:-1], length)
     elif query.dtype != torch.float32:
         attend = torch.ops.aten._scaled_dot_product_flash_attention
-        return attend(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        return attend(query, key, value, dropout_p, is_causal, scale=scale)[0]
     given = (each for each in (query, key, value, attn_mask) if each is not None)
     keep_sums = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    return attend(query, key, value, attn_mask, keep_sums, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    return attend(query, key, value, attn_mask, keep_sums, dropout_p, is_causal, scale=scale)[0]
 
 
 @cache

@@ -120,7 +120,7 @@ class Recorded(TorchDispatchMode):
             self.enter(before)
 
     def enter(self, name: str) -> str:
-        """What follows is part `name`; returns the part before."""
+        """Begin a part; returns the one before."""
         self._entered.append((torch.autograd._get_sequence_nr(), name))
         return self._entered[-2][1]
 
@@ -169,7 +169,7 @@ class Recorded(TorchDispatchMode):
         return result
 
     def _where(self) -> tuple[str, bool]:
-        """Part and direction of what runs now: in backward, the part in which the node's forward was dispatched."""
+        """Part and direction of what runs now."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self._entered[-1][1], False
@@ -212,16 +212,13 @@ def trace(
         formulas: FLOPs of operations by name, from a call's arguments, in place of torch's.
     """
     recorded, before = Recorded(formulas), list[str]()
-
-    def leave(*_: object) -> None:
-        recorded.enter(before.pop())
-
     with ExitStack() as stack:
         for name, modules in (parts or {}).items():
             for module in modules:
                 enter = partial(lambda name, *_: before.append(recorded.enter(name)), name)
                 stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+                leave = module.register_forward_hook(lambda *_: recorded.enter(before.pop()) and None, always_call=True)
+                stack.callback(leave.remove)
         yield stack.enter_context(recorded)
 
 
