@@ -71,6 +71,8 @@ def test_accumulation_and_scale_count_where_they_should(planned: Callable[..., A
     sending = [report["scales"][1]["samples_per_s_per_gpu"]["high"] for report in (many, plain)]
     assert 2 < sending[0] / sending[1] < 4
     alone, run = planned(f"{slow} 1"), load_run(write_run())
+    libraries = "context and libraries (assumed)"
+    assert plain["memory_gib"][libraries] > alone["memory_gib"][libraries]
     more = plain["memory_gib"]["loss"] - alone["memory_gib"].get("loss", 0.0)
     assert more * GIB == pytest.approx(trace_loss(run, 4, 64).peak_bytes - trace_loss(run, 4, 1).peak_bytes)
 
