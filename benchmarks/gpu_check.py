@@ -2,10 +2,9 @@
 
     python -m benchmarks.gpu_check 1 [--minutes 9] [--output FOLDER]
 
-Call 1 measures the main number, its kernels and what each setting is worth; 2 whether results are right; 3 the other
-published runs, transformers' loop and a loader. Each step runs by itself: one that fails, hangs or finds no time left is a row
-of the table like any other. After each, `call1.md` has the table so far, `call1.tar.xz` all that the steps left,
-`efficiencies.json` what plans take, and `caches.tar.xz` what was compiled, with which another call begins.
+Each step runs by itself: one that fails, hangs or finds no time left is a row of the table like any other. After each,
+`call1.md` has the table so far, `call1.tar.xz` what the steps left, `efficiencies.json` what plans take, and `caches.tar.xz`
+what was compiled, with which another call begins. docs/cluster.md says what each call measures.
 """
 
 from __future__ import annotations
@@ -43,21 +42,15 @@ class Step(NamedTuple):
     command: str = "-m clap_ds.bench --deepspeed_config {config}"
 
 
-PROFILE = "-m benchmarks.efficiencies --deepspeed_config {config}"
-JOIN = "-m benchmarks.efficiencies {call} --gpu {gpu} --output {call}/efficiencies.md"
-PLAN = "-m clap_ds.plan --deepspeed_config {config} --gpu {gpu} --gpus_per_node 1 --json"
+PROFILE = "-m benchmarks.plan_validation --deepspeed_config {config}"
+JOIN = "-m benchmarks.plan_validation --profiles {call} --gpu {gpu} --output {call}/efficiencies.md"
 TESTS = "-m pytest -v -p no:cacheprovider -m gpu"
-PEERS = "-m benchmarks.peers --micro_batch {micro_batch} --precision bf16 --rounds 3 --output {folder}/peers.md"
+PEERS = (
+    "-m benchmarks.peers --micro_batch {micro_batch} --precision bf16 --rounds 3 --output {folder}/peers.md --against"
+)
 SAME = "clap.model.drop_path=0 clap.model.text_dropout=0 clap.model.spec_augment=false"
 LOSSES = f"htsat_tiny {SAME} clap.bench.warmup_steps=18 clap.bench.steps_per_window=1 clap.bench.windows=2"
-GLOO = """
-import os; os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # to both
-import deepspeed; start = deepspeed.init_distributed
-deepspeed.init_distributed = lambda **options: start(**{**options, "dist_backend": "gloo"})  # NCCL refuses two ranks on a GPU
-from clap_ds.bench import command; command()
-"""
-TWO = "htsat_tiny train_micro_batch_size_per_gpu=128 clap.compile=off clap.gradient_sync"
-RANKS = f"-m torch.distributed.run --standalone --nproc_per_node 2 --no_python {{python}} -c {shlex.quote(GLOO)}"
+HALF = "htsat_tiny train_micro_batch_size_per_gpu=308"  # of 80 GB a whole batch of the others' takes too much
 SOUNDS = (
     "-m examples.synthetic_sounds {call}/data --clips 1232 --shards 8 --seconds 10 --sample_rate 48000 --format wav"
 )
@@ -82,19 +75,17 @@ CALLS = {
         "losses_compiled": Step(240, f"{LOSSES} clap.compile=towers"),
         **{path.stem: Step(90, command=f"{TESTS} {path}")
            for path in sorted((work_folder() / "tests").rglob("test_*.py"), reverse=True) if "mark.gpu" in path.read_text()},
-        **{f"two_ranks_{by}": Step(80, f"{TWO}={by}", f"{RANKS} --deepspeed_config {{config}}")
-           for by in ("overlapped", "deepspeed")},
     },
     3: {
         "htsat_base": Step(270, "htsat_base"),
         "htsat_tiny_amp": Step(70, "htsat_tiny_amp"),
-        "peers": Step(120, command=PEERS),
+        "loops": Step(150, command=f"{PEERS} loops"),
+        "loops_half": Step(120, HALF, f"{PEERS} loops"),
+        "transformers_half": Step(90, HALF, f"{PEERS} transformers"),
         "htsat_base_amp": Step(70, "htsat_base_amp"),
-        "peers_half": Step(90, "htsat_tiny train_micro_batch_size_per_gpu=308", PEERS),  # of 80 GB the other takes too much
         "sounds": Step(60, command=SOUNDS),
         "prepare": Step(60, command=PREPARE),
         "from_shards": Step(90, f"htsat_tiny 'clap.data={SHARDS}'"),
-        **{f"plan_{run}": Step(60, run, PLAN) for run in ("htsat_tiny", "htsat_base", "htsat_tiny_amp", "htsat_base_amp")},
     },
 }  # fmt: skip
 """Of each call the most informative first, but for what another step has to make."""
@@ -112,9 +103,8 @@ COLUMNS = (
 
 def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, Any]:
     """Run one step in a new folder and show its output. Returns the table's row: state, seconds, why it isn't complete
-    (`note`), and what its run or its plan says."""
-    places: dict[str, Any] = {"gpu": gpu, "python": sys.executable, "call": folder.parent, "folder": folder}
-    places["config"] = folder / "config.json"
+    (`note`), and what its run says."""
+    places: dict[str, Any] = {"gpu": gpu, "call": folder.parent, "folder": folder, "config": folder / "config.json"}
 
     def words(text: str) -> list[str]:
         return [re.sub(r"\{(\w+)\}", lambda found: str(places[found[1]]), word) for word in shlex.split(text)]
@@ -129,17 +119,14 @@ def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, An
     command, log, began_s = words(step.command), folder / "output.log", time.monotonic()
     print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)
     state = run_for([sys.executable, *command], log, limit_s)
-    print(output := log.read_text(errors="replace"), flush=True)
+    print(log.read_text(errors="replace"), flush=True)
     row: dict[str, Any] = {"step": folder.name, "state": state, "seconds": time.monotonic() - began_s}
     if state != "completed":
         row["note"] = last_error(log).replace("|", "/")
-    elif step.command == PLAN:
-        plan, _ = json.JSONDecoder().raw_decode(output, output.index("{"))
-        tensors_gib = sum(gib for part, gib in plan["memory_gib"].items() if "assumed" not in part)
-        rate = plan["samples_per_s_per_gpu"]
-        row |= {"samples_per_s_per_gpu": {**rate, "mean": rate["middle"]}, "memory_peak_bytes": 2**30 * tensors_gib}
     for path in folder.glob("run-*/summary.json"):
         row = json.loads(path.read_text()) | row
+        for shown, field in {"memory_gb": "memory_peak_bytes", "reserved_gb": "memory_reserved_peak_bytes"}.items():
+            row |= {shown: row[field] / 1e9} if row.get(field) else {}
     for path in folder.glob("run-*/metrics.jsonl"):
         row["losses"] = [json.loads(line)["loss"] for line in path.read_text().splitlines() if '"loss"' in line]
     return row

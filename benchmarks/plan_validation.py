@@ -1,21 +1,28 @@
-"""Command: the plan's roofline held against training rates that others measured on GPUs and published.
+"""Command: a plan's roofline held against GPUs: training rates that others published, or profiled steps of this engine.
 
-    python -m benchmarks.plan_validation [--output FILE.md]
+    python -m benchmarks.plan_validation [--output FILE.md]                    # beside published rates
+    python -m benchmarks.plan_validation --deepspeed_config RUN                # two steps under torch.profiler, one rank
+    python -m benchmarks.plan_validation --profiles FOLDER --output results/h200/efficiencies.md
 
 Each row of `published_rates.csv` is a published run. Its training step is recorded on fake tensors, as plans record this
 engine's: a model of `transformers` with the published sizes, precision, kind of attention and optimizer. No row has a factor
-of its own.
+of its own. LAION's rows have the loop that its SpecAugment is.
 
 Where a recorded step differs from the published code: query, key and value are three products where timm's and GPT-2's code has
 one; what NVIDIA's code has as one kernel (LAMB, apex's layer norm) is torch's; Swin and HTSAT pad images by nothing, in a copy;
-causal attention counts what it leaves out; gradients travel for free.
+causal attention counts what it leaves out; gradients travel for free; a loop in Python takes as long as its launches.
+
+What is profiled stays in the run directory as `profile.json`. It is joined to the operations of the same run's plan by their
+names and inputs' shapes, which gives the share of the data sheet's rates that each class of operations reaches.
 """
 
 from __future__ import annotations
 
 import ast
 import csv
-from collections.abc import Sequence
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,14 +34,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.common import make_parser, show, table
-from benchmarks.sides import MasterAdamW, softmax_loss
-from clap_ds.config.errors import run_alone
+from benchmarks.sides import LoopModel, MasterAdamW, softmax_loss
+from clap_ds.bench import measure_run
+from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.files import read_json
 from clap_ds.config.model import load_preset
-from clap_ds.flop_count.peaks import gpu_named
+from clap_ds.config.places import commit
+from clap_ds.config.settings import load_run
+from clap_ds.flop_count.peaks import Gpu, gpu_named, peak_for
 from clap_ds.flop_count.published_model import ConvolutionMel
 from clap_ds.planning.cuda_operations import like_cuda
+from clap_ds.planning.efficiency import FUSED, TABLE, class_of
 from clap_ds.planning.roofline import CASES, fused, rates_of, seconds_by_part
+from clap_ds.planning.step import trace_step
 from clap_ds.planning.trace import Operation, trace
+from clap_ds.ranks.distributed import run_command
+from clap_ds.record.clock import PhaseTimer
 from clap_ds.weights.hf_config import config_to_transformers
 
 import transformers  # isort: skip  (after torchaudio_compat)
@@ -42,13 +57,18 @@ import transformers  # isort: skip  (after torchaudio_compat)
 PUBLISHED = Path(__file__).with_name("published_rates.csv")
 """`class`: of `transformers`; `sizes`: those that aren't the class's own. Donut's Swin has the attention of the published code,
 which `SwinModel` no longer has. `size`: pixels a side, or tokens, of which the loss is of `predicted`."""
-COLUMNS = (
+RATES = (
     "model {model} | GPU {device} | batch {batch} | size {size} | precision {precision} | attention {attention}"
     " | compiled {compiled} | published {rate:,.1f} {unit} | predicted {predicted_rate[middle]:,.1f}"
     " | interval {predicted_rate[low]:,.1f}–{predicted_rate[high]:,.1f} | ratio {ratio:.2f} | source {code}, {year}: {source}"
 )
 PARSED: dict[str, Any] = dict.fromkeys(("batch", "size", "predicted", "accumulation", "year"), int)
 PARSED |= {"rate": float} | dict.fromkeys(("sizes", "optimizer"), ast.literal_eval)
+WARM_UP, STEPS = 5, 2
+INDUCTORS = ("triton_poi", "triton_red", "triton_per", "triton_for")
+"""What the names of Inductor's kernels begin with."""
+CLASSES = "class {class} | efficiency {efficiency:.1%} | ms a step {ms:.3f} | kernels a step {kernels:g}"
+UNPLANNED = "not in the plan: "
 
 
 def published_rows() -> list[dict[str, Any]]:
@@ -57,15 +77,16 @@ def published_rows() -> list[dict[str, Any]]:
 
 
 def build(row: dict[str, Any]) -> Any:
-    """The row's model; CLAP with LAION's front end as its `mel`."""
+    """The row's model; CLAP with LAION's front end as its `mel`, and its SpecAugment."""
     model_class, attention = getattr(transformers, row["class"]), row["attention"]
     if row["class"] != "ClapModel":
         return model_class(model_class.config_class(**row["sizes"], attn_implementation=attention))
-    config: Any = config_to_transformers(load_preset(row["model"]))
+    preset = load_preset(row["model"])
+    config: Any = config_to_transformers(preset)
     config.audio_config.update(row["sizes"])
-    model = model_class(config)
+    model = LoopModel(preset, config, spec_augment=True)
     model.text_model.config._attn_implementation = attention
-    model.mel = ConvolutionMel(load_preset(row["model"]).audio)
+    model.mel = ConvolutionMel(preset.audio)
     return model
 
 
@@ -74,8 +95,7 @@ def loss_of(model: Any, row: dict[str, Any]) -> Tensor:
     labels, ids = (torch.zeros(shape, dtype=torch.long) for shape in (row["batch"], (row["batch"], row["size"])))
     if row["class"] == "ClapModel":
         clips = torch.empty(row["batch"], load_preset(row["model"]).audio.num_samples)
-        found = model(input_features=model.mel(clips)[:, None], input_ids=ids)
-        return softmax_loss(found.audio_embeds, found.text_embeds, model.logit_scale_a.exp())
+        return softmax_loss(*model(model.mel(clips)[:, None], ids, None))
     if row["unit"] == "images/s":
         return model(torch.empty(row["batch"], 3, row["size"], row["size"]), labels=labels).loss
     mask = torch.ones_like(ids) if row["class"].startswith("Bert") else None
@@ -92,7 +112,9 @@ def step_of(row: dict[str, Any]) -> list[tuple[Operation, float]]:
     with torch.device("meta"):
         model = build(row).train().to(None if is_amp else dtype)
     with (fakes := FakeTensorMode(allow_non_fake_inputs=True)):
-        model.to_empty(device="cpu").tie_weights()  # which moving them undid
+        model.to_empty(device="cpu")
+        if isinstance(model, transformers.PreTrainedModel):
+            model.tie_weights()  # which moving them undid
     # AdamW divides by the step's number, which of a fake tensor is 0.
     step_number = mock.patch("torch.optim.adam._get_value", return_value=1.0)
     with like_cuda(), fakes, step_number, trace() as recorded:
@@ -112,24 +134,149 @@ def step_of(row: dict[str, Any]) -> list[tuple[Operation, float]]:
 
 
 def compared(row: dict[str, Any], operations: Sequence[tuple[Operation, float]]) -> dict[str, Any]:
-    """The row with the rates that are predicted for these operations, and the middle one's ratio to the published one."""
+    """The row with the rates that are predicted for these operations, and the middle one's ratio to the published one. Of
+    LAION's rows also what a sample takes, and of that the copies of the masked spectrograms' gradient."""
     gpu, num_samples = gpu_named(row["device"]), row["batch"] * row["accumulation"]
     predicted = {case: num_samples / seconds_by_part(operations, rates_of(gpu, case))["step"] for case in CASES}
-    return {**row, "predicted_rate": predicted, "ratio": predicted["middle"] / row["rate"]}
+    found = {**row, "predicted_rate": predicted, "ratio": predicted["middle"] / row["rate"]}
+    if row["class"] == "ClapModel":
+        frames, bins = load_preset(row["model"]).audio.feature_shape
+        written = 4 * row["batch"] * frames * bins
+        copies = [
+            each for each, _ in operations
+            if each.backward and each.name == "aten.copy_" and [size for _, size in each.written] == [written]
+        ]  # fmt: skip
+        copies_s = sum(map(rates_of(gpu, "middle").seconds, copies))
+        found |= {
+            "copies": len(copies),
+            "copies_gb_a_sample": sum(each.bytes_moved for each in copies) / num_samples / 1e9,
+        }
+        found |= {"published_ms": 1000 / row["rate"], "predicted_ms": 1000 / predicted["middle"]}
+        found |= {"copies_ms": 1000 * copies_s / num_samples}
+    return found
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:
     covered = sum(row["predicted_rate"]["low"] <= row["rate"] <= row["predicted_rate"]["high"] for row in rows)
-    return (
-        f"# The plan beside published training rates\n\n{table(COLUMNS, rows)}\n\nRatio: predicted over published. Median"
-        f" **{median(row['ratio'] for row in rows):.2f}** of {len(rows)} rows; {covered} rates are in their interval."
-    )
+    return "\n\n".join([
+        f"# The plan beside published training rates\n\n{table(RATES, rows)}",
+        f"Ratio: predicted over published. Median **{median(row['ratio'] for row in rows):.2f}** of {len(rows)} rows;"
+        f" {covered} rates are in their interval.",
+        *(
+            "{model}: published {published_ms:.2f} ms a sample, predicted {predicted_ms:.2f}, {unexplained:.2f} unexplained. Of"
+            " the predicted {copies_ms:.2f} are {copies:,} copies of the batch's gradient, {copies_gb_a_sample:.2f} GB a"
+            " sample, behind SpecAugment's loop; without them {without:.2f} would be unexplained.".format(
+                **row, unexplained=(gap := row["published_ms"] - row["predicted_ms"]), without=gap + row["copies_ms"]
+            )
+            for row in rows if "copies" in row
+        ),
+    ])  # fmt: skip
+
+
+def profile(session: Any) -> None:
+    """Profile steps of a session and leave them as `profile.json`: of each operation its caller's place in the list, its name,
+    its inputs' shapes, and its own kernels with their microseconds (on a CPU its own time)."""
+    timer, on_cpu = PhaseTimer(session.device, instrumented=False), session.device.type == "cpu"
+    for _ in range(WARM_UP):
+        session.engine.step(session.batches, timer)
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        for _ in range(STEPS):
+            session.engine.step(session.batches, timer)
+        float(session.engine.is_skipped)  # waits for the device
+    found = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CPU]
+    place: dict[int | None, int] = {id(event): number for number, event in enumerate(found)}
+    events = []
+    for each in found:
+        kernels = [("", each.self_cpu_time_total)] if on_cpu else [(own.name, own.duration) for own in each.kernels]
+        events.append((place.get(id(each.cpu_parent)), each.name, each.input_shapes, kernels))
+    (session.record.path / "profile.json").write_text(json.dumps({"events": events}))
+
+
+def join(
+    profiled: Any, planned: Iterable[tuple[Operation, float]], ideal_s: Callable[[Operation], float]
+) -> dict[str, dict[str, float]]:
+    """By class of operations, the longest first: the share of the data sheet's rates that is reached, and seconds and kernels a
+    step. What the plan doesn't have is there by its name and without a share.
+
+    Args:
+        profiled: what `profile` left.
+        planned: the plan's operations and how often a step does each; Inductor's kernels are joined all together.
+        ideal_s: of one of them at the data sheet's rates.
+    """
+    known, ideal = defaultdict[Any, list[Operation]](list), defaultdict[str, float](float)
+    for operation, times in planned:
+        if operation.launches and class_of(operation) == FUSED:
+            ideal[FUSED] += STEPS * times * ideal_s(operation)
+        elif operation.launches:
+            known[operation.name, operation.shapes].append(operation)
+    owners: list[Any] = []
+    took, calls = defaultdict[str, float](float), defaultdict[str, set[int]](set)
+    for number, (parent, name, shapes, launched) in enumerate(profiled["events"]):
+        key = name.replace("::", ".", 1), tuple(tuple(shape) for shape in shapes if shape)
+        without_result = key[0], key[1][:-1]  # that an `out=` names
+        own = next(((known[each], number) for each in (key, without_result) if each in known), None)
+        owners.append((parent is not None and owners[parent]) or own)  # what it calls is its own
+        for kernel, us in launched:
+            plans, call = owners[-1] or ([], number)
+            of = class_of(plans[0]) if plans else UNPLANNED + name
+            if not plans and ideal[FUSED] and kernel.startswith(INDUCTORS):
+                of = FUSED
+            if plans and call not in calls[of]:
+                ideal[of] += sum(map(ideal_s, plans)) / len(plans)
+            took[of] += us / 1e6
+            calls[of].add(call)
+    return {
+        of: ({"efficiency": ideal[of] / spent_s} if ideal[of] else {})
+        | {"seconds": spent_s / STEPS, "kernels": len(calls[of]) / STEPS}
+        for of, spent_s in sorted(took.items(), key=lambda item: -item[1]) if spent_s
+    }  # fmt: skip
+
+
+def read(path: Path, gpu: Gpu | None) -> tuple[str, bool, dict[str, Any]]:
+    """A profile's device, whether towers were compiled, and its classes joined to the plan of the run it lies with."""
+    run, summary = load_run(path.with_name("config.json"), 1), read_json(path.with_name("summary.json"))
+    device = summary["device_name"]
+    if not (gpu := gpu or peak_for(device)) or not gpu.memory_tbytes_per_s:
+        raise UserError(f"{path}: no rates for {device!r} are known; give --gpu with the name clap-plan has for it")
+    kernels = {field: chosen["kernel"] for field, chosen in summary.get("kernels", {}).items()}
+    run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
+    step = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda")
+    planned = [each for each in step.recorded.operations if not each.is_collective]
+    is_compiled = "compiled" in summary
+    work = [(each, step.times(each)) for each in (fused(planned) if is_compiled else planned)]
+    if not (found := join(read_json(path), work, rates_of(gpu, "middle").ideal_s)):
+        raise UserError(f"{path}: no kernel's time is in it; expected CUPTI to let torch.profiler see the GPU's")
+    return device, is_compiled, found
+
+
+def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
+    """Shares of all profiles below a folder; a UserError where there is none, or nothing is known of its device."""
+    texts, classes, device = list[str](), dict[str, Any](), ""
+    for path in sorted(folder.rglob("profile.json"), key=lambda path: path.stat().st_mtime):
+        device, is_compiled, found = read(path, gpu)
+        rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]
+        texts += [f"## {path.parent}\n\n{table(CLASSES, rows)}"]
+        # Inductor's kernels are told by the compiled run, the others by the eager one, which has all of them.
+        classes |= {name: each for name, each in found.items() if name in TABLE and (name == FUSED) == is_compiled}
+    if not texts:
+        raise UserError(f"{folder}: no profile.json below it; --deepspeed_config RUN makes one")
+    text = "\n\n".join([f"# Shares of the data sheet's rates, {device}", *texts])
+    show(output, text, {"device": device, "commit": commit(), "classes": classes})
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = make_parser("plan_validation", __doc__).parse_args(argv)
-    rows = [compared(row, step_of(row)) for row in published_rows()]
-    show(arguments.output, render(rows), rows)
+    parser = make_parser("plan_validation", __doc__)
+    parser.add_argument("--deepspeed_config", type=Path, metavar="RUN", help="profile this run")
+    parser.add_argument("--profiles", type=Path, metavar="FOLDER", help="join the profiles below it to their plans")
+    parser.add_argument("--gpu", type=gpu_named, help="as clap-plan names it, where the profile's device isn't known")
+    options = parser.parse_args(argv)
+    if options.deepspeed_config:
+        run_command(lambda ranks: measure_run(load_run(options.deepspeed_config, 1), ranks, profile))
+    if options.profiles:
+        show_shares(options.profiles, options.gpu, options.output)
+    if not (options.deepspeed_config or options.profiles):
+        rows = [compared(row, step_of(row)) for row in published_rows()]
+        show(options.output, render(rows), rows)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,52 @@
-"""Implementations of CLAP's training step that hold the same weights and take the same batch: this project's, with DeepSpeed
-and without, `transformers.ClapModel`'s, and that model in the training loops of open_clip and LAION-CLAP. `benchmarks.peers`
-times them."""
+"""Implementations of CLAP's training step that hold the same weights and take the same batch: this project's,
+`transformers.ClapModel`'s, and the training loops of open_clip and LAION-CLAP. `benchmarks.peers` times them."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.errors import UserError
+from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.flop_count.published_model import ConvolutionMel
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.clap import Projection
+from clap_ds.model.htsat import MAX_MEL_STRIPE, MAX_TIME_STRIPE, NUM_STRIPES
 from clap_ds.model.mel import LogMel
-from clap_ds.model.window_attention import default_kernel
+from clap_ds.model.text import mean_over_tokens
 from clap_ds.native.convert import convert
 from clap_ds.record.clock import PhaseTimer, seconds
 from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers
+from clap_ds.weights.names import State
 
 import transformers  # isort: skip  (after torchaudio_compat)
+
+LOOPS: dict[str, type[LogMel]] = {"open_clip": LogMel, "LAION-CLAP": ConvolutionMel}
+"""Their front ends: torchlibrosa's Fourier transform in LAION-CLAP is a convolution."""
+
+
+def expressible_preset(preset: str) -> str:
+    """The preset, or LAION's of that name (`clap_…`), whichever has a pooling and heads that `transformers.ClapModel` has; a
+    UserError where neither does."""
+    for name in (preset, f"clap_{preset}"):
+        with suppress(ValueError):
+            config = load_preset(name)
+            heads = (config.audio.projection, config.text.projection)
+            has_heads = all(head.bias and head.hidden_dim == config.joint_dim for head in heads)
+            if has_heads and config.text.pooling == "cls_pooler":
+                return name
+    raise UserError(f"--preset {preset}: transformers.ClapModel has no such pooling or heads; expected --against loops")
 
 
 def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
@@ -43,22 +61,29 @@ def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.
 
 
 class EngineSide:
-    """One rank's step through `ClapEngine`, as `clap_ds/bench.py` makes it, in bf16. Ranks have been initialised."""
+    """One rank's step through `ClapEngine`, as `clap_ds/bench.py` makes it. Ranks have been initialised.
 
-    def __init__(self, arguments: argparse.Namespace, batch: Batch) -> None:
+    Attributes:
+        weights: that it begins with, in `transformers`' names.
+    """
+
+    def __init__(
+        self, arguments: argparse.Namespace, preset: str, precision: str, batch: Batch, *, spec_augment: bool
+    ) -> None:
         from clap_ds.engine.building import build_model
         from clap_ds.engine.engine import ClapEngine
 
-        model = {"preset": arguments.preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
+        model = {"preset": preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": spec_augment}
         settings: dict[str, Any] = {"text_tokens": arguments.text_tokens, "text": arguments.text, "model": model}
         config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0, "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}}, "log_level": "error",
+            "train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0, "log_level": "error",
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}}, "bf16": {"enabled": precision == "bf16"},
         }  # fmt: skip
         run = RunSettings(Path("peers"), ClapSettings.model_validate(settings), config)
         torch.manual_seed(0)
-        self.engine = ClapEngine(run, build_model(run, batch.device), batch.device)
-        self.losses: list[float] = []
+        built = build_model(run, batch.device)
+        self.weights = {name: tensor.clone() for name, tensor in to_transformers(built.state_dict()).items()}
+        self.engine, self.losses = ClapEngine(run, built, batch.device), list[float]()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """As `Side.step`; the loss is in `forward`, all else of the engine's in `step` alone."""
@@ -91,30 +116,41 @@ class MasterAdamW:
             parameter.grad = None
 
 
-@dataclass
 class Side:
-    """One implementation, ready to step: how bf16 is used (`autocast`, `cast` with fp32 masters, or `none` of it), what a batch
-    is prepared to for `loss` (timed as the front end), and an optimizer whose `step()` also drops the gradients."""
+    """A model of transformers with weights of ours, in a loop of its own.
 
-    model: nn.Module
-    low: str
-    prepare: Callable[[Batch], tuple[Any, ...]]
-    loss: Callable[..., Tensor]
-    losses: list[float] = field(default_factory=list)
-    optimizer: Any = None
+    Args:
+        model: gives both embeddings and the logit scale of features, ids and mask.
+        low: how bf16 is used: `autocast`, `cast` with fp32 masters, or `none` of it.
+        mel: the front end.
+        make_optimizer: whose `step()` also drops the gradients.
+    """
 
-    def __post_init__(self) -> None:
-        trained = [parameter for parameter in self.model.train().parameters() if parameter.requires_grad]
-        self.optimizer = self.optimizer or MasterAdamW(trained)
+    def __init__(
+        self,
+        model: Any,
+        weights: State,
+        low: str,
+        mel: LogMel,
+        device: torch.device,
+        make_optimizer: Callable[..., Any],
+    ) -> None:
+        model.load_state_dict(weights, strict=False)
+        # Its text attention goes through SDPA on CUDA and is eager on CPU, where SDPA's bf16 backward is several times slower.
+        model.text_model.config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
+        self.model = model.train().to(device, torch.bfloat16 if low == "cast" else None)
+        self.optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad])
+        self.low, self.mel, self.losses = low, mel.to(device), list[float]()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One training step: seconds of each of its parts and of the whole, the device synchronised between them."""
         timer = PhaseTimer(batch.device, instrumented=True)
+        mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"):
             with timer("front_end"):
-                inputs = self.prepare(batch)
+                features = self.mel(batch.audio)[:, None].to(next(self.model.parameters()).dtype)
             with timer("forward"):
-                loss = self.loss(*inputs)
+                loss = softmax_loss(*self.model(features, batch.input_ids, mask))
         with timer("backward"):
             loss.backward()
         with timer("optimizer"):
@@ -129,25 +165,76 @@ def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
-def our_model(config: ClapConfig, device: torch.device, low: str) -> ClapModel:
-    """This project's model with fresh weights, always the same."""
-    torch.manual_seed(0)
-    model = ClapModel(config, drop_path=0.0, text_dropout=0.0, spec_augment=False, attention=default_kernel(device))
+def sizes_of(config: ClapConfig) -> Any:
+    """In transformers' names, without dropout and stochastic depth."""
+    found: Any = config_to_transformers(config)
+    found.audio_config.drop_path_rate = 0.0
+    for tower in (found.audio_config, found.text_config):
+        tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
+    return found
+
+
+class TransformersModel(transformers.ClapModel):
+    """`transformers.ClapModel`, called as `LoopModel` is. Its window attention has only the eager form."""
+
+    def forward(self, features: Tensor, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        output = super().forward(input_features=features, input_ids=input_ids, attention_mask=mask)
+        return output.audio_embeds, output.text_embeds, self.logit_scale_a.float().exp()
+
+
+def transformers_side(config: ClapConfig, weights: State, low: str, device: torch.device) -> Side:
+    """`transformers.ClapModel` at its best: with this project's front end and torch's fused AdamW."""
+    mel = LogMel(config.audio)
     if device.type == "cpu":
-        convert(model)
-    return model.to(device, torch.bfloat16 if low == "cast" else None)
+        convert(mel)
+    return Side(TransformersModel(sizes_of(config)), weights, low, mel, device, MasterAdamW)
 
 
-def our_side(model: ClapModel, low: str) -> Side:
-    """This project's model, with its CPU kernels where they can be used, without DeepSpeed."""
-    return Side(model, low, Batch.model_inputs, lambda *inputs: softmax_loss(*model(*inputs)))
+def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
+    """SpecAugment of what a batch norm over mel bins gives, as LAION-CLAP and open_clip run torchlibrosa's: clip by clip and
+    stripe by stripe, in place on a view. In the backward pass each write copies the gradient of the whole batch."""
+    mel_B1TF = normed_BFT1.transpose(1, 3)
+    for dim, limit in ((2, MAX_TIME_STRIPE), (3, MAX_MEL_STRIPE)):
+        for number in range(len(mel_B1TF)):
+            clip = mel_B1TF[number]
+            for _ in range(NUM_STRIPES):
+                width = torch.randint(0, limit, (1,))[0]
+                start = torch.randint(0, mel_B1TF.shape[dim] - int(width), (1,))[0]
+                if dim == 2:
+                    clip[:, start : start + width] = 0
+                else:
+                    clip[:, :, start : start + width] = 0
+    return mel_B1TF.transpose(1, 3)
+
+
+class LoopModel(nn.Module):
+    """CLAP as LAION-CLAP and open_clip build it: transformers' text tower, its port of their HTSAT (both of `sizes`), and heads
+    of any kind."""
+
+    def __init__(self, config: ClapConfig, sizes: Any, *, spec_augment: bool) -> None:
+        super().__init__()
+        self.takes_mean = config.text.pooling == "mean"
+        self.audio_model: Any = transformers.ClapAudioModel(sizes.audio_config)
+        self.text_model: Any = transformers.ClapTextModel(sizes.text_config, add_pooling_layer=not self.takes_mean)
+        self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
+        self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)
+        self.logit_scale_a = nn.Parameter(torch.zeros(()))
+        if spec_augment:
+            batch_norm = self.audio_model.audio_encoder.batch_norm
+            batch_norm.register_forward_hook(lambda _, __, normed: mask_in_a_loop(normed))
+
+    def forward(self, features: Tensor, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """Both embeddings and the logit scale of log-mel features (B, 1, T, F) and captions."""
+        audio = self.audio_projection(self.audio_model(input_features=features).pooler_output)
+        text = self.text_model(input_ids=input_ids, attention_mask=mask)
+        pooled = mean_over_tokens(text.last_hidden_state, mask) if self.takes_mean else text.pooler_output
+        return audio, self.text_projection(pooled), self.logit_scale_a.float().exp()
 
 
 class LoopAdamW(torch.optim.AdamW):
     """As open_clip and LAION-CLAP make theirs: torch's default kernel, no decay of biases and norms."""
 
-    def __init__(self, model: nn.Module) -> None:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         groups = [{"params": [p for p in parameters if (p.ndim < 2) == small]} for small in (False, True)]
         super().__init__([{**groups[0], "weight_decay": 0.2}, {**groups[1], "weight_decay": 0.0}], lr=1e-6)
 
@@ -156,35 +243,9 @@ class LoopAdamW(torch.optim.AdamW):
         self.zero_grad()
 
 
-def peer_side(
-    ours: ClapModel, device: torch.device, low: str, loop: Literal["open_clip", "LAION"] | None = None
+def loop_side(
+    config: ClapConfig, weights: State, low: str, device: torch.device, loop: str, *, spec_augment: bool
 ) -> Side:
-    """`transformers.ClapModel` with the weights of ours at its best, or as in the training `loop` of open_clip or LAION-CLAP:
-    torch's AdamW as it comes, and LAION's front end. (LAION's loop is fp16, which CPUs are slow at; here it is bf16.)
-
-    Its window attention has only the eager form; its text attention goes through SDPA on CUDA and is eager on CPU, where
-    SDPA's bf16 backward is several times slower.
-    """
-    hf_config: Any = config_to_transformers(ours.config)
-    hf_config.audio_config.drop_path_rate = 0.0
-    for tower in (hf_config.audio_config, hf_config.text_config):
-        tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
-    model: Any = transformers.ClapModel(hf_config)
-    model.load_state_dict(to_transformers(ours.state_dict()), strict=False)
-    if device.type == "cuda":
-        # ClapTextModel doesn't declare that it can, but its attention goes through the same interface as RoBERTa's.
-        model.text_model.config._attn_implementation = "sdpa"
-    model.to(device, torch.bfloat16 if low == "cast" else None)
-    mel = (ConvolutionMel if loop == "LAION" else LogMel)(ours.config.audio).to(device)
-    if device.type == "cpu" and loop is None:
-        convert(mel)
-
-    def prepare(batch: Batch) -> tuple[Any, ...]:
-        mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
-        return mel(batch.audio)[:, None].to(model.dtype), batch.input_ids, mask
-
-    def loss(features: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        output = model(input_features=features, input_ids=input_ids, attention_mask=mask)
-        return softmax_loss(output.audio_embeds, output.text_embeds, model.logit_scale_a.float().exp())
-
-    return Side(model, low, prepare, loss, optimizer=LoopAdamW(model) if loop else None)
+    """The training loop of open_clip or LAION-CLAP. LAION's is fp16, which CPUs are slow at; here it is bf16."""
+    model = LoopModel(config, sizes_of(config), spec_augment=spec_augment)
+    return Side(model, weights, low, LOOPS[loop](config.audio), device, LoopAdamW)

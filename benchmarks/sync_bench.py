@@ -37,12 +37,10 @@ from clap_ds.record.statistics import median_interval
 
 SCALE = 12
 """The emulated model has one parameter for this many of HTSAT-tiny's."""
-BUCKET_MB = ClapSettings().gradient_bucket_mb / SCALE
 COMPUTE_PER_ALLREDUCE = 1.5
 METHODS, KINDS = ("deepspeed", "overlapped"), ("sending", "silent")
 COLUMNS = (
     "link, Mbit/s {rate_mbit:g} | gradients, MB {megabytes:.1f}"
-    " | step without sending {overlapped[silent_step_ms]:.0f}"
     " | DeepSpeed as it is {deepspeed[exposed_ms]:.0f} [{deepspeed[low]:.0f}, {deepspeed[high]:.0f}]"
     " | overlapped {overlapped[exposed_ms]:.0f} [{overlapped[low]:.0f}, {overlapped[high]:.0f}]"
     " | overlapped / DeepSpeed {ratio:.0%}"
@@ -54,9 +52,6 @@ VARIABLES = (
     f"PYTHONPATH={PACKAGE.parent}",
 )
 """What a launcher sets, but for the rank."""
-INPUT = torch.ones(1, requires_grad=True)
-Step = Callable[[bool], None]
-"""A training step; whether gradients are sent."""
 
 
 class _Layer(torch.autograd.Function):
@@ -97,48 +92,43 @@ class EmulatedModel(nn.Module):
         return x.sum()
 
 
-def _step_by(method: str, model: nn.Module) -> Step:
+def _step_by(method: str, model: nn.Module) -> Callable[[bool], None]:
+    """A training step; whether gradients are sent."""
     import deepspeed
 
     from clap_ds.engine.gradient_sync import GradientSync
 
     config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "SGD", "params": {"lr": 1e-6}}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    sync = GradientSync(engine, overlapped=method == "overlapped", bucket_mb=BUCKET_MB)
+    bucket_mb = ClapSettings().gradient_bucket_mb / SCALE
+    sync = GradientSync(engine, overlapped=method == "overlapped", bucket_mb=bucket_mb)
 
     def step(sending: bool) -> None:
         with nullcontext() if sending else sync.off():
-            engine.backward(engine(INPUT))
+            engine.backward(engine(torch.ones(1, requires_grad=True)))
         engine.step()
 
     return step
 
 
-def _seconds(action: Callable[[], object], repeats: int = 3) -> float:
-    """Median seconds an action takes all ranks together; the same number on every rank."""
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        times.append(seconds(lambda: (action(), dist.barrier()), torch.device("cpu")))
-    median = torch.tensor(median_interval(times).median)
-    dist.broadcast(median, src=0)
-    return float(median)
+def _seconds(action: Callable[[], object]) -> float:
+    """Seconds an action takes all ranks together."""
+    dist.barrier()
+    return seconds(lambda: (action(), dist.barrier()), torch.device("cpu"))
 
 
 def _worker(rounds: int) -> None:
     """One rank: seconds of steps with and without sending, by method, printed by rank 0 as JSON."""
     distributed.initialize(distributed.Ranks.from_environment(), compile_cpu_collective=False)
     gradients = torch.cat([weight.detach() for weight in EmulatedModel().parameters()])
-    dist.all_reduce(gradients)
-    forward_s = COMPUTE_PER_ALLREDUCE / 3 * _seconds(lambda: dist.all_reduce(gradients))
+    took_s = torch.tensor(min(_seconds(lambda: dist.all_reduce(gradients)) for _ in range(4)))
+    dist.broadcast(took_s, src=0)
     actions = {}
     for name in METHODS:
-        step = _step_by(name, EmulatedModel(forward_s))
-        for _ in range(3):
-            step(True)
+        step = _step_by(name, EmulatedModel(COMPUTE_PER_ALLREDUCE / 3 * float(took_s)))
         for kind in KINDS:
-            actions[f"{name} {kind}"] = partial(_seconds, partial(step, kind == "sending"), repeats=1)
-    found = {"num_bytes": gradients.nbytes, "seconds": in_turns(actions, rounds)}
+            actions[f"{name} {kind}"] = partial(_seconds, partial(step, kind == "sending"))
+    found = {"num_bytes": gradients.nbytes, "seconds": in_turns(actions, rounds, warm_up=2)}
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     distributed.leave(0)
@@ -148,10 +138,8 @@ def _worker(rounds: int) -> None:
 def shaped_hosts() -> Iterator[list[str]]:
     """Names of two namespaces, each with one interface `eth0`, for the length of a `with` block. A UserError where there is no
     root or no iproute2, or the kernel refuses."""
-    if os.geteuid() != 0:
-        raise UserError("network namespaces need root: run this command as root, for example under sudo")
-    if not (shutil.which("ip") and shutil.which("tc")):
-        raise UserError("ip or tc is missing: install the package iproute2")
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        raise UserError("network namespaces need root, and ip and tc of the package iproute2")
     hosts = [f"clap{os.getpid()}-{number}" for number in (1, 2)]
     try:
         for host in hosts:
@@ -184,9 +172,8 @@ def run_ranks(hosts: Sequence[str], command: Sequence[str]) -> str:
     finally:
         for process in processes:
             process.kill()
-    for rank, process in enumerate(processes):
-        if process.returncode:
-            raise UserError(f"rank {rank} ended with exit code {process.returncode}")
+    if any(codes := [process.returncode for process in processes]):
+        raise UserError(f"ranks ended with exit codes {codes}")
     return outputs[0]
 
 
@@ -203,11 +190,9 @@ def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, A
     found = json.loads(run_ranks(hosts, worker).splitlines()[-1])
     row: dict[str, Any] = {"rate_mbit": rate_mbit, "megabytes": found["num_bytes"] / 1e6}
     for name in METHODS:
-        sending, silent = ([1000 * each for each in found["seconds"][f"{name} {kind}"]] for kind in KINDS)
-        exposed = median_interval([a - b for a, b in zip(sending, silent, strict=True)])
-        row[name] = {"silent_step_ms": median_interval(silent).median, "exposed_ms": exposed.median}
-        row[name] |= {"low": exposed.low, "high": exposed.high}
-        row["interval"] = exposed.label("rounds")
+        pairs = zip(*(found["seconds"][f"{name} {kind}"] for kind in KINDS), strict=True)
+        exposed = median_interval([1000 * (sending - silent) for sending, silent in pairs])
+        row[name] = {"exposed_ms": exposed.median, "low": exposed.low, "high": exposed.high}
     return {**row, "ratio": row["overlapped"]["exposed_ms"] / row["deepspeed"]["exposed_ms"]}
 
 
@@ -223,8 +208,7 @@ def main(argv: list[str] | None = None) -> None:
     with shaped_hosts() as hosts:
         rows = [_measure(hosts, rate_mbit, arguments.rounds) for rate_mbit in arguments.rates_mbit]
     title = (
-        "Exposed communication: a step that sends its gradients less one that keeps them; "
-        f"median [{rows[0]['interval']}], ms"
+        "Exposed communication: a step that sends its gradients less one that keeps them; median with its interval, ms"
     )
     show(arguments.output, f"{title}\n\n{table(COLUMNS, rows)}", rows)
 

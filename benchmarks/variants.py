@@ -9,7 +9,6 @@ fit or takes too long is a row like any other. Output, settings and run director
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
@@ -71,38 +70,18 @@ def title(settings: Mapping[str, Any]) -> str:
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown, a row each; ratios are to the first that has a rate."""
-    rates = [(row.get("samples_per_s_per_gpu") or {}).get("mean", 0.0) for row in rows]
-    first = next(filter(None, rates), None)
-    shown: list[dict[str, Any]] = [{**row, "title": title(row["settings"])} for row in rows]
-    for row, rate in zip(shown, rates, strict=True):
-        if rate and first:
-            row["ratio"] = rate / first
-    return table(COLUMNS, shown)
-
-
-def try_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run every combination, the last field changing quickest, and keep the rows and their table as they come; a UserError
-    where the configuration or an option is wrong."""
-    content = read_config(arguments.config)
-    for assignment in (*SHORT, *arguments.set):
-        content = with_field(content, *parse_assignment(assignment))
-    varied = dict(parse_varied(text) for text in arguments.vary)
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    folder = arguments.folder or work_folder() / "runs" / "variants" / f"{arguments.config.stem}-{stamp}"
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--folder {folder}: expected a new or empty folder")
-    choices = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
-    print(f"{len(choices)} runs in {folder}", flush=True)
-    rows: list[dict[str, Any]] = []
-    for number, settings in enumerate(choices, start=1):
-        print(f"{number}/{len(choices)}  {title(settings)}", flush=True)
-        rows.append(run_bench(content, settings, folder.resolve() / f"{number:02}", arguments.limit_s))
-        show(arguments.output or folder / "variants.md", format_table(rows), rows)
-    return rows
+    rates = [(row.get("samples_per_s_per_gpu") or {}).get("mean") for row in rows]
+    first = next(filter(None, rates), 1.0)
+    return table(COLUMNS, [
+        {**row, "title": title(row["settings"]), "memory_gb": (row.get("memory_peak_bytes") or 0) / 1e9}
+        | ({"ratio": rate / first} if rate else {})
+        for row, rate in zip(rows, rates, strict=True)
+    ])  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
-    """1 where no run completed, a UserError where the configuration or an option is wrong."""
+    """Run every combination, the last field changing quickest, and keep the rows and their table as they come. 1 where no run
+    completed, a UserError where the configuration or an option is wrong."""
     parser = make_parser("variants", __doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,VALUE…", help="any field; repeat")
@@ -111,7 +90,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit_s", type=float, default=300.0, help="longest a run may take; default 300")
     parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set says otherwise."
     exit_on_sigterm()
-    return int(all(row["state"] != "completed" for row in try_all(parser.parse_args(argv))))
+    arguments = parser.parse_args(argv)
+    content = read_config(arguments.config)
+    for assignment in (*SHORT, *arguments.set):
+        content = with_field(content, *parse_assignment(assignment))
+    varied = dict(parse_varied(text) for text in arguments.vary)
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    folder = arguments.folder or work_folder() / "runs" / "variants" / f"{arguments.config.stem}-{stamp}"
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--folder {folder}: expected a new or empty folder")
+    rows: list[dict[str, Any]] = []
+    for number, values in enumerate(itertools.product(*varied.values()), start=1):
+        settings = dict(zip(varied, values, strict=True))
+        print(f"{number}  {title(settings)}, in {folder}", flush=True)
+        rows.append(run_bench(content, settings, folder.resolve() / f"{number:02}", arguments.limit_s))
+        show(arguments.output or folder / "variants.md", format_table(rows), rows)
+    return int(all(row["state"] != "completed" for row in rows))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     clap-plan --deepspeed_config RUN --gpu h100-sxm --nodes 1 4 16 --gpus_per_node 4 [--find_micro_batch] [--json]
 
-A training step is recorded on tensors without contents, with the operations that CUDA would run; GPUs' rates are data sheets',
-of which shares are assumed. How efficiency falls with scale is taken from the published runs. docs/planning.md says what to
-trust.
+A training step is recorded on tensors without contents; GPUs' rates are shares of their data sheets', how efficiency falls with
+scale is from the published runs. docs/planning.md says what to trust.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from clap_ds.flop_count.peaks import Gpu, gpu_named
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
 
-MOST_GPUS = 2**16  # whose loss is recorded tile by tile in some 20 s
 MOST_CLASSES = 4  # of operations, whose efficiencies are printed
 GROWS_AS = "jupiter_htsat_tiny"
 """The published series as whose step a step is assumed to grow with nodes."""
@@ -47,7 +45,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--text_tokens", type=whole_number(2), metavar="L", help="caption length in place of the run's")
     add("--find_micro_batch", action="store_true", help="look for the largest multiple of 8 that fits")
     add("--samples", type=positive, help="samples to train on, each pass counted")
-    add("--price_per_gpu_hour", type=positive, help="money for an hour of one GPU")
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args(argv)
 
@@ -55,10 +52,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Plan and print; a UserError for a bad configuration, GPU or caption length."""
     arguments = parse_arguments(argv)
-    if (most := max(arguments.nodes) * arguments.gpus_per_node) > MOST_GPUS:
-        raise UserError(f"--nodes, --gpus_per_node: plans are made for up to {MOST_GPUS:,} GPUs, found {most:,}")
-    if arguments.price_per_gpu_hour and not arguments.samples:
-        raise UserError("--price_per_gpu_hour: needs --samples, the number to train on")
     gpu = gpu_named(arguments.gpu)
     run = _changed(load_run(arguments.deepspeed_config, min(arguments.nodes) * arguments.gpus_per_node), arguments)
     os.environ["DS_ACCELERATOR"] = "cpu"  # whatever this machine has, nothing is computed
@@ -78,8 +71,7 @@ def _changed(run: RunSettings, arguments: argparse.Namespace) -> RunSettings:
         deepspeed[MICRO_BATCH] = arguments.micro_batch
         deepspeed.pop(GLOBAL_BATCH, None)
     elif GLOBAL_BATCH in deepspeed and len(set(arguments.nodes)) > 1:
-        given = f"{GLOBAL_BATCH} {deepspeed[GLOBAL_BATCH]} holds at one scale, --nodes gives {len(arguments.nodes)}"
-        raise UserError(f"{run.path}: {given}; expected one, or {MICRO_BATCH} (--micro_batch), which holds at all")
+        raise UserError(f"{run.path}: {GLOBAL_BATCH} holds at one scale; expected one of --nodes, or --micro_batch")
     return RunSettings(run.path, clap, deepspeed)
 
 
@@ -99,8 +91,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         return memory_parts(step, largest, max(0, many - few) * step.micro_batch // run.micro_batch)
 
     def peak_gib(micro_batch: int) -> float:
-        step = own if micro_batch == run.micro_batch else trace_step(run, micro_batch, world_size=smallest)
-        return sum(memory(step).values())
+        return sum(memory(trace_step(run, micro_batch, world_size=smallest)).values())
 
     if arguments.find_micro_batch:
         found = largest_micro_batch(peak_gib, run.micro_batch, gpu.memory_gib)
@@ -157,10 +148,9 @@ def _scales(
         law = Law(published.shape, own_s / num_samples, slope_s / num_samples)
         by_case[case] = [law.rate(count) for count in nodes]
     rows = []
-    for place, count in enumerate(nodes):
-        rates = {case: found[place] for case, found in by_case.items()}
-        efficiency = {case: 100 * found[place] / found[0] for case, found in by_case.items()}
-        gpus = count * arguments.gpus_per_node
+    for count, *found in zip(nodes, *by_case.values(), strict=True):
+        rates, gpus = dict(zip(by_case, found, strict=True)), count * arguments.gpus_per_node
+        efficiency = {case: 100 * rate / by_case[case][0] for case, rate in rates.items()}
         row: dict[str, Any] = {
             "nodes": count, "gpus": gpus, "efficiency_percent": efficiency["middle"],
             "efficiency_percent_range": sorted(efficiency.values())[::2], "samples_per_s_per_gpu": rates,
@@ -169,14 +159,12 @@ def _scales(
         if arguments.samples:
             row["hours"] = arguments.samples / row["samples_per_s"] / 3600
             row["gpu_hours"] = gpus * row["hours"]
-            if arguments.price_per_gpu_hour:
-                row["money"] = arguments.price_per_gpu_hour * row["gpu_hours"]
         rows.append(row)
     return rows
 
 
 def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
-    from clap_ds.planning import memory, roofline
+    from clap_ds.planning.memory import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB
 
     shares = [
         f"{name} {100 * each['low']:.0f}–{100 * each['high']:.0f} % ({1000 * each['kernels_s']:.0f} ms; {each['source']})"
@@ -185,11 +173,9 @@ def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
     return [
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
-        f"reached of these rates: {'; '.join(shares)}; others by clap_ds/planning/efficiency.py; the host launches a kernel in"
-        f" {1e6 * roofline.HOST_S['high']:g}–{1e6 * roofline.HOST_S['low']:g} µs",
+        f"reached of these rates: {'; '.join(shares)}; others by clap_ds/planning/efficiency.py",
         "compiled towers: what lies between products is one kernel that reads and writes once; memory as without",
-        f"beyond tensors: {memory.CONTEXT_GIB:g} GiB of context, {memory.NCCL_GIB:g} of NCCL with several ranks,"
-        f" {100 * memory.FRAGMENTATION:g} % of fragmentation",
+        f"beyond tensors: {CONTEXT_GIB:g} GiB of context, {NCCL_GIB:g} of NCCL, {100 * FRAGMENTATION:g} % of fragmentation",
         f"with more nodes a step grows as {USUAL}, as the published runs' ({GROWS_AS}): by as many seconds, or by as large a"
         " share; data is always there in time",
     ]
@@ -204,14 +190,12 @@ def render(report: dict[str, Any]) -> str:
         " {device_memory_gib:.1f} GiB with {most:,} GPUs; **{middle:,.0f} samples/s/GPU** ({low:,.0f}–{high:,.0f}) before"
         " anything is sent."
     ).format(verdict="fits" if report["fits"] else "does NOT fit", most=scales[-1]["gpus"], **rate, **report)
-    found = f"Largest micro-batch that fits: {report['largest_micro_batch']}."
+    if report["largest_micro_batch"]:
+        title += f"\n\nLargest micro-batch that fits: {report['largest_micro_batch']}."
     memory = [[part, f"{gib:.2f}"] for part, gib in report["memory_gib"].items() if gib >= 0.005]
-    times = [
-        [part, *(f"{1000 * cases[case]:.1f}" for case in ("high", "middle", "low"))]
-        for part, cases in report["step_s"].items()
-    ]
-    extra = [name for name in ("hours", "gpu_hours", "money") if name in scales[0]]
-    header = ["nodes", "GPUs", "samples/s/GPU", "efficiency, %", "range", "samples/s"]
+    times = [[part, *(f"{1000 * cases[case]:.1f}" for case in cases)] for part, cases in report["step_s"].items()]
+    extra = [name for name in ("hours", "gpu_hours") if name in scales[0]]
+    header = ["nodes", "GPUs", "samples/s/GPU", "efficiency, %", "range", "samples/s", *extra]
     rows = [
         [str(each["nodes"]), str(each["gpus"]), f"{each['samples_per_s_per_gpu']['middle']:,.0f}",
          f"{each['efficiency_percent']:.1f}", "{:.1f}–{:.1f}".format(*each["efficiency_percent_range"]),
@@ -220,10 +204,9 @@ def render(report: dict[str, Any]) -> str:
     ]  # fmt: skip
     return "\n\n".join([
         title,
-        *([found] if report["largest_micro_batch"] else []),
         markdown_table(["memory at the peak", "GiB"], memory),
-        markdown_table(["step", "ms at high rates", "middle", "low"], times),
-        markdown_table([*header, *(name.replace("_", "-") for name in extra)], rows),
+        markdown_table(["step", "ms at low rates", "middle", "high"], times),
+        markdown_table(header, rows),
         "{gigabytes_moved:.0f} GB moved and {kernels:,} kernels a step, {tflop:.1f} TFLOP.".format(**report),
         "Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"]),
     ])  # fmt: skip

@@ -1,10 +1,4 @@
-"""Has code on fake CPU tensors dispatch what it would on CUDA, as fake CUDA tensors need a CUDA build of PyTorch.
-
-Where PyTorch or this project looks at the device, what it would take on a GPU stands in: fused attention (flash, or where there
-is a mask the memory-efficient kernel, which gives it a gradient), dropout that keeps its mask, products of 16-bit matrices with
-fp32 results, what the loss has compiled into one kernel, and autocast's rules, of which CPUs' differ in layer norm and softmax.
-Recording is left to `trace.py`.
-"""
+"""Has code on fake CPU tensors dispatch what it would on CUDA, as fake CUDA tensors need a CUDA build of PyTorch."""
 
 from __future__ import annotations
 
@@ -46,11 +40,10 @@ def like_cuda() -> Iterator[None]:
 
 def efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    is_causal: bool = False, scale: float | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """`F.scaled_dot_product_attention` by flash attention, or with a mask or in fp32 by the memory-efficient kernel, the mask
     brought into the form it takes."""
-    assert not enable_gqa
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -63,16 +56,12 @@ def efficient_attention(
             attn_mask = F.pad(attn_mask, (0, short))[..., :length]
         attn_mask = attn_mask.expand(*query.shape[:-1], length)
     elif query.dtype != torch.float32:
-        flash: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-        return flash
-    keep_sums = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (query, key, value, attn_mask)
-    )
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        return attend(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    given = (each for each in (query, key, value, attn_mask) if each is not None)
+    keep_sums = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    mixed: Tensor = attend(query, key, value, attn_mask, keep_sums, dropout_p, is_causal, scale=scale)[0]
-    return mixed
+    return attend(query, key, value, attn_mask, keep_sums, dropout_p, is_causal, scale=scale)[0]
 
 
 @cache

@@ -1,7 +1,4 @@
-"""Has the engine be built and step on fake tensors, as one rank of any number: DeepSpeed, torch's reducer and all.
-
-What stands in is what would look at values that fake tensors don't have, or at other ranks that aren't there.
-"""
+"""Has the engine be built and step on fake tensors, as one rank of any number: DeepSpeed, torch's reducer and all."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def rank_of(world_size: int) -> Iterator[None]:
         all_reduce(tensor, *args, **kwargs)
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result([tensor])
-        return SimpleNamespace(get_future=lambda: future, wait=future.wait) if async_op else None
+        return SimpleNamespace(get_future=lambda: future, wait=future.wait)
 
     try:
         with (
@@ -71,8 +68,7 @@ def faked_by(fakes: FakeTensorMode) -> Iterator[None]:
 
 
 def _register_hooks(state: Any) -> None:
-    """Those given to `replicate`; where none is, one that sends as torch's reducer does by itself, for which this group has no
-    result."""
+    """Those given to `replicate`, or one that sends as torch's reducer does by itself, for which this group has no result."""
 
     def send(gradients: Tensor) -> torch.futures.Future[Tensor]:
         return dist.all_reduce(gradients, async_op=True).get_future().then(lambda future: future.value()[0])
@@ -87,9 +83,6 @@ def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool 
     """`nn.Module._apply`, which would swap fake parameters for new ones, and can't where something refers to them."""
     for child in self.children():
         child._apply(function)
-    for parameter in self._parameters.values():
-        if parameter is not None:
-            parameter.data = function(parameter)
-    for name, buffer in self._buffers.items():
-        self._buffers[name] = None if buffer is None else function(buffer)
+    for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
+        tensor.data = function(tensor)
     return self

@@ -1,11 +1,7 @@
-"""A rank's peak memory by part, and the largest micro-batch that a GPU has room for.
-
-Live tensors are `step.py`'s; what a driver, libraries and the allocator need beyond them is assumed here.
-"""
+"""A rank's peak memory by part, and the largest micro-batch that a GPU has room for."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
 from clap_ds.planning.step import Step
@@ -24,10 +20,8 @@ _NAMES = {"audio": "audio activations", "text": "text activations"}
 def memory_parts(step: Step, world_size: int, loss_bytes: int = 0) -> dict[str, float]:
     """GiB by part at the peak, largest first; their sum is the peak. `loss_bytes` are those that the loss needs beyond what
     was recorded, of more ranks."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for (part, _), num_bytes in step.recorded.at_peak.items():
-        found[_NAMES.get(part, part)] += num_bytes / GIB
-    found["loss"] += loss_bytes / GIB
+    found = {_NAMES.get(part, part): num_bytes / GIB for part, num_bytes in step.recorded.at_peak.items()}
+    found["loss"] = found.get("loss", 0.0) + loss_bytes / GIB
     found["fragmentation (assumed)"] = FRAGMENTATION * sum(found.values())
     found["context and libraries (assumed)"] = CONTEXT_GIB + NCCL_GIB * (world_size > 1)
     return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -1,9 +1,5 @@
 """How long recorded operations take on a device of which rates are known: each as long as its FLOPs or its bytes need, whatever
-is more (the roofline, Williams et al. 2009), one after the other.
-
-A GPU reaches only a share of its data sheet's rates, which `efficiency.py` has by class of operation: a time has three values,
-of low, middle and high rates. What torch.compile makes of element-wise operations is modelled by `fused`.
-"""
+is more (the roofline, Williams et al. 2009), one after the other, at low, middle and high shares of the data sheet's rates."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from clap_ds.flop_count.peaks import Gpu
-from clap_ds.planning.efficiency import NO_TENSOR_CORES, class_of, efficiencies_of
+from clap_ds.planning.efficiency import class_of, efficiencies_of
 from clap_ds.planning.trace import Operation
 
 CASES = ("low", "middle", "high")
@@ -29,8 +25,8 @@ ROW_SUMS = ("aten.sum", "aten.native_layer_norm_backward")
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a device reaches: FLOPs a second by dtype and bytes a second by its data sheet, the share of these by class of
-    operation (all of them for a class that isn't there), the least time of a kernel, and the host's time to launch one."""
+    """FLOPs a second by dtype, bytes a second by the data sheet, the share of these by class of operation (1 for others), the
+    least time of a kernel, and the host's time to launch one."""
 
     flops_per_s: Mapping[torch.dtype, float]
     bytes_per_s: float
@@ -42,8 +38,7 @@ class DeviceRates:
         """Of one operation at the data sheet's rates; 0 of views, and of collectives, which are another's business."""
         if not operation.launches or operation.is_collective:
             return 0.0
-        dtype = torch.float32 if class_of(operation) == NO_TENSOR_CORES else operation.dtype or torch.float32
-        compute_s = operation.flops / self.flops_per_s[dtype] if operation.flops else 0.0
+        compute_s = operation.flops / self.flops_per_s[operation.dtype or torch.float32] if operation.flops else 0.0
         return max(compute_s, operation.bytes_moved / self.bytes_per_s)
 
     def seconds(self, operation: Operation) -> float:
@@ -62,10 +57,7 @@ def rates_of(gpu: Gpu, case: str) -> DeviceRates:
 def fused(operations: Sequence[Operation], parts: Collection[str] = TOWERS) -> list[Operation]:
     """What torch.compile leaves of the operations of some parts: those between two products, FFTs or custom operations become
     one kernel, which reads once what comes from before and writes only what is used after it. Sums over rows, of biases' and
-    norms' gradients, are kernels of their own, which read their inputs once more.
-
-    An optimistic model of Inductor in that it keeps everything in registers, a pessimistic one in that it recomputes nothing.
-    """
+    norms' gradients, are kernels of their own, which read their inputs once more."""
     last_read = {number: place for place, op in enumerate(operations) for number, _ in op.read}
     result: list[Operation] = []
     group: list[Operation] = []
@@ -91,14 +83,10 @@ def _merged(group: Sequence[Operation], used_later: Collection[int]) -> Operatio
     read: dict[int, int] = {}
     written: dict[int, int] = {}
     for operation in group:
-        for number, num_bytes in operation.read:
-            if number not in written:
-                read[number] = max(read.get(number, 0), num_bytes)
-        for number, num_bytes in operation.written:
-            written[number] = max(written.get(number, 0), num_bytes)
-    kept = tuple((number, num_bytes) for number, num_bytes in written.items() if number in used_later)
-    first = group[0]
-    return Operation("fused", first.part, first.backward, 0, tuple(read.items()), kept, True, first.dtype)
+        read |= {n: max(read.get(n, 0), size) for n, size in operation.read if n not in written}
+        written |= {n: max(written.get(n, 0), size) for n, size in operation.written}
+    kept = {number: size for number, size in written.items() if number in used_later}
+    return replace(group[0], name="fused", flops=0, read=(*read.items(),), written=(*kept.items(),), shapes=())
 
 
 def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: DeviceRates) -> dict[str, float]:

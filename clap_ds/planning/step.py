@@ -1,9 +1,6 @@
 """One training step of a run by its own engine, recorded on fake tensors: model, loss over all ranks, backward, AdamW.
 
-The step is `ClapEngine.step` around `deepspeed.initialize`, at ZeRO stage 0, and its second one: by then the optimiser has its
-state and torch's reducer its buckets. Memory is that of one rank: weights (with masters and moments as its precision has them),
-gradients, the batches on the device and everything that forward and backward keep. Leaves time to `roofline.py`, and what an
-allocator and a driver need beyond live tensors to `memory.py`.
+It is the second one: by then the optimiser has its state and torch's reducer its buckets. Memory is that of one rank.
 """
 
 from __future__ import annotations
@@ -45,14 +42,13 @@ SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communicatio
 PARTS = {
     "data_wait": "batches", "forward": "gradients", "loss": "loss", "backward": "gradients", "optimizer": "optimizer",
 }  # fmt: skip
-"""A phase of the engine's step → the part of what it does outside the towers and autograd: a forward pass, to have torch's
-reducer make its buckets."""
+"""A phase of the engine's step → the part of what it does outside the towers and autograd."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A recorded step: at least one micro-batch and one update, a rank's samples in the whole step, how often it does what was
-    recorded of micro-batches, and the number of trained parameters."""
+    """A recorded step, a rank's samples in it, how often it does what was recorded of micro-batches, and the number of trained
+    parameters."""
 
     recorded: Recorded
     micro_batch: int
@@ -66,9 +62,7 @@ class Step:
 
 
 def check_plannable(run: RunSettings) -> None:
-    """Raises UserError for settings whose memory and time aren't known here."""
-    if stage := run.deepspeed.get("zero_optimization", {}).get("stage", 0):
-        raise UserError(f"{run.path}: zero_optimization.stage: plans are made for stage 0, found {stage}")
+    """Raises UserError for another optimizer than AdamW."""
     kind = run.deepspeed.get("optimizer", {}).get("type", "")
     if kind.lower() not in ("adam", "adamw"):
         raise UserError(f"{run.path}: optimizer.type: plans are made for AdamW, found {kind!r}")
@@ -77,10 +71,9 @@ def check_plannable(run: RunSettings) -> None:
 def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
     """Real tokens of a batch's captions: synthetic ones' as many of each length as the run's histogram expects; others are
     taken to be full."""
-    longest = run.clap.text_tokens
-    setting = run.clap.data.caption_lengths if isinstance(run.clap.data, SyntheticData) else None
+    setting = getattr(run.clap.data, "caption_lengths", None)
     if not isinstance(setting, dict):
-        return [setting or longest] * num_captions
+        return [setting or run.clap.text_tokens] * num_captions
     lengths: list[int] = []
     total, passed = sum(setting.values()), 0.0
     for length, weight in sorted(setting.items(), key=lambda item: int(item[0])):
@@ -145,19 +138,15 @@ def trace_loss(run: RunSettings, micro_batch: int, world_size: int) -> Recorded:
 
 
 def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
-    """The run as the engine is given it: by torch's operations, AdamW by the project's, and none of
-    DeepSpeed's monitors and timers."""
+    """The run as the engine is given it: by torch's operations, AdamW by the project's, and none of DeepSpeed's monitors."""
     model = run.clap.model.model_copy(update={"text_from_hub": False})
-    plain = {"cpu_kernels": "off", "fused_adam": "torch"}
-    clap = run.clap.model_copy(update={"model": model, **plain})
+    clap = run.clap.model_copy(update={"model": model, "cpu_kernels": "off", "fused_adam": "torch"})
     params = run.deepspeed["optimizer"].get("params", {})
     config = {
         **{name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed},
         "optimizer": {"type": "AdamW", "params": {name: params[name] for name in OPTIONS if name in params}},
-        MICRO_BATCH: micro_batch,
-        ACCUMULATION: run.gradient_accumulation_steps,
-        "log_level": "error",
-    }
+        MICRO_BATCH: micro_batch, ACCUMULATION: run.gradient_accumulation_steps, "log_level": "error",
+    }  # fmt: skip
     return RunSettings(run.path, clap, config)
 
 
@@ -179,7 +168,8 @@ def _note_gradients(model: ClapModel, recorded: Recorded) -> None:
 
 
 def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tuple[Any, Any, dict[str, Formula]]:
-    """Where a run packs captions: a batch's row and packing, their layout, and FLOPs that depend on how long captions are."""
+    """Where a run packs captions: a batch's row and packing, their layout, and FLOPs that depend on how long captions are, of
+    which torch's formulas know the longest alone."""
     if run.clap.text == "padded":
         return None, None, {}
     mask = (torch.arange(run.clap.text_tokens) < torch.tensor(lengths)[:, None]).long()
@@ -188,12 +178,8 @@ def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tupl
     products = 4 * sizes.hidden_size * sum(n**2 for n in packing.bounds.diff().tolist())
     layout = lay_out(packing, len(row), sizes.first_position)
     packed, layout = tree_map_only(Tensor, fakes.from_tensor, ((row, packing), layout))
-    attention = "torch_attn._varlen_attn"
-    return (
-        packed,
-        layout,
-        {attention: lambda *_, **__: products, f"{attention}_backward": lambda *_, **__: 2.5 * products},
-    )
+    factors = {"torch_attn._varlen_attn": 1, "torch_attn._varlen_attn_backward": 2.5}
+    return packed, layout, {name: lambda *_, factor=factor, **__: factor * products for name, factor in factors.items()}
 
 
 def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *, cuda: bool) -> Iterator[Batch]:

@@ -5,9 +5,8 @@
     recorded.total("flops", part="audio"); recorded.peak_bytes
 
 Under `FakeTensorMode` nothing is computed and nothing allocated, and values that the host reads are 0; without it the same is
-recorded of a real run. Tensors are taken by the bytes of their storages, live until the last tensor on them is gone, as an
-allocator without rounding would hold them. FLOPs are by `torch.utils.flop_counter`'s formulas, with FFTs added here. What a GPU
-would run where PyTorch takes something else on a CPU is left to `cuda_operations.py`, times to `roofline.py`.
+recorded of a real run. A storage lives until the last tensor on it is gone. FLOPs are by `torch.utils.flop_counter`'s
+formulas, with FFTs added here.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ from torch.utils.flop_counter import flop_registry
 from clap_ds.flop_count.analytic import fft_flops
 
 OTHER = "other"
-"""The part of what belongs to no part."""
 Formula = Callable[..., float]
 COLLECTIVES = ("c10d", "_c10d_functional")
+_OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
+"""Don't read what they write to."""
 _NO_KERNEL = frozenset({
     "aten._reshape_alias", "aten._unsafe_view", "aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided",
     "aten.empty_permuted", "aten.lift_fresh", "aten.new_empty", "aten.new_empty_strided", "aten._local_scalar_dense",
@@ -50,11 +50,9 @@ class Operation:
         part: of the traced code; in the backward pass, of what is differentiated.
         backward: whether autograd ran it, recomputation included.
         flops: two for each multiply-add of products, convolutions and FFTs; 0 of others.
-        read, written: of its inputs and results, which storage (a number of its own) and how many bytes of it: each element
-            once, broadcast ones as they lie in memory. Empty where nothing is launched, as for views and allocations.
-        dtype: of its first floating-point input; without one, of its first such result; None without either.
-        shapes: of its tensor arguments in order: what torch.profiler's `record_shapes` has, empty entries (tensors without
-            dimensions, lists of tensors and what is no tensor) left out.
+        read, written: storages by number, and bytes of each as they lie in memory. Empty where nothing is launched.
+        dtype: of its first floating-point input or result.
+        shapes: of its tensor arguments in order, as torch.profiler's `record_shapes` has them without empty entries.
     """
 
     name: str
@@ -81,7 +79,7 @@ class _Storage:
     number: int
     reference: weakref.ref[Any]
     num_bytes: int
-    where: tuple[str, bool] | None = None
+    part: str | None = None
     """What it counts as; None before it counts."""
 
 
@@ -91,15 +89,15 @@ class Recorded(TorchDispatchMode):
     Attributes:
         operations: in the order in which they were dispatched.
         live_bytes, peak_bytes: of storages alive now, and the most at any time.
-        at_peak: bytes by (part, whether allocated in the backward pass) at that time.
+        at_peak: bytes by part at that time.
     """
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.live_bytes = self.peak_bytes = 0
-        self.at_peak: dict[tuple[str, bool], int] = {}
-        self._live: defaultdict[tuple[str, bool], int] = defaultdict(int)
+        self.at_peak: dict[str, int] = {}
+        self._live: defaultdict[str, int] = defaultdict(int)
         self._storages: dict[int, _Storage] = {}
         self._num_storages = 0
         self._entered = [(0, OTHER)]
@@ -107,15 +105,14 @@ class Recorded(TorchDispatchMode):
 
     def total(self, what: str, *, part: str | None = None, backward: bool | None = None) -> int:
         """Sum of one of `Operation`'s numbers, collectives left out, over those of a part or of one direction."""
+        own = (each for each in self.operations if not each.is_collective)
         return sum(
-            int(getattr(operation, what))
-            for operation in self.operations
-            if not operation.is_collective and part in (None, operation.part) and backward in (None, operation.backward)
+            int(getattr(each, what)) for each in own if part in (None, each.part) and backward in (None, each.backward)
         )
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is dispatched within, and its backward pass, is part `name`."""
+        """What is dispatched within, and its backward pass, is that part's."""
         before = self.enter(name)
         try:
             yield
@@ -123,16 +120,16 @@ class Recorded(TorchDispatchMode):
             self.enter(before)
 
     def enter(self, name: str) -> str:
-        """What follows is part `name`; returns the part before."""
+        """Begin a part; returns the one before."""
         self._entered.append((torch.autograd._get_sequence_nr(), name))
         return self._entered[-2][1]
 
     def hold(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count tensors as live and as allocated by `part`, whether they were counted before or not."""
+        """Count tensors as live and as allocated by a part, whether they were counted before or not."""
         for tensor in tensors:
             storage = self._storage(tensor)
             self._count(storage, -1)
-            storage.where = part, False
+            storage.part = part
             self._count(storage, 1)
 
     def restart(self) -> None:
@@ -151,8 +148,8 @@ class Recorded(TorchDispatchMode):
                 return result
         if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
             return False if args[0].dtype == torch.bool else 0
-        where, inputs = self._where(), _tensors((args, kwargs))
-        read, before = self._places(inputs), self._num_storages
+        (part, backward), inputs = self._where(), _tensors((args, kwargs))
+        read, before = self._places(inputs[name in _OVERWRITES :]), self._num_storages
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         written = self._places(outputs + _mutated(func, args, kwargs))
@@ -164,15 +161,15 @@ class Recorded(TorchDispatchMode):
         moved = (read, written) if launches else ((), ())
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         shapes = tuple(tuple(tensor.shape) for tensor in given if tensor.dim())
-        self.operations.append(Operation(name, *where, flops, *moved, launches, dtype, shapes))
+        self.operations.append(Operation(name, part, backward, flops, *moved, launches, dtype, shapes))
         for storage in map(self._storage, outputs):
-            if storage.where is None and storage.number > before:
-                storage.where = where
+            if storage.part is None and storage.number > before:
+                storage.part = part
                 self._count(storage, 1)
         return result
 
     def _where(self) -> tuple[str, bool]:
-        """Part and direction of what runs now: in backward, the part in which the node's forward was dispatched."""
+        """Part and direction of what runs now."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self._entered[-1][1], False
@@ -197,8 +194,8 @@ class Recorded(TorchDispatchMode):
             self._count(storage, -1)
 
     def _count(self, storage: _Storage, sign: int) -> None:
-        if storage.where is not None:
-            self._live[storage.where] += sign * storage.num_bytes
+        if storage.part is not None:
+            self._live[storage.part] += sign * storage.num_bytes
             self.live_bytes += sign * storage.num_bytes
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.at_peak = self.live_bytes, dict(self._live)
@@ -208,24 +205,20 @@ class Recorded(TorchDispatchMode):
 def trace(
     parts: Mapping[str, Iterable[nn.Module]] | None = None, formulas: Mapping[str, Formula] | None = None
 ) -> Iterator[Recorded]:
-    """Record what is dispatched within, on tensors of any kind.
+    """Record what is dispatched within.
 
     Args:
-        parts: name → modules whose forward passes, and the backward passes of these, are that part.
-        formulas: FLOPs of operations by name, from a call's arguments; they come before torch's, which of packed captions know
-            the longest alone.
+        parts: name → modules whose forward and backward passes are that part.
+        formulas: FLOPs of operations by name, from a call's arguments, in place of torch's.
     """
     recorded, before = Recorded(formulas), list[str]()
-
-    def leave(*_: object) -> None:
-        recorded.enter(before.pop())
-
     with ExitStack() as stack:
         for name, modules in (parts or {}).items():
             for module in modules:
                 enter = partial(lambda name, *_: before.append(recorded.enter(name)), name)
                 stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+                leave = module.register_forward_hook(lambda *_: recorded.enter(before.pop()) and None, always_call=True)
+                stack.callback(leave.remove)
         yield stack.enter_context(recorded)
 
 

@@ -22,7 +22,6 @@ CPU = torch.device("cpu")
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 RECOMPUTED = {"model": {"preset": "demo", "attention": "matmul", "checkpoint_activations": ["audio", "text"]}}
 CASES = {
-    "micro, padded": (64, 64, {"model": {"preset": "micro", "attention": "matmul"}}, {"bf16": {"enabled": True}}),
     "recomputed": (16, 64, RECOMPUTED, AUTOCAST),
     "packed": (16, 64, {"model": {"preset": "demo", "attention": "matmul"}, "text": "packed"}, {"bf16": {"enabled": True}}),
 }  # fmt: skip

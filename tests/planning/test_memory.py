@@ -24,7 +24,7 @@ def test_largest_micro_batch(peak_gib: Callable[[int], float], start: int, limit
 
 def test_parts_of_memory_add_up() -> None:
     recorded = Recorded()
-    recorded.at_peak = {("audio", False): 3 * GIB, ("audio", True): GIB, ("weights", False): GIB}
+    recorded.at_peak = {"audio": 4 * GIB, "weights": GIB}
     step = Step(recorded, 8, 1, False, 100)
     parts = memory_parts(step, 1, loss_bytes=GIB)
     assert (parts["audio activations"], parts["weights"], parts["loss"]) == (4, 1, 1)

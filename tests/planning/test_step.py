@@ -32,7 +32,7 @@ def traced(write_run: WriteRun) -> Callable[..., Step]:
 
 
 def _at_peak(step: Step, part: str) -> int:
-    return sum(num_bytes for (name, _), num_bytes in step.recorded.at_peak.items() if name == part)
+    return step.recorded.at_peak.get(part, 0)
 
 
 def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None:
@@ -54,13 +54,6 @@ def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None
     assert _at_peak(kept, "batches") == samples * (3 * 2 + 4) + 3 * ids_and_mask
 
 
-def test_shards_come_in_16_bits_and_in_float32(write_run: WriteRun, tmp_path: Path) -> None:
-    shards = {"source": "shards", "shards": str(tmp_path / "a.tar"), "tokenizer": "t", "waveforms": "int16"}
-    step = trace_step(load_run(write_run(clap={"data": shards})), 8)
-    # One in use and one ahead in float32, and what another one comes in; captions may be of any length.
-    assert _at_peak(step, "batches") == 8 * load_preset("micro").audio.num_samples * (4 + 4 + 2) + 2 * 2 * 8 * 16 * 8
-
-
 def test_several_ranks_keep_all_gradients_and_gather_features(traced: Callable[..., Step]) -> None:
     alone, among = traced(), traced(world_size=16)
     assert _at_peak(among, "gradients") == pytest.approx(2 * alone.num_parameters, rel=0.01)
@@ -69,13 +62,6 @@ def test_several_ranks_keep_all_gradients_and_gather_features(traced: Callable[.
     assert sent.count("c10d._allgather_base_") == 3  # features of both towers, and sums
     assert set(sent) == {"c10d._allgather_base_", "c10d.allreduce_"}
     assert not any(op.is_collective for op in alone.recorded.operations)
-
-
-def test_gradients_are_copied_only_where_deepspeed_sends_them(traced: Callable[..., Step]) -> None:
-    """Its reduction takes a flat copy and back."""
-    sync, size = {"clap": {"gradient_sync": "deepspeed"}}, 2 * traced().num_parameters
-    alone, sent = (step.recorded.total("bytes_moved", part="gradients") for step in (traced(), traced(2, **sync)))
-    assert alone < 0.2 * size < 4 * size < sent
 
 
 def test_recomputation_trades_memory_for_the_closed_forms_flops(traced: Callable[..., Step]) -> None:
@@ -87,18 +73,6 @@ def test_recomputation_trades_memory_for_the_closed_forms_flops(traced: Callable
     more = again.recorded.total("flops") - plain.recorded.total("flops")
     assert more == pytest.approx(8 * recomputed_flops(config, TextLengths.fixed(16), ("audio", "text"), drop_path=0.1))
     assert _at_peak(again, "audio") < 0.7 * _at_peak(plain, "audio")
-
-
-def test_auto_is_tritons_kernels_also_where_activations_are_computed_again(traced: Callable[..., Step]) -> None:
-    pytest.importorskip("triton", reason="Triton is installed with torch on Linux")
-    for towers in ([], ["audio"]):
-        step = traced(clap={"model": {"preset": "demo", "checkpoint_activations": towers}})
-        ours = {op.name for op in step.recorded.operations if op.name.startswith("clap_ds.")}
-        assert ours == {
-            f"clap_ds.{name}" for name in ("mlp", "mlp_backward", "window_attention", "window_attention_backward")
-        }
-    torchs = traced(clap={"model": {"preset": "demo", "attention": "sdpa", "mlp": "torch"}})
-    assert not any(op.name.startswith("clap_ds.") for op in torchs.recorded.operations)
 
 
 def test_packed_captions_cost_their_own_lengths(traced: Callable[..., Step]) -> None:
@@ -149,18 +123,7 @@ def test_a_loss_of_more_ranks_takes_more(write_run: WriteRun) -> None:
     assert not torch.empty(1).is_cuda
 
 
-def test_loss_of_512_ranks_is_few_kernels_and_little_traffic() -> None:
-    found = trace_loss(load_run("htsat_tiny"), 616, 512)
-    assert 100 < found.total("launches") < 200
-    assert 10e9 < found.total("bytes_moved") < 11.5e9
-    assert found.peak_bytes < 969e6 + 150e6  # of that the gathered features in bf16 are 969 MB
-
-
-def test_what_cannot_be_planned_is_said(write_run: WriteRun) -> None:
+def test_another_optimizer_is_refused(write_run: WriteRun) -> None:
     run = load_run(write_run())
-    for changes, message in (
-        ({"zero_optimization": {"stage": 2}}, "stage 0, found 2"),
-        ({"optimizer": {"type": "Lion"}}, "AdamW, found 'Lion'"),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_plannable(RunSettings(run.path, run.clap, run.deepspeed | changes))
+    with pytest.raises(UserError, match="'Lion'"):
+        check_plannable(RunSettings(run.path, run.clap, run.deepspeed | {"optimizer": {"type": "Lion"}}))

@@ -78,13 +78,15 @@ def test_bytes_and_kernels_of_operations() -> None:
         a.mul_(a)
         a.transpose_(0, 1)
         torch.empty(0, 3).add_(1)
+        torch.empty(6, 4).copy_(a.T)
     found = {op.name: (op.launches, _sum(op.read), _sum(op.written)) for op in recorded.operations}
     assert found["aten.mm"] == (True, 4 * (6 * 4 + 4 * 5), 4 * 6 * 5)
     assert found["aten.add"] == (True, 4 * 2 * 6 * 4, 4 * 7 * 6 * 4)  # what is expanded lies there once
     assert found["aten.mul_"] == (True, 4 * 6 * 4, 4 * 6 * 4)
+    assert found["aten.copy_"] == (True, 4 * 6 * 4, 4 * 6 * 4)  # what it writes to isn't read
     assert found["aten.add_"] == (False, 0, 0)
     assert not any(found[name][0] for name in ("aten.empty", "aten.permute", "aten.expand", "aten.transpose_"))
-    assert recorded.total("launches") == 3
+    assert recorded.total("launches") == 4
 
 
 def test_shapes_are_those_that_torchs_profiler_records() -> None:
