@@ -83,13 +83,13 @@ def _logged(folder: str) -> dict[str, Any]:
                 now[0] += 50  # an evaluation
         log.saved(SavedCheckpoint(6, 100.0, 107.5, Path("step-6"), 2_500_000, stalled_s=1.25))
         log.close()
-    return {"summary": record.summary(), "scalars": scalars, "quickest": session.quickest, "shown": shown.getvalue()}
+    return {"summary": record.summary(), "scalars": scalars, "rates": session.rates, "shown": shown.getvalue()}
 
 
 def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
     found = two_ranks.run(_logged, str(tmp_path))[0]
     summary = found["summary"]
-    assert found["quickest"] == pytest.approx((10 / 1.9, 10 / 0.9))  # a rank's clips, without what it waited for them
+    assert found["rates"] == pytest.approx((10 / 1.9, 10 / 0.9))  # a rank's clips, without what it waited for them
     assert summary["samples_per_s_per_gpu"]["windows"] == pytest.approx([20 / 10.5, 20 / 16.5])
     assert summary["samples_per_s"] == pytest.approx(80 / 27)
     assert summary["step_time_s"] == pytest.approx({"median": 4.5, "p95": 5.85})
