@@ -132,8 +132,11 @@ def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
 def _scales(
     num_samples: int, step_s: dict[str, float], nodes: list[int], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Rates and efficiency at each number of nodes, by the law that foretold the published runs best. They are between those
-    of two cases: a step grows by as many seconds as in these runs, or by as large a share."""
+    """Return rates and efficiency at each number of nodes, by the law that predicted the published runs best.
+
+    A step grows by as many seconds as in these runs, by as large a share, or (the middle) by the mean of both. The range of
+    an efficiency covers each of these with each of the step's times.
+    """
     import numpy as np
 
     table = np.loadtxt(PUBLISHED_DIR / f"{GROWS_AS}.csv", delimiter=",", skiprows=1, usecols=(0, 2))
@@ -141,19 +144,18 @@ def _scales(
     published_s, grown_s = (
         PUBLISHED_TABLES[GROWS_AS]["batch_per_gpu"] * each for each in (published.start_s, published.slope_s)
     )
-    by_case: dict[str, list[float]] = {}
-    for case, own_s in step_s.items():
-        share = own_s / published_s
-        slope_s = grown_s * {"low": 1.0, "middle": (1 + share) / 2, "high": share}[case]
-        law = Law(published.shape, own_s / num_samples, slope_s / num_samples)
-        by_case[case] = [law.rate(count) for count in nodes]
     rows = []
-    for count, *found in zip(nodes, *by_case.values(), strict=True):
-        rates, gpus = dict(zip(by_case, found, strict=True)), count * arguments.gpus_per_node
-        efficiency = {case: 100 * rate / by_case[case][0] for case, rate in rates.items()}
+    for count in nodes:
+        rates, efficiency, gpus = dict[str, float](), dict[str, float](), count * arguments.gpus_per_node
+        for case, own_s in step_s.items():
+            share = own_s / published_s
+            for growth, times in (("seconds", 1.0), ("share", share), ("middle", (1 + share) / 2)):
+                law = Law(published.shape, own_s / num_samples, times * grown_s / num_samples)
+                efficiency[f"{case} {growth}"] = 100 * law.rate(count) / law.rate(nodes[0])
+            rates[case] = law.rate(count)
         row: dict[str, Any] = {
-            "nodes": count, "gpus": gpus, "efficiency_percent": efficiency["middle"],
-            "efficiency_percent_range": sorted(efficiency.values())[::2], "samples_per_s_per_gpu": rates,
+            "nodes": count, "gpus": gpus, "efficiency_percent": efficiency["middle middle"],
+            "efficiency_percent_range": [min(efficiency.values()), max(efficiency.values())], "samples_per_s_per_gpu": rates,
             "samples_per_s": gpus * rates["middle"],
         }  # fmt: skip
         if arguments.samples:

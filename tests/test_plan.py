@@ -2,6 +2,7 @@
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,7 @@ def test_a_plan_hangs_together(planned: Callable[..., Any]) -> None:
 
 
 def test_accumulation_and_scale_count_where_they_should(planned: Callable[..., Any], write_run: WriteRun) -> None:
-    slow = "--gpus_per_node 1 --node_gbytes_per_s 0.001 --nodes"
-    plain, many = (planned(f"{slow} 1 64", gradient_accumulation_steps=number) for number in (1, 4))
+    plain, many = (planned("--gpus_per_node 1 --nodes 1 64", gradient_accumulation_steps=number) for number in (1, 4))
     config, lengths = load_preset("micro"), TextLengths.fixed(16)
     done = 4 * 4 * (forward_flops(config, lengths, "model") + backward_flops(config, lengths)) / 1e12
     assert many["tflop"] == pytest.approx(4 * plain["tflop"])
@@ -67,14 +67,24 @@ def test_accumulation_and_scale_count_where_they_should(planned: Callable[..., A
         for case, rate in report["samples_per_s_per_gpu"].items():
             assert rate == pytest.approx(samples / report["step_s"]["step"][case])
             assert report["scales"][0]["samples_per_s_per_gpu"][case] == pytest.approx(rate, rel=0.5)
-    # Gradients are sent once in four passes.
-    sending = [report["scales"][1]["samples_per_s_per_gpu"]["high"] for report in (many, plain)]
-    assert 2 < sending[0] / sending[1] < 4
-    alone, run = planned(f"{slow} 1"), load_run(write_run())
+    alone, run = planned("--gpus_per_node 1 --nodes 1"), load_run(write_run())
     libraries = "context and libraries (assumed)"
     assert plain["memory_gib"][libraries] > alone["memory_gib"][libraries]
     more = plain["memory_gib"]["loss"] - alone["memory_gib"].get("loss", 0.0)
     assert more * GIB == pytest.approx(trace_loss(run, 4, 64).peak_bytes - trace_loss(run, 4, 1).peak_bytes)
+
+
+def test_the_range_of_an_efficiency_covers_each_step_with_each_growth() -> None:
+    one, many = plan._scales(
+        616, {"low": 0.3, "middle": 0.2, "high": 0.1}, [1, 128], Namespace(gpus_per_node=4, samples=None)
+    )
+    ends = one["efficiency_percent_range"]
+    assert ends == [100.0, 100.0]
+    # The published step of 616 samples grows from 0.9848 s to 1.1260 s at 128 nodes, by a + b·√n.
+    low, high = many["efficiency_percent_range"]
+    assert low == pytest.approx(100 * 0.1 / (0.1 + 1.1260 - 0.9848), abs=0.5)  # the fastest step and all of the seconds
+    assert high == pytest.approx(87.5, abs=0.5)  # any step that grows by as large a share
+    assert low < many["efficiency_percent"] < high
 
 
 @pytest.mark.parametrize(
