@@ -150,7 +150,7 @@ def evaluate_checkpoint(
     model = checkpoint.build_for(device, getattr(torch, DTYPES[precision]))
     predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_first else None
     try:
-        evaluation = evaluator.evaluate(model, at_length=True, predictions=predictions)
+        evaluation = evaluator.evaluate(model, predictions)
     except ValueError as error:  # on all ranks alike
         raise UserError(str(error)) from None
     if ranks.is_first:
