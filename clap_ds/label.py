@@ -1,9 +1,7 @@
 """Command: which of given labels fit audio files best, with probabilities, as CSV.
 
-    clap-label CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
-    clap-label CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
-
-INPUTs are those of `clap-embed`, or a table that it wrote. Probabilities are over the labels given, as in zero-shot evaluation.
+clap-label CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
+clap-label CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
 """
 
 from __future__ import annotations
@@ -33,7 +31,11 @@ Cells: TypeAlias = list[str | float]
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    labels = labels_of(arguments)
+    file = arguments.labels_file
+    told = read_bytes(file).decode("utf-8-sig").splitlines() if file else arguments.labels.split(",")
+    labels = [name for each in told if (name := each.strip())]
+    if len(labels) < 2:
+        raise UserError(f"{file or '--labels'}: expected two labels or more, found {', '.join(labels)}")
     top = min(arguments.top, len(labels))
     options.check_output(arguments.output)
     tables = {path: read_table(path) for each in arguments.inputs if (path := Path(each)).suffix == PARQUET}
@@ -55,32 +57,16 @@ def main(argv: list[str] | None = None) -> int:
             yield from labelled(block, clap.probabilities(block.vector, classes), labels, top)
 
     write_csv(arguments.output, rows())
-    return options.left_out(len(names), reasons, arguments.max_left_out)
+    return options.left_out(len(names), reasons)
 
 
 def labelled(block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int) -> Iterator[Cells]:
-    """Make the CSV's rows of a block: the likeliest `top` labels of each by probabilities (rows, labels), none where they are
-    NaN."""
+    """Make the CSV's rows of a block: the likeliest `top` labels of each, none where probabilities are NaN."""
     for file, start_s, end_s, error, likely in zip(*block[:4], probabilities, strict=True):
         cells: Cells = [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error)]
         for n in np.argsort(-likely, kind="stable")[:top]:
             cells += ["", ""] if np.isnan(likely[n]) else [labels[n], round(float(likely[n]), 6)]
         yield cells
-
-
-def labels_of(arguments: argparse.Namespace) -> list[str]:
-    """Read the labels that the options name; a UserError where they can't be."""
-    where, told = "--labels", (arguments.labels or "").split(",")
-    if arguments.labels_file:
-        where = f"--labels_file {arguments.labels_file}"
-        try:
-            told = read_bytes(arguments.labels_file).decode("utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{where} can't be read as UTF-8: {error}") from None
-    labels = [name for each in told if (name := each.strip())]
-    if len(labels) < 2:
-        raise UserError(f"{where}: expected two labels or more, found {', '.join(labels)}")
-    return labels
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

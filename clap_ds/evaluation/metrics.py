@@ -1,15 +1,11 @@
 """Metrics of audio–text retrieval and zero-shot classification, each with its chance level and its uncertainty.
 
-Retrieval: recall at k from audio to text counts a clip as found when any of its captions is among the best k; its mean average
-precision at 10 asks for all of them. From text to audio each caption looks for its one clip. (As on Clotho and AudioCaps in
-arXiv 2211.06687 and DCASE's language-based audio retrieval.)
+Retrieval is as on Clotho and AudioCaps in arXiv 2211.06687 and in DCASE's language-based audio retrieval: from audio to text a
+clip is found when any of its captions is among the best k; mean average precision at 10 asks for all of them. Its loss is of
+each clip with its first caption, in batches whose size no number of ranks changes. Equal captions are positives there.
 
-Its loss is the contrastive loss of each clip with its first caption, in batches whose size no number of ranks changes. Equal
-captions are positives there, whatever they are in training.
-
-Zero-shot: a class is the mean of its captions' embeddings, a clip is of the class nearest to it. A clip of several classes
-counts as right at k when any of them is among the best k. The mean average precision ranks the clips for each class, as on
-AudioSet and FSD50K, and is the mean over the classes that have clips.
+Zero-shot: a class is the mean of its captions' embeddings. A clip of several classes counts as right at k when any of them is
+among the best k. The mean average precision ranks the clips for each class that has clips, as on AudioSet and FSD50K.
 """
 
 from __future__ import annotations
@@ -96,7 +92,7 @@ def evaluate_retrieval(
     audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Tensor, ranks: Ranks
 ) -> dict[str, Measure]:
     """Compute recall and mean average precision in both directions by features, fp32 rows of length 1, and each caption's clip.
-    Every clip has a caption. A collective; the same on every rank."""
+    A collective."""
     clip_N = torch.arange(len(audio_ND), device=audio_ND.device)
     measures: dict[str, Measure] = {}
     for direction, (queries, clip_of_query), (candidates, clip_of_candidate) in (
@@ -117,11 +113,9 @@ def evaluate_retrieval(
 def retrieval_loss(
     kind: str, audio_ND: Tensor, text_ND: Tensor, captions: Sequence[str], scale: Tensor, bias: Tensor | None
 ) -> Measure:
-    """Compute the loss of a `clap.loss.kind`: the mean over the clips, in as few batches of at most `LOSS_BATCH` as possible,
-    of equal sizes to within one.
+    """Compute the loss of a `clap.loss.kind`: the mean over the clips, in as few batches of at most `LOSS_BATCH` as possible.
 
-    Chance is the least that equal similarities of all pairs give: log of the batch for softmax. Features are fp32 rows of
-    length 1, `scale` and `bias`, if any, of shape (1,).
+    Chance is the least that equal similarities of all pairs give. Features are fp32 rows of length 1.
     """
     number_of = {caption: number for number, caption in enumerate(captions)}
     caption_N = torch.tensor([number_of[caption] for caption in captions], device=audio_ND.device)
@@ -142,11 +136,10 @@ def retrieval_loss(
 def evaluate_zero_shot(
     audio_ND: Tensor, classes_KD: Tensor, is_of_class_NK: Tensor, ranks: Ranks
 ) -> dict[str, Measure]:
-    """Compute top-k accuracies and mean average precision of clips and classes, by features, fp32 rows of length 1. Every clip
-    is of one class at least. A collective; the same on every rank.
+    """Compute top-k accuracies and mean average precision by features, fp32 rows of length 1. A collective.
 
-    The mean average precision's interval is as of clips that would tell as much if classes had equal numbers. (In simulations
-    of 2 to 20 clips a class and 10 to 50 classes, of equal and very unequal sizes, it held the true value in 96 to 100 %.)
+    Each class's precision counts as a proportion of its clips in the mean's interval. (In simulations of 2 to 20 clips a class
+    and 10 to 50 classes, of equal and very unequal sizes, it held the true value in 96 to 100 %.)
     """
     relevant = is_of_class_NK.__getitem__
     found, chance = ranking.rank_candidates(audio_ND, classes_KD, relevant, at=TOP, cutoff=1, ranks=ranks)

@@ -30,13 +30,8 @@ def rank_candidates(
     cutoff: int | None = None,
     ranks: Ranks,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `measures` by the products of fp32 features, and their chance levels, (Q, M) each. A collective.
-
-    Args:
-        queries_QD, candidates_CD: all of them, the same on every rank, on one device.
-        relevant: gives of some queries, (their number, C) bool, which candidates are relevant.
-        at, cutoff: as in `measures`.
-    """
+    """Compute `measures` by the products of fp32 features, and their chance levels, (Q, M) each. A collective. `relevant` gives
+    of some queries, (their number, C) bool, which candidates are relevant."""
     found_2QM = torch.zeros(2, len(queries_QD), len(at) + 1, dtype=torch.float64, device=queries_QD.device)
     by_number: dict[int, Tensor] = {}
     for rows, scores in similarity(queries_QD, candidates_CD, ranks):
@@ -104,10 +99,8 @@ def _missed(tied_Q: Tensor, relevant_Q: Tensor, drawn_Q: Tensor, most: int) -> T
 
 
 def similarity(queries_QD: Tensor, candidates_CD: Tensor, ranks: Ranks) -> Iterator[tuple[slice, Tensor]]:
-    """Compute this rank's share of the rows of the similarity matrix, some at a time: which, and their scores in fp32.
-
-    They are summed in fp64, so that equal features have equal scores. How the rows are cut depends on C alone.
-    """
+    """Compute this rank's share of the similarity matrix, some rows at a time: which, and their scores in fp32, summed in fp64,
+    so that equal features have equal scores. How the rows are cut depends on C alone."""
     candidates_DC = candidates_CD.double().T
     num_rows = max(1, SCORES_HELD // max(1, len(candidates_CD)))
     for number, start in enumerate(range(0, len(queries_QD), num_rows)):

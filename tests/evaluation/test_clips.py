@@ -5,23 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from clap_ds.config.model import load_preset
-from clap_ds.data.captions import captions_of
-from clap_ds.evaluation.clips import classes_of, list_clips, load_audio
+from clap_ds.evaluation.clips import list_clips, load_audio
 from tests.data.tars import write_tar
-from tests.evaluation.conftest import WriteClips, clip_members, npy
+from tests.evaluation.conftest import clip_members, npy
 
 AUDIO = load_preset("micro").audio.model_copy(update={"num_samples": 4800})
-
-
-def test_clips_are_listed_in_order_with_what_describes_them(write_clips: WriteClips) -> None:
-    clips, (unusable,) = list_clips(write_clips(2, 1, extra=[("0009.txt", b"a caption")]))
-    assert [(clip.key, captions_of(clip.described), classes_of(clip.described, "kind")) for clip in clips] == [
-        ("0000", ["a hum number 0", "hum again, 0"], ["hum"]),
-        ("0001", ["a click number 1"], ["click"]),
-        ("0002", ["a hiss number 2", "hiss again, 2"], ["hiss"]),
-    ]
-    assert unusable.name.endswith("clips-1.tar: 0009")
-    assert unusable.reason.startswith("no audio (flac, wav, ogg, mp3) among its files")
 
 
 def test_long_audio_and_features_are_cropped_in_their_middle(tmp_path: Path) -> None:

@@ -98,18 +98,9 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--preset demo", "holds model micro, this run has demo"),
-        ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json: expected a file"),
-        ("--tokenizer TOKENIZER", "retrieval.shards: no file matches"),
-    ],
-)
-def test_a_mistake_is_one_message(tmp_path: Path, clip_tokenizer: str, options: str, message: str) -> None:
+def test_a_mistake_is_one_message(tmp_path: Path, clip_tokenizer: str) -> None:
     save_safetensors(ClapModel(load_preset("micro")), checkpoint := tmp_path / "micro.safetensors")
-    given = options.replace("TOKENIZER", clip_tokenizer).split()
-    codes, _, errors = on_ranks(1, checkpoint, "--retrieval", "nowhere-*.tar", *given)
+    codes, _, errors = on_ranks(1, checkpoint, "--retrieval", "nowhere-*.tar", "--tokenizer", clip_tokenizer)
     assert codes == [2], errors
-    assert message in errors
+    assert "retrieval.shards: no file matches" in errors
     assert "Traceback" not in errors

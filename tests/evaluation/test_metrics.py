@@ -107,14 +107,3 @@ def test_the_loss_of_retrieval_is_that_of_batches_that_differ_by_one_clip(
     assert found.value == pytest.approx(np.mean(expected), rel=1e-5)
     margin = 1.96 * np.std(expected) / np.sqrt(10)
     assert (found.low, found.high) == pytest.approx((found.value - margin, found.value + margin), rel=1e-3)
-
-
-def test_the_loss_of_a_constant_model_is_chance() -> None:
-    constant, captions = torch.ones(12, 1), [f"caption {number % 10}" for number in range(12)]
-    softmax = retrieval_loss("softmax", constant, constant, captions, SCALE, None)
-    assert softmax.value == pytest.approx(softmax.chance) == pytest.approx(np.log(12))
-    share = 16 / 144
-    best, worse = (torch.logit(torch.tensor([share])) - SCALE + more for more in (0, 0.5))
-    sigmoid = retrieval_loss("sigmoid", constant, constant, captions, SCALE, best)
-    assert sigmoid.value == pytest.approx(sigmoid.chance)
-    assert retrieval_loss("sigmoid", constant, constant, captions, SCALE, worse).value > sigmoid.chance

@@ -82,6 +82,9 @@ def test_arrays_are_as_files(clap: Clap, tmp_path: Path) -> None:
     assert np.array_equal(
         clap.embed_audio([torch.from_numpy(floats[0]), floats[1].astype(np.float64)], 44100), embedded
     )
+    dicts = [{"path": None, "array": each, "sampling_rate": 44100} for each in floats]  # as `datasets` has them
+    assert np.array_equal(clap.embed_audio(dicts), embedded)
+    assert clap.embed_audio(dicts[0]).shape == (1, clap.dim)
     batch = np.stack([noise(0.4), noise(0.4) / 2])  # (N, 1, T)
     assert np.array_equal(clap.embed_audio(batch, 48000), clap.embed_audio([*batch], 48000))
     assert clap.embed_audio([]).shape == clap.embed_text([]).shape == (0, clap.dim)
@@ -141,6 +144,9 @@ def test_a_model_that_overflows_has_no_vectors(clap: Clap) -> None:
         (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: can't be read"),
         (lambda c: c.embed_audio([noise(1)]), "sample_rate"),
         (lambda c: c.embed_audio(noise(1).T, 48000), "(48000, 1)"),
+        (lambda c: c.embed_audio([(noise(1)[0], 48000)]), "audio[0]: expected a path, samples"),
+        (lambda c: c.embed_audio({"samples": noise(1)}), "found NoneType"),
+        (lambda c: c.embed_audio(["gone.wav"], 48000), "sample_rate: expected for arrays alone"),
         (lambda c: c.embed_audio(noise(1, channels=9), 48000), "at most 8 channels"),
         (lambda c: c.embed_audio(noise(1).astype(int), 48000), "int64"),
         (lambda c: c.embed_audio([noise(1) * np.nan], 48000), "audio[0]: audio holds NaN"),

@@ -47,15 +47,6 @@ def test_the_mlp_agrees_with_the_eager_form_on_a_gpu(dtype: torch.dtype, case: t
     assert largest_error(triton_mlp, eager_mlp, draw_mlp(*case), dtype, "cuda") < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(
-    ("dim", "hidden", "expected"),
-    [(96, 384, True), (256, 1024, True), (384, 1536, False), (112, 448, False), (96, 400, False), (16, 64, False)],
-)
-def test_which_widths_have_kernels(dim: int, hidden: int, expected: bool) -> None:
-    """Two powers of two from 16 on make 96, not 112; below 32 there aren't two."""
-    assert supports(dim, hidden) == expected
-
-
 def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
     mlp = Mlp(96, 4).bfloat16()
     totals = {}
