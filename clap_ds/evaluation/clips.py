@@ -92,7 +92,6 @@ class Plan:
     clips: list[int]
     captions: list[list[str]]
     classes: list[list[int]] | None = None
-    names: tuple[str, ...] = ()
 
 
 def plan_retrieval(clips: dict[int, Clip]) -> tuple[Plan, list[Broken]]:
@@ -116,7 +115,7 @@ def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[
     captions = class_captions(classes, settings.templates)
     index = {name: number for number, name in enumerate(classes)}
     of_each = [[index[name] for name in names] for names in found.values()]
-    return Plan(list(found), captions, of_each, (*classes,)), broken
+    return Plan(list(found), captions, of_each), broken
 
 
 def _read(
