@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     tables = {path: read_table(path) for each in arguments.inputs if (path := Path(each)).suffix == PARQUET}
     sources = find_sources([each for each in arguments.inputs if Path(each).suffix != PARQUET])
     clap = options.load_model(arguments.checkpoint, arguments)  # which loads torch
-    for path, (about, *_) in tables.items():
+    for path, (about, _) in tables.items():
         options.check_made_by(path, about, clap)
     embedded = blocks_of(options.embedded(clap, sources, arguments), clap.dim, _BLOCK)
     names: set[str] = set()
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         columns = (f"{what}_{n}" for n in range(1, top + 1) for what in ("label", "probability"))
         yield ["file", "start_s", "end_s", "error", *columns]
         classes = clap.class_embeddings(labels, arguments.template)
-        for block in chain(*(blocks for *_, blocks in tables.values()), embedded):
+        for block in chain(*(blocks for _, blocks in tables.values()), embedded):
             names.update(block.file)
             reasons.extend(block.left_out)
             yield from labelled(block, clap.probabilities(block.vector, classes), labels, top)

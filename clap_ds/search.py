@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     if bool((arguments.query or "").strip()) == bool(arguments.sound):
         raise UserError("expected a text to look for, or --sound FILE")
     options.check_output(arguments.output)
-    about, num_rows, blocks = read_table(arguments.table)
+    about, blocks = read_table(arguments.table)
     for name in ("tokenizer", "preset"):
         setattr(arguments, name, getattr(arguments, name) or getattr(about, name))
     clap = options.load_model(arguments.model or about.model, arguments)  # which loads torch
@@ -31,11 +31,10 @@ def main(argv: list[str] | None = None) -> None:
     which: Any = "middle" if about.windows == "middle" else "mean"
     sound = arguments.sound
     query = clap.embed_audio(sound, windows=which) if sound else clap.embed_text(arguments.query)
-    found = nearest(blocks, query[0], arguments.top)
-    if not found:
-        raise UserError(f"{arguments.table}: none of {num_rows} rows has a vector")
-    rows = ([file, round(start_s, 3), round(end_s, 3), round(score, 6)] for score, file, start_s, end_s in found)
-    write_csv(arguments.output, [["file", "start_s", "end_s", "score"], *rows])
+    rows: list[Any] = [["file", "start_s", "end_s", "score"]]
+    for score, file, start_s, end_s in nearest(blocks, query[0], arguments.top):
+        rows.append([file, round(start_s, 3), round(end_s, 3), round(score, 6)])
+    write_csv(arguments.output, rows)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -144,11 +144,11 @@ class Clap:
 
     def embed_text(self, texts: str | Sequence[str], *, batch_size: int = 32) -> Array:
         """Embed texts: (n, dim) float32, rows of length 1. A ValueError for a blank one, and without a tokenizer."""
-        is_alone = isinstance(texts, str)
-        each = [texts] if is_alone else list(texts)
+        each = [texts] if isinstance(texts, str) else [*texts]
         if not all(map(str.strip, each)):
             raise ValueError(f"expected texts, found a blank one: {each}")
-        return embed_text(self.model, each, self.tokenizer, self.text_tokens, batch_size, not is_alone).cpu().numpy()
+        fill = not isinstance(texts, str)
+        return embed_text(self.model, each, self.tokenizer, self.text_tokens, batch_size, fill).cpu().numpy()
 
     def class_embeddings(self, labels: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Array:
         """Embed labels as zero-shot evaluation does: (len(labels), dim) float32, rows of length 1.

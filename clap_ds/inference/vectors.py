@@ -100,9 +100,9 @@ def write_table(file: BinaryIO, about: About, blocks: Iterable[Block]) -> tuple[
     return num_rows, left_out
 
 
-def read_table(path: Path) -> tuple[About, int, Iterator[Block]]:
-    """Read what made a table, its number of rows, and the rows in blocks, of which one or two are in memory at a time. A
-    ValueError where it isn't such a table."""
+def read_table(path: Path) -> tuple[About, Iterator[Block]]:
+    """Read what made a table, and its rows in blocks, of which one or two are in memory at a time. A ValueError where it isn't
+    such a table."""
     check_suffix(path)
     import pyarrow
     import pyarrow.parquet
@@ -112,7 +112,7 @@ def read_table(path: Path) -> tuple[About, int, Iterator[Block]]:
         about = TypeAdapter(About).validate_json((table.schema_arrow.metadata or {}).get(METADATA, b""))
     except (OSError, ValueError) as error:  # pyarrow's are these, too
         raise ValueError(f"{path}: expected a table of clap-embed: {error}") from None
-    return about, table.metadata.num_rows, _read_blocks(table, about.dim)
+    return about, _read_blocks(table, about.dim)
 
 
 def _read_blocks(table: Any, dim: int) -> Iterator[Block]:

@@ -187,7 +187,7 @@ def pretrained(config: TextConfig) -> PreTrainedModel:
 
     model: PreTrainedModel = load_by_name(config.hub_name, load, field=FIELD, what="weights")
     found = model.config
-    sizes = [("architecture", found.model_type, config.architecture)]
+    sizes: list[Any] = [("architecture", found.model_type, config.architecture)]
     sizes += [(ours, getattr(found, theirs, None), getattr(config, ours)) for ours, theirs in _SIZES.items()]
     fixed = {"type_vocab_size": 2 if config.architecture == "bert" else 1, "hidden_act": "gelu"}
     sizes += [(name, getattr(found, name, None), value) for name, value in fixed.items()]

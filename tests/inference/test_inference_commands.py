@@ -42,7 +42,7 @@ def here(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def table(path: str) -> Block:
-    return joined(list(read_table(Path(path))[2]))
+    return joined(list(read_table(Path(path))[1]))
 
 
 def test_a_table_has_the_models_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
