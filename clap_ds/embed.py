@@ -33,8 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     options.check_output(arguments.output)
     sources = find_sources(arguments.inputs)
     clap = options.load_model(arguments.checkpoint, arguments)  # which loads torch
-    number, unit = (None, "window") if arguments.windows == "each" else (len(sources), "file")
-    rows = tqdm(options.embedded(clap, sources, arguments), total=number, unit=unit, disable=None)
+    rows = tqdm(options.embedded(clap, sources, arguments), unit="row", disable=None)
     source = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source
     given = {name: getattr(arguments, name) for name in ("windows", "overlap", "precision", "tokenizer", "preset")}
     about = About(source, clap.fingerprint, clap.dim, **given, version=VERSION)

@@ -91,8 +91,7 @@ def main(ranks: Ranks) -> None:
 
 
 def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) -> EvaluationSettings:
-    """Take `clap.evaluation` of the configuration, if there is one, with the command line's changes; a UserError for nothing to
-    evaluate, and values that can't be."""
+    """Take `clap.evaluation` of the configuration, if there is one, with the command line's changes."""
 
     def given(**options: str) -> dict[str, Any]:
         return {field: value for field, name in options.items() if (value := getattr(arguments, name)) is not None}

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +18,12 @@ from numpy.typing import NDArray
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import MISTAKES, UserError, run_alone
 from clap_ds.config.files import read_bytes
-from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.inference import options
 from clap_ds.inference.files import find_sources
 from clap_ds.inference.vectors import PARQUET, Block, blocks_of, read_table
 from clap_ds.record.csv_text import write_csv
 
 _BLOCK = 64  # rows that are labelled at a time
-Cells: TypeAlias = list[str | float]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,13 +41,13 @@ def main(argv: list[str] | None = None) -> int:
     for path, (about, _) in tables.items():
         options.check_made_by(path, about, clap)
     embedded = blocks_of(options.embedded(clap, sources, arguments), clap.dim, _BLOCK)
-    names: set[str] = set()
-    reasons: list[tuple[str, str]] = []
+    names, reasons = set[str](), list[tuple[str, str]]()
+    templates = {"templates": arguments.template} if arguments.template else {}
 
-    def rows() -> Iterator[Cells]:
+    def rows() -> Iterator[list[str | float]]:
         columns = (f"{what}_{n}" for n in range(1, top + 1) for what in ("label", "probability"))
         yield ["file", "start_s", "end_s", "error", *columns]
-        classes = clap.class_embeddings(labels, arguments.template)
+        classes = clap.class_embeddings(labels, **templates)
         for block in chain(*(blocks for _, blocks in tables.values()), embedded):
             names.update(block.file)
             reasons.extend(block.left_out)
@@ -60,10 +57,12 @@ def main(argv: list[str] | None = None) -> int:
     return options.left_out(len(names), reasons)
 
 
-def labelled(block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int) -> Iterator[Cells]:
+def labelled(
+    block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int
+) -> Iterator[list[str | float]]:
     """Make the CSV's rows of a block: the likeliest `top` labels of each, none where probabilities are NaN."""
     for file, start_s, end_s, error, likely in zip(*block[:4], probabilities, strict=True):
-        cells: Cells = [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error)]
+        cells: list[str | float] = [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error)]
         for n in np.argsort(-likely, kind="stable")[:top]:
             cells += ["", ""] if np.isnan(likely[n]) else [labels[n], round(float(likely[n]), 6)]
         yield cells
@@ -80,9 +79,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--top", type=whole_number(), default=3, metavar="N", help="labels of each row (default 3)")
     add("--output", type=Path, metavar="FILE", help="the CSV (default: standard output)")
     options.add_model_options(parser)
-    arguments = parser.parse_intermixed_args(argv)
-    arguments.template = arguments.template or ZeroShotSettings.model_fields["templates"].default
-    return arguments
+    return parser.parse_intermixed_args(argv)
 
 
 command = partial(run_alone, main, MISTAKES)

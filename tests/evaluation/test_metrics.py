@@ -25,7 +25,7 @@ def zero_shot(audio: torch.Tensor, classes: torch.Tensor, labels: torch.Tensor) 
 
 @pytest.mark.parametrize(
     ("proportion", "number", "low", "high"),
-    [(0.5, 100, 0.4038, 0.5962), (81 / 263, 263, 0.2553, 0.3662), (1.0, 10, 0.7225, 1.0), (0.0, 10, 0.0, 0.2775)],
+    [(81 / 263, 263, 0.2553, 0.3662), (1.0, 10, 0.7225, 1.0), (0.0, 10, 0.0, 0.2775)],
 )
 def test_wilson(proportion: float, number: int, low: float, high: float) -> None:
     """81 of 263 is Newcombe's example (Statistics in Medicine 17, 1998)."""

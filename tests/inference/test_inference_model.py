@@ -122,12 +122,6 @@ def test_the_examples_of_docstring_and_docs(
     assert "load" in dir(clap_ds)
 
 
-def test_a_model_that_overflows_has_no_vectors(clap: Clap) -> None:
-    torch.nn.init.constant_(clap.model.audio_projection.linear2.weight, float("inf"))
-    with pytest.raises(ValueError, match="audio: its embedding is NaN or infinite"):
-        clap.embed_audio(noise(1.5), 48000)
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [

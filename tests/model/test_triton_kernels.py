@@ -22,11 +22,9 @@ from triton.compiler import ASTSource
 
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.model import mlp_triton, window_attention_triton
-from clap_ds.model.clap import ClapModel
 from clap_ds.model.mlp_triton import supports, triton_mlp
 from clap_ds.model.swin import Mlp
 from clap_ds.model.triton_common import Launch
-from clap_ds.native.convert import NativeSwinBlock
 from tests.model import kernel_cases
 from tests.model.kernel_cases import CASES, MLP_CASES, TOLERANCE, draw_mlp, eager_mlp, largest_error
 
@@ -66,16 +64,6 @@ def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
     # Six products, and the first linear's once more for the backward pass.
     product = 2 * 128 * 96 * 384
     assert totals == {"torch": 6 * product, "triton": 7 * product}
-
-
-@pytest.mark.parametrize("mlp", ["torch", "triton"])
-def test_the_model_takes_it_where_asked_and_fitting(mlp: Any) -> None:
-    with torch.device("meta"):
-        model = ClapModel(load_preset("htsat_tiny_roberta_base"), attention="matmul", mlp=mlp)
-    narrow = mlp == "triton"
-    assert [block.mlp.kernel == "triton" for block in model.audio.blocks()] == [narrow] * 4 + [False] * 8
-    # CPU kernels, where they run, leave such a block alone.
-    assert NativeSwinBlock.fits(model.audio.blocks()[0]) == (not narrow)
 
 
 def kernels_of(audio: AudioConfig) -> Iterator[tuple[Any, str, Any, Launch]]:
