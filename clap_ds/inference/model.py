@@ -49,11 +49,8 @@ class Clap:
     Batches are filled up to `batch_size`: the same input gives the same bits, whatever is embedded beside it, and evaluation in
     float32 gives them, too. What is given alone, not in a list, isn't filled up, and may be rounded otherwise.
 
-    Attributes:
-        fingerprint: of the weights; embeddings can be compared where it is equal.
-        sample_rate, clip_s: of a window, Hz and s.
-        dim: of embeddings.
-        text_tokens: longest text; longer ones are cut.
+    `sample_rate` and `clip_s` are a window's, in Hz and s; `dim` is of embeddings, which can be compared where `fingerprint` is
+    equal. Texts are cut after `text_tokens`.
     """
 
     def __init__(self, weights: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: str | None) -> None:
@@ -88,8 +85,6 @@ class Clap:
             batch_size: windows at a time.
             num_workers: processes that decode files (0: none).
         """
-        if windows == "each":
-            raise ValueError("windows: expected mean or middle, a row for each sound; iter_windows gives each")
         is_alone = isinstance(audio, Source | Mapping) or getattr(audio, "ndim", 3) < 3
         items: Any = audio
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}

@@ -1,7 +1,4 @@
-"""Audio of any length in windows of the model's length, read on from its start: hours take no more memory than a minute.
-
-What is at most a window long is read as in evaluation. A longer file is one process's; processes take turns with files.
-"""
+"""Audio of any length in windows of the model's length, read on from its start: hours take no more memory than a minute."""
 
 from __future__ import annotations
 
@@ -147,8 +144,7 @@ def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
 
 
 def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
-    """Cut the blocks in windows, and say where they start: every `hop` samples, and one that ends with the last sample. What is
-    shorter than a window is repeated."""
+    """Cut the blocks in windows, repeated where shorter, and say where they start: every `hop` samples, the last at the end."""
     held, at, following = torch.empty(0), 0, 0  # `at`: where what is held starts
     for block in blocks:
         held = torch.cat([held, block])
