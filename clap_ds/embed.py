@@ -1,9 +1,6 @@
-"""Command: vectors of audio files, one for each file or window, as a table.
+"""Command: vectors of audio files, one for each file or window, as a table that is there once it is whole.
 
-    clap-embed CHECKPOINT sounds/ list.csv 'shards/*.tar' --output vectors.parquet
-
-CHECKPOINT is whatever `clap_ds.load` takes. A file that can't be used is a row without a vector, with the reason. The table is
-there once it is whole.
+clap-embed CHECKPOINT sounds/ list.csv 'shards/*.tar' --output vectors.parquet
 """
 
 from __future__ import annotations
@@ -32,19 +29,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    check_suffix(arguments.output, "--output")
+    check_suffix(arguments.output)
     options.check_output(arguments.output)
     sources = find_sources(arguments.inputs)
     clap = options.load_model(arguments.checkpoint, arguments)  # which loads torch
-    number, unit = (None, "window") if arguments.windows == "each" else (len(sources), "file")
-    rows = tqdm(options.embedded(clap, sources, arguments), total=number, unit=unit, disable=None)
+    rows = tqdm(options.embedded(clap, sources, arguments), unit="row", disable=None)
     source = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source
     given = {name: getattr(arguments, name) for name in ("windows", "overlap", "precision", "tokenizer", "preset")}
     about = About(source, clap.fingerprint, clap.dim, **given, version=VERSION)
     with replacing(arguments.output) as file:
         num_rows, left_out = write_table(file, about, blocks_of(rows, clap.dim))
     print(f"{arguments.output}: {num_rows:,} rows of {len(sources):,} files")
-    return options.left_out(len(sources), left_out, arguments.max_left_out)
+    return options.left_out(len(sources), left_out)
 
 
 command = partial(run_alone, main, MISTAKES)

@@ -1,10 +1,7 @@
 """Command: audio–text retrieval and zero-shot classification of a checkpoint.
 
-    python clap_ds/evaluate.py CHECKPOINT --retrieval 'held_out/*.tar' --zero_shot 'held_out/*.tar'
-    deepspeed clap_ds/evaluate.py CHECKPOINT --deepspeed_config my_run.json
-
-CHECKPOINT is whatever `clap_ds.load` takes. What is evaluated stands in the configuration's
-`clap.evaluation` or on the command line, which counts more. Runs under deepspeed, torchrun and, as one rank, under python.
+python clap_ds/evaluate.py CHECKPOINT --retrieval 'held_out/*.tar' --zero_shot 'held_out/*.tar'
+deepspeed clap_ds/evaluate.py CHECKPOINT --deepspeed_config my_run.json
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from pydantic import ValidationError
 
 from clap_ds.config import batch_sizes
 from clap_ds.config.arguments import whole_number
+from clap_ds.config.check import explain
 from clap_ds.config.errors import INTERRUPTED, UserError
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
@@ -49,8 +47,6 @@ if TYPE_CHECKING:
 
 MICRO_BATCH = 32
 NUM_BROKEN_SHOWN = 5
-TITLES = {"retrieval": "retrieval", "zero_shot": "zero-shot classification"}
-MEASURES = {"r1": "R@1", "r5": "R@5", "r10": "R@10", "map10": "mAP@10", "map": "mean average precision"}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -67,8 +63,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--micro_batch", help=f"clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
     add("--num_workers", type=whole_number(0), metavar="N", help="decoding processes per rank (default: 0)")
     add("--json", help="write the results there, too", type=Path, metavar="FILE")
-    more = "write there, as JSON, each clip's ranks and scores and, of zero-shot, each class's results and the confusion matrix"
-    add("--predictions", help=more, type=Path, metavar="FILE")
     more = "instead of a CHECKPOINT: what --json wrote for each fold; prints the mean and standard deviation of each metric"
     add("--folds", help=more, type=Path, nargs="+", metavar="FILE")
     more = "run with clap.evaluation: JSON, or a packaged one's name"
@@ -85,8 +79,7 @@ def main(ranks: Ranks) -> None:
         raise UserError("expected a CHECKPOINT, or --folds FILE …")
     run = load_run(arguments.deepspeed_config) if arguments.deepspeed_config else None
     settings = evaluation_settings(arguments, run)
-    for name in ("json", "predictions"):
-        options.check_output(getattr(arguments, name), f"--{name}")
+    options.check_output(arguments.json, "--json")
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
     try:
@@ -98,8 +91,7 @@ def main(ranks: Ranks) -> None:
 
 
 def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) -> EvaluationSettings:
-    """Take `clap.evaluation` of the configuration, if there is one, with the command line's changes; a UserError for nothing to
-    evaluate, and values that can't be."""
+    """Take `clap.evaluation` of the configuration, if there is one, with the command line's changes."""
 
     def given(**options: str) -> dict[str, Any]:
         return {field: value for field, name in options.items() if (value := getattr(arguments, name)) is not None}
@@ -117,8 +109,9 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
     try:
         return EvaluationSettings.model_validate(content)
     except ValidationError as error:
-        problems = (f"clap.evaluation.{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise UserError("\n".join(problems)) from None
+        raise UserError(
+            "\n".join(f"clap.evaluation.{explain(each, EvaluationSettings)}" for each in error.errors())
+        ) from None
 
 
 def evaluate_checkpoint(
@@ -148,31 +141,25 @@ def evaluate_checkpoint(
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
     model = checkpoint.build_for(device, getattr(torch, DTYPES[precision]))
-    predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_first else None
     try:
-        evaluation = evaluator.evaluate(model, at_length=True, predictions=predictions)
+        evaluation = evaluator.evaluate(model)
     except ValueError as error:  # on all ranks alike
         raise UserError(str(error)) from None
     if ranks.is_first:
         where = {"checkpoint": checkpoint.path, "model": checkpoint.config.name, "world_size": ranks.world_size}
         where |= {"device_name": device_name(device), "precision": precision, "text_tokens": evaluator.text_tokens}
-        title = "{checkpoint}: {model} on {world_size} × {device_name}, {precision}, {text_tokens} text tokens"
-        print_evaluation(evaluation, title.format_map({**where, "checkpoint": checkpoint.shown}))
-        for path, content in ((arguments.json, evaluation.to_dict()), (arguments.predictions, predictions)):
-            if path is not None:
-                write_atomically(path, json.dumps({**where, **(content or {})}, indent=1) + "\n")
+        title = "{model} on {world_size} × {device_name}, {precision}, {text_tokens} text tokens".format_map(where)
+        print_evaluation(evaluation, f"{checkpoint.shown}: {title}")
+        if arguments.json:
+            write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
 
 
 def print_folds(paths: list[Path]) -> None:
     """Print each metric's mean, standard deviation and values over folds; a UserError where results aren't such."""
-    results = [read_object(path) for path in paths]
-    found: list[Any] = [result.get("metrics") for result in results]
-    for path, result, metrics in zip(paths, results, found, strict=True):
-        is_known = isinstance(metrics, dict) and metrics.keys() == found[0].keys()
-        if not is_known or len(paths) < 2 or results.count(result) > 1:
-            raise UserError(
-                f"{path}: expected what --json wrote of two or more folds, each once, with the same metrics"
-            )
+    found: list[Any] = [read_object(path).get("metrics", {}) for path in paths]
+    for path, metrics in zip(paths, found, strict=True):
+        if not metrics or metrics.keys() != found[0].keys() or len(paths) < 2:
+            raise UserError(f"{path}: expected what --json wrote of two or more folds, with the same metrics")
     for name in found[0]:
         values = [(1 if name == LOSS else 100) * metrics[name] for metrics in found]
         each = ", ".join(f"{value:.2f}" for value in values)
@@ -191,14 +178,11 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
     for task, result in evaluation.tasks.items():
         counts = ", ".join(f"{count:,} {what}" for what, count in result.counts.items())
         table.add_section()
-        table.add_row(f"{TITLES[task]} ({counts})", style="bold")
+        table.add_row(f"{task} ({counts})", style="bold")
         for name, measure in result.measures.items():
             factor, digits, unit = (1, 4, "") if name == LOSS else (100, 2, " %")
             value, chance, low, high = (f"{factor * each:.{digits}f}" for each in astuple(measure))
-            # `retrieval_audio_to_text_r1` is audio to text R@1, `zero_shot_top5` top-5.
-            *words, kind = name.removeprefix(f"{task}_").split("_")
-            shown = " ".join([*words, MEASURES.get(kind) or kind.replace("top", "top-")])
-            table.add_row(f"  {shown}", value + unit, f"[{low}, {high}]", chance + unit)
+            table.add_row(f"  {name}", value + unit, f"[{low}, {high}]", chance + unit)
     examples = "; ".join(map(str, evaluation.broken[:NUM_BROKEN_SHOWN]))
     show(title, table, *[f"{len(evaluation.broken)} broken and left out, the first: {examples}"] * bool(examples))
 

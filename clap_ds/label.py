@@ -1,9 +1,7 @@
 """Command: which of given labels fit audio files best, with probabilities, as CSV.
 
-    clap-label CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
-    clap-label CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
-
-INPUTs are those of `clap-embed`, or a table that it wrote. Probabilities are over the labels given, as in zero-shot evaluation.
+clap-label CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
+clap-label CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,66 +18,54 @@ from numpy.typing import NDArray
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import MISTAKES, UserError, run_alone
 from clap_ds.config.files import read_bytes
-from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.inference import options
 from clap_ds.inference.files import find_sources
 from clap_ds.inference.vectors import PARQUET, Block, blocks_of, read_table
 from clap_ds.record.csv_text import write_csv
 
 _BLOCK = 64  # rows that are labelled at a time
-Cells: TypeAlias = list[str | float]
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    labels = labels_of(arguments)
+    file = arguments.labels_file
+    told = read_bytes(file).decode("utf-8-sig").splitlines() if file else arguments.labels.split(",")
+    labels = [name for each in told if (name := each.strip())]
+    if len(labels) < 2:
+        raise UserError(f"{file or '--labels'}: expected two labels or more, found {', '.join(labels)}")
     top = min(arguments.top, len(labels))
     options.check_output(arguments.output)
     tables = {path: read_table(path) for each in arguments.inputs if (path := Path(each)).suffix == PARQUET}
     sources = find_sources([each for each in arguments.inputs if Path(each).suffix != PARQUET])
     clap = options.load_model(arguments.checkpoint, arguments)  # which loads torch
-    for path, (about, *_) in tables.items():
+    for path, (about, _) in tables.items():
         options.check_made_by(path, about, clap)
     embedded = blocks_of(options.embedded(clap, sources, arguments), clap.dim, _BLOCK)
-    names: set[str] = set()
-    reasons: list[tuple[str, str]] = []
+    names, reasons = set[str](), list[tuple[str, str]]()
+    templates = {"templates": arguments.template} if arguments.template else {}
 
-    def rows() -> Iterator[Cells]:
+    def rows() -> Iterator[list[str | float]]:
         columns = (f"{what}_{n}" for n in range(1, top + 1) for what in ("label", "probability"))
         yield ["file", "start_s", "end_s", "error", *columns]
-        classes = clap.class_embeddings(labels, arguments.template)
-        for block in chain(*(blocks for *_, blocks in tables.values()), embedded):
+        classes = clap.class_embeddings(labels, **templates)
+        for block in chain(*(blocks for _, blocks in tables.values()), embedded):
             names.update(block.file)
             reasons.extend(block.left_out)
             yield from labelled(block, clap.probabilities(block.vector, classes), labels, top)
 
     write_csv(arguments.output, rows())
-    return options.left_out(len(names), reasons, arguments.max_left_out)
+    return options.left_out(len(names), reasons)
 
 
-def labelled(block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int) -> Iterator[Cells]:
-    """Make the CSV's rows of a block: the likeliest `top` labels of each by probabilities (rows, labels), none where they are
-    NaN."""
+def labelled(
+    block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int
+) -> Iterator[list[str | float]]:
+    """Make the CSV's rows of a block: the likeliest `top` labels of each, none where probabilities are NaN."""
     for file, start_s, end_s, error, likely in zip(*block[:4], probabilities, strict=True):
-        cells: Cells = [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error)]
+        cells: list[str | float] = [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error)]
         for n in np.argsort(-likely, kind="stable")[:top]:
             cells += ["", ""] if np.isnan(likely[n]) else [labels[n], round(float(likely[n]), 6)]
         yield cells
-
-
-def labels_of(arguments: argparse.Namespace) -> list[str]:
-    """Read the labels that the options name; a UserError where they can't be."""
-    where, told = "--labels", (arguments.labels or "").split(",")
-    if arguments.labels_file:
-        where = f"--labels_file {arguments.labels_file}"
-        try:
-            told = read_bytes(arguments.labels_file).decode("utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{where} can't be read as UTF-8: {error}") from None
-    labels = [name for each in told if (name := each.strip())]
-    if len(labels) < 2:
-        raise UserError(f"{where}: expected two labels or more, found {', '.join(labels)}")
-    return labels
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -94,9 +79,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--top", type=whole_number(), default=3, metavar="N", help="labels of each row (default 3)")
     add("--output", type=Path, metavar="FILE", help="the CSV (default: standard output)")
     options.add_model_options(parser)
-    arguments = parser.parse_intermixed_args(argv)
-    arguments.template = arguments.template or ZeroShotSettings.model_fields["templates"].default
-    return arguments
+    return parser.parse_intermixed_args(argv)
 
 
 command = partial(run_alone, main, MISTAKES)

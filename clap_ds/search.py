@@ -1,9 +1,7 @@
 """Command: which rows of a table of vectors are nearest to a text or a sound.
 
-    clap-search vectors.parquet "a dog barks far away"
-    clap-search vectors.parquet --sound bark.wav --top 20 --output found.csv
-
-The table is `clap-embed`'s, and the model the one it names. Every row is compared; a table may be larger than the memory.
+clap-search vectors.parquet "a dog barks far away"
+clap-search vectors.parquet --sound bark.wav --top 20 --output found.csv
 """
 
 from __future__ import annotations
@@ -17,32 +15,26 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import MISTAKES, UserError, run_alone
 from clap_ds.inference import options
 from clap_ds.inference.vectors import nearest, read_table
-from clap_ds.record.csv_text import printable, write_csv
+from clap_ds.record.csv_text import write_csv
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     if bool((arguments.query or "").strip()) == bool(arguments.sound):
         raise UserError("expected a text to look for, or --sound FILE")
-    if arguments.sound and not Path(arguments.sound).is_file():
-        raise UserError(f"--sound {arguments.sound}: no such file")
     options.check_output(arguments.output)
-    about, num_rows, blocks = read_table(arguments.table)
-    clap = options.load_model_of(arguments.table, about, arguments)  # which loads torch
-    if arguments.sound:
-        query = clap.embed_audio(arguments.sound, windows="middle" if about.windows == "middle" else "mean")
-    else:
-        query = clap.embed_text(arguments.query)
-    found = nearest(blocks, query[0], arguments.top)
-    if not found:
-        raise UserError(f"{arguments.table}: none of {num_rows} rows has a vector")
-    if arguments.output:
-        rows: Any = (
-            [file, round(start_s, 3), round(end_s, 3), round(score, 6)] for score, file, start_s, end_s in found
-        )
-        return write_csv(arguments.output, [["file", "start_s", "end_s", "score"], *rows])
-    for score, file, start_s, end_s in found:
-        print(f"{score:7.4f}  {start_s:9.2f} – {end_s:.2f} s  {printable(file)}")
+    about, blocks = read_table(arguments.table)
+    for name in ("tokenizer", "preset"):
+        setattr(arguments, name, getattr(arguments, name) or getattr(about, name))
+    clap = options.load_model(arguments.model or about.model, arguments)  # which loads torch
+    options.check_made_by(arguments.table, about, clap)
+    which: Any = "middle" if about.windows == "middle" else "mean"
+    sound = arguments.sound
+    query = clap.embed_audio(sound, windows=which) if sound else clap.embed_text(arguments.query)
+    rows: list[Any] = [["file", "start_s", "end_s", "score"]]
+    for score, file, start_s, end_s in nearest(blocks, query[0], arguments.top):
+        rows.append([file, round(start_s, 3), round(end_s, 3), round(score, 6)])
+    write_csv(arguments.output, rows)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -52,7 +44,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("query", nargs="?", metavar="TEXT", help="what to look for")
     add("--sound", metavar="FILE", help="instead of a text: an audio file")
     add("--top", type=whole_number(1, 10**6), default=10, metavar="N", help="rows (default 10)")
-    add("--output", type=Path, metavar="FILE", help="write them there, as CSV")
+    add("--output", type=Path, metavar="FILE", help="the CSV (default: standard output)")
     add("--model", metavar="CHECKPOINT", help="where the table's model is now (default: where it was)")
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)

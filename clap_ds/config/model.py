@@ -163,7 +163,7 @@ class TextConfig(Sizes):
 
     @property
     def ends_with_first_token(self) -> bool:
-        """Whether the last layer computes each caption's first token alone past its keys and values, the others being pooled by
+        """Whether the last layer computes each caption's first token alone past its attention, the others being pooled by
         nothing."""
         return self.pooling == "cls_pooler"
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from clap_ds.config.files import parse_json
@@ -24,16 +23,6 @@ def in_words(name: str) -> str:
 def names_in_cell(cell: str) -> list[str]:
     """Split the names that commas, semicolons or bars separate."""
     return [name for part in re.split(r"[,;|]", cell) if (name := part.strip())]
-
-
-def joined_names(cells: Iterable[str]) -> str | None:
-    """Find a cell that holds several names, where that is so of half of those with separators: each is known from other cells,
-    too, or they stand without spaces, as in `Bark,Dog`."""
-    names = {cell: {*names_in_cell(cell)} for cell in cells}
-    known = Counter(name for each in names.values() for name in each if re.search(r"[^\W\d]", name))
-    least = {cell: 2 if re.search(r"[,;|]\s", cell) else 1 for cell in names}
-    several = {cell: all(known[name] >= least[cell] for name in each) for cell, each in names.items() if len(each) > 1}
-    return max(several, key=several.__getitem__) if several and 2 * sum(several.values()) >= len(several) else None
 
 
 def captions_of(members: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,6 @@
 """The clips of evaluation shards: what is said of each and where its audio lies, which a task can use, later the audio itself.
 
-Tars are gone through once without reading audio, so that captions and classes can be checked before any work is done. Audio and
-features longer than the model's clips are cropped in their middle, or with feature fusion heard whole.
+Audio and features longer than the model's clips are cropped in their middle, or with feature fusion heard whole.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from clap_ds.config.errors import did_you_mean
 from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.sections import ZeroShotSettings
@@ -60,10 +60,10 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
     for shard in shards:
         for item in list_items(shard, report):
             try:
-                texts = [extension for extension in CAPTION_FORMATS if extension in item]
-                if any(item[extension].size > MOST_BYTES for extension in texts):
+                texts = {extension: item[extension] for extension in CAPTION_FORMATS if extension in item}
+                if any(place.size > MOST_BYTES for place in texts.values()):
                     raise BrokenItemError(f"its text has more than {MOST_BYTES:,} bytes")
-                described = {extension: bytes(item[extension].read(item["__file__"])) for extension in texts}
+                described = {extension: bytes(place.read(item["__file__"])) for extension, place in texts.items()}
                 clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
             except (BrokenItemError, *DAMAGE) as error:
                 report(f"{shard}: {item['__key__']}", words(error))
@@ -79,53 +79,47 @@ def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
     value = content.get(field) if isinstance(content, dict) else None
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name.strip() for name in names):
-        found = f"{value!r}; there are {', '.join(content)}" if isinstance(content, dict) else "no object"
+        found = f"{value!r} among {', '.join(content) if isinstance(content, dict) else 'no fields'}"
         raise BrokenItemError(f"{field} in its json: expected a class name or a list of them, found {found}")
     return list(dict.fromkeys(name.strip() for name in names))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a task uses: numbers of clips among all, and the captions of each clip. For zero-shot the captions are of classes,
-    and each clip's classes have numbers, and names."""
+    """What a task uses: numbers of clips among all, and their captions; for zero-shot those of classes, and each clip's
+    classes."""
 
     clips: list[int]
     captions: list[list[str]]
     classes: list[list[int]] | None = None
-    names: tuple[str, ...] = ()
 
 
-Numbered = dict[int, Clip]
-
-
-def plan_retrieval(clips: Numbered) -> tuple[Plan, list[Broken]]:
+def plan_retrieval(clips: dict[int, Clip]) -> tuple[Plan, list[Broken]]:
     """Choose the clips that have a caption; a ValueError if none has."""
     found, broken = _read(clips, captions_of, f"{FIELD}.retrieval.shards: expected clips with captions")
     return Plan(list(found), list(found.values())), broken
 
 
-def plan_zero_shot(clips: Numbered, settings: ZeroShotSettings) -> tuple[Plan, list[Broken]]:
-    """Choose the clips that have a class; a ValueError if none has, one isn't expected, or there are fewer than two. A class's
-    own name is put as `clap-shards build` puts it in captions."""
-    read = partial(classes_of, field=settings.class_field)
-    wanted = f"clips with {settings.class_field!r} ({FIELD}.zero_shot.class_field) in a json"
-    found, broken = _read(clips, read, f"{FIELD}.zero_shot.shards: expected {wanted}")
+def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[Plan, list[Broken]]:
+    """Choose the clips that have a class; a ValueError if none has, one isn't expected, or there are fewer than two."""
+    field = settings.class_field
+    wanted = f"{FIELD}.zero_shot.shards: expected clips with {field!r} ({FIELD}.zero_shot.class_field) in a json"
+    found, broken = _read(clips, partial(classes_of, field=field), wanted)
     examples = {name: clips[number] for number, names in reversed(found.items()) for name in names}
     classes = settings.classes or {name: [in_words(name)] for name in sorted(examples)}
-    shown = ", ".join(map(repr, list(classes)[:NUM_EXAMPLES])) + ", …" * (len(classes) > NUM_EXAMPLES)
-    if unknown := sorted(examples.keys() - classes.keys()):
-        where = f"the shards have {unknown[0]!r} ({examples[unknown[0]].name})"
-        raise ValueError(f"{FIELD}.zero_shot.classes: {where}, which is not among the {len(classes)} classes: {shown}")
+    for unknown in sorted(examples.keys() - classes.keys()):
+        where = f"the shards have {unknown!r} ({examples[unknown].name})"
+        raise ValueError(f"{FIELD}.zero_shot.classes: {where}{did_you_mean(unknown, classes)}")
     if len(classes) < 2:
-        raise ValueError(f"{FIELD}.zero_shot.classes: expected at least 2 classes to tell apart, found {shown}")
+        raise ValueError(f"{FIELD}.zero_shot.classes: expected at least 2 classes to tell apart, found {list(classes)}")
     captions = class_captions(classes, settings.templates)
     index = {name: number for number, name in enumerate(classes)}
     of_each = [[index[name] for name in names] for names in found.values()]
-    return Plan(list(found), captions, of_each, (*classes,)), broken
+    return Plan(list(found), captions, of_each), broken
 
 
 def _read(
-    clips: Numbered, read: Callable[[Mapping[str, bytes]], T], expected: str
+    clips: dict[int, Clip], read: Callable[[Mapping[str, bytes]], T], expected: str
 ) -> tuple[dict[int, T], list[Broken]]:
     found, broken = dict[int, T](), []
     for number, clip in clips.items():

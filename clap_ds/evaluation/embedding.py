@@ -1,7 +1,7 @@
 """Embeddings of clips and captions in evaluation mode, without gradients, in the model's dtype; fp32 rows of length 1.
 
-Micro-batches are filled up with zeros or empty captions, so that a compiled model meets one shape and a row is the same to the
-bit whatever is embedded beside it; `fill=False` leaves the last as it is, which takes less time.
+Micro-batches are filled up, so that a row is the same to the bit whatever is embedded beside it; `fill=False` leaves the last
+as it is, which takes less time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Evaluates a model as the `clap.evaluation` section describes it, during training and after.
 
-Mistakes in settings, shards and labels show when an `Evaluator` is made, before any work that could be lost. Ranks take turns
-with clips and with captions, and share the features.
+Mistakes in settings, shards and labels show when an `Evaluator` is made. Ranks take turns with clips and with captions.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +23,11 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.broken import Broken
-from clap_ds.data.captions import joined_names
 from clap_ds.data.shard_manifest import kind_of, warn_of_absent
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
-from clap_ds.evaluation.predictions import by_class, of_clips
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import judged, on_first, together
@@ -47,11 +43,8 @@ class NonFiniteEmbeddingsError(ValueError):
 
 @dataclass
 class Evaluator:
-    """Retrieval and zero-shot classification on held-out clips. All ranks make theirs together, a collective.
-
-    `micro_batch` is of clips or captions per rank, `loss_kind` the `clap.loss.kind` of training. An AgreedError on all ranks
-    where something is missing or doesn't fit, or they see different clips.
-    """
+    """Retrieval and zero-shot classification on held-out clips. All ranks make theirs together, a collective; an AgreedError
+    where something is missing or doesn't fit. `loss_kind` is the `clap.loss.kind` of training."""
 
     settings: EvaluationSettings
     _: KW_ONLY
@@ -66,8 +59,9 @@ class Evaluator:
         self._broken: dict[Broken, None] = {}
         together(lambda: on_first(self._load_tokenizer))  # one rank asks a hub that may not answer
         together(self._prepare)
-        if numbers := judged((hashlib.sha256(repr(self._clips).encode()).digest(), len(self._clips)), _different):
-            raise AgreedError(f"{FIELD}: the ranks see different shards (clips by rank: {numbers})")
+        digest = hashlib.sha256(repr(self._clips).encode()).digest()
+        if judged(digest, lambda found: len(set(found)) > 1):
+            raise AgreedError(f"{FIELD}: the ranks see different shards")
 
     def _load_tokenizer(self) -> None:
         field, text = f"{FIELD}.tokenizer", self.model_config.text
@@ -103,24 +97,12 @@ class Evaluator:
             self._note(broken)
             if settings and self.ranks.is_first:
                 print(f"captions of classes are such as {max(chain(*plan.captions), key=len)!r}", flush=True)
-                if name := joined_names(plan.names):
-                    print(f"warning: class {name!r} joins others' names: clap-shards build --list_column parts them")
 
     @doing("evaluating")
-    def evaluate(
-        self, model: ClapModel, *, at_length: bool = False, predictions: dict[str, Any] | None = None
-    ) -> Evaluation:
-        """Compute a model's metrics with chance levels, intervals and counts. A collective; every rank gets the same.
-
-        Args:
-            at_length: show progress, and find the interval of zero-shot's mean average precision, too, which takes a while.
-            predictions: filled with those of each task.
-
-        Raises:
-            ValueError: on all ranks: no clip can be decoded, or embeddings aren't finite.
-            AgreedError: a decoding process is gone.
-        """
-        audio, failed = self._embed_clips(model, show_progress=at_length and self.ranks.is_first)
+    def evaluate(self, model: ClapModel) -> Evaluation:
+        """Compute a model's metrics with chance levels, intervals and counts. A collective; every rank gets the same, or a
+        ValueError where no clip can be decoded, or embeddings aren't finite."""
+        audio, failed = self._embed_clips(model)
         if not audio[[number for number in range(len(audio)) if number not in failed]].isfinite().all():
             raise NonFiniteEmbeddingsError("the model's embeddings of clips are NaN or infinite: it has diverged")
         self._note(Broken(self._clips[number].name, reason) for number, reason in sorted(failed.items()))
@@ -130,26 +112,18 @@ class Evaluator:
             if not used:
                 nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
                 raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
-            numbers = [plan.clips[place] for place in used]
-            features, named = audio[numbers], [self._clips[number] for number in numbers]
+            features = audio[[plan.clips[place] for place in used]]
             captions = plan.captions if plan.classes else [plan.captions[place] for place in used]
             text = self._embed_captions(model, captions)
             if plan.classes is None:
                 counts, measures = {"captions": len(text)}, self._retrieval(model, features, text, captions)
-                if predictions is not None:
-                    at = iter(range(len(text)))
-                    own = [[next(at) for _ in each] for each in captions]
-                    predictions[name] = of_clips(named, own, [*chain(*captions)], features, text)
             else:
                 is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
                 for row, place in zip(is_of_class, used, strict=True):
                     row[plan.classes[place]] = True
                 of = features, class_features(captions, text), is_of_class.to(audio.device)
-                measures = metrics.evaluate_zero_shot(*of, self.ranks, resample=at_length)
+                measures = metrics.evaluate_zero_shot(*of, self.ranks)
                 counts = {"classes": len(captions)}
-                if predictions is not None:
-                    own = [plan.classes[place] for place in used]
-                    predictions[name] = by_class(of_clips(named, own, plan.names, *of[:2]), plan.names)
             tasks[name] = TaskResult({"clips": len(used), **counts}, measures)
         return Evaluation(tasks, list(self._broken))
 
@@ -163,7 +137,7 @@ class Evaluator:
         loss = metrics.retrieval_loss(self.loss_kind, *pairs, model.logit_scale.float().exp(), model.logit_bias)
         return metrics.evaluate_retrieval(audio, text, clip_of_caption, self.ranks) | {LOSS: loss}
 
-    def _embed_clips(self, model: ClapModel, *, show_progress: bool) -> tuple[Tensor, dict[int, str]]:
+    def _embed_clips(self, model: ClapModel) -> tuple[Tensor, dict[int, str]]:
         """Embed all clips: (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
         own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
         audio, failed = model.config.audio, dict[int, str]()
@@ -171,7 +145,7 @@ class Evaluator:
         def rows() -> Iterator[Tensor]:
             clips = [self._clips[number] for number in own]
             loaded = load_audio(clips, audio, num_workers=self.settings.num_workers, kind=self._kind)
-            shown = tqdm(loaded, "clips", len(clips), unit="clip", disable=None if show_progress else True)
+            shown = tqdm(loaded, "clips", len(clips), unit="clip", disable=None if self.ranks.is_first else True)
             for number, found in zip(own, shown, strict=True):
                 alive()
                 if isinstance(found, str):
@@ -203,10 +177,6 @@ class Evaluator:
         if self.ranks.is_first:
             for broken in new[:MAX_NOTES]:
                 print(f"{FIELD}: skipped {broken}", file=sys.stderr, flush=True)
-
-
-def _different(found: list[tuple[bytes, int]]) -> str:
-    return ", ".join(f"rank {rank}: {number}" for rank, (_, number) in enumerate(found)) if len(set(found)) > 1 else ""
 
 
 @contextmanager

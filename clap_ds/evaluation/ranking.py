@@ -30,22 +30,19 @@ def rank_candidates(
     cutoff: int | None = None,
     ranks: Ranks,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `measures` by the products of fp32 features, and their chance levels, (Q, M) each. A collective.
-
-    Args:
-        queries_QD, candidates_CD: all of them, the same on every rank, on one device.
-        relevant: gives of some queries, (their number, C) bool, which candidates are relevant.
-        at, cutoff: as in `measures`.
-    """
+    """Compute `measures` by the products of fp32 features, and their chance levels, (Q, M) each. A collective. `relevant` gives
+    of some queries, (their number, C) bool, which candidates are relevant."""
     found_2QM = torch.zeros(2, len(queries_QD), len(at) + 1, dtype=torch.float64, device=queries_QD.device)
+    by_number: dict[int, Tensor] = {}
     for rows, scores in similarity(queries_QD, candidates_CD, ranks):
         relevant_QC = relevant(rows)
         found_2QM[0, rows] = measures(scores, relevant_QC, at=at, cutoff=cutoff)
         # Chance is what all candidates tied would give, by how many are relevant.
-        numbers, of_query = relevant_QC.sum(1).unique(return_inverse=True)
-        relevant_UC = torch.arange(len(candidates_CD), device=numbers.device) < numbers[:, None]
-        tied_UC = scores.new_zeros(relevant_UC.shape)
-        found_2QM[1, rows] = measures(tied_UC, relevant_UC, at=at, cutoff=cutoff)[of_query]
+        numbers_Q = relevant_QC.sum(1, dtype=torch.int32)  # a quarter of int64's time
+        for number in {*numbers_Q.tolist()} - by_number.keys():
+            tied_1C = torch.arange(len(candidates_CD), device=scores.device)[None] < number
+            by_number[number] = measures(torch.zeros_like(scores[:1]), tied_1C, at=at, cutoff=cutoff)[0]
+        found_2QM[1, rows] = torch.stack([by_number[number] for number in numbers_Q.tolist()])
     if ranks.world_size > 1:
         dist.all_reduce(found_2QM)
     return found_2QM[0], found_2QM[1]
@@ -54,14 +51,30 @@ def rank_candidates(
 def measures(scores_QC: Tensor, relevant_QC: Tensor, *, at: Sequence[int] = (), cutoff: int | None = None) -> Tensor:
     """Measure rankings, (Q, M) float64: for each k of `at` the probability that a relevant candidate is among the best k, last
     the average precision of the best `cutoff`, of all by default. NaN where none is relevant. NaN scores rank last."""
-    best, order = scores_QC.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).sort(dim=1, descending=True)
-    num_ranks = best.shape[1]
-    rank = torch.arange(num_ranks, device=best.device)
-    differs = best[:, 1:] != best[:, :-1]
-    # Of the candidates that the one at each rank is tied with, (Q, C): how many are above, and how many reach to where.
+    scores_QC = scores_QC.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    num_relevant_Q = relevant_QC.sum(1, dtype=torch.int32)
+    cutoff = cutoff or scores_QC.shape[1]
+    num_ranks = max([cutoff, *at])
+    best, order = scores_QC.topk(min(num_ranks + 1, scores_QC.shape[1]), dim=1)
+    found_QM = _measures(best[:, :num_ranks], relevant_QC.gather(1, order[:, :num_ranks]), num_relevant_Q, at, cutoff)
+    # All are sorted only where what ties with the last of the best goes on beyond them.
+    goes_on_Q = (best[:, num_ranks:] == best[:, num_ranks - 1 : num_ranks]).any(1)
+    best, order = scores_QC[goes_on_Q].sort(dim=1, descending=True)
+    found_QM[goes_on_Q] = _measures(
+        best, relevant_QC[goes_on_Q].gather(1, order), num_relevant_Q[goes_on_Q], at, cutoff
+    )
+    return found_QM
+
+
+def _measures(best_QR: Tensor, relevant_QR: Tensor, total_Q: Tensor, at: Sequence[int], cutoff: int) -> Tensor:
+    """Measure by the R best, (Q, R) scores and which are relevant, all that tie among them, and how many are in all, (Q,)."""
+    num_ranks = best_QR.shape[1]
+    rank = torch.arange(num_ranks, device=best_QR.device)
+    differs = best_QR[:, 1:] != best_QR[:, :-1]
+    # Of the candidates that the one at each rank is tied with, (Q, R): how many are above, and how many reach to where.
     above = torch.where(F.pad(differs, (1, 0), value=True), rank, 0).cummax(1).values
     end = torch.where(F.pad(differs, (0, 1), value=True), rank + 1, num_ranks).flip(1).cummin(1).values.flip(1)
-    num_relevant = F.pad(relevant_QC.gather(1, order).cumsum(1), (1, 0))
+    num_relevant = F.pad(relevant_QR.cumsum(1), (1, 0))
     relevant_above = num_relevant.gather(1, above)
     tied, relevant_tied = (end - above).double(), (num_relevant.gather(1, end) - relevant_above).double()
     columns = []
@@ -71,8 +84,7 @@ def measures(scores_QC: Tensor, relevant_QC: Tensor, *, at: Sequence[int] = (), 
         columns.append(torch.where(relevant_above[:, last] == 0, 1 - missed, 1.0))
     before_in_tie = (rank - above) * (relevant_tied - 1) / (tied - 1).clamp(min=1)
     precision = relevant_tied / tied * (relevant_above + 1 + before_in_tie) / (rank + 1)
-    cutoff = cutoff or num_ranks
-    average = precision[:, :cutoff].sum(1) / num_relevant[:, -1].clamp(max=cutoff)
+    average = precision[:, :cutoff].sum(1) / total_Q.clamp(max=cutoff)
     return torch.stack([*columns, average], dim=1)
 
 
@@ -87,10 +99,8 @@ def _missed(tied_Q: Tensor, relevant_Q: Tensor, drawn_Q: Tensor, most: int) -> T
 
 
 def similarity(queries_QD: Tensor, candidates_CD: Tensor, ranks: Ranks) -> Iterator[tuple[slice, Tensor]]:
-    """Compute this rank's share of the rows of the similarity matrix, some at a time: which, and their scores in fp32.
-
-    They are summed in fp64, so that equal features have equal scores. How the rows are cut depends on C alone.
-    """
+    """Compute this rank's share of the similarity matrix, some rows at a time: which, and their scores in fp32, summed in fp64,
+    so that equal features have equal scores. How the rows are cut depends on C alone."""
     candidates_DC = candidates_CD.double().T
     num_rows = max(1, SCORES_HELD // max(1, len(candidates_CD)))
     for number, start in enumerate(range(0, len(queries_QD), num_rows)):

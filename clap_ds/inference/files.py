@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from clap_ds.config.errors import UserError
 from clap_ds.data.broken import Broken
-from clap_ds.data.shard_list import FIELD, expand_shards
+from clap_ds.data.shard_list import expand_shards
 from clap_ds.data.shard_making.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
 from clap_ds.inference.vectors import text_of
 
@@ -19,11 +19,8 @@ Found: TypeAlias = "Path | Clip | Broken"
 
 
 def find_sources(inputs: Sequence[str]) -> dict[str, Found]:
-    """Find audio files and clips by name, the path or `tar: key`, in order and each once.
-
-    Folders give their audio files at any depth, sorted; lists (.csv, .tsv, .txt, .jsonl) the files they name; tars (paths,
-    patterns, URLs) their clips. A UserError for an argument that is none of these, isn't there, or holds none.
-    """
+    """Find audio files and clips by name, the path or `tar: key`, in order and each once: those in folders at any depth, in
+    lists, and in tars (paths, patterns, URLs). A UserError or ValueError for an argument that isn't there or holds none."""
     found: dict[str, Found] = {}
     for argument in inputs:
         for source in _sources_in(argument):
@@ -38,16 +35,11 @@ def _sources_in(argument: str) -> Iterable[Found]:
     if suffix == ".tar" or "://" in argument:
         from clap_ds.evaluation.clips import list_clips
 
-        try:
-            clips, broken = list_clips(expand_shards(argument))
-        except ValueError as error:
-            raise UserError(str(error).removeprefix(f"{FIELD}: ")) from None
+        clips, broken = list_clips(expand_shards(argument))
         return [*clips, *broken]
     if suffix in LIST_SUFFIXES and path.exists():
         return read_paths(path)
     if suffix in AUDIO_SUFFIXES and path.exists():
         return [path]
-    kinds = (
-        f"a folder, an audio file ({', '.join(AUDIO_SUFFIXES)}), a list of them ({', '.join(LIST_SUFFIXES)}) or .tar"
-    )
+    kinds = f"a folder, audio ({', '.join(AUDIO_SUFFIXES)}), a list ({', '.join(LIST_SUFFIXES)}) or .tar"
     raise UserError(f"{argument}: {'' if path.exists() else 'no such file or folder; '}expected {kinds}")

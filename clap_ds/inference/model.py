@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ TEMPLATES: Sequence[str] = ZeroShotSettings.model_fields["templates"].default
 MOST_CHANNELS = 8
 
 Array = NDArray[np.float32]
-Audio = str | Path | Clip | NDArray[Any]
+Audio = str | Path | Clip | NDArray[Any] | Mapping[str, Any]
 
 
 class Clap:
@@ -46,15 +46,11 @@ class Clap:
     storm.wav 0.5–1.5 s: (32,)
     storm.wav 0.8–1.8 s: (32,)
 
-    The same input gives the same bits on one machine, whatever is embedded beside it: batches are filled up to `batch_size`.
-    Evaluation in float32 gives them, too, by micro-batches of that size. What is given alone, not in a list, isn't filled up,
-    which takes less time; it may be rounded otherwise, as by another `batch_size` (seen: 1.3e-7).
+    Batches are filled up to `batch_size`: the same input gives the same bits, whatever is embedded beside it, and evaluation in
+    float32 gives them, too. What is given alone, not in a list, isn't filled up, and may be rounded otherwise.
 
-    Attributes:
-        fingerprint: of the weights; embeddings can be compared where it is equal.
-        sample_rate, clip_s: of a window, Hz and s.
-        dim: of embeddings.
-        text_tokens: longest text; longer ones are cut.
+    `sample_rate` and `clip_s` are a window's, in Hz and s; `dim` is of embeddings, which can be compared where `fingerprint` is
+    equal. Texts are cut after `text_tokens`.
     """
 
     def __init__(self, weights: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: str | None) -> None:
@@ -78,22 +74,21 @@ class Clap:
         """Embed sounds of any length: (n, dim) float32, rows of length 1. A ValueError for the first that can't be used.
 
         Args:
-            audio: a list of paths of audio files, clips of shards, and arrays (num_samples,) or (channels, num_samples) of at
-                most 8 channels; an array of n sounds, (n, channels, num_samples); or a single sound (n = 1). Arrays are
-                floating of full scale ±1 or int16. Channels are averaged, other rates resampled, short sounds repeated.
-            sample_rate: of the arrays, Hz.
+            audio: a list of sounds, an array of n, (n, channels, num_samples), or a single sound (n = 1). A sound is a path, a
+                clip of a shard, an array (num_samples,) or (channels, num_samples) of at most 8 channels, floating of full
+                scale ±1 or int16, or, as `datasets` has it, a dict of `array` and `sampling_rate`. Channels are averaged, other
+                rates resampled, short sounds repeated.
+            sample_rate: of arrays, Hz; for them alone.
             windows: of longer sounds "mean", the normalised mean of their windows' embeddings, or "middle", the embedding of
                 their middle, as in evaluation (with feature fusion of the whole sound).
             overlap: share of a window that is in the next one, too, from 0 to below 1.
             batch_size: windows at a time.
             num_workers: processes that decode files (0: none).
         """
-        if windows == "each":
-            raise ValueError("windows: expected mean or middle, a row for each sound; iter_windows gives each")
-        is_alone = isinstance(audio, Source) or getattr(audio, "ndim", 3) < 3
+        is_alone = isinstance(audio, Source | Mapping) or getattr(audio, "ndim", 3) < 3
         items: Any = audio
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
-        sources = [each if isinstance(each, Source) else _sound(n, each, sample_rate) for n, each in named.items()]
+        sources = [_source(name, each, sample_rate) for name, each in named.items()]
         vectors = [np.empty((0, self.dim), np.float32)]
         options: Any = {"windows": windows, "overlap": overlap, "batch_size": batch_size, "num_workers": num_workers}
         for row in self.iter_windows(sources, **options, _fill=not is_alone):
@@ -111,16 +106,12 @@ class Clap:
         Of "each" there is a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one for each file, as
         `embed_audio` has it. What can't be used is a row without a vector that says why, after the windows before it.
         """
-        if windows not in ("each", "mean", "middle"):
-            raise ValueError(f"windows: expected each, mean or middle, found {windows!r}")
-        if not 0 <= overlap < 1 or batch_size < 1:
-            raise ValueError(
-                f"expected an overlap from 0 to below 1, a batch_size from 1; found {overlap}, {batch_size}"
-            )
+        if windows not in ("each", "mean", "middle") or not 0 <= overlap < 1:
+            expected = "windows each, mean or middle, and an overlap from 0 to below 1"
+            raise ValueError(f"expected {expected}, found {windows!r} and {overlap}")
         options: Any = {"num_workers": num_workers, "ahead": batch_size}
-        rows = self._embedded(
-            read_windows([*sources], self.config.audio, windows, overlap, **options), batch_size, _fill
-        )
+        pieces = read_windows([*sources], self.config.audio, windows, overlap, **options)
+        rows = self._embedded(pieces, batch_size, _fill)
         return (row for row in rows if row.vector is not None or row.error) if windows == "each" else _whole(rows)
 
     def _embedded(
@@ -148,9 +139,9 @@ class Clap:
 
     def embed_text(self, texts: str | Sequence[str], *, batch_size: int = 32) -> Array:
         """Embed texts: (n, dim) float32, rows of length 1. A ValueError for a blank one, and without a tokenizer."""
-        each = [texts] if isinstance(texts, str) else list(texts)
-        if wrong := [text for text in each if not isinstance(text, str) or not text.strip()]:
-            raise ValueError(f"expected texts, found {wrong[0]!r}")
+        each = [texts] if isinstance(texts, str) else [*texts]
+        if not all(map(str.strip, each)):
+            raise ValueError(f"expected texts, found a blank one: {each}")
         fill = not isinstance(texts, str)
         return embed_text(self.model, each, self.tokenizer, self.text_tokens, batch_size, fill).cpu().numpy()
 
@@ -160,10 +151,10 @@ class Clap:
         A label's is the normalised mean of its embeddings in every template, for {}, with spaces for underscores (`dog_bark`).
         """
         for name, given in (("labels", labels), ("templates", templates)):
-            if isinstance(given, str) or not given or len(set(given)) < len(given) or not all(map(str.strip, given)):
+            if isinstance(given, str) or not given or len(set(given)) < len(given):
                 raise ValueError(f"{name}: expected a list of texts, each once, found {given!r}")
-        if wrong := [text for text in templates if "{}" not in text]:
-            raise ValueError(f"templates: expected {{}} in the label's place, found {wrong[0]!r}")
+        if not all("{}" in text for text in templates):
+            raise ValueError(f"templates: expected {{}} in the label's place, found {templates!r}")
         captions = class_captions({label: [in_words(label)] for label in labels}, templates)
         return class_features(captions, torch.from_numpy(self.embed_text([*chain(*captions)]))).numpy()
 
@@ -171,11 +162,8 @@ class Clap:
         self, audio: Audio | Sequence[Audio], labels: Sequence[str], templates: Sequence[str] = TEMPLATES,
         sample_rate: int | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        """Compute the probabilities of two labels or more for each sound, (n, len(labels)) float32.
-
-        They are the softmax of the model's logit scale times the cosines with `class_embeddings`. `options` are
-        `embed_audio`'s.
-        """
+        """Compute the probabilities of two labels or more for each sound, (n, len(labels)) float32: the softmax of the model's
+        logit scale times the cosines with `class_embeddings`. `options` are `embed_audio`'s."""
         if len(labels) < 2:
             raise ValueError(f"labels: expected at least 2 to tell apart, found {labels!r}")
         classes = self.class_embeddings(labels, templates)
@@ -203,12 +191,18 @@ def _whole(rows: Iterator[Row]) -> Iterator[Row]:
             vectors, error = [], ""
 
 
-def _sound(name: str, samples: Any, sample_rate: int | None) -> Sound:
-    array = np.asarray(samples)
+def _source(name: str, audio: Any, sample_rate: int | None) -> Source:
+    if isinstance(audio, Source | Mapping) and sample_rate is not None:
+        raise ValueError(f"sample_rate: expected for arrays alone; {name} has its own")
+    if isinstance(audio, Source):
+        return audio
+    if isinstance(audio, Mapping):
+        audio, sample_rate = audio.get("array"), audio.get("sampling_rate")
+    array = np.empty(()) if isinstance(audio, tuple) else np.asarray(audio)
     rows = array[None] if array.ndim == 1 else array
     if rows.ndim != 2 or not 0 < len(rows) <= MOST_CHANNELS:
-        expected = f"a path, or samples, (T,) or (channels, T), of at most {MOST_CHANNELS} channels"
-        raise ValueError(f"{name}: expected {expected}, found shape {array.shape}; of several sounds a list")
+        expected = f"a path, samples (T,) or (channels, T) of at most {MOST_CHANNELS} channels, or a dict of them"
+        raise ValueError(f"{name}: expected {expected}, found {type(audio).__name__} of shape {array.shape}")
     if array.dtype.kind != "f" and array.dtype != np.int16:
         raise ValueError(f"{name}: expected samples in floating point or int16, found {array.dtype}")
     if not isinstance(sample_rate, int | np.integer) or sample_rate <= 0:
@@ -220,9 +214,7 @@ def load(
     source: str | Path, *, best: bool = False, device: str | torch.device | None = None,
     dtype: str | torch.dtype = "float32", tokenizer: str | None = None, preset: str | None = None,
 ) -> Clap:  # fmt: skip
-    """Load a trained model to embed and classify with.
-
-    A ValueError where that can't be, a UserError for a GPU that torch can't use.
+    """Load a trained model to embed and classify with; a ValueError where that can't be.
 
     Args:
         source: one of this project's checkpoints, or the folder they lie in; a folder that `transformers.ClapModel` loads, or

@@ -26,11 +26,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") -> None:
     """Add which model, and its precision: a default of `DTYPES`, or words for one that is found out later."""
     add, sizes = parser.add_argument, f"the model's sizes, for a file that doesn't say them: {PRESETS}"
-    add(
-        "--best",
-        action="store_true",
-        help="of a folder of checkpoints, the best by its run's best_by (default: newest)",
-    )
+    best = "of a folder of checkpoints, the best by its run's best_by (default: newest)"
+    add("--best", action="store_true", help=best)
     add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
     add("--preset", type=preset_argument, metavar="NAME", help=sizes)
     known = precision if precision in DTYPES else None
@@ -51,8 +48,6 @@ def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> No
     add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help="of a window and the next (default 0)")
     add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows in a forward pass (default 32)")
     add("--num_workers", type=whole_number(0), default=0, metavar="N", help="decoding processes (default 0: this one)")
-    more = "exit code 1 where more files than that can't be used (default 0.01)"
-    add("--max_left_out", type=number(0, 1), default=0.01, metavar="SHARE", help=more)
 
 
 def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[Row]:
@@ -70,28 +65,17 @@ def load_model(source: str, arguments: argparse.Namespace) -> Clap:
     return load(source, dtype=DTYPES[arguments.precision], **given)
 
 
-def load_model_of(table: Path, about: About, arguments: argparse.Namespace) -> Clap:
-    """Load the model that made a table, from where `--model` says or where it was. Raises ValueError, also for another one."""
-    if not arguments.model and os.path.isabs(about.model) and not os.path.exists(about.model):
-        raise UserError(f"{table}: its model isn't at {about.model} any more: say where by --model CHECKPOINT")
-    for name in ("tokenizer", "preset"):
-        setattr(arguments, name, getattr(arguments, name) or getattr(about, name))
-    clap = load_model(arguments.model or about.model, arguments)
-    check_made_by(table, about, clap)
-    return clap
-
-
 def check_made_by(table: Path, about: About, clap: Clap) -> None:
     if about.fingerprint != clap.fingerprint:
         raise UserError(f"{table} holds vectors of another model, {about.model}; {clap.source} has other weights")
 
 
-def left_out(num_files: int, reasons: Sequence[tuple[str, str]], most: float) -> int:
-    """Say how many files can't be used, and return the exit code: 1 where it is more than the share `most`."""
+def left_out(num_files: int, reasons: Sequence[tuple[str, str]]) -> int:
+    """Say how many files can't be used, and return the exit code: 1 where it is more than a hundredth."""
     if reasons:
         examples = "; ".join(printable(f"{name}: {reason}") for name, reason in reasons[:3])
         print(f"{len(reasons)} of {num_files} files can't be used, the first: {examples}", file=sys.stderr)
-    return int(len(reasons) > most * num_files)
+    return int(100 * len(reasons) > num_files)
 
 
 def check_output(path: Path | None, option: str = "--output") -> None:

@@ -1,7 +1,6 @@
 """Tables of vectors in Parquet, written and read block by block, and the rows that are nearest to a vector.
 
-Columns: `file`; `start_s` and `end_s` (float64); `error` (why a file can't be used, else empty); `vector` (float32 of length
-1; null where there is none). The metadata say, as JSON, what made the vectors.
+`vector` is null where a file can't be used, `error` says why. The metadata say, as JSON, what made the vectors.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ ROWS = 16384
 
 @dataclass(frozen=True)
 class About:
-    """What made a table's vectors.
-
-    `model`, `tokenizer` and `preset` are as `clap_ds.load` takes them, `windows` and `overlap` as `Clap.iter_windows` does.
-    """
+    """What made a table's vectors, as `clap_ds.load` and `Clap.iter_windows` take it."""
 
     model: str
     fingerprint: str
@@ -77,12 +73,10 @@ def blocks_of(rows: Iterable[Row], dim: int, size: int = ROWS) -> Iterator[Block
         yield Block(files, start_s, end_s, errors, vectors)
 
 
-def check_suffix(path: Path, what: str) -> None:
+def check_suffix(path: Path) -> None:
     """Raise a UserError for a table that isn't .parquet, or where pyarrow isn't installed."""
-    if path.suffix != PARQUET:
-        raise UserError(f"{what} {path}: expected a name that ends in {PARQUET}")
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UserError(f"{what} {path}: needs pyarrow: pip install 'clap-ds[embed]'")
+    if path.suffix != PARQUET or importlib.util.find_spec("pyarrow") is None:
+        raise UserError(f"{path}: expected a name that ends in {PARQUET}, and pyarrow: pip install 'clap-ds[embed]'")
 
 
 def write_table(file: BinaryIO, about: About, blocks: Iterable[Block]) -> tuple[int, list[tuple[str, str]]]:
@@ -106,42 +100,33 @@ def write_table(file: BinaryIO, about: About, blocks: Iterable[Block]) -> tuple[
     return num_rows, left_out
 
 
-def read_table(path: Path) -> tuple[About, int, Iterator[Block]]:
-    """Read what made a table, its number of rows, and the rows in blocks, of which one or two are in memory at a time. A
-    ValueError where it can't be read, or isn't such a table."""
-    check_suffix(path, "table")
+def read_table(path: Path) -> tuple[About, Iterator[Block]]:
+    """Read what made a table, and its rows in blocks, of which one or two are in memory at a time. A ValueError where it isn't
+    such a table."""
+    check_suffix(path)
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
-        schema = table.schema_arrow
-        about = TypeAdapter(About).validate_json((schema.metadata or {}).get(METADATA, b""))
-        kinds = {field.name: field.type for field in schema}
-        if kinds.get("vector") != pyarrow.list_(pyarrow.float32(), about.dim) or not kinds.keys() >= {*Block._fields}:
-            raise ValueError(f"expected columns {', '.join(Block._fields)}, found {', '.join(map(str, schema))}")
+        about = TypeAdapter(About).validate_json((table.schema_arrow.metadata or {}).get(METADATA, b""))
     except (OSError, ValueError) as error:  # pyarrow's are these, too
         raise ValueError(f"{path}: expected a table of clap-embed: {error}") from None
-    return about, table.metadata.num_rows, _read_blocks(path, table, about.dim)
+    return about, _read_blocks(table, about.dim)
 
 
-def _read_blocks(path: Path, table: Any, dim: int) -> Iterator[Block]:
-    try:
-        for batch in table.iter_batches(ROWS, columns=list(Block._fields)):
-            *columns, vectors = (batch.column(name) for name in Block._fields)
-            found = np.full((len(vectors), dim), np.nan, np.float32)
-            there = vectors.is_valid().to_numpy(zero_copy_only=False)
-            found[there] = vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)  # leaves null ones out
-            yield Block(*(*(each.to_numpy(zero_copy_only=False) for each in columns), found))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read to its end: {error}") from None
+def _read_blocks(table: Any, dim: int) -> Iterator[Block]:
+    for batch in table.iter_batches(ROWS, columns=list(Block._fields)):
+        *columns, vectors = (batch.column(name) for name in Block._fields)
+        found = np.full((len(vectors), dim), np.nan, np.float32)
+        there = vectors.is_valid().to_numpy(zero_copy_only=False)
+        found[there] = vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)  # leaves null ones out
+        yield Block(*(*(each.to_numpy(zero_copy_only=False) for each in columns), found))
 
 
 def nearest(blocks: Iterable[Block], query: NDArray[np.float32], top: int) -> list[tuple[float, str, float, float]]:
-    """Find the `top` rows that have the highest cosines with a query, (dim,) of length 1: cosine, file, start and end in s.
-
-    The highest is first, and of equal ones the earlier. Rows without a vector are left out.
-    """
+    """Find the `top` rows that have the highest cosines with a query, (dim,) of length 1: cosine, file, start and end in s. Of
+    equal ones the earlier is first; rows without a vector are left out."""
     best: list[tuple[float, str, float, float]] = []
     for block in blocks:
         scores = block.vector @ query

@@ -1,7 +1,4 @@
-"""Audio of any length in windows of the model's length, read on from its start: hours take no more memory than a minute.
-
-What is at most a window long is read as in evaluation. A longer file is one process's; processes take turns with files.
-"""
+"""Audio of any length in windows of the model's length, read on from its start: hours take no more memory than a minute."""
 
 from __future__ import annotations
 
@@ -50,11 +47,8 @@ Source = str | Path | Clip | Sound | Broken
 
 @dataclass(slots=True)
 class Row:
-    """The embedding of a window of a source, or of all of it, (dim,) float32 of length 1; or the error, why there is none.
-
-    `source` is a path, or `tar: key` of a clip in a shard. Times are the window's; of a whole file 0 and its length; of an
-    error where it came.
-    """
+    """The embedding of a window of a source (a path, or `tar: key`), or of all of it, (dim,) float32 of length 1; or the error,
+    why there is none, and where it came."""
 
     source: str
     start_s: float
@@ -64,7 +58,7 @@ class Row:
 
     @property
     def is_end(self) -> bool:
-        """Whether it ends what `read_windows` gives of a source."""
+        """Whether nothing of the source comes after it."""
         return self.start_s == self.end_s
 
 
@@ -72,8 +66,7 @@ def read_windows(
     sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float, *, num_workers: int, ahead: int
 ) -> Iterator[tuple[Row, Tensor | None]]:
     """Read the windows of the sources in order, and after those of each source a row without one, with what is wrong, if
-    anything is. Waveforms are (num_samples,) float32 or, of "middle", as `empty_row`. `num_workers` processes read (0: this
-    one), and have `ahead` windows ready."""
+    anything is. `num_workers` processes read (0: this one), and have `ahead` windows ready."""
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
@@ -151,8 +144,7 @@ def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
 
 
 def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
-    """Cut the blocks in windows, and say where they start: every `hop` samples, and one that ends with the last sample. What is
-    shorter than a window is repeated."""
+    """Cut the blocks in windows, repeated where shorter, and say where they start: every `hop` samples, the last at the end."""
     held, at, following = torch.empty(0), 0, 0  # `at`: where what is held starts
     for block in blocks:
         held = torch.cat([held, block])

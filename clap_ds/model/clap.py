@@ -1,8 +1,6 @@
 """The CLAP model: audio and text towers projected to one space on the unit sphere (arXiv 2211.06687).
 
-Takes raw waveforms, or their log-mel features, and token ids on any device. Leaves the loss, the distributed gather and
-precision policy to the engine, and checkpoints to `weights.py`. The root module's own forward only wires submodules together:
-profilers that hook submodules see all work.
+The root module's own forward only wires submodules together: profilers that hook submodules see all work.
 """
 
 from __future__ import annotations
@@ -46,21 +44,15 @@ class ClapModel(nn.Module):
     Args:
         config: sizes; `clap_ds.config.model.load_preset` has the published ones.
         drop_path: stochastic depth of the last audio block.
-        text_dropout: dropout of RoBERTa's hidden states and attention weights.
-        spec_augment: mask stripes of the spectrogram while training.
-        text_from_hub: start RoBERTa from pretrained weights.
+        text_from_hub: start from pretrained weights; a ValueError where they can't be had or don't fit.
         attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`).
-        mlp: kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those of the widths it
-            has (`clap_ds.model.mlp_triton.supports`).
+        mlp: kernel of the audio blocks' MLPs; `triton` fuses those of the widths it has (`clap_ds.model.mlp_triton.supports`).
         checkpoint_activations: towers (`audio`, `text`) whose blocks are computed again in the backward pass.
         learns_bias: learn SigLIP's logit bias, from -10, and start from its scale of 10 (arXiv 2303.15343).
 
     Attributes:
         logit_scale: log of the factor on cosine similarities, fp32, shape (1,). In checkpoints with two scales, the audio one.
         logit_scale_text: the other one: loaded and saved, never computed with.
-
-    Raises:
-        ValueError: `text_from_hub`, and the weights can't be had or don't fit.
     """
 
     logit_scale_text: Tensor
@@ -96,11 +88,7 @@ class ClapModel(nn.Module):
     def encode_audio(self, audio: Tensor) -> Tensor:
         """Waveforms (batch, num_samples) at the preset's sample rate, full scale ±1, or what `mel` makes of them, (batch,
         num_frames, mel_bins), or with fusion of whole files (batch, 4, num_frames, mel_bins), see `patch_embed.py`, floating
-        → (batch, joint_dim), fp32 rows of length 1.
-
-        Raises:
-            ValueError: clips of another length than the model's, features of other sizes.
-        """
+        → (batch, joint_dim), fp32 rows of length 1. A ValueError for clips and features of other sizes than the model's."""
         sizes = self.config.audio
         frames, bins = sizes.feature_shape
         features = audio if audio.ndim > 2 else self.mel(audio)

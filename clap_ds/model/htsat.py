@@ -1,8 +1,6 @@
 """HTSAT: the Swin transformer over a folded log-mel spectrogram that is CLAP's audio tower (arXiv 2202.00874, 2103.14030).
 
-Follows LAION-CLAP's training code. Takes log-mel spectrograms (`mel.py` makes them) and gives one vector per clip; the
-projection to the joint space is `clap.py`'s, the transformer blocks are in `swin.py`, tokens and feature fusion in
-`patch_embed.py`. Shape letters: B batch, F mel bins, T frames, H and W the token grid, C channels.
+Follows LAION-CLAP's training code. Shape letters: B batch, F mel bins, T frames, H and W the token grid, C channels.
 """
 
 from __future__ import annotations
@@ -99,11 +97,8 @@ class HeldLayer(nn.Module):
 
 
 class HTSAT(nn.Module):
-    """Audio tower: log-mel spectrograms to one vector per clip.
-
-    `tscam_conv` and `head` are HTSAT's AudioSet classifier: loaded and saved, zero until loaded, never computed. Stochastic
-    depth grows linearly from 0 at the first block to `drop_path` at the last.
-    """
+    """Audio tower: log-mel spectrograms to one vector per clip. `tscam_conv` and `head` are HTSAT's AudioSet classifier: loaded
+    and saved, never computed. Stochastic depth grows linearly from 0 at the first block to `drop_path` at the last."""
 
     def __init__(
         self, config: AudioConfig, *, drop_path: float, spec_augment: bool, attention: Kernel = "sdpa"

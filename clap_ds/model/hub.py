@@ -1,12 +1,11 @@
 """What `transformers` loads by name: from a folder, from the hub's cache on this host or from the hub, the first that has it.
 
-By itself it asks the hub first, tries for minutes where there is no network, and waits for ever for one that swallows packets.
-Here the cache comes first, and the hub is asked only once it has given any answer, for which there is a limit.
+By itself it asks the hub first, and waits for ever for a network that swallows packets. Here the hub is asked last, and only
+once it has given any answer, for which there is a limit.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,41 +16,29 @@ from huggingface_hub import constants, get_session
 from clap_ds.ranks.limits import within
 
 ANSWER_S = 4.0
-"""Longest that the hub may take for a first answer; HF_HUB_ETAG_TIMEOUT where that is set."""
+"""Longest that the hub may take for a first answer."""
 OFFLINE = (
-    "Without a network, name a local folder (a tokenizer's is made by clap-shards build --train_tokenizer); or set HF_HOME to"
-    " the folder of a cache that has it, and HF_HUB_OFFLINE=1"
+    "Without a network, name a local folder, or set HF_HOME to the folder of a cache that has it, and HF_HUB_OFFLINE=1"
 )
 
 T = TypeVar("T")
 
 
 def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str) -> T:
-    """What `load(local_files_only)` gives for the first place that has it.
+    """What `load(local_files_only)`, one of transformers' `from_pretrained`, gives for the first place that has it.
 
-    Args:
-        name: a folder, or a repository of the hub.
-        load: one of transformers' `from_pretrained`, of that name.
-        field, what: of the settings, and what is looked for, for messages.
-
-    Raises:
-        ValueError: no place has it, or it can't be loaded: where it was looked for, and what to do.
+    A ValueError where none has, or it can't be loaded, says where it was looked for; `field` and `what` are for it.
     """
     folder = Path(name)
-    if folder.is_dir():
-        try:
-            with _offline():
-                return load(True)
-        except Exception as error:  # whatever a damaged folder makes transformers raise
+    try:
+        with _offline():
+            return load(True)
+    except Exception as error:  # whatever a damaged folder makes transformers raise
+        if folder.is_dir():
             reason = f"holds no {what} transformers can load: {_first_line(error)}"
             raise ValueError(f"{field}: the folder {name!r} {reason}") from error
-    tried, advice = [f"no such folder in {Path.cwd()}"], ""
+    tried = f"no such folder in {Path.cwd()}"
     if not (folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2):
-        try:
-            with _offline():
-                return load(True)
-        except (OSError, ValueError):
-            tried.append(f"not in the hub's local cache, {constants.HF_HUB_CACHE}")
         problem = problem_with_hub()
         if problem is None:
             try:
@@ -59,9 +46,9 @@ def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str)
             except (OSError, ValueError) as error:
                 problem = _first_line(error)
         else:
-            advice = f". {OFFLINE}"
-        tried.append(f"the hub: {problem}")
-    raise ValueError(f"{field}: no {what} {name!r}; tried: {'; '.join(tried)}{advice}")
+            problem += f". {OFFLINE}"
+        tried += f"; not in the hub's local cache, {constants.HF_HUB_CACHE}; the hub: {problem}"
+    raise ValueError(f"{field}: no {what} {name!r}; tried: {tried}")
 
 
 @contextmanager
@@ -78,12 +65,11 @@ def problem_with_hub() -> str | None:
     """Why the hub can't be asked; None where it gives an answer, whatever it is."""
     if constants.HF_HUB_OFFLINE:
         return "not asked, as HF_HUB_OFFLINE=1 is set"
-    limit_s = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or ANSWER_S)
     try:
-        status = within(limit_s, lambda: get_session().head(constants.ENDPOINT, timeout=2 * limit_s)).status_code
+        within(ANSWER_S, lambda: get_session().head(constants.ENDPOINT, timeout=2 * ANSWER_S))
     except Exception as error:  # whatever the HTTP package raises
         return f"{constants.ENDPOINT} can't be reached ({_first_line(error)})"
-    return f"{constants.ENDPOINT} answers with an error, {status}" if status >= 500 else None
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,6 @@
 """From waveforms to the log-mel spectrogram LAION-CLAP was trained on, by FFT on the waveforms' own device.
 
 Always in fp32, whatever the rest of the model runs in: 16 bits can't hold the 100 dB between a spectrum's peaks and its floor.
-Leaves normalisation over mel bins, augmentation and the image layout to `htsat.py`.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ class LogMel(nn.Module):
         return super()._apply(at_least_fp32(fn), recurse)
 
     def forward(self, waveforms: Tensor) -> Tensor:
-        """(batch, num_samples), floating, full scale ±1 → (batch, num_frames, mel_bins) in dB relative to power 1, fp32.
-
-        Raises:
-            ValueError: clips of another length than the model's.
-        """
+        """(batch, num_samples), floating, full scale ±1 → (batch, num_frames, mel_bins) in dB relative to power 1, fp32. A
+        ValueError for clips of another length than the model's."""
         if waveforms.ndim != 2 or waveforms.shape[1] != self.num_samples:
             raise ValueError(f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples")
         return self.of_any_length(waveforms)

@@ -256,14 +256,7 @@ def _backward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__
 
 def triton_mlp(tokens: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, bias2_C: Tensor) -> Tensor:
     """`F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` by the kernels above, with autograd; traced by
-    torch.compile as one operation. Under autocast in its dtype, as `F.linear`.
-
-    Args:
-        tokens: (…, C); C and M as `supports` says, bf16, fp16 or, slowly, fp32 throughout.
-
-    Returns:
-        (…, C), in the dtype of the tokens or, under autocast, its.
-    """
+    torch.compile as one operation. Under autocast in its dtype, as `F.linear`. C and M are as `supports` says."""
     device = tokens.device.type
     tensors = [tokens.flatten(0, -2), weight1_MC, bias1_M, weight2_CM, bias2_C]
     if torch.is_autocast_enabled(device):

@@ -21,16 +21,12 @@ SMALLEST_MULTIPLE = 8
 
 
 class Packing(NamedTuple):
-    """Where each caption lies in the row.
-
-    Attributes:
-        bounds: (S + 1,) int32, on the tokens' device: caption i is tokens bounds[i] to bounds[i + 1].
-        num_captions: real ones, which come first.
-        max_tokens: no caption is longer.
-    """
+    """Where each caption lies in the row."""
 
     bounds: Tensor
+    """(S + 1,) int32, on the tokens' device: caption i is tokens bounds[i] to bounds[i + 1]."""
     num_captions: int
+    """Real ones, which come first."""
     max_tokens: int
 
 
@@ -62,15 +58,8 @@ def token_multiple(num_captions: int, text_tokens: int) -> int:
 
 
 def pack(captions: list[tuple[Tensor, Tensor]], multiple: int | None = None) -> tuple[Tensor, Packing]:
-    """Pack padded captions, on the host.
-
-    Args:
-        captions: pieces of a batch, each token ids (B, text_tokens) and mask, 1 at real tokens, which come first.
-        multiple: of the number of tokens; `token_multiple` by default.
-
-    Returns:
-        token ids (T,) and where they belong.
-    """
+    """Pack pieces of a batch, each token ids (B, text_tokens) and mask, 1 at real tokens, which come first: token ids (T,), a
+    `multiple` of tokens, and where they belong."""
     max_tokens = captions[0][0].shape[1]
     lengths = torch.cat([mask.sum(dim=1) for _, mask in captions])
     multiple = multiple or token_multiple(len(lengths), max_tokens)

@@ -1,8 +1,6 @@
 """Swin transformer stages on square token grids (arXiv 2103.14030): what HTSAT is made of between patch embedding and pooling.
 
-Knows nothing of audio. Only the relative position biases are initialised here; `htsat.py` does the rest. The attention itself
-is `window_attention.py`'s. Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window,
-A attention heads, C channels.
+Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A attention heads, C channels.
 """
 
 from __future__ import annotations
@@ -36,11 +34,7 @@ class DropPath(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Multi-head attention inside windows, with a learned bias for each relative position.
-
-    Attributes:
-        kernel: what computes it.
-    """
+    """Multi-head attention inside windows, with a learned bias for each relative position."""
 
     relative_position_index: Tensor
 
@@ -65,11 +59,7 @@ class WindowAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linears with a GELU between them.
-
-    Attributes:
-        kernel: what computes it: `torch`, operation by operation, or `triton` (`mlp_triton.py`) at widths it has.
-    """
+    """Two linears with a GELU between them; `triton` (`mlp_triton.py`) computes them as one kernel at widths it has."""
 
     def __init__(self, dim: int, ratio: int) -> None:
         super().__init__()

@@ -27,8 +27,8 @@ _SIZES = TEXT | {"layer_norm_eps": "layer_norm_eps"}
 
 
 class TextLayer(nn.Module):
-    """A layer of RoBERTa or BERT, with `transformers`' names. With `first_only` it computes, past the attention's keys and
-    values, each caption's first token alone: for the last layer where pooling looks at nothing else."""
+    """A layer of RoBERTa or BERT, with `transformers`' names. With `first_only` it computes past its attention each caption's
+    first token alone: for the last layer where pooling looks at nothing else."""
 
     def __init__(self, config: TextConfig, dropout: float, first_only: bool) -> None:
         super().__init__()
@@ -67,15 +67,12 @@ def _end_branch(end: Any, branch: Tensor, hidden: Tensor) -> Tensor:
 
 class TextTower(nn.Module):
     """An encoder and its pooling: `cls_pooler` is the first token through its tanh pooler, `mean` the mean over real tokens.
-    With the former the last layer computes nothing for other tokens but their keys and values.
+    With the former the last layer computes nothing for other tokens past its attention.
 
     Args:
         config: sizes.
         dropout: of hidden states and of attention weights.
-        from_hub: start from the pretrained weights `config.hub_name` names (hub, local cache or folder; safetensors only).
-
-    Raises:
-        ValueError: those weights can't be had, or are of other sizes.
+        from_hub: start from the pretrained weights `config.hub_name` names; a ValueError where they can't be had or don't fit.
     """
 
     roberta: Any
@@ -105,12 +102,12 @@ class TextTower(nn.Module):
         """One vector per caption, (batch, hidden_size) in the parameters' dtype.
 
         Args:
-            input_ids: (batch, tokens) int64, padded with the padding index on the right.
-            attention_mask: (batch, tokens), 1 at real tokens; None when no caption is padded: a wider choice of kernels.
-            packing: for packed captions: `input_ids` is then (tokens,), without a mask.
+            input_ids: (batch, tokens) int64, padded on the right; packed, (tokens,).
+            attention_mask: (batch, tokens), 1 at real tokens; None when no caption is padded, or packed.
+            packing: how captions are packed.
         """
         mask_B11L = None if attention_mask is None else attention_mask[:, None, None, :].bool()
-        layout, takes_first = None, self.pooling == "cls_pooler"
+        layout = None
         parts = self.roberta.embeddings
         if packing is not None:
             layout = lay_out(packing, len(input_ids), self.first_position)
@@ -124,11 +121,9 @@ class TextTower(nn.Module):
         for layer in self.blocks():
             run = partial(checkpoint, layer, use_reentrant=False) if self.checkpoint and self.training else layer
             hidden = run(hidden, mask_B11L, layout)
-        if takes_first:
+        if self.pooling == "cls_pooler":
             return self.roberta.pooler(hidden[:, 0] if layout is None else hidden[0])
-        return (
-            mean_over_tokens(hidden, attention_mask) if layout is None else mean_over_packed_tokens(hidden[0], layout)
-        )
+        return mean_over_tokens(hidden, attention_mask) if layout is None else mean_over_packed(hidden[0], layout)
 
 
 def mean_over_tokens(hidden_BLC: Tensor, mask_BL: Tensor | None) -> Tensor:
@@ -140,7 +135,7 @@ def mean_over_tokens(hidden_BLC: Tensor, mask_BL: Tensor | None) -> Tensor:
     return (total / weights_BL1.sum(dim=1).clamp(min=1.0)).to(hidden_BLC.dtype)
 
 
-def mean_over_packed_tokens(hidden_TC: Tensor, layout: Layout) -> Tensor:
+def mean_over_packed(hidden_TC: Tensor, layout: Layout) -> Tensor:
     """(captions, channels): mean over each packed caption's tokens, summed in fp32."""
     bounds, num_captions, _ = layout.packing
     sums_SC = hidden_TC.new_zeros(len(bounds) - 1, hidden_TC.shape[1], dtype=torch.float32)
@@ -177,15 +172,12 @@ def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
 
 def pretrained(config: TextConfig) -> PreTrainedModel:
     """`transformers`' encoder with the weights `config.hub_name` names; ValueError where they can't be had, or are of another
-    architecture or other sizes, which is found out before they are fetched."""
+    architecture or other sizes."""
     if not config.hub_name:
         raise ValueError(f"{FIELD}: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
     from clap_ds.model.hub import load_by_name
-
-    def load_sizes(local_files_only: bool) -> Any:
-        return AutoConfig.from_pretrained(config.hub_name, local_files_only=local_files_only, trust_remote_code=False)
 
     def load(local_files_only: bool) -> PreTrainedModel:
         return AutoModel.from_pretrained(
@@ -193,14 +185,13 @@ def pretrained(config: TextConfig) -> PreTrainedModel:
             dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
         )  # fmt: skip
 
-    found = load_by_name(config.hub_name, load_sizes, field=FIELD, what="weights")
-    if found.model_type != config.architecture:
-        kind = f"of architecture {found.model_type!r}, this preset's text tower of {config.architecture!r}"
-        raise ValueError(f"{FIELD}: {config.hub_name!r} is {kind}")
-    sizes = [(ours, getattr(found, theirs), getattr(config, ours)) for ours, theirs in _SIZES.items()]
+    model: PreTrainedModel = load_by_name(config.hub_name, load, field=FIELD, what="weights")
+    found = model.config
+    sizes: list[Any] = [("architecture", found.model_type, config.architecture)]
+    sizes += [(ours, getattr(found, theirs, None), getattr(config, ours)) for ours, theirs in _SIZES.items()]
     fixed = {"type_vocab_size": 2 if config.architecture == "bert" else 1, "hidden_act": "gelu"}
-    sizes += [(name, getattr(found, name, value), value) for name, value in fixed.items()]
+    sizes += [(name, getattr(found, name, None), value) for name, value in fixed.items()]
     wrong = [f"{name} {size} (expected {expected})" for name, size, expected in sizes if size != expected]
     if wrong:
         raise ValueError(f"{FIELD}: {config.hub_name!r} is not of this preset's sizes: {', '.join(wrong)}")
-    return load_by_name(config.hub_name, load, field=FIELD, what="weights")
+    return model

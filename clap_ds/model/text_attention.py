@@ -23,16 +23,8 @@ def attend(
     dropout: float = 0.0,
     layout: Layout | None = None,
 ) -> Tensor:
-    """Scores are scaled by D^-1/2, as RoBERTa's are.
-
-    Args:
-        query, key, value: (batch, heads, tokens, D); with a `layout` the batch is 1, of packed captions.
-        attention_mask: (batch, 1, 1, tokens) bool, True at real tokens; None where all are.
-        layout: how captions are packed.
-
-    Returns:
-        (batch, tokens, heads, D).
-    """
+    """Queries, keys and values (batch, heads, tokens, D), of a batch of 1 with a `layout` of packed captions, and a bool mask
+    (batch, 1, 1, tokens), True at real tokens (None: all are) → (batch, tokens, heads, D)."""
     if layout is None:
         return _attend_padded(query, key, value, attention_mask, dropout).transpose(1, 2)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):

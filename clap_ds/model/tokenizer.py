@@ -1,8 +1,4 @@
-"""Captions to token ids: loading a tokenizer, using it, and training a small one.
-
-The trained one is for the sounds this project makes itself and for tests; it needs no hub and its vocabulary fits the `micro`
-preset.
-"""
+"""Captions to token ids: loading a tokenizer, using it, and training a small one, which needs no hub."""
 
 from __future__ import annotations
 
@@ -26,24 +22,14 @@ else:
 FIELD = "clap.data.tokenizer"
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4; RoBERTa's own are 0 to 3
 SMALL_VOCAB_SIZE = 512
-_PADS_WITH = {0: "as BERT's do", PAD_TOKEN_ID: "as RoBERTa's do"}
 
 
 def load_tokenizer(
     name_or_dir: str, *, vocab_size: int, pad_token_id: int = PAD_TOKEN_ID, field: str = FIELD
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, in the hub's local cache, or on the hub: the first of these that has it.
-
-    Args:
-        vocab_size, pad_token_id: of the model that will take the ids.
-        field: of the settings, for messages.
-
-    Raises:
-        ValueError: not found (says where it looked), or it doesn't fit the model: ids beyond `vocab_size`, or padding other
-            than the model's.
-    """
-
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    """The tokenizer in a folder, in the hub's local cache, or on the hub: the first of these that has it. A ValueError, about
+    `field` of the settings, where it isn't found, or has other ids or padding than the model."""
+    from transformers import AutoTokenizer
 
     from clap_ds.model.hub import load_by_name
 
@@ -52,22 +38,15 @@ def load_tokenizer(
         for file in (path for ending in ("json", "txt", "jinja") for path in Path(name_or_dir).glob(f"*.{ending}")):
             if file.stat().st_size > MOST_BYTES:
                 raise ValueError(f"{file.name} has more than {MOST_BYTES:,} bytes")
-        found = AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only, **no_code)
-        if not isinstance(found, PreTrainedTokenizerBase):  # but one of tokenizers, say
-            raise ValueError(f"{type(found).__name__} is none")
-        return found
+        return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only, **no_code)
 
     tokenizer = load_by_name(name_or_dir, load, field=field, what="tokenizer")
     # len() also counts added tokens, but not gaps between ids.
     largest_id = max([len(tokenizer) - 1, *tokenizer.get_vocab().values()])
-    if largest_id >= vocab_size:
-        raise ValueError(
-            f"{field}: {name_or_dir!r} has token ids up to {largest_id}, the model a vocabulary of {vocab_size}; "
-            "expected the tokenizer that belongs to clap.model.preset, or a smaller one"
-        )
-    if (pad := tokenizer.pad_token_id) != pad_token_id:
-        theirs, ours = (f"{each}, {_PADS_WITH[each]}" if each in _PADS_WITH else each for each in (pad, pad_token_id))
-        raise ValueError(f"{field}: {name_or_dir!r} pads with id {theirs}; expected the text tower's, {ours}")
+    if largest_id >= vocab_size or tokenizer.pad_token_id != pad_token_id:
+        found = f"has ids up to {largest_id} and pads with {tokenizer.pad_token_id}"
+        expected = f"the tokenizer of clap.model.preset, with ids below {vocab_size} and {pad_token_id} for padding"
+        raise ValueError(f"{field}: {name_or_dir!r} {found}; expected {expected}")
     return tokenizer
 
 
@@ -79,23 +58,18 @@ def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_token
     cut: dict[str, Any] = {"truncation": True, "max_length": text_tokens, "return_attention_mask": False}
     rows: Any = tokenizer(captions, **cut, split_special_tokens=True)["input_ids"]
     is_real = torch.arange(text_tokens) < torch.tensor(list(map(len, rows)))[:, None]
-    ids = torch.full(
-        (len(rows), text_tokens), int(tokenizer.pad_token_id)
-    )  # by hand: three times as quick as by the tokenizer
+    # By hand: three times as quick as by the tokenizer.
+    ids = torch.full((len(rows), text_tokens), int(tokenizer.pad_token_id))
     ids[is_real] = torch.tensor(list(chain.from_iterable(rows)))
     return ids, is_real.long()
 
 
 def train_tokenizer(captions: Iterable[str], directory: Path, *, vocab_size: int = SMALL_VOCAB_SIZE) -> int:
-    """Trains a byte-level BPE with RoBERTa's special ids, saves it where `load_tokenizer` can load it, and returns its size.
-
-    Args:
-        vocab_size: upper bound; at least the 256 bytes and the special tokens.
-    """
+    """Trains a byte-level BPE of at most `vocab_size` with RoBERTa's special ids, saves it where `load_tokenizer` can load it,
+    and returns its size."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    assert vocab_size >= 256 + len(SPECIAL_TOKENS)
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()

@@ -45,11 +45,7 @@ def attend_windows(
         qkv_BHWE: (B, H, W, 3·A·D), queries, keys and values, heads inside each; H = W, a multiple of `window`.
         bias_ANN: added to the scores, which are scaled by D^-1/2 first. Any floating dtype.
         mask_GNN: added to the scores of shifted windows; needed where `shift` is above 0, ignored elsewhere.
-        window: side of a window, so N = window².
-        shift: how far the grid is moved cyclically up and left under the windows. The output is moved back.
-
-    Returns:
-        (B, H, W, A·D) in the dtype of `qkv_BHWE`.
+        shift: how far the grid is moved cyclically up and left under the windows. The output, (B, H, W, A·D), is moved back.
     """
     assert shift == 0 or mask_GNN is not None
     bias_ANN = bias_ANN.to(qkv_BHWE.dtype)

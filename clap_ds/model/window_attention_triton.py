@@ -229,14 +229,5 @@ def _backward_flops(qkv: Sequence[int], bias: Sequence[int], *_: Any, **__: Any)
 
 def triton_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
     """`clap_ds.model.window_attention.attend_windows` by the kernels above, with autograd; traced by torch.compile as one
-    operation.
-
-    Args:
-        qkv_BHWE: (B, H, W, 3·A·D) in fp32, bf16 or fp16.
-        bias_ANN: (A, N, N) in the same dtype; N = `window`², a power of two of at least 16.
-        shift: below `window`.
-
-    Returns:
-        (B, H, W, A·D).
-    """
+    operation. N = `window`² is a power of two of at least 16; the bias is of the same dtype as qkv: fp32, bf16 or fp16."""
     return _forward(qkv_BHWE, bias_ANN, window, shift)

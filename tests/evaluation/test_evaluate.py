@@ -52,7 +52,13 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
     print_evaluation(evaluation, "the title")
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for part in ("the title", "1,234 clips", "R@1 25.00 % [17.55, 34.30] 1.00 %", "loss 2.5000", "empty caption"):
+    for part in (
+        "the title",
+        "1,234 clips",
+        "retrieval_audio_to_text_r1 25.00 % [17.55, 34.30] 1.00 %",
+        "2.5000",
+        "empty caption",
+    ):
         assert part in shown
 
 
@@ -66,8 +72,7 @@ def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "retrieval_loss: 6.33 ± 1.53 (3 folds: 5.00, 6.00, 8.00)",
     ]
     (other := tmp_path / "other.json").write_text('{"metrics": {"zero_shot_top1": 1.0}}')
-    (copy := tmp_path / "copy.json").write_bytes(paths[0].read_bytes())  # as of a fold that was evaluated twice
-    for wrong in ([*paths, other], paths[:1], [*paths, copy]):
+    for wrong in ([*paths, other], paths[:1]):
         with pytest.raises(UserError, match="two or more folds"):
             print_folds(wrong)
 
@@ -86,30 +91,19 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
         model, metrics = ClapModel(load_preset("micro")), {"zero_shot_top1": top1}
         checkpoint_of(model, tmp_path / "run", step, Path(clip_tokenizer), metrics=metrics, **told)
     options = ["--best", "--retrieval", *write_clips(5, 4), "--json", str(tmp_path / "found.json")]
-    options += ["--predictions", str(tmp_path / "clips.json")]
     codes, output, errors = on_ranks(2, tmp_path / "run", *options)
     assert codes == [0, 0], errors
     assert ", step 1, zero_shot_top1 0.5: micro on 2 × " in output
     assert ", 12 text tokens" in output
-    assert output.count("audio to text R@1 ") == output.count("retrieval (9 clips, 14 captions)") == 1
+    assert output.count(" retrieval_audio_to_text_r1 ") == output.count("retrieval (9 clips, 14 captions)") == 1
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["world_size"], found["model"], found["num_broken_items"]) == (2, "micro", 0)
-    assert len(json.loads((tmp_path / "clips.json").read_text())["retrieval"]) == 9
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--preset demo", "holds model micro, this run has demo"),
-        ("--json /nowhere/at/all.json", "--json /nowhere/at/all.json: expected a file"),
-        ("--tokenizer TOKENIZER", "retrieval.shards: no file matches"),
-    ],
-)
-def test_a_mistake_is_one_message(tmp_path: Path, clip_tokenizer: str, options: str, message: str) -> None:
+def test_a_mistake_is_one_message(tmp_path: Path, clip_tokenizer: str) -> None:
     save_safetensors(ClapModel(load_preset("micro")), checkpoint := tmp_path / "micro.safetensors")
-    given = options.replace("TOKENIZER", clip_tokenizer).split()
-    codes, _, errors = on_ranks(1, checkpoint, "--retrieval", "nowhere-*.tar", *given)
+    codes, _, errors = on_ranks(1, checkpoint, "--retrieval", "nowhere-*.tar", "--tokenizer", clip_tokenizer)
     assert codes == [2], errors
-    assert message in errors
+    assert "retrieval.shards: no file matches" in errors
     assert "Traceback" not in errors

@@ -40,9 +40,3 @@ def test_measures_are_means_over_all_orders_of_tied_candidates(case: tuple[list[
     (found,), (whole,) = measures(by_score, relevant, at=at, cutoff=k).tolist(), measures(by_score, relevant).tolist()
     assert found == pytest.approx(by_definition(scores, wanted, at, k), abs=1e-12)
     assert whole == pytest.approx(by_definition(scores, wanted, (), len(scores)), abs=1e-12)
-
-
-def test_what_is_no_number_ranks_last() -> None:
-    scores = torch.tensor([[torch.nan, 0.1, 0.2], [torch.nan] * 3])
-    found = measures(scores, torch.tensor([[True, False, False]] * 2), at=(1, 3))
-    assert found.tolist() == [pytest.approx([0, 1, 1 / 3]), pytest.approx([1 / 3, 1, (1 + 1 / 2 + 1 / 3) / 3])]

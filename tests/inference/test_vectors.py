@@ -38,9 +38,9 @@ def write(path: Path, *blocks: Block) -> Path:
 def test_a_table_is_read_as_written_by_pandas_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "ROWS", 8)
     path = write(tmp_path / "vectors.parquet", rows(20), rows(7, 1))
-    about, num_rows, blocks = read_table(path)
+    about, blocks = read_table(path)
     found = list(blocks)
-    assert (about, num_rows) == (ABOUT, 27)
+    assert about == ABOUT
     assert max(len(block.file) for block in found) <= 8
     for column, expected in zip(joined(found), joined([rows(20), rows(7, 1)]), strict=True):
         np.testing.assert_array_equal(column, expected)
@@ -51,9 +51,8 @@ def test_a_table_is_read_as_written_by_pandas_too(tmp_path: Path, monkeypatch: p
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    (text := tmp_path / "text.parquet").write_text("no table")
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), foreign := tmp_path / "foreign.parquet")
-    for path in (text, foreign, tmp_path / "absent.parquet", tmp_path / "v.npz"):
+    for path in (foreign, tmp_path / "v.npz"):
         with pytest.raises((ValueError, UserError), match=re.escape(f"{path}: expected")):
             read_table(path)
 

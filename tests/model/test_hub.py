@@ -9,14 +9,11 @@ from huggingface_hub import constants
 from clap_ds.model import hub
 from clap_ds.model.hub import load_by_name
 
-ADVICE = "Without a network, name a local folder (a tokenizer's is made by clap-shards build --train_tokenizer); or set HF_HOME"
-
 
 @pytest.mark.parametrize(
     ("status", "on_hub", "asked", "says"),
     [
-        (None, True, [True], f"can't be reached (no answer within 0.3 s). {ADVICE}"),
-        (503, True, [True], f"answers with an error, 503. {ADVICE}"),
+        (None, True, [True], "can't be reached (no answer within 0.3 s). Without a network, name a local folder"),
         (404, False, [True, False], "the hub: no such repository"),
         (200, True, [True, False], "found"),
     ],

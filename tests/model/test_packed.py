@@ -2,7 +2,7 @@
 
 import torch
 
-from clap_ds.model.packed import lay_out, pack, token_multiple
+from clap_ds.model.packed import pack
 
 
 def test_captions_of_padding_fill_the_row_and_their_number_is_fixed() -> None:
@@ -16,13 +16,3 @@ def test_captions_of_padding_fill_the_row_and_their_number_is_fixed() -> None:
         assert packing.num_captions == 2
         num_bounds.add(len(packing.bounds))
     assert len(num_bounds) == 1
-
-
-def test_positions_start_anew_with_every_caption_and_the_multiple_costs_about_a_hundredth() -> None:
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    row, packing = pack([(torch.tensor([[0, 5, 2], [0, 2, 1]]), mask)], 8)
-    layout = lay_out(packing, len(row))
-    assert row.tolist() == [0, 5, 2, 0, 2, 1, 1, 1]
-    assert layout.position_ids.tolist() == [[2, 3, 4, 2, 3, 2, 3, 4]]
-    assert layout.caption.tolist()[:5] == [0, 0, 0, 1, 1]
-    assert [token_multiple(*sizes) for sizes in ((8, 77), (616, 77), (1, 16))] == [8, 256, 8]

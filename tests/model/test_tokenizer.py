@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from clap_ds.model.tokenizer import SPECIAL_TOKENS, load_tokenizer, tokenize, train_tokenizer
+from clap_ds.model.tokenizer import SPECIAL_TOKENS, load_tokenizer, tokenize
 
 
 def test_captions_are_framed_cut_and_padded(tokenizer_dir: str) -> None:
@@ -38,24 +38,11 @@ def test_tokenizers_that_do_not_fit_or_are_not_there_are_refused(tokenizer_dir: 
     other = AutoTokenizer.from_pretrained(tokenizer_dir)
     other.pad_token = "<unk>"
     other.save_pretrained(tmp_path / "other")
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "tokenizer.json").write_text("{ not json")
     for name, vocab_size, message in (
-        (tokenizer_dir, size - 1, f"ids up to {size - 1}, .* vocabulary of {size - 1}"),
-        (str(tmp_path / "other"), 512, "pads with id 3; expected the text tower's, 1, as RoBERTa's do"),
+        (tokenizer_dir, size - 1, f"ids up to {size - 1} .* below {size - 1}"),
+        (str(tmp_path / "other"), 512, "pads with 3; expected .* 1 for padding"),
         ("data/my/tokenizer", 512, f"no tokenizer 'data/my/tokenizer'.*no such folder.* {Path.cwd()}"),
         (str(tmp_path), 512, "the folder .* holds no tokenizer"),
-        (str(tmp_path / "damaged"), 512, "the folder .* holds no tokenizer"),
     ):
         with pytest.raises(ValueError, match=rf"clap\.data\.tokenizer: .*{message}"):
             load_tokenizer(name, vocab_size=vocab_size)
-    with pytest.raises(ValueError, match=r"pads with id 1, as RoBERTa's do; expected .* 0, as BERT's do"):
-        load_tokenizer(tokenizer_dir, vocab_size=512, pad_token_id=0)
-
-
-def test_training_is_deterministic_and_bounded(tmp_path: Path) -> None:
-    captions = [f"sound {number} of {number * 7919 % 1000} bells and {number % 7} clicks" for number in range(400)]
-    for name in ("first", "second"):
-        train_tokenizer(captions, tmp_path / name, vocab_size=300)
-    assert (tmp_path / "first/tokenizer.json").read_text() == (tmp_path / "second/tokenizer.json").read_text()
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "first")) == 300

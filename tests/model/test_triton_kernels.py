@@ -22,11 +22,9 @@ from triton.compiler import ASTSource
 
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.model import mlp_triton, window_attention_triton
-from clap_ds.model.clap import ClapModel
 from clap_ds.model.mlp_triton import supports, triton_mlp
 from clap_ds.model.swin import Mlp
 from clap_ds.model.triton_common import Launch
-from clap_ds.native.convert import NativeSwinBlock
 from tests.model import kernel_cases
 from tests.model.kernel_cases import CASES, MLP_CASES, TOLERANCE, draw_mlp, eager_mlp, largest_error
 
@@ -45,15 +43,6 @@ def test_the_kernels_agree_with_the_eager_forms_under_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_mlp_agrees_with_the_eager_form_on_a_gpu(dtype: torch.dtype, case: tuple[int, int]) -> None:
     assert largest_error(triton_mlp, eager_mlp, draw_mlp(*case), dtype, "cuda") < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize(
-    ("dim", "hidden", "expected"),
-    [(96, 384, True), (256, 1024, True), (384, 1536, False), (112, 448, False), (96, 400, False), (16, 64, False)],
-)
-def test_which_widths_have_kernels(dim: int, hidden: int, expected: bool) -> None:
-    """Two powers of two from 16 on make 96, not 112; below 32 there aren't two."""
-    assert supports(dim, hidden) == expected
 
 
 def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
@@ -75,16 +64,6 @@ def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
     # Six products, and the first linear's once more for the backward pass.
     product = 2 * 128 * 96 * 384
     assert totals == {"torch": 6 * product, "triton": 7 * product}
-
-
-@pytest.mark.parametrize("mlp", ["torch", "triton"])
-def test_the_model_takes_it_where_asked_and_fitting(mlp: Any) -> None:
-    with torch.device("meta"):
-        model = ClapModel(load_preset("htsat_tiny_roberta_base"), attention="matmul", mlp=mlp)
-    narrow = mlp == "triton"
-    assert [block.mlp.kernel == "triton" for block in model.audio.blocks()] == [narrow] * 4 + [False] * 8
-    # CPU kernels, where they run, leave such a block alone.
-    assert NativeSwinBlock.fits(model.audio.blocks()[0]) == (not narrow)
 
 
 def kernels_of(audio: AudioConfig) -> Iterator[tuple[Any, str, Any, Launch]]:

@@ -56,19 +56,3 @@ def test_a_batch_too_large_for_sdpa_is_split(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(window_attention, "MOST_BATCHED", 11)
     assert max(errors(results(sdpa, inputs, torch.float64), expected)) < TOLERANCE[torch.float64]
     assert batches == [8, 4]
-
-
-@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
-def test_the_eager_form_is_attention_by_definition(case: Case) -> None:
-    """Oracle: each token over the whole grid, less the tokens of other shifted windows and those a window or more away."""
-    grid, heads, dim, shift = case
-    *qkv, bias, _ = (each.double() for each in draw(case, clips=1))
-    got = eager(case)(*qkv, bias)
-    place = torch.cartesian_prod(torch.arange(grid), torch.arange(grid))
-    shifted = (place - shift) % grid
-    together = (shifted[:, None] // 8 == shifted // 8).all(dim=2) & ((place[:, None] - place).abs() < 8).all(dim=2)
-    inside = shifted % 8 @ torch.tensor([8, 1])
-    q, k, v = (each.view(-1, heads, dim).transpose(0, 1) for each in qkv)
-    scores = q @ k.transpose(1, 2) / dim**0.5 + bias[:, inside][:, :, inside]
-    expected = scores.masked_fill(~together, -torch.inf).softmax(dim=2) @ v
-    torch.testing.assert_close(got.view(-1, heads, dim).transpose(0, 1), expected)

@@ -69,7 +69,7 @@ def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
     shown = run(tmp_path, evaluate, "--zero_shot", held_out, "--json", "found.json")
     assert "16 text tokens" in shown  # as trained
     assert "retrieval (12 clips, 24 captions)" in shown
-    assert "zero-shot classification (12 clips, 3 classes)" in shown
+    assert "zero_shot (12 clips, 3 classes)" in shown
     found = json.loads((tmp_path / "found.json").read_text())
     (record,) = (path for path in (tmp_path / "runs").glob("my_run-*") if (path / "summary.json").exists())
     in_training = json.loads((record / "summary.json").read_text())["evaluation"]
