@@ -1,6 +1,6 @@
 """A host's GPUs while a run steps, sampled every 15 s by a thread of the host's first rank into `monitor/<host>.jsonl`.
 
-By NVML (nvidia-ml-py), or of processors and memory (psutil) where there is no GPU. A broken driver doesn't end a run.
+By NVML, or of processors and memory (psutil) where there is no GPU. A broken driver doesn't end a run.
 """
 
 import os
@@ -50,11 +50,10 @@ def _gpu_sampler(num_gpus: int) -> Callable[[], list[Sample]] | None:
 
         nvml.nvmlInit()
         gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [nvml.nvmlDeviceGetUUID(gpu) for gpu in gpus]
     except Exception:  # of whatever type a broken driver has
         return None
-    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    mine = [gpu for gpu, uuid in enumerate(uuids) if any(word == str(gpu) or (word and word in uuid) for word in words)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    mine = [index for index in range(len(gpus)) if str(index) in visible]
     chosen = mine if len(mine) >= num_gpus else range(len(gpus))  # a rank may see its own alone
     rx, tx = nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES  # counted in KB/s
     fields: dict[str, Callable[[Any], float]] = {

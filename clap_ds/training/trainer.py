@@ -42,7 +42,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         evaluator = _evaluator(session)
     log = TrainingLog(session, schedule, progress, checkpoints.path)
     with StopRequest() as stop:
-        introduce(session, checkpoints, progress, schedule, choices)
+        introduce(session, checkpoints, progress, schedule)
         try:
             stopped_by, saved = _run(session, checkpoints, progress, schedule, evaluator, stop, log, choices)
         except NonFiniteError as error:
@@ -75,10 +75,9 @@ def _run(
     log: TrainingLog,
     choices: Choices,
 ) -> tuple[int, SavedCheckpoint | None]:
-    """Step to the end: the number of the signal that came before, or 0, and what came of the last checkpoint."""
+    """Step to the end: the signal that came before, or 0, and what came of the last checkpoint."""
     clap, engine = session.run.clap, session.engine
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
-    begun_at = progress.step
     wanted = clap.train.stop_at
     engine.norm_wanted = True
     stopped_by, saved, to_save = 0, None, False
@@ -94,9 +93,6 @@ def _run(
         progress.samples += schedule.samples_per_step
         progress.epoch = schedule.epoch(progress.samples)
         log.end_step(loss)
-        if clap.checkpoint.background and clap.checkpoint.every_steps and progress.step == begun_at + 1:
-            checkpoints.make_room(engine)  # once the optimiser has its state
-
         with standing_still():
             stopped_by = stop.wait()
         is_last = schedule.is_done(progress.samples)
@@ -134,7 +130,7 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def _evaluate(evaluator: "Evaluator", engine: ClapEngine) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics, of the average of the weights where there is one, and what chance would reach."""
+    """Metrics, of the weights' average where there is one, and chance levels."""
     from clap_ds.evaluation.evaluator import NonFiniteEmbeddingsError
 
     engine.share_statistics()

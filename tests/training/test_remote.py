@@ -1,8 +1,7 @@
 """Copies elsewhere: complete or not there, warned of when they fail, never in the way of training."""
 
-import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,9 +33,8 @@ class Unreliable(MemoryFileSystem):
 
 
 @pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A folder that isn't there yet on that file system; failures are waited for 10 ms."""
-    monkeypatch.setattr(remote, "WAITS_S", (0.01,) * 3 + (0,))
+def url() -> str:
+    """A folder that isn't there yet on that file system."""
     fsspec.register_implementation("unreliable", Unreliable, clobber=True)
     Unreliable.faults.clear()
     return f"unreliable://{uuid.uuid4().hex}/deep"
@@ -69,41 +67,25 @@ def test_there_and_back_is_the_same(url: str, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == ""
 
 
-def test_it_tries_again_and_says_so(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Unreliable.faults.extend([False, True, True])
-    assert copy(url, make_checkpoint(tmp_path / "here", 1)) == []
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 2
-    assert all(part in warnings[0] for part in ("copying step-00000001", "the network is down", "next attempt"))
-    assert RemoteFolder(url).download_newest(tmp_path / "new", {}) is not None
-
-
 def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = (make_checkpoint(tmp_path / "here", step) for step in (1, 2))
     assert copy(url, first) == []
-    Unreliable.faults.extend([False, *[True] * 4])  # one file of the second arrives
+    Unreliable.faults.extend([False, True])  # one file of the second arrives
     assert copy(url, second) == [second]
-    *_, given_up, summary = capsys.readouterr().err.splitlines()
-    assert "given up" in given_up
+    failed, summary = capsys.readouterr().err.splitlines()
+    assert all(part in failed for part in ("step-00000002", "the network is down", "training goes on"))
     assert f"not copied to {url}: {second}" in summary
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / first.name
     assert copy(url, make_checkpoint(tmp_path / "here", 3)) == []
     assert names(url) == ["step-00000001", "step-00000003"]  # leftovers are cleared
 
 
-def test_what_another_run_has_there_stays(url: str, tmp_path: Path) -> None:
-    assert copy(url, *[make_checkpoint(tmp_path / "theirs", step, run="theirs") for step in (1, 2)]) == []
-    fs, _ = fsspec.url_to_fs(url)
-    fs.pipe_file(f"{url}/step-00000003/uploading-theirs", b"")  # which is under way
-    fs.pipe_file(f"{url}/step-00000002/manifest.json", b"{")  # damaged meanwhile
-    ours = [make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 2, 3)]
-    assert copy(url, *ours, keep_last=1) == []
-    assert names(url) == ["step-00000001", "step-00000002", "step-00000003", "step-00000003-2"]
-    newest = RemoteFolder(url).download_newest(tmp_path / "new", {})
-    assert newest is not None
-    assert checkpoint_files.Manifest.read(newest).run == "ours"
+def test_what_another_run_left_there_stays(url: str, tmp_path: Path) -> None:
+    assert copy(url, make_checkpoint(tmp_path / "theirs", 1, run="theirs")) == []
+    assert copy(url, *(make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 2, 3)), keep_last=1) == []
+    assert names(url) == ["step-00000001", "step-00000003"]
 
 
 @pytest.mark.parametrize(
@@ -111,9 +93,8 @@ def test_what_another_run_has_there_stays(url: str, tmp_path: Path) -> None:
     [
         ("weights.safetensors", lambda content: b"X" + content[1:]),
         ("weights.safetensors", None),
-        ("manifest.json", lambda content: content[:-1]),
     ],
-    ids=["changed", "gone", "no manifest to read"],
+    ids=["changed", "gone"],
 )
 def test_a_damaged_copy_is_passed_over(
     url: str, tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None, capsys: pytest.CaptureFixture[str]
@@ -130,14 +111,10 @@ def test_a_damaged_copy_is_passed_over(
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000001"]
 
 
-def test_a_target_is_tried_before_training(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_is_tried_before_training(url: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for good in (url, str(tmp_path / "new" / "folder")):
         remote.try_target(good)
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     with pytest.raises(ValueError, match=r"clap\.checkpoint\.sync_to: .*file/run can't be written \(NotADirectory"):
         remote.try_target(str(tmp_path / "file" / "run"))
-    monkeypatch.setattr(remote, "TRY_S", 0.1)
-    monkeypatch.setattr(Unreliable, "makedirs", lambda *_, **__: threading.Event().wait())
-    with pytest.raises(ValueError, match="TimeoutError"):
-        remote.try_target(url)

@@ -158,19 +158,12 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
         config = write_training(tmp_path, name, train_micro_batch_size_per_gpu=micro_batch, clap=clap)
         return config, commands.train(config, world_size=1)
 
-    # A first start, which is killed after 1000 s and before its second checkpoint.
-    _, output = run("first", epochs=1.0)
-    assert "training to 60 samples" in output
-    with (tmp_path / "checkpoints" / "history.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 2, "train_s": 1000.0}) + "\n")
-    config, output = run("second", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
+    config, output = run("first", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
     assert "a global batch has 61 pairs, the data 60 items" in output
     (summary,) = commands.summaries(config)
-    (chance,) = [line["chance"] for line in commands.lines(config, "evaluation")]
-    assert 0 < chance["zero_shot_top1"] < chance["zero_shot_top5"] <= 1
     assert (summary["state"], summary["step"]) == ("completed", 3)
-    assert 1000 < summary["time_to_target_s"] <= summary["train_s"] < 1000 + commands.TIMEOUT_S
-    _, output = run("third", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
+    assert 0 < summary["time_to_target_s"] <= summary["train_s"]
+    _, output = run("second", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
     assert summary["ended_early"] in output
     config, output = run("unreached", samples=5 * micro_batch, stop_at={"zero_shot_top1": 1.0})
     (summary,) = commands.summaries(config)
