@@ -23,8 +23,10 @@ class FolderLock:
 
     def __init__(self, folder: Path, job: Path | None = None) -> None:
         self._path = folder / FILE
+        # What process ids are unique in: a boot of a machine and a container in it.
+        kernel = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
         self._own: dict[str, Any] = {
-            "host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": _kernel(),
+            "host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": kernel,
             "user": os.environ.get("USER", ""), "job": str(job or os.environ.get("SLURM_JOB_ID", "")),
         }  # fmt: skip
 
@@ -70,11 +72,6 @@ class FolderLock:
     def _said(self, what: str) -> str:
         host, pid, user, job = (self._read().get(name, "?") for name in ("host", "pid", "user", "job"))
         return f"{self._path.parent} {what} host {host}, pid {pid}, user {user}, job {job or 'none'}"
-
-
-def _kernel() -> str:
-    """What process ids are unique in: a boot of a machine and a container in it."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _start_time(pid: Any) -> int | None:

@@ -123,13 +123,10 @@ class Summary(TypedDict, total=False):
     train_s: float
     """Seconds of training through all starts, as is `time_to_target_s`."""
     loss: float
-    target_samples: int
-    planned_steps: int
     epoch_samples: int | None
     evaluation: dict[str, Any]
     best: dict[str, Any] | None
     checkpoints: list[dict[str, Any]]
-    num_checkpoints: int
     resumed_from: str
     history: str
     resumed_at_step: int

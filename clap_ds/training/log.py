@@ -184,7 +184,7 @@ class TrainingLog:
         }  # fmt: skip
         self._checkpoints.append(outcome)
         self._append({"phase": "checkpoint"}, checkpoint=[checkpoint.begin, checkpoint.begin + stalled_s], **outcome)
-        self._session.record.update_summary(checkpoints=self._checkpoints[-20:], num_checkpoints=len(self._checkpoints))
+        self._session.record.update_summary(checkpoints=self._checkpoints[-20:])
         if checkpoint.saved:
             size = f"{checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
             print(f"saved {checkpoint.path}: {size}, of which training stood still for {stalled_s:.2f} s", flush=True)

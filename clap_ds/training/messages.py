@@ -32,9 +32,7 @@ def introduce(session: Session, checkpoints: CheckpointFolder, progress: Trainin
     pairs, items = pairs_together(run, session.ranks.world_size), session.batches.statistics().get("num_samples")
     if items is not None and items < pairs:
         print(f"warning: a global batch has {pairs:,} pairs, the data {items:,} items", flush=True)
-    session.record.update_summary(
-        target_samples=schedule.samples, planned_steps=last, epoch_samples=schedule.epoch_samples
-    )
+    session.record.update_summary(epoch_samples=schedule.epoch_samples)
 
 
 def conclude(session: Session, progress: TrainingProgress, schedule: Schedule) -> None:

@@ -20,16 +20,16 @@ from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, w
 
 def try_target(url: str | None) -> None:
     """Write a small file there on rank 0 and delete it; ValueError where that isn't possible. A collective."""
+
+    def write(url: str) -> None:
+        try:
+            RemoteFolder(url).try_writing()
+        except Exception as error:  # of whatever type the file system's package has
+            problem = f"{url} can't be written ({type(error).__name__}: {error}); credentials come from the environment"
+            raise ValueError(f"clap.checkpoint.sync_to: {problem}") from error
+
     if url is not None:
-        on_first(lambda: _try_target(url))
-
-
-def _try_target(url: str) -> None:
-    try:
-        RemoteFolder(url).try_writing()
-    except Exception as error:  # of whatever type the file system's package has
-        problem = f"{url} can't be written ({type(error).__name__}: {error}); credentials come from the environment"
-        raise ValueError(f"clap.checkpoint.sync_to: {problem}") from error
+        on_first(lambda: write(url))
 
 
 class RemoteFolder:

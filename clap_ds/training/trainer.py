@@ -58,9 +58,17 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         dist.barrier()
     if stopped_by:
         assert saved is not None
-        _say_stopped(session, Interrupted(stopped_by), saved)
+        stop_signal, lost = (
+            Interrupted(stopped_by),
+            "" if saved.saved else f", which could not be saved: {saved.problem}",
+        )
+        said = f"stopped by {stop_signal} after step {saved.step}{lost}"
+        session.record_data()
+        if session.ranks.is_first:
+            session.record.finish(stop_signal.state, said)
+            print(f"{said}; the same command without --restart resumes", flush=True)
         dist.barrier()  # the state is recorded before any rank leaves
-        raise Interrupted(stopped_by)
+        raise stop_signal
     if saved is not None and not saved.saved:
         raise AgreedError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
 
@@ -159,13 +167,3 @@ def _evaluator(session: Session) -> "Evaluator | None":
         loss_kind=run.clap.loss.kind,
         ranks=session.ranks,
     )
-
-
-def _say_stopped(session: Session, stop: Interrupted, saved: SavedCheckpoint) -> None:
-    """Record the state and say how to resume."""
-    session.record_data()
-    if not session.ranks.is_first:
-        return
-    lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
-    session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
-    print(f"stopped by {stop} after step {saved.step}{lost}; the same command without --restart resumes", flush=True)

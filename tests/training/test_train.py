@@ -9,13 +9,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.analysis.record import read_record
-from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
-from tests import processes
 from tests.training import training_commands as commands
 from tests.training.training_commands import RunningRanks, write_training
-
-import transformers  # isort: skip
 
 pytestmark = pytest.mark.end_to_end
 STEPS = 24
@@ -169,29 +165,3 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
     (summary,) = commands.summaries(config)
     assert (summary["step"], summary["time_to_target_s"]) == (5, None)
     assert f"  clap-evaluate {tmp_path / 'checkpoints'} --deepspeed_config {config}\n" in output
-
-
-def test_a_bert_is_trained_resumed_and_evaluated(tmp_path: Path, sounds: Path) -> None:
-    """Sizes are a file's, which is gone when the run's record is resumed."""
-    sizes, data = load_preset("micro").model_dump(mode="json", exclude={"name"}), commands.shard_data(sounds)
-    sizes["text"]["architecture"] = "bert"
-    (own := tmp_path / "own.json").write_text(json.dumps(sizes))
-    data["tokenizer"] = str(tmp_path / "tokenizer")
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop", "##a", "##e", "##i", "##o"]
-    transformers.BertTokenizer(vocab={t: n for n, t in enumerate(tokens)}).save_pretrained(tmp_path / "tokenizer")
-    clap = {"model": {"preset": str(own)}, "text": "packed", "data": data, "train": {"samples": 2 * BATCH}}
-    clap["checkpoint"] = {"folder": str(tmp_path / "saved")}
-    commands.train(config := write_training(tmp_path, bf16={"enabled": True}, clap=clap), 1)
-    own.unlink()
-    resolved = json.loads((commands.run_directories(config)[0] / "config.json").read_text())
-    resolved["clap"]["train"]["samples"] = 4 * BATCH
-    (again := tmp_path / "again.json").write_text(json.dumps(resolved))
-    commands.train(again, 1)
-    assert [row["step"] for row in commands.lines(again)] == [3, 4]
-    evaluate = ["clap_ds.evaluate", "saved", "--retrieval", str(sounds / "*.tar")]
-    for command, code, message in (
-        (evaluate, 0, "step 4: own on 1 × "),
-        (["clap_ds.weights.export", "saved", "hf"], 2, "ClapModel: its text tower is a bert"),
-    ):
-        done = processes.run(["-m", *command], cwd=tmp_path, env=commands.environment())
-        assert (done.returncode, message in done.stdout + done.stderr) == (code, True)
