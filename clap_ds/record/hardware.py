@@ -49,13 +49,11 @@ def peak_memory(device: torch.device) -> list[int]:
 
 
 def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
-    """Of every rank's `peak_memory`, the most, for the summary."""
     names = ("memory_peak_bytes", "memory_reserved_peak_bytes")
     return cast(Summary, {name: int(max(of)) for name, of in zip(names, zip(*ranks, strict=True), strict=False)})
 
 
 def environment(device: torch.device, cpu_kernels: str | None = None) -> Environment:
-    """What this process runs on."""
     on_gpu = device.type == "cuda"
     return {
         "python": platform.python_version(),

@@ -18,7 +18,6 @@ import numpy as np
 from clap_ds.record.schema import Rates
 
 COVERAGE = 0.95
-"""Of the intervals here."""
 FEWEST_WINDOWS, MOST_WINDOWS = 6, 24
 """Of fewer only the range is told; of more, neighbors are taken together, as these follow less from what came before."""
 HIGHEST_CORRELATION = 0.9

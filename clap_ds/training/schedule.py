@@ -74,7 +74,6 @@ class TrainingProgress:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def note(self, metrics: dict[str, float], wanted: dict[str, float], train_s: float) -> None:
-        """Remember an evaluation's best metrics, and the time where they reach all that is wanted."""
         for name, value in metrics.items():
             if math.isfinite(value) and score(name, value) >= score(name, self.best.get(name, value)):
                 self.best[name] = value
@@ -89,7 +88,6 @@ class TrainingProgress:
         return f"target reached at step {self.extra.get('target_step', self.step)}, after {seconds:,.0f} s: {values}"
 
     def time_to(self, wanted: dict[str, float]) -> float | None:
-        """Seconds of training to the evaluation that reached what is wanted; None where none has."""
         return self.extra["time_to_target_s"] if wanted and self.extra.get("target") == wanted else None
 
     def data_of(self, rank: int) -> dict[str, Any] | None:

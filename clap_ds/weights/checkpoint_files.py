@@ -57,12 +57,9 @@ class Manifest:
 
     Attributes:
         serial: ms since 1970 when it was saved, and larger than every older one's in its folder.
-        step: optimizer steps taken.
-        model: `ClapConfig` as JSON.
         engine: what a run that resumes must have in common (`clap_ds.engine.state.describe`).
         tokenizer: hub name of the captions' tokenizer, or `TOKENIZER`: the folder in the checkpoint.
         metrics: of the evaluation at this step, if there was one, and `TRAIN_LOSS`.
-        files: by path relative to the checkpoint.
         run: id of the run that saved it, through all its restarts.
         settings: the run's JSON as resolved.
         best_by: the evaluation metric that tells the run's best.

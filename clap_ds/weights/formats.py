@@ -25,11 +25,8 @@ from clap_ds.weights.state_file import write_tensors
 METADATA_KEY = "clap_ds.config"
 TEXT_TOKENS_KEY = "clap_ds.text_tokens"
 LOGIT_BIAS = "logit_bias"
-"""Learned with the sigmoid loss; other CLAPs have none."""
 _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
-"""What HF's CLAP leaves out: the AudioSet classifier, too."""
 _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS)
-"""Parts of the names of these, whoever gives them."""
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
 """Ends of names of constants that other CLAPs save as tensors."""
 _NUM_SHOWN = 5
@@ -37,15 +34,8 @@ _NUM_SHOWN = 5
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's sizes and its state, in `ClapModel`'s names.
-
-    Attributes:
-        tokenizer: of training, as `clap_ds.model.tokenizer.load_tokenizer` takes it, if known.
-        text_tokens: the caption length of training, if known.
-        loss_kind: the `clap.loss.kind` of training.
-        path: where it is from.
-        reached: its step there, and the value of `best_by`, in words.
-    """
+    """A model's sizes and state, in `ClapModel`'s names, and of its training tokenizer, caption length and loss, if known;
+    `path` is where it is from, `reached` its step there and the value of `best_by`, in words."""
 
     config: ClapConfig
     state: State

@@ -28,16 +28,12 @@ _OF_NUMBERS = {("_codecs", "encode"), ("numpy", "dtype"), *((module, "scalar") f
 
 
 class _PassedOver:
-    """Takes the place of a number of numpy's, whatever it is made from."""
-
     def __init__(self, *made_from: object) -> None: ...
 
     def __setstate__(self, state: object) -> None: ...
 
 
 class _TensorsOnly(pickle.Unpickler):
-    """Refuses everything that a pickle could call but for what tensors are made of."""
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _OF_TENSORS | _OF_NUMBERS:
             made_by = super().find_class(module, name) if (module, name) in _OF_TENSORS else _PassedOver

@@ -28,8 +28,8 @@ def load_weights(
             `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads, or its id on the hub,
             whose cache comes first; a LAION-CLAP .pt file.
         config: sizes to expect; by default their own.
-        best: of a folder of checkpoints the best by `best_by` instead of the newest.
-        raw: of a checkpoint with `clap.train.ema` the weights themselves instead of their average.
+        best: of a folder the best by `best_by` instead of the newest.
+        raw: of a checkpoint with `clap.train.ema` the weights themselves.
 
     Raises:
         ValueError: nothing there, none of these, damaged, of another model, or not finite.
