@@ -20,7 +20,7 @@ from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
-from clap_ds.record.statistics import interval_label, rate_interval
+from clap_ds.record.statistics import interval_label, rates
 
 BY_TIMER = "DeepSpeed's timer: leaves out data loading"
 HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host, queueing steps"
@@ -109,9 +109,10 @@ def rate_fields(windows: Sequence[float], window_s: Sequence[float] = ()) -> dic
     the interval of two windows or more. None without windows."""
     if not windows:
         return {}
-    found = rate_interval(windows, window_s or [1 / rate for rate in windows])
-    fields = {"samples_per_s_per_gpu": found.rate, "windows": tuple(windows)}
-    of = {"interval": (found.low, found.high), "uncertainty_from": f"{found.label()} of 1 run"}
+    found = rates(windows, window_s or [1 / rate for rate in windows])
+    fields = {"samples_per_s_per_gpu": found["mean"], "windows": tuple(windows)}
+    label = interval_label(found.get("coverage"), len(windows))
+    of = {"interval": (found["low"], found["high"]), "uncertainty_from": f"{label} of 1 run"}
     return fields | of if len(windows) > 1 else fields
 
 

@@ -226,8 +226,6 @@ class CheckpointSettings(Section):
     sync_to: str | None = None
     """Folder or fsspec URL to which finished checkpoints are copied in the background, and from which `clap.train.resume` takes
     them when there is none here. Credentials come from the environment alone."""
-    sync_every: PositiveInt = 1
-    """Checkpoints from one that is copied to `sync_to` to the next; the last one always is."""
 
 
 class RetrievalSettings(Section):

@@ -75,7 +75,7 @@ def measure(session: Session) -> Summary:
     num_steps = protocol.warmup_steps + protocol.windows * protocol.steps_per_window + protocol.breakdown_steps
     measurement = Measurement(session.samples_per_step)
     progress = Progress(num_steps, enabled=session.ranks.is_first)
-    stragglers = Stragglers(gather(session.ranks.host), session.record.path)
+    stragglers = Stragglers(gather(session.ranks.host))
     with _manual_garbage_collection():
         for step in range(1, protocol.warmup_steps + 1):
             _run_window(session, 1, None)

@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from clap_ds.record.hardware import accelerator_of
-
 ALWAYS_TIMED = "data_wait"
 """The phase that is timed while throughput is measured, too."""
 
@@ -25,12 +23,12 @@ _Mark = Any
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
-    if its := accelerator_of(device):
-        its.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def seconds(action: Callable[[], object], device: torch.device) -> float:
-    """How long an action takes, with the device synchronised at both ends."""
+    """How long an action takes, with the device synchronized at both ends."""
     synchronize(device)
     started_s = time.perf_counter()
     action()
@@ -39,9 +37,9 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def _mark(device: torch.device) -> _Mark:
-    if not (its := accelerator_of(device)):
+    if device.type != "cuda":
         return time.perf_counter()
-    event = its.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
@@ -54,7 +52,7 @@ def _seconds_between(before: _Mark, after: _Mark) -> float:
 class StepClock:
     """Durations of the steps of one window: `start()`, then `mark()` after each step, then `stop()`."""
 
-    running: ClassVar[StepClock | None] = None  # the one between these two
+    running: ClassVar[StepClock | None] = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -63,20 +61,17 @@ class StepClock:
         self._started_s = 0.0
 
     def start(self) -> None:
-        """Synchronise and begin a window."""
         synchronize(self.device)
         self._marks, self.waits = [_mark(self.device)], [[]]
         self._started_s = time.perf_counter()
         StepClock.running = self
 
     def mark(self) -> None:
-        """The edge of a step."""
         self._marks.append(_mark(self.device))
         self.waits.append([])
 
     def stop(self) -> tuple[float, list[float], list[float]]:
-        """Synchronise and end the window: its seconds by the host's clock, those of each step, and of these the rank's own,
-        without what it stood still for others."""
+        """End the window: its seconds by the host's clock, each step's, and each step's without waits for other ranks."""
         synchronize(self.device)
         window_s, StepClock.running = time.perf_counter() - self._started_s, None
         step_s = [_seconds_between(before, after) for before, after in pairwise(self._marks)]
@@ -86,7 +81,7 @@ class StepClock:
 
 @contextmanager
 def standing_still() -> Iterator[None]:
-    """Note, with the clock that runs, a wait for other ranks."""
+    """Note a wait for other ranks with the clock that runs."""
     clock = StepClock.running
     begin = _mark(clock.device) if clock else 0.0
     yield
@@ -108,7 +103,7 @@ class PhaseTimer:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Total by phase; a phase inside another is taken out of it. Waits for the device."""
+        """Total by phase, without the phases inside it. Waits for the device."""
         synchronize(self._device)
         total: dict[str, float] = defaultdict(float)
         for phase, sign, begin, end in self._spans:

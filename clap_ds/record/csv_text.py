@@ -1,4 +1,4 @@
-"""CSV to a file or to a terminal, and text of others on one line of a terminal."""
+"""CSV to a file or to standard output, and text of others on one line of a terminal."""
 
 from __future__ import annotations
 
@@ -29,8 +29,5 @@ def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]])
 
 
 def _write(file: TextIO, rows: Iterable[Sequence[str | float | None]]) -> None:
-    is_terminal = file.isatty()
     writer = csv.writer(file, lineterminator="\n")
-    for row in rows:
-        cells = ("" if each is None or each != each else each for each in row)
-        writer.writerow([printable(each) if is_terminal and isinstance(each, str) else each for each in cells])
+    writer.writerows(["" if each is None or each != each else each for each in row] for row in rows)

@@ -10,7 +10,7 @@ import io
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,11 +41,10 @@ class RunDirectory:
         raise AssertionError
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Replace a JSON file in one go."""
         write_object(self.path / name, redacted_all(content))
 
     def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
-        """Merge fields into `summary.json` and return the whole. A disk that is full by then is warned of."""
+        """Merge fields into `summary.json` and return the whole. A full disk is warned of."""
         summary: Summary = {"schema": VERSION, **self.summary()}
         for part in (*parts, fields):
             summary.update(part)
@@ -78,18 +77,16 @@ class Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if "\r" not in text and "\x1b" not in text:
-            self._try(self._log.write, redacted(text))
-        self._try(self._stream.write, text)
+            with suppress(OSError):  # of a full disk
+                self._log.write(redacted(text))
+        with suppress(OSError):  # nobody reads the terminal any more
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self._try(self._log.flush)
-        self._try(self._stream.flush)
-
-    def _try(self, action: Callable[..., object], *texts: str) -> None:
-        """On a disk that is full, or where nobody reads one any more, what is written to the other may be why the run ends."""
-        with suppress(OSError):
-            action(*texts)
+        for each in (self._log, self._stream):
+            with suppress(OSError):
+                each.flush()
 
     def isatty(self) -> bool:
         return self._stream.isatty()
@@ -113,13 +110,10 @@ def start_log(path: Path) -> None:
 
 @contextmanager
 def quiet_deepspeed() -> Iterator[None]:
-    """Keep DeepSpeed's informational lines, and its warning that a scheduler hasn't begun, off the terminal while it is set up.
-    A filter, as `deepspeed.initialize` sets every handler's level."""
+    """Keep DeepSpeed's informational lines off the terminal while it is set up, which sets every handler's level."""
     from deepspeed.utils import logger
 
-    def matters(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING and "before it has started" not in record.getMessage()
-
+    matters = lambda record: record.levelno >= logging.WARNING and "before it has started" not in record.getMessage()  # noqa: E731
     terminal = logger.handlers[0]
     terminal.addFilter(matters)
     try:

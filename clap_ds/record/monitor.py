@@ -1,6 +1,6 @@
 """A host's GPUs while a run steps, sampled every 15 s by a thread of the host's first rank into `monitor/<host>.jsonl`.
 
-By NVML (nvidia-ml-py), or of processors and memory (psutil) where there is no GPU. A broken driver doesn't end a run.
+By NVML. A broken driver doesn't end a run.
 """
 
 import os
@@ -32,8 +32,8 @@ def watching(run_directory: Path | None, num_gpus: int) -> Iterator[None]:
 
 def _watch(folder: Path, num_gpus: int, over: threading.Event) -> None:
     try:
-        sample = _gpu_sampler(num_gpus) or _cpu_sample
-        sample()  # the first busy share would be since the host's start
+        if (sample := _gpu_sampler(num_gpus)) is None:
+            return
         folder.mkdir(exist_ok=True)
         with closing(Stream(folder / f"{os.uname().nodename}.jsonl")) as stream:
             while not over.wait(INTERVAL_S):
@@ -50,11 +50,10 @@ def _gpu_sampler(num_gpus: int) -> Callable[[], list[Sample]] | None:
 
         nvml.nvmlInit()
         gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [nvml.nvmlDeviceGetUUID(gpu) for gpu in gpus]
     except Exception:  # of whatever type a broken driver has
         return None
-    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    mine = [gpu for gpu, uuid in enumerate(uuids) if any(word == str(gpu) or (word and word in uuid) for word in words)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    mine = [index for index in range(len(gpus)) if str(index) in visible]
     chosen = mine if len(mine) >= num_gpus else range(len(gpus))  # a rank may see its own alone
     rx, tx = nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES  # counted in KB/s
     fields: dict[str, Callable[[Any], float]] = {
@@ -76,12 +75,3 @@ def _gpu_sampler(num_gpus: int) -> Callable[[], list[Sample]] | None:
         return values
 
     return (lambda: [read(index) for index in chosen]) if chosen else None
-
-
-def _cpu_sample() -> list[Sample]:
-    """This host's memory, and the busy share of its processors since the last sample."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    used = {"memory_bytes": memory.total - memory.available, "memory_total_bytes": memory.total}
-    return [{"cpu_percent": psutil.cpu_percent(), **used}]

@@ -1,7 +1,6 @@
-"""What a run leaves behind, field by field: the one schema of `summary.json`, `environment.json` and `metrics.jsonl`.
+"""The schema of `summary.json`, `environment.json` and `metrics.jsonl`. Standard library only.
 
-Every field can be absent, as in a killed run or an older record. Times are in seconds, rates in samples per second. Standard
-library only.
+Every field can be absent, as in a killed run or an older record. Times are in seconds, rates in samples per second.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communicatio
 
 
 class Rates(TypedDict, total=False):
-    """Samples/s of one GPU: all samples over all seconds of the timed windows, and the interval that holds a long run's rate
-    with probability `coverage`; without a coverage it is the range of too few windows."""
+    """Samples/s of one GPU: all samples over all seconds of the windows, and an interval; without `coverage` their range."""
 
     mean: float
     low: float
@@ -59,7 +57,7 @@ class SlowRank(TypedDict):
 
 
 class ChosenKernel(TypedDict):
-    """What `auto` stands for, joined by "and" where ranks differ, and on which GPUs it isn't Triton's and why."""
+    """What `auto` stands for, and why it isn't Triton's."""
 
     kernel: str
     problem: str | None
@@ -84,40 +82,33 @@ class Summary(TypedDict, total=False):
     text: str
     precision: str
     device_name: str
-    """Several kinds are joined by "and"."""
     device_type: str
     kernels: dict[str, ChosenKernel]
     """On CUDA, by field of `clap.model` that is `auto`."""
     compiled: dict[str, str | None]
-    """By part given to torch.compile (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
+    """By part (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
     compile_s: float
-    """Seconds which that took on all ranks."""
 
     samples_per_s_per_gpu: Rates
     samples_per_s: float
     deepspeed_samples_per_s: float | None
     """By DeepSpeed's own timer, without the wait for data."""
     deepspeed_times_host_alone: bool
-    """That timer doesn't wait for the device: on a GPU it tells how fast the host queues steps."""
     step_time_s: StepTime
     data_wait_percent: float
     breakdown_s: dict[str, float] | None
-    """Seconds a step by `STEP_PHASES`, of an instrumented pass: mean over ranks, median over steps. Before `schema` 3
-    `backward` could hold what belongs into `exposed_communication`."""
+    """Seconds a step by `STEP_PHASES`, of an instrumented pass: mean over ranks, median over steps."""
     memory_peak_bytes: int
-    """Of tensors on a GPU, of the process on a CPU; of the rank that has most (before schema 3: of rank 0)."""
+    """Of tensors on a GPU, of the process on a CPU; of the rank that has most."""
     memory_reserved_peak_bytes: int
-    """The most that torch's allocator held on any GPU."""
     skipped_steps: int
     slow_ranks: list[SlowRank]
     slow_ranks_cost_samples_per_s: float
-    """On all ranks: how much more there would be if slow ranks were like the median rank."""
     data: dict[str, Any]
     warnings: list[str]
 
     flops: dict[str, Any]
-    """GFLOPs a sample: forward (`published_gflops`, `model_gflops` and DeepSpeed's count of that), forward and backward
-    (`training_gflops`), and of the forward pass what is done twice (`recomputed_gflops`)."""
+    """GFLOPs a sample: forward (`published_gflops`, `model_gflops`), forward and backward (`training_gflops`)."""
     mfu_published_percent: float | None
     mfu_model_percent: float | None
     hfu_percent: float | None
@@ -129,24 +120,18 @@ class Summary(TypedDict, total=False):
     step: int
     samples: int
     epoch: float | None
-    """Passes over the data, if they could be counted."""
     train_s: float
     """Seconds of training through all starts, as is `time_to_target_s`."""
     loss: float
-    target_samples: int
-    planned_steps: int
     epoch_samples: int | None
     evaluation: dict[str, Any]
     best: dict[str, Any] | None
     checkpoints: list[dict[str, Any]]
-    num_checkpoints: int
     resumed_from: str
     history: str
-    """Lines as in `metrics.jsonl`, of the run through all its restarts."""
     resumed_at_step: int
     time_to_target_s: float | None
     ended_early: str | None
-    """The target that ended training before its samples were through."""
 
 
 class Environment(TypedDict, total=False):
@@ -159,8 +144,6 @@ class Environment(TypedDict, total=False):
     driver: str | None
     device_name: str
     device_memory_bytes: int | None
-    allocator: str | None
-    """Settings of torch's allocator for GPUs, if not torch's defaults."""
     device_names: list[str]
     host: str
     hosts: list[str]
@@ -191,6 +174,4 @@ class StepLine(TypedDict, total=False):
     gradient_norm: float
     logit_scale: float
     chance: dict[str, float]
-    """Of an evaluation, by metric."""
     skipped: bool
-    """In 16 bits, a gradient wasn't finite."""

@@ -18,11 +18,9 @@ import numpy as np
 from clap_ds.record.schema import Rates
 
 COVERAGE = 0.95
-"""Of the intervals here."""
 FEWEST_WINDOWS, MOST_WINDOWS = 6, 24
 """Of fewer only the range is told; of more, neighbors are taken together, as these follow less from what came before."""
 HIGHEST_CORRELATION = 0.9
-"""Taken for windows that seem to follow each other even more closely."""
 
 
 @dataclass(frozen=True)
@@ -39,51 +37,41 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class RateInterval(Interval):
-    rate: float
-
-
-@dataclass(frozen=True)
 class MedianInterval(Interval):
     median: float
 
 
 def interval_label(coverage: float | None, count: int, values: str = "windows") -> str:
-    """What an interval is, with the coverage it has: `87.5 % interval of 4 repeats`, `range of 4 windows`."""
+    """As in `87.5 % interval of 4 repeats` and `range of 4 windows`."""
     what = "range" if coverage is None else f"{min(100 * coverage, 99.9):.3g} % interval"
     return f"{what} of {count} {values if count != 1 else values.removesuffix('s')}"
 
 
-def rate_interval(rates: Sequence[float], window_s: Sequence[float], coverage: float = COVERAGE) -> RateInterval:
-    """Samples over seconds of all windows together, and its interval.
+def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
+    """Samples over seconds of all windows together, and its interval, from samples/s and seconds of each window in order.
 
     The interval is that of a ratio of sums (Cochran, Sampling Techniques, 3rd ed., section 2.11) with Student's t, widened for
-    windows that are correlated as in a first-order autoregressive series. As few windows show too little of that, half a
-    standard error is added to the correlation. In simulations "95 %" holds in 95 to 98 of 100 up to a correlation of 0.3, from
-    6 windows on, and in 90 at 0.5. Takes samples/s and seconds of each window, in order; raises ValueError where there is none.
+    windows that are correlated as in a first-order autoregressive series. The usual estimate of that falls short by (1 + 3ρ)/n
+    (Kendall, Biometrika 41, 1954), which is added, as is half a standard error. In simulations "95 %" holds in 95 to 98 of 100
+    up to a correlation of 0.3, from 6 windows on, and in 90 at 0.5.
     """
-    if not rates:
-        raise ValueError("no windows to take a rate of")
     seconds = np.asarray(window_s, float)
-    samples = np.asarray(rates, float) * seconds
+    samples = np.asarray(windows, float) * seconds
     rate = float(samples.sum() / seconds.sum())
-    if len(rates) < FEWEST_WINDOWS:
-        return RateInterval(min(rates), max(rates), None, len(rates), rate)
-    starts = np.linspace(0, len(rates), min(len(rates), MOST_WINDOWS), endpoint=False).astype(int)
+    known = Rates(mean=rate, low=min(windows), high=max(windows), windows=list(windows), window_s=list(window_s))
+    if len(windows) < FEWEST_WINDOWS:
+        return known
+    starts = np.linspace(0, len(windows), min(len(windows), MOST_WINDOWS), endpoint=False).astype(int)
     residuals = np.add.reduceat(samples - rate * seconds, starts)
     count = len(residuals)
-    correlation = min(serial_correlation(residuals) + 0.5 / math.sqrt(count), HIGHEST_CORRELATION)
-    variance = float(residuals @ residuals) / (count - 1) * (1 + correlation) / (1 - correlation)
+    square = float(residuals @ residuals)
+    found = float(residuals[1:] @ residuals[:-1]) / square if square else 0.0
+    unbiased = max(found + (1 + 3 * found) / count, 0.0) if square else 0.0
+    correlation = min(unbiased + 0.5 / math.sqrt(count), HIGHEST_CORRELATION)
+    variance = square / (count - 1) * (1 + correlation) / (1 - correlation)
     error = math.sqrt(variance * count) / float(samples.sum())
-    spread = math.exp(min(student_t(coverage, count - 1) * error, 300.0))
-    return RateInterval(rate / spread, rate * spread, coverage, len(rates), rate)
-
-
-def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
-    """What a record says of its timed windows, in order."""
-    found = rate_interval(windows, window_s)
-    known = Rates(mean=found.rate, low=found.low, high=found.high, windows=list(windows), window_s=list(window_s))
-    return known if found.coverage is None else known | Rates(coverage=found.coverage)
+    spread = math.exp(min(student_t(COVERAGE, count - 1) * error, 300.0))
+    return known | Rates(low=rate / spread, high=rate * spread, coverage=COVERAGE)
 
 
 def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> MedianInterval:
@@ -100,20 +88,6 @@ def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> Medi
     trim = max(sum(share <= 1 - coverage for share in outside) - 1, 0)
     covered = max(0.0, 1 - outside[trim])
     return MedianInterval(ordered[trim], ordered[count - 1 - trim], covered, count, statistics.median(ordered))
-
-
-def serial_correlation(values: Sequence[float] | np.ndarray) -> float:
-    """Lag-1 correlation of values in the order they were taken, from 0 to `HIGHEST_CORRELATION`.
-
-    The usual estimate falls short by (1 + 3ρ)/n on average (Kendall, Biometrika 41, 1954), which is added. Of fewer than four
-    values it is 0.
-    """
-    deviations = np.asarray(values, float) - np.mean(values)
-    count, square = len(deviations), float(deviations @ deviations)
-    if count < 4 or square == 0:
-        return 0.0
-    found = float(deviations[1:] @ deviations[:-1]) / square
-    return min(max(found + (1 + 3 * found) / count, 0.0), HIGHEST_CORRELATION)
 
 
 @cache

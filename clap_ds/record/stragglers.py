@@ -3,15 +3,12 @@ but with their wait for data, lies above the median rank's. A slow link, for whi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from clap_ds.record.schema import SlowRank, Summary
-from clap_ds.record.stream import Stream
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 KEPT_STEPS, GROUPS, FEWEST_STEPS = 300, 15, 20
@@ -50,24 +47,17 @@ def _lower_median(rows: Floats) -> Floats:
 
 
 class Stragglers:
-    """Told all ranks' times on rank 0, says who is slow when that is known or changes; `warnings` has what it said last.
+    """Told all ranks' times on rank 0, says who is slow when that is known or changes; `warnings` has what it said last."""
 
-    It leaves `lags.jsonl` in the folder: a line each 30 s, later each two hundredth of the run's age (a thousand a week), with
-    how many whole percents each host's slowest rank was behind the median rank since the line before. `hosts` has each rank's.
-    """
-
-    def __init__(self, hosts: Sequence[str], folder: Path) -> None:
+    def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts, self._slow, self.warnings = np.array(hosts), list[int](), list[str]()
         self._kept: tuple[Floats, ...] = ()
-        self._lags, self._since_s = Stream(folder / "lags.jsonl"), np.zeros(len(hosts))
-        self._began_s = self._written_s = time.monotonic()
 
     def add(self, samples: Any, step_s: Any, own_s: Floats, data_wait_s: Floats) -> Summary:
         """What to record after steps of so many samples and seconds, (steps,), and each rank's own, (steps, ranks)."""
         new = (np.broadcast_to(np.asarray(samples, float), len(own_s)), np.asarray(step_s, float), own_s, data_wait_s)
         kept = zip(self._kept or [each[:0] for each in new], new, strict=True)
         samples, step_s, own, data = self._kept = tuple(np.concatenate(each)[-KEPT_STEPS:] for each in kept)
-        self._write_lags(own_s)
         before, self._slow = self._slow, slow_ranks(own, self._slow)
         lag, wait = ((each - _lower_median(each)).mean(axis=0).round(6).tolist() for each in (own, data))
         percent = (100 / _lower_median(own).mean() * np.array(lag)).round(2).tolist()
@@ -80,15 +70,6 @@ class Stragglers:
         if self._slow != before:
             print(*(self.warnings or ["no rank is slower than the others any more"]), flush=True)
         return Summary(slow_ranks=slow, slow_ranks_cost_samples_per_s=float(cost))
-
-    def _write_lags(self, own_s: Floats) -> None:
-        self._since_s, now_s = self._since_s + own_s.sum(axis=0), time.monotonic()
-        if now_s - self._written_s < max(30.0, (now_s - self._began_s) / 200):
-            return
-        starts = np.flatnonzero(np.append(True, self._hosts[1:] != self._hosts[:-1]))
-        behind = np.maximum.reduceat(100 * (self._since_s / _lower_median(self._since_s[None])[0] - 1), starts)
-        self._lags.append({"time": round(time.time()), "behind_percent": [round(each) for each in behind.tolist()]})
-        self._since_s, self._written_s = np.zeros_like(self._since_s), now_s
 
 
 def _words(slow: Sequence[SlowRank], cost: float) -> str:

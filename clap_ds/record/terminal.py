@@ -13,7 +13,7 @@ from clap_ds.record.statistics import interval_label
 
 
 class Progress:
-    """Steps done, live rate and time left: a line per advance. `first` steps were done before, in none of this run's time."""
+    """A line per advance: steps done and time left. `first` steps were done before this start."""
 
     def __init__(self, num_steps: int, *, enabled: bool, first: int = 0) -> None:
         self._num_steps, self._enabled = num_steps, enabled
@@ -49,7 +49,6 @@ def show(title: str, table: Table, *notes: str) -> None:
 
 
 def title(summary: Summary) -> str:
-    """One line: model, device, scale, precision."""
     return (
         f"{summary['preset']} on {summary['world_size']} × {summary['device_name']},"
         f" {summary['num_nodes']} node{'s' if summary['num_nodes'] > 1 else ''}, {summary['precision']},"

@@ -1,7 +1,6 @@
-"""Checkpoints of a training run: saved by all ranks together, found again, and deleted where newer and better ones make them
-superfluous.
+"""Checkpoints of a training run: saved by all ranks together, found again, and deleted when superfluous.
 
-Only the run's own are deleted, and none that was found damaged: the others are for a person to delete.
+Only the run's own are deleted.
 """
 
 import math
@@ -65,13 +64,9 @@ class CheckpointFolder:
         self._rule = settings or CheckpointSettings()
         self._tokenizer, self._lock, self._run = tokenizer, lock, run
         self._run_id = ""
-        self._resumed_from: int | None = None
-        self._damaged: dict[str, str] = {}
         self._sync: BackgroundSync | None = None
-        self._to_sync: Path | None = None
         if rank() == 0 and self._rule.sync_to is not None:
             self._sync = BackgroundSync(self._rule.sync_to, self._rule)
-        self._saved = 0
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_give_way)
         self._writing: Future[SavedCheckpoint] | None = None
@@ -99,8 +94,8 @@ class CheckpointFolder:
         metrics: dict[str, float] | None = None,
         copied: bool = True,
     ) -> None:
-        """Begin to save as `save` does, from a copy in rank 0's memory, so that training can go on meanwhile; without `copied`
-        it mustn't. `poll` and `finish` tell what came of it. A collective; the one before is over."""
+        """Begin to save as `save` does, while training goes on if it is `copied` in rank 0's memory. `poll` and `finish` tell
+        what came of it. A collective; the one before is over."""
         begin = time.time()
         state = engine_state(engine)
         state["random"] = gather(random_state(engine.model.logit_scale.device))
@@ -120,19 +115,10 @@ class CheckpointFolder:
             run=self._run_id,
             settings=self._run.resolved() if self._run is not None else {},
             best_by=self._rule.best_by,
-            resumed_from=self._resumed_from,
         )
         saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
         model, told = engine.model.config, progress.to_json()
         self._writing = self._thread.submit(lambda: self._write(saved, found, told, model, manifest))
-
-    def make_room(self, engine: ClapEngine) -> int:
-        """Take the memory for copies now rather than at the first checkpoint, and say so: bytes of it, 0 but on rank 0."""
-        if rank():
-            return 0
-        num_bytes = self._copies.bytes_of({"state": engine_state(engine), **_weights(engine)})
-        print(f"checkpoints are written from a copy: rank 0 keeps {num_bytes / 1e9:.2g} GB in host memory", flush=True)
-        return num_bytes
 
     def poll(self, limit_s: float | None = 0.0) -> SavedCheckpoint | None:
         """What came of saving, told once on rank 0 when it is over within so many seconds (None: whenever); None elsewhere."""
@@ -155,7 +141,7 @@ class CheckpointFolder:
         """The checkpoint at a path, or the newest good one of a folder there, by default of this one or, if empty, `sync_to`.
 
         Damaged ones are warned of and passed over. A collective; every rank gets the same answer, None where there is none.
-        Raises ValueError: none is at the path, `sync_to` can't be read, or there are checkpoints and not one is good.
+        Raises ValueError: none is at the path, `sync_to` can't be read, or not one is good.
         """
         return on_first(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
 
@@ -164,12 +150,8 @@ class CheckpointFolder:
         self._run_id = run_id
 
     def was_begun_by(self, run_id: str) -> bool:
-        """Whether the newest checkpoint here is one of this run's. A collective; raises ValueError where that can't be told."""
-        damaged: dict[str, str] = {}
-        runs, why = on_first(lambda: ([each.run for each in files.read_all(self.path, damaged).values()], damaged))
-        if why and run_id not in runs:
-            raise ValueError(f"whether this run has begun can't be told: {'; '.join(why.values())}")
-        return runs[:1] == [run_id]
+        """Whether the newest checkpoint here is one of this run's. A collective."""
+        return on_first(lambda: [each.run for each in files.read_all(self.path).values()])[:1] == [run_id]
 
     def move_aside(self) -> Path | None:
         """Move everything here into another folder, given back, if there is anything. A collective."""
@@ -179,8 +161,7 @@ class CheckpointFolder:
     def load(self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
         """Go on with the run of a checkpoint that `find` gave. A collective; raises ValueError: not every rank sees it, or
         `restore` refuses it."""
-        manifest = on_first(lambda: Manifest.read(folder))
-        self._run_id, self._resumed_from = manifest.run, manifest.serial
+        self._run_id = on_first(lambda: Manifest.read(folder).run)
         blind = judged((folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None)
         if blind is not None:
             raise ValueError(f"rank {blind} can't see {folder}: checkpoints must lie where every host sees them")
@@ -191,15 +172,12 @@ class CheckpointFolder:
         """Wait for copies to `sync_to`, at most `limit_s` seconds; gives back, and warns of, those that aren't there."""
         self.poll(None)
         sync, self._sync = self._sync, None
-        if sync is not None and self._to_sync is not None:
-            sync.submit(self._to_sync)
         return [] if sync is None else sync.close(limit_s)
 
     def _write(
         self, saved: SavedCheckpoint, found: dict[str, Any], progress: str, model: ClapConfig, manifest: Manifest
     ) -> SavedCheckpoint:
-        """Write the new checkpoint, delete what it makes superfluous, and have it copied; what came of it, warned of whatever
-        goes wrong."""
+        """Write the new checkpoint, delete what it makes superfluous, and have it copied. Whatever goes wrong is warned of."""
         try:
             state = found.pop("state")
             if bad := not_finite({**state, "weights": found[WEIGHTS]}):
@@ -221,22 +199,17 @@ class CheckpointFolder:
                 manifest = replace(manifest, serial=serial, tokenizer=tokenizer, files=records | copies)
                 path = files.publish(draft, manifest)
             finally:
-                shutil.rmtree(draft, ignore_errors=True)  # where it has got its name, nothing is there
+                shutil.rmtree(draft, ignore_errors=True)
         except Exception as error:  # whatever it is, training can go on without
-            reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
             if not self._poisoned:
-                warn(f"the checkpoint of step {saved.step} could not be saved: {reason}; training goes on")
-            return replace(saved, end=time.time(), problem=reason)
+                warn(f"the checkpoint of step {saved.step} could not be saved: {error}; training goes on")
+            return replace(saved, end=time.time(), problem=str(error))
         self._delete_superfluous()
         if self._sync is not None:
-            self._saved, self._to_sync = self._saved + 1, path
-            if self._saved % self._rule.sync_every == 0:
-                self._sync.submit(path)
-                self._to_sync = None
+            self._sync.submit(path)
         return replace(saved, end=time.time(), path=path, bytes=sum(each.bytes for each in manifest.files.values()))
 
     def _tokenizer_files(self) -> Iterator[tuple[str, bytes]]:
-        """Name and content of each."""
         if self._tokenizer is not None and Path(self._tokenizer).is_dir():  # so that the checkpoint does without it
             for path in sorted(Path(self._tokenizer).iterdir()):
                 name = f"{TOKENIZER}/{path.name}"
@@ -244,26 +217,24 @@ class CheckpointFolder:
                     yield name, read_bytes(path)
 
     def _find_newest(self) -> Path | None:
-        found, remote, sync_to = files.newest_good(self.path, self._damaged), dict[str, str](), self._rule.sync_to
+        damaged, remote, sync_to = dict[str, str](), dict[str, str](), self._rule.sync_to
+        found = files.newest_good(self.path, damaged)
         if found is None and sync_to is not None:
             try:
                 found = RemoteFolder(sync_to).download_newest(self.path, remote)
             except Exception as error:  # of whatever type the file system's package has
                 problem = f"{type(error).__name__}: {error}"
                 raise ValueError(f"clap.checkpoint.sync_to: {sync_to} can't be read ({problem})") from error
-        if found is None and (reasons := [*self._damaged.values(), *remote.values()]):
+        if found is None and (reasons := [*damaged.values(), *remote.values()]):
             listed = "".join(f"\n  {reason}" for reason in reasons)
             raise ValueError(
                 f"{self.path}: none of {len(reasons)} checkpoints is good, and nothing has been started or deleted:{listed}\n"
-                f"  Try the same command again, or move them aside and start anew by --restart (with clap.train.initial_weights"
-                f" STEP-FOLDER/{WEIGHTS} from the weights of one)"
+                "  Try the same command again, or move them aside and start anew by --restart"
             )
         return found
 
     def _delete_superfluous(self) -> None:
-        """Of the run's own checkpoints, without those that were found damaged."""
-        there = files.read_all(self.path).items()
-        own = {name: each for name, each in there if each.run == self._run_id and name not in self._damaged}
+        own = {name: each for name, each in files.read_all(self.path).items() if each.run == self._run_id}
         try:
             for name in files.superfluous(own, self._rule):
                 if not (self._sync and self._sync.is_copying(self.path / name)):
@@ -273,11 +244,10 @@ class CheckpointFolder:
 
 
 def _give_way() -> None:
-    """Let training's threads come first."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _weights(engine: ClapEngine) -> dict[str, State]:
-    """What files of weights hold, by their names."""
+    """By file."""
     weights = master_weights(engine)
     return {WEIGHTS: weights} if engine.average is None else {RAW: weights, WEIGHTS: weights | engine.average.state()}

@@ -15,7 +15,7 @@ AT_CHANCE, VANISHED, FLAT = 0.999, 1e-3, 1.0  # share of the chance level; gradi
 
 
 class LastSteps:
-    """The last steps of a run; `chance` is the loss where all similarities are equal."""
+    """`chance` is the loss where all similarities are equal."""
 
     def __init__(self, chance: float) -> None:
         self.chance, self._dead = chance, 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 
 class HostCopies:
@@ -25,8 +25,3 @@ class HostCopies:
             options = {"use_pinned_memory": is_cuda, "use_non_blocking_copy": is_cuda}
             self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **options))
         return self._stager.stage(tree_map_only(Tensor, Tensor.detach, state))
-
-    def bytes_of(self, state: Any) -> int:
-        """Of memory that a copy takes; it is taken."""
-        storages = [each.untyped_storage() for each in tree_leaves(self.of(state)) if isinstance(each, Tensor)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

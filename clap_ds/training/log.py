@@ -1,5 +1,4 @@
-"""What is recorded of a training run: `metrics.jsonl`, scalars for DeepSpeed's monitor, progress on the terminal, the summary;
-and beside the checkpoints `history.jsonl`, through all restarts.
+"""What is recorded of a training run, and beside the checkpoints `history.jsonl`, through all restarts.
 
 Losses and norms stay on the device until some steps are written together, so that no step waits for its own figures.
 """
@@ -19,7 +18,6 @@ from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import gather, gather_tensor
 from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer, StepClock
-from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import StepLine, StepTime, Summary
 from clap_ds.record.statistics import rates
 from clap_ds.record.stragglers import Stragglers
@@ -28,8 +26,7 @@ from clap_ds.record.terminal import Progress
 from clap_ds.training.collapse import LastSteps
 from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress, pairs_together
 
-WINDOWS = 256
-"""Most windows that a summary is of: where there would be more, neighbours are taken together."""
+WINDOWS = 256  # most that a summary has: where there would be more, neighbors are taken together
 
 
 class Pace:
@@ -41,34 +38,30 @@ class Pace:
         self._step_s = array("d")
 
     def add(self, window_s: float, waited_s: float, step_s: list[float]) -> None:
-        """A window of steps written together: its seconds on the slowest rank, those for data on the rank that waited longest,
-        and those of each step on rank 0."""
+        """A window of steps: its seconds on the slowest rank, most seconds waited for data, and each step's on rank 0."""
         if self._windows:
             self._step_s.extend(step_s)
         self._windows.append((self._samples_per_step * len(step_s), window_s, waited_s))
 
     def summary(self) -> Summary:
-        """Rates, step times and the wait for data; empty before the second window."""
+        """Empty before the second window."""
         windows = np.array(self._windows[1:], float)
         if not len(windows):
             return {}
         every = -(-len(windows) // WINDOWS)
         samples, window_s, waited_s = np.add.reduceat(windows, range(0, len(windows), every)).T
-        found, median_s = (
-            rates((samples / window_s / self._world_size).tolist(), window_s.tolist()),
-            np.median(self._step_s),
-        )
+        found = rates((samples / window_s / self._world_size).tolist(), window_s.tolist())
+        median_s = np.median(self._step_s)
         return Summary(
             samples_per_s_per_gpu=found,
             samples_per_s=found["mean"] * self._world_size,
             step_time_s=StepTime(median=float(median_s), p95=float(np.percentile(self._step_s, 95))),
             data_wait_percent=float(100 * waited_s.sum() / window_s.sum()),
-            warnings=uneven_steps(found["mean"], self._samples_per_step / self._world_size, float(median_s)),
         )
 
 
 class TrainingLog:
-    """Kept by rank 0; the others take part in what is collective. `folder` has what the run leaves through all its starts."""
+    """Kept by rank 0; the others take part in what is collective. `folder` has `history.jsonl`."""
 
     def __init__(self, session: Session, schedule: Schedule, progress: TrainingProgress, folder: Path) -> None:
         self._session, self._progress, self._folder = session, progress, folder
@@ -81,7 +74,7 @@ class TrainingLog:
         self._rows: list[tuple[StepLine, PhaseTimer, Tensor]] = []  # figures: loss, norm, logit scale, is it skipped
         self._samples = schedule.samples_per_step
         self._pace, self._memory = Pace(self._samples, session.ranks.world_size), Summary()
-        self._stragglers = Stragglers(gather(session.ranks.host), session.record.path)
+        self._stragglers = Stragglers(gather(session.ranks.host))
         pairs, kind = pairs_together(session.run, session.ranks.world_size), LOSSES[session.run.clap.loss.kind]
         self.last_steps, self._collapse = LastSteps(kind.chance(pairs)), list[str]()
         self._checkpoints: list[dict[str, Any]] = []
@@ -170,7 +163,6 @@ class TrainingLog:
             self._session.record.update_summary(warnings=self._collapse)
 
     def evaluated(self, metrics: dict[str, float], chances: dict[str, float], seconds: float) -> None:
-        """Note an evaluation of the present weights, and what chance would reach."""
         if not self._is_first:
             return
         step, samples, train_s = self._progress.step, self._progress.samples, self.train_s
@@ -192,19 +184,18 @@ class TrainingLog:
         }  # fmt: skip
         self._checkpoints.append(outcome)
         self._append({"phase": "checkpoint"}, checkpoint=[checkpoint.begin, checkpoint.begin + stalled_s], **outcome)
-        self._session.record.update_summary(checkpoints=self._checkpoints[-20:], num_checkpoints=len(self._checkpoints))
+        self._session.record.update_summary(checkpoints=self._checkpoints[-20:])
         if checkpoint.saved:
             size = f"{checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
             print(f"saved {checkpoint.path}: {size}, of which training stood still for {stalled_s:.2f} s", flush=True)
 
     def close(self, **fields: Any) -> None:
-        """Bring the summary up to date, these fields of it as well."""
         if not self._is_first:
             return
         self._history.close()
         pace = self._pace.summary()
-        pace["warnings"] = [*pace.get("warnings", []), *self._collapse, *self._stragglers.warnings]
-        self._session.record.update_summary(self._position(), pace, self._memory, **fields)
+        warnings = [*self._collapse, *self._stragglers.warnings]
+        self._session.record.update_summary(self._position(), pace, self._memory, warnings=warnings, **fields)
 
     def _position(self) -> Summary:
         now, skipped = self._progress, self._session.engine.deepspeed.skipped_steps
@@ -212,7 +203,6 @@ class TrainingLog:
         return position | Summary(skipped_steps=skipped)
 
     def _append(self, line: StepLine, **more: Any) -> None:
-        """A line for this start of the run, and for the whole of it."""
         self._session.record.append_metrics(line, **more)
         self._history.append({"train_s": self.train_s, **line, **more})
 

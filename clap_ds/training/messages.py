@@ -8,13 +8,10 @@ from clap_ds.engine.session import Session
 from clap_ds.ranks.agreement import on_first
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import Schedule, TrainingProgress, pairs_together
-from clap_ds.training.start import Choices
 from clap_ds.weights.checkpoint_files import read_all
 
 
-def introduce(
-    session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, schedule: Schedule, choices: Choices
-) -> None:
+def introduce(session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, schedule: Schedule) -> None:
     """Say what is ahead, where checkpoints go, and what about the settings is doubtful."""
     if not session.ranks.is_first:
         return
@@ -29,22 +26,17 @@ def introduce(
     print(f"checkpoints: {checkpoints.path}", flush=True)
     planned = run.deepspeed.get("scheduler", {}).get("params", {}).get("total_num_steps", last)
     if planned != last:
-        doubt = f"scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps"
-        print(f"warning: {doubt}", flush=True)
+        print(
+            f"warning: scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps", flush=True
+        )
     pairs, items = pairs_together(run, session.ranks.world_size), session.batches.statistics().get("num_samples")
     if items is not None and items < pairs:
-        doubt = f"a global batch has {pairs:,} pairs, the data {items:,} items: one that meets itself counts as wrong"
-        print(f"warning: {doubt}", flush=True)
-    if (skipped := choices.skip_steps) and not progress.step < skipped[0] <= last:
-        doubt = f"--skip_steps {skipped[0]}-{skipped[1]}: steps {progress.step + 1} to {last} are ahead"
-        print(f"warning: {doubt}", flush=True)
-    session.record.update_summary(
-        target_samples=schedule.samples, planned_steps=last, epoch_samples=schedule.epoch_samples
-    )
+        print(f"warning: a global batch has {pairs:,} pairs, the data {items:,} items", flush=True)
+    session.record.update_summary(epoch_samples=schedule.epoch_samples)
 
 
 def conclude(session: Session, progress: TrainingProgress, schedule: Schedule) -> None:
-    """Say what ended the run, what was trained, and what can be done with it."""
+    """Say what ended the run, and what can be done with it."""
     run, reached = session.run, progress.reached(session.run.clap.train.stop_at)
     if not (reached or schedule.is_done(progress.samples)):
         return

@@ -1,14 +1,11 @@
-"""Copies of checkpoints in another place, made while training goes on: any folder or URL that fsspec can write to.
+"""Copies of checkpoints in another place, made while training goes on: any folder or URL that fsspec writes to, for one run.
 
-Files go first and the manifest last, so that an upload that breaks off is never taken for a checkpoint. One that comes back is
-checked before it gets its name. Once training has begun, failures are warned of and never stop it. Packages for a protocol
-(s3fs, gcsfs, …) and credentials are the user's: credentials come from the environment, never from a URL, which would be logged.
+Files go first and the manifest last, so that an upload that breaks off is never taken for a checkpoint. Failures are warned of
+and never stop training. Credentials come from the environment, never from a URL, which would be logged.
 """
 
 import posixpath
 import shutil
-import threading
-import uuid
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -17,29 +14,22 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.ranks.agreement import on_first
-from clap_ds.ranks.limits import within
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
 
-WAITS_S = (2, 4, 8, 16, 32, 0)
-"""After each attempt that failed, beyond those that file systems' packages make by themselves."""
-TRY_S = 30.0
-"""Longest that a target may take for a first file, before training."""
-
 
 def try_target(url: str | None) -> None:
-    """Write a small file there on rank 0 and delete it; ValueError where that isn't possible, or takes longer than `TRY_S`.
-    Nothing where there is no target. A collective."""
+    """Write a small file there on rank 0 and delete it; ValueError where that isn't possible. A collective."""
+
+    def write(url: str) -> None:
+        try:
+            RemoteFolder(url).try_writing()
+        except Exception as error:  # of whatever type the file system's package has
+            problem = f"{url} can't be written ({type(error).__name__}: {error}); credentials come from the environment"
+            raise ValueError(f"clap.checkpoint.sync_to: {problem}") from error
+
     if url is not None:
-        on_first(lambda: _try_target(url))
-
-
-def _try_target(url: str) -> None:
-    try:
-        within(TRY_S, lambda: RemoteFolder(url).try_writing())  # some connect when they are made
-    except Exception as error:  # of whatever type the file system's package has
-        problem = f"{url} can't be written ({type(error).__name__}: {error}); credentials come from the environment"
-        raise ValueError(f"clap.checkpoint.sync_to: {problem}") from error
+        on_first(lambda: write(url))
 
 
 class RemoteFolder:
@@ -51,7 +41,7 @@ class RemoteFolder:
         self._fs = DirFileSystem(root.rstrip("/"), fs)
 
     def read_all(self, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
-        """Manifests, the newest first, by name; `damaged` gets why others can't be read."""
+        """`clap_ds.weights.checkpoint_files.newest_first` of the folder."""
 
         def read(name: str) -> Manifest:
             return Manifest.from_json(self._fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
@@ -59,32 +49,27 @@ class RemoteFolder:
         return files.newest_first(self._names(), read, {} if damaged is None else damaged)
 
     def upload(self, checkpoint: Path, rule: CheckpointSettings) -> None:
-        """Copy a checkpoint there, unless it is there already, and delete what its run has too many by `rule`, or left behind
-        in an upload that broke off. What other runs have there stays."""
-        manifest = Manifest.read(checkpoint)
-        begun = f"uploading-{manifest.run}"  # an empty file, there while this run copies a checkpoint
-        there = self.read_all()
+        """Copy a checkpoint there and delete what its run has too many by `rule`, and uploads that broke off."""
+        manifest, there = Manifest.read(checkpoint), self.read_all()
         for name in self._names():
-            if name not in there and self._fs.exists(f"{name}/{begun}"):
-                self._delete(name)
+            if not self._fs.exists(f"{name}/{MANIFEST}"):
+                self._fs.rm(name, recursive=True)
         if manifest not in there.values():
             to = files.free_name(manifest.step, self._names())
-            self._fs.makedirs(to, exist_ok=True)
-            self._fs.touch(f"{to}/{begun}")
             for file in (*manifest.files, MANIFEST):
                 self._fs.makedirs(posixpath.dirname(f"{to}/{file}"), exist_ok=True)
                 self._fs.put_file(str(checkpoint / file), f"{to}/{file}")
-            self._fs.rm_file(f"{to}/{begun}")
-        own = {name: other for name, other in self.read_all().items() if other.run == manifest.run}
+            there = {to: manifest, **there}
+        own = {name: other for name, other in there.items() if other.run == manifest.run}
         for name in files.superfluous(own, rule):
-            self._delete(name)
+            self._fs.rm(f"{name}/{MANIFEST}")  # so that it is none from then on
+            self._fs.rm(name, recursive=True)
 
     def try_writing(self) -> None:
         """Write a small file and delete it."""
-        name = f".probe-{uuid.uuid4().hex}"
         self._fs.makedirs("", exist_ok=True)
-        self._fs.pipe_file(name, b"clap")
-        self._fs.rm_file(name)
+        self._fs.pipe_file(".probe", b"clap")
+        self._fs.rm_file(".probe")
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
         """Bring the newest good checkpoint into a local folder; None if there is none. `damaged` gets why others, by name,
@@ -92,23 +77,17 @@ class RemoteFolder:
         for name, manifest in self.read_all(damaged).items():
             partial = files.begin(folder, manifest.step)
             try:
-                for file in manifest.files:
+                for file in (*manifest.files, MANIFEST):
                     (partial / file).parent.mkdir(exist_ok=True)
                     self._fs.get_file(f"{name}/{file}", str(partial / file))
-                found = files.publish(partial, manifest, check=True)
+                files.verify(partial)
                 files.warn_of(damaged)
-                return found
+                return files.publish(partial, manifest)
             except (DamagedError, FileNotFoundError) as error:
                 damaged[name] = f"{self.url}/{name}: {error}"
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return None
-
-    def _delete(self, name: str) -> None:
-        """Delete a checkpoint, its manifest first, so that it is none from then on."""
-        for path in (f"{name}/{MANIFEST}", name):
-            if self._fs.exists(path):
-                self._fs.rm(path, recursive=True)
 
     def _names(self) -> list[str]:
         """Of what can be a checkpoint, even half of one."""
@@ -126,7 +105,6 @@ class BackgroundSync:
         self._url, self._rule = url, rule
         self._copies: dict[Path, Future[bool]] = {}
         self._thread = ThreadPoolExecutor(1, "checkpoint sync")
-        self._closed = threading.Event()
 
     def submit(self, checkpoint: Path) -> None:
         """Copy this checkpoint when its turn comes. If it has been rotated away by then, it is left out."""
@@ -141,8 +119,7 @@ class BackgroundSync:
         if any(not copy.done() for copy in self._copies.values()):
             print(f"copying checkpoints to {self._url}, for {limit_s:,.0f} s at most", flush=True)
         wait(self._copies.values(), limit_s)
-        left = [path for path, copy in self._copies.items() if not (copy.done() and copy.result())]
-        self._closed.set()
+        left = [path for path, copy in self._copies.items() if path.exists() and not (copy.done() and copy.result())]
         self._thread.shutdown(wait=False, cancel_futures=True)
         if left:
             paths = ", ".join(map(str, left))
@@ -151,14 +128,11 @@ class BackgroundSync:
 
     def _copy(self, checkpoint: Path) -> bool:
         """Whether it is there, or needn't be."""
-        for wait_s in WAITS_S:
-            try:
-                if checkpoint.exists():
-                    RemoteFolder(self._url).upload(checkpoint, self._rule)
-                return True
-            except Exception as error:  # of whatever type the file system's package has
-                next_step = f"next attempt in {wait_s:g} s" if wait_s else "given up; training goes on"
-                warn(f"copying {checkpoint.name} to {self._url} failed ({type(error).__name__}: {error}); {next_step}")
-            if self._closed.wait(wait_s):
-                break
-        return False
+        try:
+            if checkpoint.exists():
+                RemoteFolder(self._url).upload(checkpoint, self._rule)
+        except Exception as error:  # of whatever type the file system's package has
+            problem = f"{type(error).__name__}: {error}"
+            warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); training goes on")
+            return False
+        return True

@@ -22,13 +22,11 @@ _OF_NO_CONSEQUENCE = (
     *("clap.train.resume", "clap.train.log_every_steps"),
 )
 _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
-_ROBERTA, _HELLO = ("roberta-base", "FacebookAI/roberta-base"), [0, 31414, 232, 328, 2]
-"""Hub names of its tokenizer, and what that makes of "Hello world!", by which it is known without a hub."""
 
 
 def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool) -> TrainingProgress:
-    """Put the engine, and this rank's random number generators, in the state of a whole checkpoint; where it is of another
-    training and that is accepted, the weights and progress alone. A collective; errors are `CheckpointFolder.load`'s."""
+    """Put the engine and this rank's random number generators in the state of a checkpoint; where it is of another training and
+    that is accepted, take weights and progress alone. A collective; errors are `CheckpointFolder.load`'s."""
     to_accept, others = on_first(lambda: compare(folder, engine.model.config, describe(engine), run))
     if to_accept and not accept_changes:
         raise ValueError(
@@ -56,8 +54,7 @@ def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept
 def compare(
     folder: Path, model: ClapConfig, engine: dict[str, Any], run: RunSettings | None
 ) -> tuple[list[str], list[str]]:
-    """What the run that resumes has otherwise than a checkpoint, in words with both values: what makes it another training
-    (tokenizer, front end or sizes of the model, precision, optimizer and its groups, loss, what is trained), and the rest.
+    """What the run that resumes has otherwise than a checkpoint, in words: what makes it another training, and the rest.
     `engine` is this run's, by `clap_ds.engine.state.describe`; without a `run` model and engine alone are looked at."""
     manifest = Manifest.read(folder)
     to_accept: list[str] = []
@@ -82,14 +79,11 @@ def compare(
 
 
 def tokenizer_problem(theirs: str | None, ours: str | None, text: TextConfig) -> str | None:
-    """Why two tokenizers (hub names or folders) aren't the same, None where they are, or where there is only one."""
+    """Why two tokenizers aren't the same, None where they are, or where there is only one."""
     if theirs is None or ours is None or theirs == ours:
         return None
     try:
         other = load_tokenizer(ours, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
-        if theirs in _ROBERTA:
-            is_one = other("Hello world!")["input_ids"] == _HELLO
-            return None if is_one else f"{ours} isn't RoBERTa's tokenizer, which the weights were trained with"
         one = load_tokenizer(theirs, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
     except ValueError as error:
         return f"{theirs} there and {ours} here can't be compared: {error}"
@@ -99,7 +93,6 @@ def tokenizer_problem(theirs: str | None, ours: str | None, text: TextConfig) ->
 
 
 def _different_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Fields with other values, but for those that don't matter."""
     there, here = flatten(theirs), flatten(ours)
     return [
         f"{name}: {there.get(name, 'not set')!r} there, {here.get(name, 'not set')!r} here"

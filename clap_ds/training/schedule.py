@@ -1,4 +1,4 @@
-"""How much a run trains (samples in all, the steps that makes) and how far it has come. Imports neither torch nor DeepSpeed."""
+"""How much a run trains and how far it has come. Imports neither torch nor DeepSpeed."""
 
 import json
 import math
@@ -15,13 +15,7 @@ from clap_ds.config.settings import RunSettings
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps of a run.
-
-    Attributes:
-        samples: audio–caption pairs to train on in all; the step that reaches them is the last.
-        samples_per_step: on all ranks.
-        epoch_samples: pairs in one pass over the data; None where that isn't known, or there are no such passes.
-    """
+    """Steps of a run. `samples` are pairs to train on in all, `epoch_samples` those in one pass over the data, where known."""
 
     samples: int
     samples_per_step: int
@@ -29,7 +23,7 @@ class Schedule:
 
     @classmethod
     def of(cls, run: RunSettings, *, world_size: int, epoch_samples: int | None) -> Self:
-        """The schedule of `clap.train`; raises ValueError: epochs are wanted, and nothing says how many samples one has."""
+        """Of `clap.train`; raises ValueError: epochs are wanted, and nothing says how many samples one has."""
         samples, epochs = run.clap.train.samples, run.clap.train.epochs
         if epochs is not None:
             if epoch_samples is None:
@@ -45,12 +39,11 @@ class Schedule:
         return samples >= self.samples
 
     def ahead(self, samples: int) -> tuple[int, int]:
-        """Steps left after so many samples, and the samples after them."""
+        """Steps left after so many samples, and the samples then."""
         steps = max(0, math.ceil((self.samples - samples) / self.samples_per_step))
         return steps, samples + steps * self.samples_per_step
 
     def epoch(self, samples: int) -> float | None:
-        """Passes over the data after so many samples, if the length of one is known."""
         return round(samples / self.epoch_samples, 6) if self.epoch_samples else None
 
 
@@ -65,7 +58,7 @@ class TrainingProgress:
     """How far a run has come.
 
     Attributes:
-        step, samples, epoch: optimiser steps, audio–caption pairs over all ranks, passes over the data (None: not counted).
+        step, samples, epoch: optimizer steps, audio–caption pairs over all ranks, passes over the data.
         data: where each rank's data source stands (`BatchSource.state()`), by rank.
         train_s: time trained so far, in seconds.
         best: best value of each evaluation metric so far.
@@ -81,7 +74,6 @@ class TrainingProgress:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def note(self, metrics: dict[str, float], wanted: dict[str, float], train_s: float) -> None:
-        """Remember an evaluation's best metrics, and the time where they reach all that is wanted."""
         for name, value in metrics.items():
             if math.isfinite(value) and score(name, value) >= score(name, self.best.get(name, value)):
                 self.best[name] = value
@@ -96,11 +88,9 @@ class TrainingProgress:
         return f"target reached at step {self.extra.get('target_step', self.step)}, after {seconds:,.0f} s: {values}"
 
     def time_to(self, wanted: dict[str, float]) -> float | None:
-        """Seconds of training to the evaluation that reached what is wanted; None where none has."""
         return self.extra["time_to_target_s"] if wanted and self.extra.get("target") == wanted else None
 
     def data_of(self, rank: int) -> dict[str, Any] | None:
-        """Where a rank's data goes on; None: at the beginning."""
         return self.data[rank % len(self.data)] if self.data else None
 
     def to_json(self) -> str:
@@ -114,8 +104,8 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What came of saving after `step` optimiser steps: `path` and `bytes` written, or the `problem`. `begin` and `end` are
-    seconds since 1970; training stood still for `stalled_s` of what lies between."""
+    """What came of saving: `path` and `bytes` written, or the `problem`. `begin` and `end` are seconds since 1970; training
+    stood still for `stalled_s` of what lies between."""
 
     step: int
     begin: float
@@ -127,5 +117,4 @@ class SavedCheckpoint:
 
     @property
     def saved(self) -> bool:
-        """It is on the disk, and whole."""
         return self.path is not None

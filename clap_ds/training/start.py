@@ -11,12 +11,11 @@ from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import agreed, on_first, rank
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.watch import doing
 from clap_ds.record.directory import RunDirectory
-from clap_ds.record.lock import FolderLock, HeldError
+from clap_ds.record.lock import FolderLock
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.restoring import tokenizer_problem
 from clap_ds.training.schedule import TrainingProgress
@@ -25,13 +24,7 @@ from clap_ds.weights.load import load_weights
 
 @dataclass(frozen=True)
 class Choices:
-    """What the command line decides.
-
-    Attributes:
-        restart: move checkpoints aside and start anew.
-        accept_changes: resume though the run is another training than the checkpoint's (`clap_ds.training.restoring`).
-        skip_steps: first and last of the steps whose batches are left out.
-    """
+    """What the command line decides; `skip_steps` are the first and the last whose batches are left out."""
 
     restart: bool = False
     accept_changes: bool = False
@@ -39,22 +32,18 @@ class Choices:
 
 
 def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: bool = False) -> None:
-    """Load `clap.train.initial_weights`, if any; raises ValueError: none there, another model's, or for another tokenizer."""
+    """Load `clap.train.initial_weights`, if any; raises ValueError: none there, or of another model or tokenizer."""
     path, tokenizer = run.clap.train.initial_weights, getattr(run.clap.data, "tokenizer", None)
     if path is None:
         return
     try:
         weights = load_weights(path, model.config)
         weights.load_into(model)
-        theirs, text = weights.tokenizer, model.config.text
-        problem = tokenizer_problem(theirs, tokenizer, text)
-        if theirs is None and tokenizer is not None:
-            ours = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
-            if (size := 1 + max(ours.get_vocab().values())) != text.vocab_size:
-                problem = f"{tokenizer} has {size:,} tokens, {path} a vocabulary of {text.vocab_size:,}"
+        problem = tokenizer_problem(weights.tokenizer, tokenizer, model.config.text)
         if problem and not accept_changes:
-            right = theirs or "the tokenizer that they were trained with"
-            raise ValueError(f"{problem}. Set clap.data.tokenizer to {right}, or accept it by --accept_changes")
+            raise ValueError(
+                f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}, or accept it by --accept_changes"
+            )
     except ValueError as error:
         raise ValueError(f"{run.path}: clap.train.initial_weights: {error}") from None
     if rank() == 0:
@@ -65,10 +54,13 @@ def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: 
 def opened_checkpoints(run: RunSettings, ranks: Ranks) -> Iterator[CheckpointFolder]:
     """The folder of the run's checkpoints, locked. A collective; raises UserError: held by another run, or not writable."""
     folder, data = run.checkpoint_folder, run.clap.data
-    lock = FolderLock(folder, ranks.job_folder)
+    lock = FolderLock(folder, ranks.job_folder and ranks.job_folder.parent)
+    with doing("waiting for the checkpoint folder"), agreed():
+        try:
+            on_first(lock.acquire)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{run.path}: clap.checkpoint.folder: {error}") from None
     try:
-        with doing("waiting for the checkpoint folder"), agreed():
-            on_first(lambda: _take(lock, folder, run.path))
         settings = run.clap.checkpoint.model_copy(update={"best_by": best_metric(run)})
         tokenizer = data.tokenizer if isinstance(data, ShardData) else None
         checkpoints = CheckpointFolder(folder, settings, tokenizer=tokenizer, lock=lock, run=run)
@@ -80,15 +72,6 @@ def opened_checkpoints(run: RunSettings, ranks: Ranks) -> Iterator[CheckpointFol
         lock.release()
 
 
-def _take(lock: FolderLock, folder: Path, config: Path) -> None:
-    try:
-        lock.acquire()
-    except HeldError as error:
-        raise ValueError(f"{config}: clap.checkpoint.folder: {error}") from None
-    except OSError as error:
-        raise ValueError(f"clap.checkpoint.folder: {folder} can't be written: {error.strerror}") from error
-
-
 def resume(
     run: RunSettings,
     ranks: Ranks,
@@ -97,10 +80,7 @@ def resume(
     record: RunDirectory,
     choices: Choices = Choices(),
 ) -> TrainingProgress:
-    """Go on from the checkpoint that `clap.train.resume` or the command line names, or that is found: how far the run has come.
-
-    A collective; raises UserError where that can't be used.
-    """
+    """Go on from the checkpoint that is named or found: how far the run has come. A collective; raises UserError."""
     with agreed():
         try:
             found, progress = _load(run, ranks, engine, checkpoints, choices)

@@ -18,7 +18,7 @@ LOOK_S = 0.1  # between rank 0's looks whether a signal came to any rank
 
 
 class StopRequest:
-    """Notes the first signal, which launchers send to ranks one after the other, some only when the first has ended.
+    """Notes the first signal, which launchers send to ranks one after the other.
 
     A rank leaves what it got in the store where ranks have met. Rank 0 sends to all what is there while they step, over the
     hosts, so that no device waits. A thread receives signals: the main one may be waiting for a rank that is gone.

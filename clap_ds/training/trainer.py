@@ -42,7 +42,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         evaluator = _evaluator(session)
     log = TrainingLog(session, schedule, progress, checkpoints.path)
     with StopRequest() as stop:
-        introduce(session, checkpoints, progress, schedule, choices)
+        introduce(session, checkpoints, progress, schedule)
         try:
             stopped_by, saved = _run(session, checkpoints, progress, schedule, evaluator, stop, log, choices)
         except NonFiniteError as error:
@@ -58,9 +58,17 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         dist.barrier()
     if stopped_by:
         assert saved is not None
-        _say_stopped(session, Interrupted(stopped_by), saved)
+        stop_signal, lost = (
+            Interrupted(stopped_by),
+            "" if saved.saved else f", which could not be saved: {saved.problem}",
+        )
+        said = f"stopped by {stop_signal} after step {saved.step}{lost}"
+        session.record_data()
+        if session.ranks.is_first:
+            session.record.finish(stop_signal.state, said)
+            print(f"{said}; the same command without --restart resumes", flush=True)
         dist.barrier()  # the state is recorded before any rank leaves
-        raise Interrupted(stopped_by)
+        raise stop_signal
     if saved is not None and not saved.saved:
         raise AgreedError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
 
@@ -75,10 +83,9 @@ def _run(
     log: TrainingLog,
     choices: Choices,
 ) -> tuple[int, SavedCheckpoint | None]:
-    """Step to the end: the number of the signal that came before, or 0, and what came of the last checkpoint."""
+    """Step to the end: the signal that came before, or 0, and what came of the last checkpoint."""
     clap, engine = session.run.clap, session.engine
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
-    begun_at = progress.step
     wanted = clap.train.stop_at
     engine.norm_wanted = True
     stopped_by, saved, to_save = 0, None, False
@@ -94,9 +101,6 @@ def _run(
         progress.samples += schedule.samples_per_step
         progress.epoch = schedule.epoch(progress.samples)
         log.end_step(loss)
-        if clap.checkpoint.background and clap.checkpoint.every_steps and progress.step == begun_at + 1:
-            checkpoints.make_room(engine)  # once the optimiser has its state
-
         with standing_still():
             stopped_by = stop.wait()
         is_last = schedule.is_done(progress.samples)
@@ -134,7 +138,7 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def _evaluate(evaluator: "Evaluator", engine: ClapEngine) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics, of the average of the weights where there is one, and what chance would reach."""
+    """Metrics, of the weights' average where there is one, and chance levels."""
     from clap_ds.evaluation.evaluator import NonFiniteEmbeddingsError
 
     engine.share_statistics()
@@ -163,13 +167,3 @@ def _evaluator(session: Session) -> "Evaluator | None":
         loss_kind=run.clap.loss.kind,
         ranks=session.ranks,
     )
-
-
-def _say_stopped(session: Session, stop: Interrupted, saved: SavedCheckpoint) -> None:
-    """Record the state and say how to resume."""
-    session.record_data()
-    if not session.ranks.is_first:
-        return
-    lost = "" if saved.saved else f", which could not be saved: {saved.problem}"
-    session.record.finish(stop.state, f"stopped by {stop} after step {saved.step}{lost}")
-    print(f"stopped by {stop} after step {saved.step}{lost}; the same command without --restart resumes", flush=True)

@@ -1,8 +1,7 @@
-"""A checkpoint as files on a disk: nothing that looks whole is half there, and nothing damaged is taken for good.
+"""A checkpoint as files on a disk: a folder `step-<number>` with a manifest of the hash of every file.
 
-A checkpoint is a folder `step-<number>` with a manifest of the size and hash of every file. It is put together under a hidden
-name and renamed; what is deleted is renamed first. So a kill at any moment leaves each checkpoint whole or absent. Files are
-compared with the manifest before they are loaded. Imports neither torch nor DeepSpeed.
+It is put together under a hidden name and renamed; what is deleted is renamed first. So a kill at any moment leaves each
+checkpoint whole or absent. Files are compared with the manifest before they are loaded. Imports neither torch nor DeepSpeed.
 """
 
 import hashlib
@@ -13,8 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -42,7 +40,7 @@ def warn(message: str) -> None:
 
 
 class DamagedError(ValueError):
-    """A checkpoint that isn't what it was when it was written."""
+    """A checkpoint that isn't what was written."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,12 @@ class Manifest:
 
     Attributes:
         serial: ms since 1970 when it was saved, and larger than every older one's in its folder.
-        step: optimizer steps taken.
-        model: `ClapConfig` as JSON.
         engine: what a run that resumes must have in common (`clap_ds.engine.state.describe`).
         tokenizer: hub name of the captions' tokenizer, or `TOKENIZER`: the folder in the checkpoint.
         metrics: of the evaluation at this step, if there was one, and `TRAIN_LOSS`.
-        files: by path relative to the checkpoint.
         run: id of the run that saved it, through all its restarts.
         settings: the run's JSON as resolved.
         best_by: the evaluation metric that tells the run's best.
-        resumed_from: serial of the checkpoint that the run resumed from last.
     """
 
     serial: int
@@ -81,7 +75,6 @@ class Manifest:
     run: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     best_by: str | None = None
-    resumed_from: int | None = None
 
     def to_json(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
@@ -89,16 +82,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: object) -> Self:
-        """Read `to_json`'s text; raises DamagedError, naming `where`, if it isn't one, has changed or has another format."""
+        """Read `to_json`'s text, fields of other versions left out; raises DamagedError, naming `where`."""
         try:
             content = parse_json(text)
-            stated = content.pop("hash")
             if content["format"] != FORMAT:
                 raise ValueError(f"it is of format {content['format']}, this version reads {FORMAT}")
-            if stated != _hash(content):
+            if content.pop("hash") != _hash(content):
                 raise ValueError("it has changed since it was written")
-            known = {each.name: content[each.name] for each in fields(cls) if each.name in content}
-            found = TypeAdapter(cls).validate_python(known)
+            found = TypeAdapter(cls).validate_python(content)
             if outside := [name for name in found.files if not FILE_NAME.fullmatch(name)]:
                 raise ValueError(f"it names {outside[0]!r}, which is no file of a checkpoint")
             return found
@@ -106,12 +97,10 @@ class Manifest:
             raise DamagedError(f"{where}: its {MANIFEST} can't be read: {error}") from error
 
     def tokenizer_in(self, folder: Path) -> str | None:
-        """The copy in the checkpoint, or the hub name."""
         return str(folder / TOKENIZER) if self.tokenizer == TOKENIZER else self.tokenizer
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Of a checkpoint folder; raises DamagedError: there is none, or it is damaged."""
         try:
             text = read_bytes(folder / MANIFEST)
         except OSError as error:
@@ -120,7 +109,7 @@ class Manifest:
 
 
 def write_file(path: Path, content: bytes) -> FileRecord:
-    """A new file, in a folder that is made where it isn't there; raises OSError where it can't be."""
+    """A new file, in a folder that is made where it isn't there."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     return record_of(path)
@@ -142,13 +131,12 @@ def _hash_of(file: Any) -> str:
 
 
 def free_name(step: int, taken: Collection[str]) -> str:
-    """The name of a checkpoint of this step that isn't taken."""
     names = (f"step-{step:08d}" + f"-{number}" * (number > 1) for number in itertools.count(1))
     return next(name for name in names if name not in taken)
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make a hidden folder to put a checkpoint of this step together in, which `publish` renames."""
+    """Make a hidden folder to put a checkpoint of this step together in."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{free_name(step, os.listdir(folder))}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -156,49 +144,28 @@ def begin(folder: Path, step: int) -> Path:
     return partial
 
 
-def publish(partial: Path, manifest: Manifest, *, check: bool = False) -> Path:
-    """Write the manifest and give the checkpoint its name; raises OSError, or DamagedError where `check` finds it so."""
+def publish(partial: Path, manifest: Manifest) -> Path:
+    """Write the manifest and give the checkpoint its name."""
     write_file(partial / MANIFEST, manifest.to_json().encode())
-    if check:
-        verify(partial)
-    for folder in {partial, *((partial / file).parent for file in manifest.files)}:
-        _sync_folder(folder)
-    final = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
-    partial.rename(final)
-    _sync_folder(final.parent)
-    return final
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a folder's list of names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):  # network file systems that can't, and needn't
-        os.fsync(descriptor)
-    os.close(descriptor)
+    return partial.rename(partial.with_name(partial.name.removeprefix(".").removesuffix(".partial")))
 
 
 def verify(folder: Path) -> Manifest:
-    """Compare every file with the manifest; raises DamagedError: which is missing, cut short or changed."""
+    """Compare every file with the manifest; raises DamagedError: which is missing or changed."""
     manifest = Manifest.read(folder)
     for name, record in manifest.files.items():
         try:
             with open_regular(folder / name) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != record.bytes:
-                    raise DamagedError(f"{folder}: {name} has {size:,} bytes, {record.bytes:,} were written")
-                if _hash_of(file) != record.hash:
-                    raise DamagedError(f"{folder}: {name} has changed since it was written (its hash differs)")
+                if os.fstat(file.fileno()).st_size != record.bytes or _hash_of(file) != record.hash:
+                    raise DamagedError(f"{folder}: {name} has changed since it was written")
         except OSError as error:
             raise DamagedError(f"{folder}: {name}: {error.strerror}") from error
     return manifest
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint so that no half of it is ever taken for one; raises OSError where it can't be deleted."""
-    doomed = folder.with_name(f".{folder.name}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    """Delete a checkpoint so that no half of it is ever taken for one."""
+    shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted")))
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -208,7 +175,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def move_aside(folder: Path, *, but: str) -> Path | None:
-    """Move all that is in a folder, the file `but` excepted, into a new one beside it; None where there was nothing."""
+    """Move all that is in a folder, but one file, into a new one beside it; None where there was nothing."""
     paths = [path for path in folder.iterdir() if path.name != but]
     aside = folder.with_name(f"{folder.name}-aside-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
     for path in paths:
@@ -218,30 +185,30 @@ def move_aside(folder: Path, *, but: str) -> Path | None:
 
 
 def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged: dict[str, str]) -> dict[str, Manifest]:
-    """Manifests by those names that are a checkpoint's, the newest first. Where `read` raises DamagedError, `damaged` gets the
-    text, by name; FileNotFoundError says that there is none."""
+    """Manifests by those names that are a checkpoint's, the newest first. `damaged` gets why others can't be read, by name."""
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:
-            with suppress(FileNotFoundError):
-                manifests[name] = read(name)
+            manifests[name] = read(name)
+        except FileNotFoundError:
+            continue
         except DamagedError as error:
             damaged[name] = str(error)
     return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
 
 
 def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
-    """Manifests of a folder's checkpoints, the newest first, by name; `damaged` gets why others can't be read."""
+    """`newest_first` of a folder."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     return newest_first(names, lambda name: Manifest.read(folder / name), {} if damaged is None else damaged)
 
 
 def newest_good(folder: Path, damaged: dict[str, str] | None = None, *, best: bool = False) -> Path | None:
-    """The newest checkpoint of a folder that is all there, or the best by the newest one's `best_by`, with a warning of those
-    passed over; None where there is none. `damaged` gets why, by name."""
+    """The newest checkpoint of a folder that is all there, or the best by the newest one's `best_by`; None where there is none.
+    Those passed over are warned of; `damaged` gets why, by name."""
     damaged = {} if damaged is None else damaged
     manifests = read_all(folder, damaged)
-    metric = next((manifest.best_by for manifest in manifests.values()), None)
+    metric = next((manifest.best_by or "" for manifest in manifests.values()), "")
     for name in best_first(manifests, metric) if best else manifests:
         try:
             verify(folder / name)
@@ -254,7 +221,6 @@ def newest_good(folder: Path, damaged: dict[str, str] | None = None, *, best: bo
 
 
 def warn_of(damaged: dict[str, str]) -> None:
-    """Say which checkpoints were passed over for the one that was found."""
     for reason in damaged.values():
         warn(f"passed over: {reason}")
 
@@ -273,17 +239,12 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
 
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
-    """Names to delete, the oldest first, of manifests with the newest first. Kept are the last, the best, the one that the run
-    resumed from and the one with the lowest training loss."""
-    resumed_from = next((each.resumed_from for each in manifests.values()), None)
-    kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_by)[: rule.keep_best]}
-    kept |= {name for name, each in manifests.items() if each.serial == resumed_from}
-    kept |= {*best_first(manifests, TRAIN_LOSS)[:1]}
-    return [name for name in reversed(manifests) if name not in kept]
+    """Names to delete of manifests with the newest first: all but the last, the best and that with the lowest training loss."""
+    kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_by or "")[: rule.keep_best]}
+    return [name for name in reversed(manifests) if name not in {*kept, *best_first(manifests, TRAIN_LOSS)[:1]}]
 
 
-def best_first(manifests: dict[str, Manifest], metric: str | None) -> list[str]:
-    """Names of checkpoints that were evaluated, the best by this metric first; of equals, the one that comes first."""
-    metric = metric or ""
+def best_first(manifests: dict[str, Manifest], metric: str) -> list[str]:
+    """Names of checkpoints that have this metric, the best first; of equals, the one that comes first."""
     scores = {name: score(metric, each.metrics[metric]) for name, each in manifests.items() if metric in each.metrics}
     return sorted(scores, key=lambda name: -scores[name])

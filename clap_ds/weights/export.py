@@ -15,7 +15,7 @@ import safetensors
 from clap_ds.config.errors import exit_code_of
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.weights.expressible import changes
-from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, save_transformers
+from clap_ds.weights.formats import Checkpoint, save_transformers
 from clap_ds.weights.hf_config import feature_extractor
 from clap_ds.weights.load import load_weights
 
@@ -23,16 +23,10 @@ import transformers  # isort: skip  (after torchaudio_compat)
 
 
 def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> list[str]:
-    """Write the folder, new or empty, all of it or nothing. Returns what its users should know, in words.
-
-    Args:
-        tokenizer: hub name or folder; None: that of training.
-
-    Raises:
-        ValueError: the model can't be expressed, there is no tokenizer or none that fits, or the folder is in use.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder}: expected a new or empty folder")
+    """Write the new folder, all of it or nothing; returns what its users should know. Raises ValueError: the model can't be
+    expressed, there is no tokenizer or none that fits, or the folder is there."""
+    if folder.exists():
+        raise ValueError(f"{folder}: expected a new folder")
     tokenizer, text = tokenizer or found.tokenizer, found.config.text
     if tokenizer is None:
         raise ValueError(f"{found.shown} names no tokenizer: give it with --tokenizer")
@@ -44,21 +38,13 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
     try:
         save_transformers(found.build(), partial)
         transformers.ClapProcessor(feature_extractor(found.config.audio), loaded).save_pretrained(partial)
-        if folder.exists():
-            folder.rmdir()
         partial.rename(folder)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{folder} can't be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     cut = "are only cut where the processor is told: text_kwargs={'padding': True, 'truncation': True}"
-    remarks = [*changes(found.config), f"captions beyond {length} tokens {cut}"]
-    fused = "of longer clips ClapFeatureExtractor takes parts at random, if there are 64 mel bins"
-    refused = "longer clips than the model's are refused, as ClapFeatureExtractor crops at random alone"
-    remarks.append(fused if found.config.audio.fusion else refused)
-    if LOGIT_BIAS in found.state:
-        remarks.append("the sigmoid loss's logit bias has no place in ClapModel; embeddings do without it")
-    return remarks
+    return [*changes(found.config), f"captions beyond {length} tokens {cut}"]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,7 +1,4 @@
-"""Weights to and from `transformers.ClapModel` and this project's own safetensors.
-
-Every reader gives a `Checkpoint`, checked against the model's own names and shapes, so that what loads is complete.
-"""
+"""Weights to and from `transformers.ClapModel` and this project's own safetensors, checked against the model's own names."""
 
 import hashlib
 import shutil
@@ -28,11 +25,8 @@ from clap_ds.weights.state_file import write_tensors
 METADATA_KEY = "clap_ds.config"
 TEXT_TOKENS_KEY = "clap_ds.text_tokens"
 LOGIT_BIAS = "logit_bias"
-"""Learned with the sigmoid loss; other CLAPs have none."""
 _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
-"""What HF's CLAP leaves out: the AudioSet classifier, too."""
 _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS)
-"""Parts of the names of these, whoever gives them."""
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
 """Ends of names of constants that other CLAPs save as tensors."""
 _NUM_SHOWN = 5
@@ -40,15 +34,8 @@ _NUM_SHOWN = 5
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's sizes and its state, in `ClapModel`'s names, and what else is told of it.
-
-    Attributes:
-        tokenizer: of training, as `clap_ds.model.tokenizer.load_tokenizer` takes it, if known.
-        text_tokens: the caption length of training, if known.
-        loss_kind: the `clap.loss.kind` of training.
-        path: where it is from.
-        reached: its step there, and the value of `best_by`, in words.
-    """
+    """A model's sizes and state, in `ClapModel`'s names, and of its training tokenizer, caption length and loss, if known;
+    `path` is where it is from, `reached` its step there and the value of `best_by`, in words."""
 
     config: ClapConfig
     state: State
@@ -60,12 +47,11 @@ class Checkpoint:
 
     @property
     def shown(self) -> str:
-        """Where it is from and what it is, for people."""
         return f"{self.path}, {self.reached}" if self.reached else self.path
 
     @property
     def tokenizer_name(self) -> str | None:
-        """The tokenizer of its captions: its own, or the hub's that its sizes belong to."""
+        """Its own, or the hub's that its sizes belong to."""
         return self.tokenizer or self.config.text.hub_name or None
 
     @property
@@ -86,22 +72,19 @@ class Checkpoint:
         return model
 
     def build(self, **options: Any) -> ClapModel:
-        """A `ClapModel` with these weights; `options` are its keyword arguments."""
         model = ClapModel(self.config, **{"learns_bias": LOGIT_BIAS in self.state, **options})
         self.load_into(model)
         return model
 
     def load_into(self, model: ClapModel) -> None:
-        """Copy the weights into a model, in its dtypes and on its devices; raises ValueError for other names or shapes. A
-        classifier that the checkpoint lacks, or a logit bias that either lacks, is passed over."""
+        """Copy the weights into a model; raises ValueError for other names or shapes. A classifier or a logit bias may lack."""
         state = {name: t for name, t in self.state.items() if name != LOGIT_BIAS or model.logit_bias is not None}
         _check(state, model.state_dict(), f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
         model.load_state_dict(state, strict=False)
 
 
 def load_transformers(folder: str | Path) -> Checkpoint:
-    """Read a folder that `transformers.ClapModel` saved: `config.json`, safetensors and, if there, the configurations of front
-    end and tokenizer. Raises ValueError where it holds something else."""
+    """Read a folder that `transformers.ClapModel` saved; raises ValueError where it holds something else."""
     folder, tensors = Path(folder), {}
     sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
     config = parse_sizes(read_clap(sizes, files.object_in(sizes)), folder.name, str(sizes))
@@ -119,10 +102,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
 
 def save_transformers(model: ClapModel, folder: str | Path) -> None:
     """Write a folder that `transformers.ClapModel.from_pretrained` and `ClapFeatureExtractor.from_pretrained` load, in fp32.
-
-    Shapes that HF's lacks are written as ones that it has (`clap_ds.weights.expressible`). The AudioSet classifier and the
-    sigmoid loss's logit bias are left out. Raises ValueError: HF's ClapModel can't express this model, and why.
-    """
+    The AudioSet classifier and the sigmoid loss's logit bias are left out. Raises ValueError: ClapModel can't express this."""
     from clap_ds.weights.hf_config import config_to_transformers, feature_extractor, transformers
 
     config, state = expressible(model.config, model.state_dict())
@@ -143,7 +123,7 @@ def to_transformers(state: Mapping[str, Tensor]) -> State:
 
 
 def save_safetensors(model: ClapModel, path: str | Path) -> None:
-    """Write any `ClapModel` to one safetensors file that carries its sizes; dtypes are kept."""
+    """Write a model to one safetensors file that carries its sizes; dtypes are kept."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_tensors(Path(path), *to_safetensors(model.state_dict(), model.config))
 
@@ -151,7 +131,7 @@ def save_safetensors(model: ClapModel, path: str | Path) -> None:
 def to_safetensors(
     state: Mapping[str, Tensor], config: ClapConfig, text_tokens: int | None = None
 ) -> tuple[State, dict[str, str]]:
-    """Tensors and metadata that `save_safetensors` would write; `text_tokens` is the caption length of training."""
+    """Tensors and metadata of the file; `text_tokens` is the caption length of training."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
     metadata = {"format": "pt", METADATA_KEY: config.model_dump_json()}
     trained = {} if text_tokens is None else {TEXT_TOKENS_KEY: str(text_tokens)}
@@ -159,7 +139,7 @@ def to_safetensors(
 
 
 def load_safetensors(path: str | Path) -> Checkpoint:
-    """Read what `save_safetensors` wrote; raises ValueError for another file, or where it doesn't fit its own sizes."""
+    """Read what `save_safetensors` wrote; raises ValueError for another file."""
     state, metadata = _read_safetensors(Path(path))
     if METADATA_KEY not in metadata:
         raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")
@@ -172,7 +152,7 @@ def load_safetensors(path: str | Path) -> Checkpoint:
 def renamed_checkpoint(
     config: ClapConfig, tensors: Mapping[str, Tensor], names: Callable[[str], list[str]], label: str
 ) -> Checkpoint:
-    """A checkpoint from tensors under other names; raises ValueError where they aren't those of these sizes."""
+    """A checkpoint from tensors under other names; raises ValueError where they don't have these sizes."""
     expected = _expected(config.model_dump_json())
     _check(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
     return Checkpoint(config, from_names(expected, names, tensors))
@@ -180,7 +160,7 @@ def renamed_checkpoint(
 
 @cache
 def _expected(sizes: str, *, learns_bias: bool = False) -> State:
-    """The state of a model of these sizes (JSON) on the meta device: names, shapes and dtypes without the numbers."""
+    """The state of a model of these sizes (JSON) on the meta device."""
     with torch.device("meta"):
         return ClapModel(ClapConfig.model_validate_json(sizes), learns_bias=learns_bias).state_dict()
 
@@ -202,13 +182,12 @@ def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complain
 
 
 def some(items: list[str]) -> str:
-    """The first few of a list, in words, and how many more there are."""
+    """The first few, in words, and how many more there are."""
     shown, rest = ", ".join(items[:_NUM_SHOWN]), len(items) - _NUM_SHOWN
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
 def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
-    """Tensors and metadata of a file."""
     try:
         with files.pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

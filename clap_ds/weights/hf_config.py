@@ -10,13 +10,13 @@ import transformers  # isort: skip
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
     """The `transformers.ClapConfig` of sizes that `clap_ds.weights.expressible` gives; raises ValueError where it has none."""
     audio, text = config.audio, config.text
-    for is_wrong, reason in (
-        (audio.projection.activation != text.projection.activation, "its projections have different activations"),
-        (min(audio.stage_grids) < audio.attention_window, "its last token grid is smaller than the window"),
-        (audio.num_samples % audio.sample_rate, "its clips are not whole seconds"),
-    ):
-        if is_wrong:
-            raise ValueError(f"{config.name} can't be a transformers.ClapModel: {reason}")
+    is_one, fits = (
+        audio.projection.activation == text.projection.activation,
+        min(audio.stage_grids) >= audio.attention_window,
+    )
+    if not (is_one and fits) or audio.num_samples % audio.sample_rate:
+        wanted = "clips of whole seconds, one activation in both projections, and no token grid smaller than the window"
+        raise ValueError(f"{config.name} can't be a transformers.ClapModel, which has {wanted}")
     return transformers.ClapConfig(
         audio_config={
             **FIXED_AUDIO,

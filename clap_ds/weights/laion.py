@@ -28,16 +28,12 @@ _OF_NUMBERS = {("_codecs", "encode"), ("numpy", "dtype"), *((module, "scalar") f
 
 
 class _PassedOver:
-    """Takes the place of a number of numpy's, whatever it is made from."""
-
     def __init__(self, *made_from: object) -> None: ...
 
     def __setstate__(self, state: object) -> None: ...
 
 
 class _TensorsOnly(pickle.Unpickler):
-    """Refuses everything that a pickle could call but for what tensors are made of."""
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _OF_TENSORS | _OF_NUMBERS:
             made_by = super().find_class(module, name) if (module, name) in _OF_TENSORS else _PassedOver
@@ -54,30 +50,23 @@ _tensors_only.load = lambda file, **options: _TensorsOnly(file, **options).load(
 
 
 def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint:
-    """Weights of a LAION-CLAP `.pt` file, with feature fusion (`aff_2d`) or without.
+    """Weights of a LAION-CLAP `.pt` file: a state dict, bare or under "state_dict", with or without a `module.` prefix.
 
-    Args:
-        path: a state dict, bare or under "state_dict", with or without a `module.` prefix.
-        config: its sizes; by default those of LAION's models and this project's presets that its tensors have.
-
-    Raises:
-        ValueError: not such a file, or names and shapes that don't fit.
+    Its sizes are `config`, or those of LAION's models and this project's presets that fit. ValueError: none does.
     """
     tensors = {
         name.removeprefix("module."): value
         for name, value in _read(Path(path)).items()
         if isinstance(value, Tensor) and not name.removeprefix("module.").startswith(_IGNORED)
     }
-    has_fusion = any(".mel_conv2d." in name for name in tensors)
-    layouts, problems = [config] if config else _layouts(has_fusion), []
-    for layout in layouts:
+    problems = []
+    for layout in [config] if config else _layouts(any(".mel_conv2d." in name for name in tensors)):
         try:
             found = renamed_checkpoint(layout, tensors, laion_names, str(path))
             return replace(found, tokenizer=layout.text.hub_name or None)  # RoBERTa's, as LAION trained them
         except ValueError as error:
             problems.append(str(error))
-    others = f". Nor is it {', '.join(each.name for each in layouts[1:])}" if layouts[1:] else ""
-    raise ValueError(problems[0] + others)
+    raise ValueError(problems[0])
 
 
 def _layouts(has_fusion: bool) -> list[ClapConfig]:
@@ -91,7 +80,6 @@ def _layouts(has_fusion: bool) -> list[ClapConfig]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a file holds by name, tensors on the CPU."""
     try:
         with pinned(path) as opened:
             content = _load(opened)

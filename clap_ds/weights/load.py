@@ -16,7 +16,6 @@ from clap_ds.weights.laion import load_laion
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _OF_A_MODEL = ["*.json", "*.txt", "model*.safetensors"]
-"""Files of a repository that are wanted."""
 
 
 def load_weights(
@@ -29,18 +28,13 @@ def load_weights(
             `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads, or its id on the hub,
             whose cache comes first; a LAION-CLAP .pt file.
         config: sizes to expect; by default their own.
-        best: of a folder of checkpoints the best by `best_by` instead of the newest.
-        raw: of a checkpoint with `clap.train.ema` the weights themselves instead of their average.
+        best: of a folder the best by `best_by` instead of the newest.
+        raw: of a checkpoint with `clap.train.ema` the weights themselves.
 
     Raises:
         ValueError: nothing there, none of these, damaged, of another model, or not finite.
     """
-    try:
-        path, found = _read(Path(path), config, best=best, raw=raw)
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # whatever is made of fields of other types than they should have
-        raise ValueError(f"{path}: can't be read: {type(error).__name__}: {error}") from error
+    path, found = _read(Path(path), config, best=best, raw=raw)
     if wrong := [name for name, tensor in found.state.items() if not tensor.isfinite().all()]:
         where = f"{len(wrong)} of {len(found.state)} tensors ({some(wrong)})"
         raise ValueError(f"{path}: NaN or infinity in {where}: take an earlier checkpoint")
@@ -51,7 +45,6 @@ def load_weights(
 
 
 def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tuple[Path, Checkpoint]:
-    """Where it was found, and what is there."""
     if path.is_file() and path.suffix in _PICKLES:
         return path, load_laion(path, config)
     if path.suffix == ".safetensors" and path.is_file():
@@ -79,7 +72,7 @@ def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
 
 
 def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
-    """What the manifest beside a file of weights says of them, if there is one."""
+    """What the manifest beside a file of weights says of them."""
     folder = path.parent
     kind = "sigmoid" if LOGIT_BIAS in found.state else "softmax"  # of checkpoints that don't say it
     if not (folder / MANIFEST).exists():
@@ -96,7 +89,7 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
 
 
 def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:
-    """Raise ValueError for weights of another model, with the sizes that differ."""
+    """Raise ValueError with the sizes that differ."""
     aside: Any = {"name": True, "text": {"hub_name", "layer_norm_eps"}}  # weights fit whatever these are
     found = differences(theirs.model_dump(exclude=aside), ours.model_dump(exclude=aside))
     if found:

@@ -69,7 +69,7 @@ def from_names(keys: Iterable[str], names: Callable[[str], list[str]], source: M
 
 
 def to_names(state: Mapping[str, Tensor], names: Callable[[str], list[str]]) -> State:
-    """Inverse of `from_names`; logit scales become 0-dimensional, as other CLAPs have them."""
+    """Inverse of `from_names`; logit scales become 0-dimensional."""
     renamed: State = {}
     for key, tensor in state.items():
         targets = names(key)

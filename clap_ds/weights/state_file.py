@@ -19,7 +19,7 @@ KEY = "clap_ds.state"
 
 
 def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> FileRecord:
-    """A new safetensors file, on the disk when this returns, written without holding up other threads; raises OSError."""
+    """A new safetensors file, on the disk when this returns; raises OSError."""
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -31,10 +31,9 @@ def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> FileR
 
 
 def to_state_file(state: Any) -> tuple[State, dict[str, str]]:
-    """The file's tensors and metadata; raises TypeError for a value of another type than those named above."""
+    """The file's tensors and metadata."""
     tensors: State = {}
-    tree = json.dumps(_described(state, tensors, set()))
-    return tensors, {KEY: tree}
+    return tensors, {KEY: json.dumps(_described(state, tensors, set()))}
 
 
 def _described(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> Any:
@@ -52,13 +51,11 @@ def _described(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> An
         return {"dict": items}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_described(part, tensors, storages) for part in value]}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise TypeError(f"a state holds {type(value).__name__}; expected tensors, numbers, text, dictionaries and lists")
+    return value
 
 
 def read_state_file(path: Path) -> Any:
-    """What `to_state_file` was given, tensors on the CPU; raises ValueError where that can't be told."""
+    """What `to_state_file` was given; raises ValueError where that can't be told."""
     try:
         with pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             return _restored(parse_json((file.metadata() or {})[KEY]), file.get_tensor)

@@ -35,10 +35,6 @@ def test_lines_and_their_units() -> None:
         ("  exposed communication", "100.0 ms   20.0 %"),
         ("warning", "first"),
     ]
-    even: Any = {"device_type": "cpu", "samples_per_s_per_gpu": rates([5.0] * 6, [1.0] * 6), "breakdown_s": None}
-    on_cpu = dict(rows(SUMMARY | even | {"deepspeed_samples_per_s": None}))
-    assert (on_cpu["samples/s/rank"], on_cpu["  95 % interval of 6 windows"]) == ("5.00", "5.00 – 5.00")
-    assert on_cpu["samples/s in all, by DeepSpeed's timer"] == "–"
 
 
 def test_time_left_is_by_the_steps_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,32 +24,17 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     for rank, found in enumerate(two_ranks.run(ranks.resumed, str(tmp_path), precision, frozen)):
         assert found["resumed"] == found["uninterrupted"]
         assert found["steps"] == (6, 6, 0)
-        held = tuple(f"{tower}{part}" for tower in frozen for part in (".", "_projection."))
-        assert not [name for name in found["moved"] if held and name.startswith(held) and "batches_tracked" not in name]
-        assert {"logit_scale", f"{'audio' if 'text' in frozen else 'text'}_projection.linear1.weight"} <= found["moved"]
         progress, saved = found["progress"], found["saved"]
         assert progress.data_of(rank) == {"rank": rank, "step": 3}
         assert (progress.samples, progress.train_s) == (18, 1.5)
         assert (progress.best, progress.extra) == ({"zero_shot_top1": 0.25}, {"ramp": [1, 2]})
         assert saved.path == tmp_path / "step-00000003"
-        assert saved.bytes == sum(record.bytes for record in Manifest.read(saved.path).files.values())
-        assert saved.begin < saved.end
 
 
 def test_what_is_written_behind_training_is_the_state_when_it_began(two_ranks: RankPool, tmp_path: Path) -> None:
-    for rank, found in enumerate(two_ranks.run(ranks.save_behind, str(tmp_path))):
-        assert found["saved"] == [None, None, None]
-        uninterrupted, resumed = found["losses"]
+    for saved, uninterrupted, resumed in two_ranks.run(ranks.save_behind, str(tmp_path)):
+        assert [each.problem for each in saved] == [None, None]
         assert resumed == uninterrupted
-        if rank == 0:
-            assert found["copies"] == ["step-00000005", "step-00000006"]  # every second one, and the last
-            copied, written = found["bytes"]
-            assert 0.5 * written < copied < written  # weights that are the optimiser's, too, lie there once
-
-
-def test_training_stood_still_for_the_copy_and_the_wait(one_rank: RankPool, tmp_path: Path) -> None:
-    (saved,) = one_rank.run(ranks.stalled, str(tmp_path))
-    assert (saved.begin, saved.stalled_s) == (100.0, 7.0)
 
 
 def test_numbers_that_are_not_finite_behind_training_end_it(one_rank: RankPool, tmp_path: Path) -> None:
@@ -85,11 +70,9 @@ def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("fp32", {}, "the precision is bf16 there, fp32 here"),
         ("bf16", {"clap": {"train": {"train_last": {"text": 1}}}}, "'text (last 1 of 2 blocks)'] here"),
-        ("bf16", {"clap": {"train": {"lr_scale": {"text": 0.1}, "ema": 0.5}}}, "learning_rates is 1 there, '2 (groups"),
         ("bf16", {"clap": {"loss": {"kind": "sigmoid"}}}, "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here"),
-        ("bf16", {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "over SGD' here"),
     ],
-    ids=["precision", "blocks", "rates", "loss", "optimizer"],
+    ids=["precision", "blocks", "loss"],
 )
 def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
     one_rank: RankPool, saved: Path, precision: str, changes: dict[str, Any], reason: str
@@ -123,11 +106,10 @@ def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> N
     ("choices", "resume", "jobs", "begun_at"),
     [
         (Choices(restart=True), "auto", ["7.ab/0", "7.ab/1", "8.cd/0", "8.cd/1"], [0, 1, 0, 1]),
-        (Choices(restart=True), "{}/step-00000005", ["", ""], [0, 0]),  # typed twice, it is meant twice
         (Choices(), "{}/step-00000005", ["7.ab/0", "7.ab/1", "8.cd/0", ""], [5, 6, 7, 8]),
         (Choices(), "auto", ["", ""], [5, 6]),
     ],
-    ids=["restart", "restart, no job", "path", "auto"],
+    ids=["restart", "path", "auto"],
 )
 def test_a_job_does_once_what_its_command_says_of_the_beginning(
     one_rank: RankPool, tmp_path: Path, choices: Choices, resume: str, jobs: list[str], begun_at: list[int]
@@ -149,36 +131,22 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_is_damaged_missing_or_unseen_is_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
-    (saved,), _ = two_ranks.run(ranks.save, str(tmp_path))
-    assert all("rank 1 can't see" in found for found in two_ranks.run(ranks.refusal, str(tmp_path), 1))
-    flip_bit(saved.path / STATE, 5000)
-    for place, reason in ((saved.path, "has changed since"), (tmp_path / "nowhere", "no good checkpoint here")):
-        assert all(reason in refusal for refusal in two_ranks.run(ranks.refusal, str(place)))
-
-
-@pytest.mark.parametrize("number", [1, 4])
-def test_a_full_disk_costs_the_checkpoint_and_nothing_else(one_rank: RankPool, tmp_path: Path, number: int) -> None:
-    ((failed, (warning,), left),) = one_rank.run(ranks.fail_at_file, str(tmp_path), number)
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(one_rank: RankPool, tmp_path: Path) -> None:
+    ((failed, (warning,), left),) = one_rank.run(ranks.fail_at_weights, str(tmp_path))
     assert all(part in warning for part in ("step 2", failed.problem, "training goes on"))
     assert (failed.saved, failed.bytes, left) == (False, 0, ["step-00000001"])
 
 
-def test_what_others_wrote_or_what_is_damaged_is_left_alone(tmp_path: Path) -> None:
-    for step in range(2, 9):
+def test_what_others_wrote_is_left_alone(tmp_path: Path) -> None:
+    for step in (2, 3, 4):
         make_checkpoint(tmp_path, step, run="ours")
-    (tmp_path / "step-00000003" / "manifest.json").write_text("{")
-    flip_bit(tmp_path / "step-00000008" / STATE, 9)
+    flip_bit(tmp_path / "step-00000004" / STATE, 9)
     checkpoints = CheckpointFolder(tmp_path, CheckpointSettings(keep_last=1, keep_best=0))
     checkpoints.begin("ours")
-    assert checkpoints.find() == tmp_path / "step-00000007"
-    assert checkpoints.was_begun_by("ours")
-    with pytest.raises(ValueError, match=r"whether this run has begun can't be told: .*step-00000003"):
-        checkpoints.was_begun_by("another's")
+    assert checkpoints.find() == tmp_path / "step-00000003"
     make_checkpoint(tmp_path, 1, run="theirs")  # the newest
-    assert not checkpoints.was_begun_by("ours")
     checkpoints._delete_superfluous()
-    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "3", "7", "8"]
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["1", "4"]
 
 
 def test_last_and_best_are_kept_and_copied_with_the_tokenizer(one_rank: RankPool, tmp_path: Path) -> None:
@@ -194,5 +162,3 @@ def test_last_and_best_are_kept_and_copied_with_the_tokenizer(one_rank: RankPool
     assert CheckpointFolder(tmp_path / "empty").find() is None
     assert Manifest.read(newest).tokenizer_in(newest) == str(newest / "tokenizer")
     assert (newest / "tokenizer" / "tokenizer.json").read_text() == "made up"
-    ((saved,),) = one_rank.run(ranks.save, str(tmp_path / "other"), (None,), "FacebookAI/roberta-base")
-    assert Manifest.read(saved.path).tokenizer_in(saved.path) == "FacebookAI/roberta-base"

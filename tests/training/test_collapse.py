@@ -2,13 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clap_ds.engine.loss import LOSSES
 from clap_ds.training.collapse import STRETCH, LastSteps
-from tests.training import training_commands as commands
 
 CHANCE = {"softmax": math.log(8), "sigmoid": math.log(8) + 7 * math.log(8 / 7)}
 Step = tuple[float, float, float]  # loss, gradient norm, logit scale, as they were found with 8 pairs
@@ -32,23 +30,3 @@ def test_what_has_begun_is_told_from_what_has_collapsed(tmp_path: Path, kind: st
     steps.add(0.9 * steps.chance, 1.0, 14.0)
     assert steps.verdict(4 * STRETCH, tmp_path) is None
     assert steps.loss == pytest.approx(((STRETCH - 1) * step[0] / steps.chance + 0.9) / STRETCH)
-
-
-@pytest.mark.end_to_end
-def test_a_collapse_is_said_and_costs_no_good_checkpoint(tmp_path: Path) -> None:
-    """A run that learns, and goes on at a rate of 1 until it has collapsed."""
-
-    def start(steps: int, lr: float) -> str:
-        clap: dict[str, Any] = {"train": {"samples": 4 * 2 * steps}, "data": {"source": "synthetic", "num_batches": 4}}
-        clap["checkpoint"] = {"folder": str(tmp_path / "checkpoints"), "every_steps": 20, "keep_last": 2}
-        optimizer = {"type": "AdamW", "params": {"lr": lr}}
-        return commands.train(commands.write_training(tmp_path, optimizer=optimizer, scheduler={}, clap=clap))
-
-    said = "the model has collapsed: since step "
-    assert said not in start(80, 1e-3)
-    shown = start(160, 1.0)
-    good = tmp_path / "checkpoints" / "step-00000080"
-    assert {path.name[-3:] for path in good.parent.glob("step-*")} == {"080", "140", "160"}
-    warning = commands.summaries(tmp_path / "run.json")[-1]["warnings"][-1]
-    assert shown.count(f"warning: {said}8") == 2  # at once and last
-    assert str(good) in warning

@@ -1,8 +1,6 @@
 """Copies elsewhere: complete or not there, warned of when they fail, never in the way of training."""
 
-import threading
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,9 +32,8 @@ class Unreliable(MemoryFileSystem):
 
 
 @pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A folder that isn't there yet on that file system; failures are waited for 10 ms."""
-    monkeypatch.setattr(remote, "WAITS_S", (0.01,) * 3 + (0,))
+def url() -> str:
+    """A folder that isn't there yet on that file system."""
     fsspec.register_implementation("unreliable", Unreliable, clobber=True)
     Unreliable.faults.clear()
     return f"unreliable://{uuid.uuid4().hex}/deep"
@@ -63,19 +60,7 @@ def test_there_and_back_is_the_same(url: str, tmp_path: Path, capsys: pytest.Cap
     for name in checkpoint_files.verify(back).files:
         assert (back / name).read_bytes() == (saved[1] / name).read_bytes()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000002"]
-    # One that comes back takes no damaged one's name.
-    (saved[1] / "weights.safetensors").unlink()
-    assert RemoteFolder(url).download_newest(tmp_path / "here", {}) == tmp_path / "here" / "step-00000002-2"
     assert capsys.readouterr().err == ""
-
-
-def test_it_tries_again_and_says_so(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Unreliable.faults.extend([False, True, True])
-    assert copy(url, make_checkpoint(tmp_path / "here", 1)) == []
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 2
-    assert all(part in warnings[0] for part in ("copying step-00000001", "the network is down", "next attempt"))
-    assert RemoteFolder(url).download_newest(tmp_path / "new", {}) is not None
 
 
 def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
@@ -83,61 +68,35 @@ def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
 ) -> None:
     first, second = (make_checkpoint(tmp_path / "here", step) for step in (1, 2))
     assert copy(url, first) == []
-    Unreliable.faults.extend([False, *[True] * 4])  # one file of the second arrives
+    Unreliable.faults.extend([False, True])  # one file of the second arrives
     assert copy(url, second) == [second]
-    *_, given_up, summary = capsys.readouterr().err.splitlines()
-    assert "given up" in given_up
+    failed, summary = capsys.readouterr().err.splitlines()
+    assert all(part in failed for part in ("step-00000002", "the network is down", "training goes on"))
     assert f"not copied to {url}: {second}" in summary
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / first.name
     assert copy(url, make_checkpoint(tmp_path / "here", 3)) == []
     assert names(url) == ["step-00000001", "step-00000003"]  # leftovers are cleared
 
 
-def test_what_another_run_has_there_stays(url: str, tmp_path: Path) -> None:
-    assert copy(url, *[make_checkpoint(tmp_path / "theirs", step, run="theirs") for step in (1, 2)]) == []
-    fs, _ = fsspec.url_to_fs(url)
-    fs.pipe_file(f"{url}/step-00000003/uploading-theirs", b"")  # which is under way
-    fs.pipe_file(f"{url}/step-00000002/manifest.json", b"{")  # damaged meanwhile
-    ours = [make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 2, 3)]
-    assert copy(url, *ours, keep_last=1) == []
-    assert names(url) == ["step-00000001", "step-00000002", "step-00000003", "step-00000003-2"]
-    newest = RemoteFolder(url).download_newest(tmp_path / "new", {})
-    assert newest is not None
-    assert checkpoint_files.Manifest.read(newest).run == "ours"
+def test_what_another_run_left_there_stays(url: str, tmp_path: Path) -> None:
+    assert copy(url, make_checkpoint(tmp_path / "theirs", 1, run="theirs")) == []
+    assert copy(url, *(make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 2, 3)), keep_last=1) == []
+    assert names(url) == ["step-00000001", "step-00000003"]
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("weights.safetensors", lambda content: b"X" + content[1:]),
-        ("weights.safetensors", None),
-        ("manifest.json", lambda content: content[:-1]),
-    ],
-    ids=["changed", "gone", "no manifest to read"],
-)
-def test_a_damaged_copy_is_passed_over(
-    url: str, tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_copy_is_passed_over(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy(url, *(make_checkpoint(tmp_path / "here", step) for step in (1, 2)))
-    file, fs = f"{url}/step-00000002/{name}", fsspec.url_to_fs(url)[0]
-    content = fs.cat_file(file)
-    fs.rm_file(file)
-    if damage is not None:
-        fs.pipe_file(file, damage(content))
+    fsspec.url_to_fs(url)[0].pipe_file(f"{url}/step-00000002/weights.safetensors", b"changed")
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / "step-00000001"
     (warning,) = capsys.readouterr().err.splitlines()
-    assert all(part in warning for part in ("step-00000002", name))
+    assert all(part in warning for part in ("step-00000002", "weights.safetensors"))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000001"]
 
 
-def test_a_target_is_tried_before_training(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_is_tried_before_training(url: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for good in (url, str(tmp_path / "new" / "folder")):
         remote.try_target(good)
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     with pytest.raises(ValueError, match=r"clap\.checkpoint\.sync_to: .*file/run can't be written \(NotADirectory"):
         remote.try_target(str(tmp_path / "file" / "run"))
-    monkeypatch.setattr(remote, "TRY_S", 0.1)
-    monkeypatch.setattr(Unreliable, "makedirs", lambda *_, **__: threading.Event().wait())
-    with pytest.raises(ValueError, match="TimeoutError"):
-        remote.try_target(url)

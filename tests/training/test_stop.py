@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
@@ -36,9 +34,3 @@ def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
 @pytest.mark.parametrize(("signalled", "number"), [(at % 2, number) for at, number in enumerate(stop.STOP_SIGNALS)])
 def test_all_ranks_stop_after_the_same_step(two_ranks: RankPool, signalled: int, number: signal.Signals) -> None:
     assert two_ranks.run(_agreed, signalled, int(number)) == [([0, 0, number, number], True)] * 2
-
-
-@pytest.mark.parametrize(("handler", "stops"), [("SIG_DFL", True), ("SIG_IGN", False)], ids=["ssh", "nohup"])
-def test_the_end_of_a_terminal_stops_a_run_but_under_nohup(handler: str, stops: bool) -> None:
-    before = f"import sys, signal as s; s.signal(s.SIGHUP, s.{handler}); from clap_ds.ranks.watch import SIGNALS"
-    assert subprocess.run([sys.executable, "-c", f"{before}; sys.exit(s.SIGHUP in SIGNALS)"]).returncode == stops

@@ -9,13 +9,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.analysis.record import read_record
-from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
-from tests import processes
 from tests.training import training_commands as commands
 from tests.training.training_commands import RunningRanks, write_training
-
-import transformers  # isort: skip
 
 pytestmark = pytest.mark.end_to_end
 STEPS = 24
@@ -158,47 +154,14 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
         config = write_training(tmp_path, name, train_micro_batch_size_per_gpu=micro_batch, clap=clap)
         return config, commands.train(config, world_size=1)
 
-    # A first start, which is killed after 1000 s and before its second checkpoint.
-    _, output = run("first", epochs=1.0)
-    assert "training to 60 samples" in output
-    with (tmp_path / "checkpoints" / "history.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 2, "train_s": 1000.0}) + "\n")
-    config, output = run("second", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
+    config, output = run("first", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
     assert "a global batch has 61 pairs, the data 60 items" in output
     (summary,) = commands.summaries(config)
-    (chance,) = [line["chance"] for line in commands.lines(config, "evaluation")]
-    assert 0 < chance["zero_shot_top1"] < chance["zero_shot_top5"] <= 1
     assert (summary["state"], summary["step"]) == ("completed", 3)
-    assert 1000 < summary["time_to_target_s"] <= summary["train_s"] < 1000 + commands.TIMEOUT_S
-    _, output = run("third", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
+    assert 0 < summary["time_to_target_s"] <= summary["train_s"]
+    _, output = run("second", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
     assert summary["ended_early"] in output
     config, output = run("unreached", samples=5 * micro_batch, stop_at={"zero_shot_top1": 1.0})
     (summary,) = commands.summaries(config)
     assert (summary["step"], summary["time_to_target_s"]) == (5, None)
     assert f"  clap-evaluate {tmp_path / 'checkpoints'} --deepspeed_config {config}\n" in output
-
-
-def test_a_bert_is_trained_resumed_and_evaluated(tmp_path: Path, sounds: Path) -> None:
-    """Sizes are a file's, which is gone when the run's record is resumed."""
-    sizes, data = load_preset("micro").model_dump(mode="json", exclude={"name"}), commands.shard_data(sounds)
-    sizes["text"]["architecture"] = "bert"
-    (own := tmp_path / "own.json").write_text(json.dumps(sizes))
-    data["tokenizer"] = str(tmp_path / "tokenizer")
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop", "##a", "##e", "##i", "##o"]
-    transformers.BertTokenizer(vocab={t: n for n, t in enumerate(tokens)}).save_pretrained(tmp_path / "tokenizer")
-    clap = {"model": {"preset": str(own)}, "text": "packed", "data": data, "train": {"samples": 2 * BATCH}}
-    clap["checkpoint"] = {"folder": str(tmp_path / "saved")}
-    commands.train(config := write_training(tmp_path, bf16={"enabled": True}, clap=clap), 1)
-    own.unlink()
-    resolved = json.loads((commands.run_directories(config)[0] / "config.json").read_text())
-    resolved["clap"]["train"]["samples"] = 4 * BATCH
-    (again := tmp_path / "again.json").write_text(json.dumps(resolved))
-    commands.train(again, 1)
-    assert [row["step"] for row in commands.lines(again)] == [3, 4]
-    evaluate = ["clap_ds.evaluate", "saved", "--retrieval", str(sounds / "*.tar")]
-    for command, code, message in (
-        (evaluate, 0, "step 4: own on 1 × "),
-        (["clap_ds.weights.export", "saved", "hf"], 2, "ClapModel: its text tower is a bert"),
-    ):
-        done = processes.run(["-m", *command], cwd=tmp_path, env=commands.environment())
-        assert (done.returncode, message in done.stdout + done.stderr) == (code, True)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
+from clap_ds.weights import checkpoint_files
 from clap_ds.weights.formats import Checkpoint, save_safetensors, save_transformers, to_safetensors, to_transformers
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.names import laion_names, to_names
@@ -46,6 +47,23 @@ def test_every_kind_loads_and_is_refused_for_another_model(model: ClapModel, tmp
         load_weights(path, load_preset("htsat_tiny_roberta_base"))
     torch.save(to_names(model.state_dict(), laion_names), tmp_path / "laion.pt")
     assert_weights(load_weights(tmp_path / "laion.pt"), model)
+
+
+def test_checkpoints_of_other_versions_keep_their_sizes_whatever_a_preset_is_now(
+    model: ClapModel, tmp_path: Path
+) -> None:
+    """Fields that are gone are passed over, in the manifest and in the run's settings."""
+    named = ClapModel(MICRO.model_copy(update={"name": "htsat_tiny_roberta_base"}))
+    named.load_state_dict(model.state_dict())
+    settings = {"clap": {"train": {"shuffle_captions": True}, "hardware": {"measure_peak": True}, "text_tokens": 12}}
+    path = checkpoint_of(named, tmp_path, settings=settings)
+    content = json.loads((path / "manifest.json").read_text()) | {"resumed_from": 7}
+    content["hash"] = checkpoint_files._hash({name: value for name, value in content.items() if name != "hash"})
+    (path / "manifest.json").write_text(json.dumps(content))
+    for config in (None, MICRO):
+        found = load_weights(tmp_path, config)
+        assert_weights(found, model)
+        assert (found.config.audio, found.config.joint_dim, found.text_tokens) == (MICRO.audio, MICRO.joint_dim, 12)
 
 
 def test_what_is_damaged_or_no_weights_is_refused(model: ClapModel, tmp_path: Path) -> None:
