@@ -123,9 +123,6 @@ class LossSettings(Section):
 
     kind: Literal["softmax", "sigmoid"] = "softmax"
     """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
-    same_caption: Literal["negative", "positive"] = "negative"
-    """What another clip's caption is that is equal to a clip's own: wrong (`negative`, as published), or as right (`positive`),
-    for captions made of class names, say. For `sigmoid` alone: with `softmax` the gradient is the same but for text dropout."""
 
 
 class BenchSettings(Section):
@@ -184,9 +181,6 @@ class TrainSettings(Section):
     `clap_ds.weights.formats.save_safetensors`, or one of this project's checkpoints."""
     freeze: list[Tower] = []
     """Towers (with their projections) that are not trained, by `bench.py`, too."""
-    train_last: dict[Tower, NonNegativeInt] = {}
-    """{"text": 2}: of this tower only the last so many blocks are trained and what follows them: final norm or pooler, and
-    projection. Nothing is computed backward through the others. 0 leaves what follows the blocks."""
     lr_scale: dict[Tower, PositiveFloat] = {}
     """{"text": 0.1}: what a tower's learning rate is times the scheduler's, by every scheduler. Its projection and the logit
     scale have the scheduler's own."""

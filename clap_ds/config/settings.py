@@ -95,7 +95,6 @@ class RunSettings:
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
         train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze"})
         train |= {"shuffle_captions": False}  # a field that is gone: the folders of existing runs keep their names
-        train |= {"train_last": clap.train.train_last} if clap.train.train_last else {}
         model = clap.model.model_dump(mode="json", include={"preset"})["preset"]
         identity = [model, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
@@ -157,9 +156,8 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 def _check_together(clap: ClapSettings) -> list[str]:
     """Problems that only show when several fields are seen together."""
-    preset, train, loss, tokens = clap.preset(), clap.train, clap.loss, clap.text_tokens
-    text, longest = preset.text, preset.text.max_tokens
-    blocks = {"audio": sum(preset.audio.depths), "text": text.num_layers}
+    preset, train, tokens = clap.preset(), clap.train, clap.text_tokens
+    longest = preset.text.max_tokens
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
@@ -167,13 +165,7 @@ def _check_together(clap: ClapSettings) -> list[str]:
         f"text_tokens: {preset.name} has positions for {longest}, found {tokens}": tokens > longest,
         f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
         "train: give samples or epochs, not both": bool(train.samples and train.epochs),
-        "loss.same_caption: 'positive' has no effect on what the softmax loss teaches; expected kind 'sigmoid'": (
-            loss.same_caption == "positive" and loss.kind == "softmax"
-        ),
     }
-    for tower, number in train.train_last.items():
-        most = f"train.train_last: the {tower} tower of {preset.name} has {blocks[tower]} blocks, found {number}"
-        problems[most] = number > blocks[tower]
-    for field in ("train_last", "lr_scale", "layer_decay"):
+    for field in ("lr_scale", "layer_decay"):
         problems |= {f"train.{field}: {t} is in clap.train.freeze": t in train.freeze for t in getattr(train, field)}
     return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

@@ -5,7 +5,7 @@ groups and, where it can step the run, `FlatAdamW`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import deepspeed
@@ -65,27 +65,12 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         **build_kernels(run, device),
         checkpoint_activations=tuple(options.checkpoint_activations),
     )
-    freeze(model, run.clap.train.freeze, run.clap.train.train_last)
+    freeze(model, run.clap.train.freeze)
     return model
 
 
-def depths(model: ClapModel) -> dict[str, tuple[Tower, int]]:
-    """Each parameter of the towers, by name → its tower and how many blocks its own is from the end: 1 for the last block, 0
-    for what follows that, one more than there are blocks for what comes before the first."""
-    found = {}
-    for tower in TOWERS:
-        module: Any = model.get_submodule(tower)
-        number_of = {id(p): number for number, block in enumerate(module.blocks()) for p in block.parameters()}
-        left = most = len(module.blocks()) + 1
-        for name, parameter in module.named_parameters():
-            left = most - 1 - number_of[id(parameter)] if id(parameter) in number_of else left
-            place = left if left > 1 or id(parameter) in number_of else 0
-            found[f"{tower}.{name}"] = tower, place
-    return found
-
-
-def freeze(model: ClapModel, towers: Collection[str], last: Mapping[Tower, int] | None = None) -> None:
-    """Take towers and their projections out of training, and of those in `last` all that comes before so many last blocks.
+def freeze(model: ClapModel, towers: Collection[str]) -> None:
+    """Take towers and their projections out of training.
 
     As in LAION's training code they stay in training mode: dropout, SpecAugment and batch norm by the batch's statistics act
     as they would otherwise, so that the other tower doesn't learn from fewer variations. A frozen audio tower keeps its running
@@ -94,29 +79,18 @@ def freeze(model: ClapModel, towers: Collection[str], last: Mapping[Tower, int] 
     for tower in towers:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)
-    last = last or {}
-    for name, (tower, depth) in depths(model).items():
-        if depth > last.get(tower, depth):
-            model.get_parameter(name).requires_grad_(False)
-    if "audio" in {*towers, *last}:
+    if "audio" in towers:
         for norm in model.audio.batch_norms():
             norm.momentum = 0.0
 
 
 def trained_towers(model: ClapModel) -> list[str]:
-    """Towers of which something is trained, in words: `audio`, or where that is only the end, `audio (last 2 of 12 blocks)`."""
-    found = []
-    for tower in TOWERS:
-        own = [(left, model.get_parameter(name)) for name, (of, left) in depths(model).items() if of == tower]
-        last = max((left for left, parameter in own if parameter.requires_grad), default=0)
-        if model.get_submodule(f"{tower}_projection").get_parameter("linear1.weight").requires_grad:
-            found.append(tower if last == own[0][0] else f"{tower} (last {last} of {own[0][0] - 1} blocks)")
-    return found
+    return [each for each in TOWERS if model.get_parameter(f"{each}_projection.linear1.weight").requires_grad]
 
 
 def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
     """Build DeepSpeed's engine around a model on its device; a collective. ValueError where DeepSpeed refuses one of its own
-    sections, or its optimiser can't be compiled."""
+    sections."""
     config, optimizer = dict(run.deepspeed), None
     if "tensorboard" in config:
         config["tensorboard"] = engine_section(config["tensorboard"])
@@ -134,12 +108,6 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
             engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, optimizer=optimizer, config=config)
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
-    except RuntimeError as error:
-        if run.clap.fused_adam == "torch" or "extension" not in str(error):
-            raise
-        raise ValueError(
-            f"{run.path}: clap.fused_adam: {str(error).splitlines()[0]}; 'torch' needs no compiler"
-        ) from None
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
         # DeepSpeed's 16-bit optimisers step on construction, with zero gradients, to allocate their state. That decays every
         # weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real steps.
@@ -170,8 +138,7 @@ def parameter_groups(model: ClapModel, train: TrainSettings = _PLAIN) -> Iterato
     isn't the scheduler's are in groups of their own, which have as `lr_scale` what that is times the scheduler's.
     """
     kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
-    scale, decay, places = train.lr_scale, train.layer_decay, depths(model).items()
-    scales = {name: scale.get(tower, 1.0) * decay.get(tower, 1.0) ** left for name, (tower, left) in places}
+    scales = _rate_scales(model, train)
 
     def group_of(name: str, parameter: nn.Parameter) -> str:
         if parameter is model.logit_scale:
@@ -196,3 +163,18 @@ def parameter_groups(model: ClapModel, train: TrainSettings = _PLAIN) -> Iterato
             yield {"name": kind, "params": named[kind, scale], **options}
 
     return groups()
+
+
+def _rate_scales(model: ClapModel, train: TrainSettings) -> dict[str, float]:
+    """What the learning rate of each of the towers' parameters is times the scheduler's. What follows the last block has the
+    tower's whole rate, what comes before the first the least."""
+    found = {}
+    for tower in TOWERS:
+        module: Any = model.get_submodule(tower)
+        scale, decay = train.lr_scale.get(tower, 1.0), train.layer_decay.get(tower, 1.0)
+        number_of = {id(p): number for number, block in enumerate(module.blocks()) for p in block.parameters()}
+        left = most = len(module.blocks()) + 1
+        for name, parameter in module.named_parameters():
+            left = most - 1 - number_of[id(parameter)] if id(parameter) in number_of else left
+            found[f"{tower}.{name}"] = scale * decay ** (left if left > 1 or id(parameter) in number_of else 0)
+    return found

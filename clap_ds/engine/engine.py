@@ -55,7 +55,6 @@ class ClapEngine:
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
         self.loss: Any = build_loss(run.clap.loss, run.precision)
-        self._same_caption_positive = run.clap.loss.same_caption == "positive"
         self._cached = run.clap.train.accumulation == "cached"
         if LOSSES[run.clap.loss.kind].gathers_early and not self._cached:
             self.loss.gather_early(self.model)
@@ -120,7 +119,7 @@ class ClapEngine:
         with timer("forward"):
             features = self.deepspeed(*batch.model_inputs())
         with timer("loss"):
-            loss = self.loss(*features, captions_B=self._captions(batch))
+            loss = self.loss(*features)
         with timer("backward"):
             self.sync.backward(loss)
         return loss
@@ -131,7 +130,7 @@ class ClapEngine:
         with timer("forward"):
             leaves, states = first_pass(self.deepspeed, self.model, micro_batches)
         with timer("loss"):
-            loss = self.loss(*leaves, captions_B=self._captions(*micro_batches))
+            loss = self.loss(*leaves)
             gradients = torch.autograd.grad(loss, leaves)
         for i, (batch, state) in enumerate(zip(micro_batches, states, strict=True)):
             with timer("forward"):
@@ -141,10 +140,6 @@ class ClapEngine:
                 self.sync.backward(surrogate, scale_wrt_gas=False)
             self._count_micro_batch(timer)
         return loss.detach()
-
-    def _captions(self, *batches: Batch) -> Tensor | None:
-        """What tells captions apart, where the loss is to know equal ones."""
-        return torch.cat([batch.caption_hashes() for batch in batches]) if self._same_caption_positive else None
 
     def _count_micro_batch(self, timer: PhaseTimer) -> None:
         """Have DeepSpeed count a micro-batch that isn't the step's last."""

@@ -59,15 +59,13 @@ class SoftmaxLoss:
         text_BD: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
-        *,
-        captions_B: Tensor | None = None,
     ) -> Tensor:
         """Work out the loss of this rank's pairs against the global batch. A collective; all micro-batches have one size.
 
         Args:
             audio_BD, text_BD: L2-normalised features of the same pairs, fp32.
             logit_scale: factor of the cosine similarities, shape (1,), fp32.
-            logit_bias, captions_B: not part of this loss.
+            logit_bias: not part of this loss.
 
         Returns:
             Scalar: mean over this rank's pairs. Its mean over ranks is the loss of the global batch, and so with gradients.
@@ -81,9 +79,9 @@ class SoftmaxLoss:
 class SigmoidLoss:
     """Pairwise sigmoid loss of SigLIP (arXiv 2303.15343): features travel round a ring, none are gathered.
 
-    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 where i = j or, with captions, where those of i and j are
-    equal, elsewhere -1. Each rank takes the rows of its audio and the columns of its text; of an entry both see, the loss and
-    the scalars' gradients are counted in the rows. Features travel and are compared in `wire_dtype`.
+    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 where i = j, elsewhere -1. Each
+    rank takes the rows of its audio and the columns of its text; of an entry both see, the loss and the scalars' gradients are
+    counted in the rows. Features travel and are compared in `wire_dtype`.
     """
 
     def __init__(self, wire_dtype: torch.dtype = torch.float32) -> None:
@@ -95,14 +93,10 @@ class SigmoidLoss:
         text_BD: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None = None,
-        *,
-        captions_B: Tensor | None = None,
     ) -> Tensor:
-        """As `SoftmaxLoss`, with `logit_bias` of shape (1,), fp32, and where equal captions are positives `captions_B`, (B,)
-        int64, a number for each different one (`Batch.caption_hashes`); on all ranks or on none."""
+        """As `SoftmaxLoss`, with `logit_bias` of shape (1,), fp32."""
         assert logit_bias is not None
-        captions_N = gather_captions(captions_B)
-        loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, captions_N, self._wire_dtype)
+        loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, self._wire_dtype)
         return loss
 
 
@@ -123,11 +117,6 @@ class _Gather:
             with standing_still():
                 self._work.wait()
         return self._gathered
-
-
-def gather_captions(captions_B: Tensor | None) -> Tensor | None:
-    """Every rank's, (N,), in rank order; None where there are none. A collective where there are some."""
-    return None if captions_B is None else _Gather(captions_B, captions_B.dtype).wait()
 
 
 class _Softmax(torch.autograd.Function):
@@ -176,7 +165,6 @@ class _Sigmoid(torch.autograd.Function):
         text_BD: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor,
-        captions_N: Tensor | None,
         wire_dtype: torch.dtype,
     ) -> Tensor:
         scale, bias = logit_scale.detach(), logit_bias.detach()
@@ -184,12 +172,8 @@ class _Sigmoid(torch.autograd.Function):
         loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
         audio_grad_BD, text_grad_BD = torch.zeros_like(audio_BD), torch.zeros_like(text_BD)
         for distance, other_audio, other_text in _round_the_ring(audio, text):
-            positive_BB = None
-            if captions_N is not None:
-                captions_RB = captions_N.view(world_size(), -1)
-                positive_BB = captions_RB[rank(), :, None] == captions_RB[rank() - distance]
             similarity_BB = similarities(audio, other_text, scale.dtype)
-            row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, distance == 0, positive_BB)
+            row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, distance == 0)
             loss += row_loss_BB.sum()
             scale_grad += (row_weight_BB * similarity_BB).sum()
             bias_grad += row_weight_BB.sum()
@@ -197,7 +181,7 @@ class _Sigmoid(torch.autograd.Function):
             column_weight_BB = row_weight_BB.T
             if distance:
                 logits_BB = similarities(text, other_audio, scale.dtype) * scale + bias
-                column_weight_BB = _sigmoid_terms(logits_BB, False, positive_BB)[1]
+                column_weight_BB = _sigmoid_terms(logits_BB, False)[1]
             text_grad_BD += weighted_sum(column_weight_BB, other_audio, scale.dtype)
         num_local = audio_BD.shape[0]
         ctx.save_for_backward(
@@ -210,17 +194,13 @@ class _Sigmoid(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None, None)
+        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None)
 
 
-def _sigmoid_terms(logits_BB: Tensor, paired: bool, positive_BB: Tensor | None) -> tuple[Tensor, Tensor]:
-    """-log σ(z·logit) of a block and its derivative by the logit; z is 1 where `positive_BB` says so or, without, with `paired`
-    on the diagonal."""
+def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
+    """-log σ(z·logit) of a block and its derivative by the logit; z is 1 on the diagonal of a `paired` one, elsewhere -1."""
     loss_BB, weight_BB = F.softplus(logits_BB), logits_BB.sigmoid()
-    if positive_BB is not None:
-        loss_BB -= logits_BB * positive_BB
-        weight_BB -= positive_BB.to(weight_BB.dtype)
-    elif paired:
+    if paired:
         loss_BB.diagonal().sub_(logits_BB.diagonal())
         weight_BB.diagonal().sub_(1)
     return loss_BB, weight_BB

@@ -19,6 +19,7 @@ from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.runtime.engine import EngineTimers
 
 from clap_ds.data.batch import Batch
+from clap_ds.engine.building import trained_towers
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import Count, unseen_by_deepspeed
@@ -42,17 +43,15 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     run, config, lengths = session.run, session.run.clap.preset(), _executed_lengths(session)
     batch = next(session.batches)
     front_end = batch.audio.ndim == 2  # features of mel shards have been through it
-    model, last = session.engine.model, run.clap.train.train_last
-    towers = {name: model.get_submodule(f"{name}_projection").parameters() for name in ("audio", "text")}
-    trained = [name for name, parameters in towers.items() if any(each.requires_grad for each in parameters)]
+    trained = trained_towers(session.engine.model)
     forward = forward_flops(config, lengths, "model", front_end=front_end)
     checkpointed = [tower for tower in run.clap.model.checkpoint_activations if tower in trained]
-    recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=run.clap.model.drop_path, last=last)
+    recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=run.clap.model.drop_path)
     recomputed += forward if run.clap.train.accumulation == "cached" else 0.0
     found: dict[str, Any] = {
         "published_gflops": published_flops(config, front_end=front_end) / 1e9,
         "model_gflops": forward / 1e9,
-        "training_gflops": (forward + backward_flops(config, lengths, trained=trained, last=last)) / 1e9,
+        "training_gflops": (forward + backward_flops(config, lengths, trained=trained)) / 1e9,
         "recomputed_gflops": recomputed / 1e9,
         "mean_text_tokens": lengths.mean,
         "deepspeed_gflops": None,

@@ -71,7 +71,7 @@ def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
     torch.manual_seed(seed)
     noise: dict[str, Any] = {"drop_path": 0.3 * noisy, "text_dropout": 0.3 * noisy, "spec_augment": noisy}
     model = ClapModel(run.clap.preset(), **noise, learns_bias=LOSSES[run.clap.loss.kind].needs_bias)
-    freeze(model, run.clap.train.freeze, run.clap.train.train_last)
+    freeze(model, run.clap.train.freeze)
     built = ClapEngine(run, model, CPU)
     torch.manual_seed(seed + 10 + rank())
     if not noisy:

@@ -84,12 +84,12 @@ def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("precision", "changes", "reason"),
     [
         ("fp32", {}, "the precision is bf16 there, fp32 here"),
-        ("bf16", {"clap": {"train": {"train_last": {"text": 1}}}}, "'text (last 1 of 2 blocks)'] here"),
+        ("bf16", {"clap": {"train": {"freeze": ["text"]}}}, "['audio'] here"),
         ("bf16", {"clap": {"train": {"lr_scale": {"text": 0.1}, "ema": 0.5}}}, "learning_rates is 1 there, '2 (groups"),
         ("bf16", {"clap": {"loss": {"kind": "sigmoid"}}}, "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here"),
         ("bf16", {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "over SGD' here"),
     ],
-    ids=["precision", "blocks", "rates", "loss", "optimizer"],
+    ids=["precision", "towers", "rates", "loss", "optimizer"],
 )
 def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
     one_rank: RankPool, saved: Path, precision: str, changes: dict[str, Any], reason: str
