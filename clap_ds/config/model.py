@@ -71,7 +71,7 @@ class AudioConfig(Sizes):
     num_classes: PositiveInt
     projection: ProjectionConfig
     fusion: bool = False
-    """LAION-CLAP's feature fusion, by which files longer than a clip are heard whole (`clap_ds.model.patch_embed`)."""
+    """LAION-CLAP's feature fusion, by which files longer than a clip are heard whole."""
 
     @property
     def num_frames(self) -> int:
@@ -119,8 +119,6 @@ class AudioConfig(Sizes):
             raise ValueError(f"image_size {self.image_size} is not a multiple of mel_bins {self.mel_bins}")
         if self.num_frames > self.image_size * self.freq_ratio:
             raise ValueError(f"{self.num_frames} frames don't fit in an image of {self.image_size}×{self.freq_ratio}")
-        if self.fusion and self.stage_grids[0] < 3:
-            raise ValueError(f"fusion: tokens of three patches don't fit in a grid of {self.stage_grids[0]}")
         for stage, (dim, grid, heads) in enumerate(zip(self.stage_dims, self.stage_grids, self.num_heads, strict=True)):
             if dim % heads:
                 raise ValueError(f"stage {stage}: {dim} channels don't divide into {heads} heads")
@@ -216,14 +214,12 @@ def parse_sizes(content: dict[str, Any], name: str, where: str = "") -> ClapConf
 
 def _explain(details: Any) -> str:
     """A field, what was expected of it, and the nearest name of one that there isn't."""
-    sizes: Any = ClapConfig
     field = ".".join(map(str, details["loc"]))
     if details["type"] != "extra_forbidden":
         message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
         return f"{field}: {message}".removeprefix(": ")
-    for part in details["loc"][:-1]:
-        sizes = sizes.model_fields[part].annotation
-    return f"{field}: no such field{did_you_mean(details['loc'][-1], sizes.model_fields)}"
+    names = {name for sizes in (ClapConfig, AudioConfig, TextConfig, ProjectionConfig) for name in sizes.model_fields}
+    return f"{field}: no such field{did_you_mean(details['loc'][-1], names)}"
 
 
 def preset_argument(text: str) -> str:

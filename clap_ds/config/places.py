@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -76,10 +75,7 @@ def commit() -> str | None:
 
 def version(package: str) -> str | None:
     """Version of a package that is installed here, without importing it; None where it isn't."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # the latter: a folder without the package's files
-        return None
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+        return None

@@ -36,20 +36,18 @@ class ClapSettings(Section):
     Packed on CUDA in 16 bits, there is no dropout of attention weights."""
     compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
     """What torch.compile is given: nothing, or the mel front end and each tower with its backward pass (max-autotune:
-    Inductor's mode `max-autotune-no-cudagraphs`). What fails on a rank runs uncompiled. `auto`: `towers` on CUDA, or `off`."""
+    Inductor's mode `max-autotune-no-cudagraphs`). `auto`: `towers` on CUDA, or `off`."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
     AMX or AVX-512, `off`: torch's operations."""
     fused_adam: Literal["torch", "deepspeed"] = "torch"
-    """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use. Where `optimizer.params` has
-    `torch_adam`, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, on either."""
+    """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use."""
     data: sections.DataSettings = SyntheticData(source="synthetic")
     loss: sections.LossSettings = sections.LossSettings()
     gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
     """Who averages gradients over ranks: torch's reducer under the backward pass, or DeepSpeed after it."""
     gradient_bucket_mb: PositiveFloat = 12.0
-    """Most gradient bytes sent at a time when overlapped, in MB. The last bucket has no backward pass left to hide under, so
-    less than torch's 25, which DDP has beside it in `results/cpu/communication`."""
+    """Most gradient bytes sent at a time when overlapped, in MB; torch's default is 25."""
     bench: sections.BenchSettings = sections.BenchSettings()
     train: sections.TrainSettings = sections.TrainSettings()
     checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()
@@ -59,8 +57,6 @@ class ClapSettings(Section):
     debug: sections.DebugSettings = sections.DebugSettings()
     seed: NonNegativeInt = 0
     """Of weights, dropout, augmentation and the order of the data."""
-    compile_cpu_collective: bool = False
-    """Let DeepSpeed build its shared-memory all-reduce for CPU ranks on one host at first use (about a minute)."""
     max_logit_scale: PositiveFloat = 100.0
     """Upper bound of the learned logit scale, as in LAION's training code."""
 
@@ -102,7 +98,6 @@ class RunSettings:
 
     @property
     def micro_batch(self) -> int:
-        """Samples per GPU and forward pass."""
         return self.batch_sizes().micro_batch
 
     @property

@@ -22,7 +22,7 @@ from clap_ds.engine.cached_step import first_pass, second_pass
 from clap_ds.engine.ema import WeightAverage
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.gradient_sync import GradientSync
-from clap_ds.engine.loss import LOSSES, build_loss
+from clap_ds.engine.loss import SoftmaxLoss, build_loss
 from clap_ds.engine.optimizer import FlatStep
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
@@ -50,13 +50,13 @@ class ClapEngine:
     """
 
     def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
-        """Wrap `model`; a collective. ValueError where DeepSpeed refuses its sections, or gradients can't be averaged so."""
+        """Wrap `model`; a collective. ValueError where DeepSpeed refuses its sections."""
         self.device, self.model = device, model.to(device)
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
         self.loss: Any = build_loss(run.clap.loss, run.precision)
         self._cached = run.clap.train.accumulation == "cached"
-        if LOSSES[run.clap.loss.kind].gathers_early and not self._cached:
+        if isinstance(self.loss, SoftmaxLoss) and not self._cached:
             self.loss.gather_early(self.model)
         self.deepspeed = wrap(model, run)
         if self._cached:  # the timer starts anew with every forward pass, so that half of them would be left out

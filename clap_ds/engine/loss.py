@@ -1,7 +1,7 @@
 """Contrastive losses over the global batch whose gradients are exact though no feature gradient crosses the network.
 
-Both losses know their gradient in closed form. A rank that has seen all features can work out the whole gradient of its own.
-It does so in the forward pass, tile by tile, so that neither the similarity matrix nor the gathered features outlive it.
+Both gradients have a closed form: a rank that has seen all features works out the gradient of its own in the forward pass, tile
+by tile, so that neither the similarity matrix nor the gathered features outlive it.
 
 Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joint dimension.
 """
@@ -140,12 +140,9 @@ class _Softmax(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             lse_R2B = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype).wait()
             row_lse_N, column_lse_N = lse_R2B.transpose(0, 1).flatten(1)
-            rows, columns = (
-                (own_audio_BD, text_ND, row_lse_B, column_lse_N),
-                (own_text_BD, audio_ND, column_lse_B, row_lse_N),
-            )
-            audio_grad_BD, scale_grad = tiled_softmax_gradient(*rows, scale, first, tile)
-            text_grad_BD, _ = tiled_softmax_gradient(*columns, scale, first, tile)
+            rest = scale, first, tile
+            audio_grad_BD, scale_grad = tiled_softmax_gradient(own_audio_BD, text_ND, row_lse_B, column_lse_N, *rest)
+            text_grad_BD, _ = tiled_softmax_gradient(own_text_BD, audio_ND, column_lse_B, row_lse_N, *rest)
             # 1/2N of the formula, times the number of ranks: data parallelism will divide by it.
             factor = 1 / (2 * num_local)
             ctx.save_for_backward(audio_grad_BD * factor, text_grad_BD * factor, (scale_grad * factor).view_as(scale))
@@ -184,12 +181,8 @@ class _Sigmoid(torch.autograd.Function):
                 column_weight_BB = _sigmoid_terms(logits_BB, False)[1]
             text_grad_BD += weighted_sum(column_weight_BB, other_audio, scale.dtype)
         num_local = audio_BD.shape[0]
-        ctx.save_for_backward(
-            audio_grad_BD * (scale / num_local),
-            text_grad_BD * (scale / num_local),
-            scale_grad / num_local,
-            bias_grad / num_local,
-        )
+        features = (audio_grad_BD * (scale / num_local), text_grad_BD * (scale / num_local))
+        ctx.save_for_backward(*features, scale_grad / num_local, bias_grad / num_local)
         return loss[0] / num_local
 
     @staticmethod
@@ -230,7 +223,6 @@ def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]
 
 
 def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    """As `softmax_rows`, of the sigmoid loss."""
     chance = sigmoid_chance(len(logits_BB), float(positive_BB.mean()))
     return -F.logsigmoid((2 * positive_BB - 1) * logits_BB).sum(1), chance
 
@@ -248,21 +240,19 @@ class LossKind:
     Attributes:
         build: the loss, called as `SoftmaxLoss` is, by the type in which features travel.
         needs_bias: the model learns a logit bias for it.
-        gathers_early: it has `gather_early`, for features to travel as soon as a tower is done.
         chance: number of pairs in a batch → its loss where all similarities are equal.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
     """
 
     build: Callable[[torch.dtype], Callable[..., Tensor]]
     needs_bias: bool
-    gathers_early: bool
     chance: Callable[[int], float]
     evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
 
 
 LOSSES = {
-    "softmax": LossKind(SoftmaxLoss, False, True, math.log, softmax_rows),
-    "sigmoid": LossKind(SigmoidLoss, True, False, sigmoid_chance, sigmoid_rows),
+    "softmax": LossKind(SoftmaxLoss, False, math.log, softmax_rows),
+    "sigmoid": LossKind(SigmoidLoss, True, sigmoid_chance, sigmoid_rows),
 }
 """By `clap.loss.kind`."""
 

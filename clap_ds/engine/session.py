@@ -38,7 +38,7 @@ def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
     settings = run.clap.debug
     device = distributed.initialize(
         ranks,
-        compile_cpu_collective=run.clap.compile_cpu_collective,
+        compile_cpu_collective=False,
         collective_timeout_s=settings.collective_timeout_s if settings.enabled else distributed.COLLECTIVE_TIMEOUT_S,
     )
     with quiet_deepspeed(), agreed():
@@ -137,7 +137,6 @@ class Session:
     engine: ClapEngine
     batches: BatchSource
     scalars: Scalars
-    rates: tuple[float, ...] = ()  # of the two quickest steps, until `tell_supply` has spoken
     supply_told: bool = False
 
     def record_data(self) -> None:
@@ -157,15 +156,11 @@ class Session:
         return self.run.batch_sizes(self.ranks.world_size).global_batch // self.ranks.world_size
 
     def tell_supply(self, rates: Iterable[float]) -> None:
-        """Say once, on rank 0, whether the loader keeps up with steps that took so many of its clips per second, not counting
-        what they waited for them: the quickest of two or more counts, as it has warmed up."""
-        if self.supply_told or not self.ranks.is_first:
-            return
-        self.rates = tuple(sorted((*self.rates, *rates))[-2:])
-        supply = self.batches.supply()
-        if supply is not None and len(self.rates) == 2:
-            ranks = self.ranks.local_world_size
-            print(verdict(supply, self.rates[-1], ranks_per_host=ranks, cores=CORES), flush=True)
+        """Say once, on rank 0, whether the loader keeps up with the quickest of several steps that took so many of its clips
+        per second, not counting what they waited for them."""
+        rates, supply = [*rates], self.batches.supply()
+        if not self.supply_told and self.ranks.is_first and supply is not None and len(rates) > 1:
+            print(verdict(supply, max(rates), ranks_per_host=self.ranks.local_world_size, cores=CORES), flush=True)
             self.supply_told = True
 
 

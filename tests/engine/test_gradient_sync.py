@@ -78,17 +78,6 @@ def test_averages_are_as_exact_as_deepspeeds_own(
         assert error <= most
 
 
-def _refusal(changes: dict[str, Any]) -> str:
-    run = settings("fp32", 1, **changes)
-    with pytest.raises(ValueError, match="needs clap") as refused:
-        ClapEngine(run, model_of(run), DEVICE)
-    return str(refused.value).split(":")[0]
-
-
-def test_other_averages_are_deepspeeds_alone(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_refusal, {"gradient_predivide_factor": 4.0}) == ["gradient_predivide_factor"] * 2
-
-
 def _order_of_events(sync: str) -> list[str]:
     """What happens in a step after the first two: gradients getting ready ("ready"), all-reduces."""
     run = settings("fp32", 1, sync)
