@@ -1,11 +1,10 @@
-"""What a run trains: its model, with what that takes from the hub, and DeepSpeed's engine around it, with CLAP's optimiser
-groups and, where it can step the run, `FlatAdamW`.
-"""
+"""What a run trains: its model, and DeepSpeed's engine around it, with CLAP's optimiser groups."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -34,11 +33,8 @@ _KINDS = ("decay", "no_decay", "fp32", "logit_scale")
 
 @doing("asking the hub")
 def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
-    """Have on every host what the run takes from the hub: the tokenizer, the text tower's weights.
-
-    Rank 0 looks first, so that all stop where it can't be had; then one rank of every other host. A collective; ValueError
-    where it can't be had, or doesn't fit the model.
-    """
+    """Have on every host what the run takes from the hub, the tokenizer and the text tower's weights: rank 0 looks first, then
+    one rank of every other host. A collective; ValueError where it can't be had, or doesn't fit the model."""
 
     def load() -> None:
         text, data = run.clap.preset().text, run.clap.data
@@ -55,8 +51,7 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
 
 
 def build_model(run: RunSettings, device: torch.device) -> ClapModel:
-    """Build a fresh model, without gradients where `clap.train` freezes it. ValueError where its text tower's pretrained
-    weights can't be had, or the device can't do what is asked for."""
+    """Build a fresh model, without gradients where `clap.train` freezes it. ValueError where the device can't do it."""
     options = run.clap.model
     model = ClapModel(
         run.clap.preset(),
@@ -70,12 +65,8 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
 
 
 def freeze(model: ClapModel, towers: Collection[str]) -> None:
-    """Take towers and their projections out of training.
-
-    As in LAION's training code they stay in training mode: dropout, SpecAugment and batch norm by the batch's statistics act
-    as they would otherwise, so that the other tower doesn't learn from fewer variations. A frozen audio tower keeps its running
-    statistics.
-    """
+    """Take towers and their projections out of training. As in LAION's training code they stay in training mode, with dropout,
+    SpecAugment and the batch's own statistics; a frozen audio tower keeps its running statistics."""
     for tower in towers:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)
@@ -98,10 +89,7 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
         section = config["optimizer"]
         options = {name: value for name, value in section.get("params", {}).items() if name in OPTIONS}
         config["optimizer"] = {**section, "legacy_fusion": True}
-
-        def optimizer(groups: Iterator[dict[str, Any]]) -> FlatAdamW:
-            return FlatAdamW(groups, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
-
+        optimizer = partial(FlatAdamW, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
     try:
         with doing("building DeepSpeed's engine"):  # which may compile its optimiser
             groups = parameter_groups(model, run.clap.train)
@@ -109,8 +97,7 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
-        # DeepSpeed's 16-bit optimisers step on construction, with zero gradients, to allocate their state. That decays every
-        # weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real steps.
+        # DeepSpeed's 16-bit optimisers step on construction, with zero gradients: every weight decays once, Adam counts a step.
         inner.state.clear()
         engine.optimizer.refresh_fp32_params()
     scale_rates(inner or engine.optimizer)
@@ -134,8 +121,8 @@ def parameter_groups(model: ClapModel, train: TrainSettings = _PLAIN) -> Iterato
 
     DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment
     and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
-    position-bias tables and the logit scale have no weight decay, as in LAION's training code. Parameters whose learning rate
-    isn't the scheduler's are in groups of their own, which have as `lr_scale` what that is times the scheduler's.
+    position-bias tables and the logit scale have no weight decay, as in LAION's training code. Where a learning rate isn't the
+    scheduler's, its group has the factor as `lr_scale`.
     """
     kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
     scales = _rate_scales(model, train)

@@ -41,12 +41,10 @@ class ClapEngine:
         deepspeed: DeepSpeed's engine around the model.
         average: of the weights, with `clap.train.ema`; updated by every step, skipped ones included.
         steps: optimiser steps taken, skipped ones included.
-        is_skipped: whether the last step was, scalar bool on the device: in 16 bits, weights are left alone where a
-            gradient isn't finite.
+        is_skipped: whether the last step was, in 16 bits for a gradient that isn't finite; scalar bool on the device.
         skipped_in_a_row: of the last steps, how many were skipped, as of `count_skipped`.
         norm_wanted: work out `gradient_norm` in every step.
-        gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device; of a
-            skipped step it isn't finite.
+        gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
     """
 
     def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
@@ -110,19 +108,15 @@ class ClapEngine:
             with timer("data_wait"):
                 batch = next(batches)
             self.deepspeed.set_gradient_accumulation_boundary(left == 0)
-            loss_sum += self.forward_backward(batch, timer).detach()
+            with timer("forward"):
+                features = self.deepspeed(*batch.model_inputs())
+            with timer("loss"):
+                loss = self.loss(*features)
+            with timer("backward"):
+                self.sync.backward(loss)
+            loss_sum += loss.detach()
             self._count_micro_batch(timer)
         return loss_sum / number
-
-    def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
-        """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
-        with timer("forward"):
-            features = self.deepspeed(*batch.model_inputs())
-        with timer("loss"):
-            loss = self.loss(*features)
-        with timer("backward"):
-            self.sync.backward(loss)
-        return loss
 
     def _cached_micro_steps(self, batches: Iterator[Batch], number: int, timer: PhaseTimer) -> Tensor:
         with timer("data_wait"):

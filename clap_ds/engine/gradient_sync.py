@@ -1,8 +1,7 @@
 """Gradient all-reduce that runs under the backward pass, inside the DeepSpeed engine at ZeRO-0.
 
 DeepSpeed reduces after backward, in one go. Torch's own data-parallel reducer does it bucket by bucket as gradients get
-ready, in the order they really do; it is attached to the module DeepSpeed holds (`replicate` keeps parameter names, which
-DistributedDataParallel would change) and DeepSpeed's own reduction is switched off.
+ready; `replicate` attaches it to the module DeepSpeed holds, and DeepSpeed's own reduction is switched off.
 """
 
 from collections.abc import Iterator
@@ -53,8 +52,7 @@ class GradientSync:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Gradients of forward passes in here stay local, whatever calls them: to measure what sending costs. Weights
-        drift apart if a step is taken on them."""
+        """Gradients of forward passes in here stay local: to measure what sending costs."""
         self._is_off = True
         try:
             yield

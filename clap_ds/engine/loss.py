@@ -32,12 +32,11 @@ class SoftmaxLoss:
 
     With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the gradient is
     dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N. Features are gathered and compared in `wire_dtype`; sums
-    and gradients are fp32. `tile` columns of the matrix are held at a time.
+    and gradients are fp32.
     """
 
-    def __init__(self, wire_dtype: torch.dtype = torch.float32, tile: int | None = None) -> None:
+    def __init__(self, wire_dtype: torch.dtype = torch.float32) -> None:
         self._wire_dtype = wire_dtype
-        self._tile = tile
         self._early: dict[str, _Gather] = {}
 
     def gather_early(self, model: nn.Module) -> None:
@@ -54,25 +53,20 @@ class SoftmaxLoss:
             model.get_submodule(f"{name}_projection").register_forward_hook(start(name))
 
     def __call__(
-        self,
-        audio_BD: Tensor,
-        text_BD: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
+        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
     ) -> Tensor:
         """Work out the loss of this rank's pairs against the global batch. A collective; all micro-batches have one size.
 
         Args:
             audio_BD, text_BD: L2-normalised features of the same pairs, fp32.
             logit_scale: factor of the cosine similarities, shape (1,), fp32.
-            logit_bias: not part of this loss.
 
         Returns:
             Scalar: mean over this rank's pairs. Its mean over ranks is the loss of the global batch, and so with gradients.
         """
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
-        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait(), self._tile)
+        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait())
         return loss
 
 
@@ -88,11 +82,7 @@ class SigmoidLoss:
         self._wire_dtype = wire_dtype
 
     def __call__(
-        self,
-        audio_BD: Tensor,
-        text_BD: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
+        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
     ) -> Tensor:
         """As `SoftmaxLoss`, with `logit_bias` of shape (1,), fp32."""
         assert logit_bias is not None
@@ -122,25 +112,19 @@ class _Gather:
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        audio_BD: Tensor,
-        text_BD: Tensor,
-        logit_scale: Tensor,
-        audio_ND: Tensor,
-        text_ND: Tensor,
-        tile: int | None,
+        ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, audio_ND: Tensor, text_ND: Tensor
     ) -> Tensor:
         num_local, scale = len(audio_BD), logit_scale.detach()
         first = rank() * num_local
         own_audio_BD, own_text_BD = (each[first : first + num_local] for each in (audio_ND, text_ND))
-        row_lse_B, row_target_B = tiled_row_sums(own_audio_BD, text_ND, scale, first, tile)
-        column_lse_B, column_target_B = tiled_row_sums(own_text_BD, audio_ND, scale, first, tile)
+        row_lse_B, row_target_B = tiled_row_sums(own_audio_BD, text_ND, scale, first)
+        column_lse_B, column_target_B = tiled_row_sums(own_text_BD, audio_ND, scale, first)
         loss = ((row_lse_B - row_target_B).mean() + (column_lse_B - column_target_B).mean()) / 2
 
         if any(ctx.needs_input_grad):
             lse_R2B = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype).wait()
             row_lse_N, column_lse_N = lse_R2B.transpose(0, 1).flatten(1)
-            rest = scale, first, tile
+            rest = scale, first
             audio_grad_BD, scale_grad = tiled_softmax_gradient(own_audio_BD, text_ND, row_lse_B, column_lse_N, *rest)
             text_grad_BD, _ = tiled_softmax_gradient(own_text_BD, audio_ND, column_lse_B, row_lse_N, *rest)
             # 1/2N of the formula, times the number of ranks: data parallelism will divide by it.
@@ -151,18 +135,13 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         audio_grad_BD, text_grad_BD, scale_grad = (saved * upstream[0] for saved in ctx.saved_tensors)
-        return audio_grad_BD, text_grad_BD, scale_grad, None, None, None
+        return audio_grad_BD, text_grad_BD, scale_grad, None, None
 
 
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        audio_BD: Tensor,
-        text_BD: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor,
-        wire_dtype: torch.dtype,
+        ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor, wire_dtype: torch.dtype
     ) -> Tensor:
         scale, bias = logit_scale.detach(), logit_bias.detach()
         audio, text = audio_BD.detach().to(wire_dtype), text_BD.detach().to(wire_dtype)

@@ -58,8 +58,7 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
-    """Open the run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded: a
-    SystemExit follows where it failed or was stopped."""
+    """Open the run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded."""
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
@@ -81,7 +80,7 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
 
 
 def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: list[tuple[str, str]]) -> Path:
-    """Make the run directory with its first files, of what is run on what; `everywhere` has each rank's host and device."""
+    """Make the run directory with its first files; `everywhere` has each rank's host and device."""
     root, sizes = run.clap.output.root, run.batch_sizes(ranks.world_size)
     per_host = Counter(host for host, _ in everywhere)
     places = {"world_size": ranks.world_size, "num_nodes": len(per_host), "hosts": [*per_host]}
@@ -174,8 +173,7 @@ def ready_to_step(
     data_state: dict[str, Any] | None = None,
     folder: Path | None = None,
 ) -> Iterator[Session]:
-    """Open all that steps need, with data from `data_state` on and TensorBoard's files in `folder` (None: in the run
-    directory); afterwards what steps leave is written down."""
+    """Open all that steps need, with data from `data_state` on and TensorBoard's files in `folder` (None: in the run's)."""
     scalars = Scalars(engine.deepspeed, run.deepspeed.get("tensorboard", {}), folder or record.path)
     with agreed():
         batches = build_batches(

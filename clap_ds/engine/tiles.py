@@ -15,16 +15,14 @@ from torch import Tensor
 from clap_ds.engine.compiled import compiled_on_gpu
 
 GPU_TILE, CPU_TILE = 32768, 1024
-"""Columns in a tile where nobody says: on a GPU few kernels matter, 80 MB at a micro-batch of 616; on a CPU the caches do."""
+"""Columns in a tile: on a GPU few kernels matter, 80 MB at a micro-batch of 616; on a CPU the caches do."""
 
 
-def tiled_row_sums(
-    own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int, tile: int | None = None
-) -> tuple[Tensor, Tensor]:
+def tiled_row_sums(own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """Log Σ_j exp(S_ij) with S_ij = scale · own_i·all_j, and the S_ij of pair i, whose j is `first` + i: (B,) each, in the
     scale's type."""
     lses, targets = [], []
-    for columns in _tiles(all_ND, tile):
+    for columns in _tiles(all_ND):
         rest = scale, _pairs(own_BD, columns, first)
         lse_B, *target_B = compiled_on_gpu(_row_sums, similarities(own_BD, all_ND[columns], scale.dtype), *rest)
         lses.append(lse_B)
@@ -43,13 +41,7 @@ def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list
 
 
 def tiled_softmax_gradient(
-    own_BD: Tensor,
-    all_ND: Tensor,
-    own_lse_B: Tensor,
-    all_lse_N: Tensor,
-    scale: Tensor,
-    first: int,
-    tile: int | None = None,
+    own_BD: Tensor, all_ND: Tensor, own_lse_B: Tensor, all_lse_N: Tensor, scale: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
     """Work out the softmax loss's gradient by one tower's own features, the similarities recomputed a tile at a time.
 
@@ -64,7 +56,7 @@ def tiled_softmax_gradient(
     """
     weighted_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
     weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype
-    for columns in _tiles(all_ND, tile):
+    for columns in _tiles(all_ND):
         others_KD, lses, pairs = all_ND[columns], (own_lse_B, all_lse_N[columns]), _pairs(own_BD, columns, first)
         rest = scale, *lses, pairs, weight_dtype
         weights = compiled_on_gpu(_weights, similarities(own_BD, others_KD, scale.dtype), *rest)
@@ -124,8 +116,8 @@ def weighted_sum(weight_BK: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Ten
     return weight_BK @ other_KD.to(dtype)
 
 
-def _tiles(all_ND: Tensor, tile: int | None) -> Iterator[slice]:
+def _tiles(all_ND: Tensor) -> Iterator[slice]:
     """Of one width but for the last; multiples of 64, as tensor cores want rows to begin, where they may be as wide."""
-    size, widest = len(all_ND), tile or (GPU_TILE if all_ND.is_cuda else CPU_TILE)
+    size, widest = len(all_ND), GPU_TILE if all_ND.is_cuda else CPU_TILE
     width = min(widest, 64 * math.ceil(size / math.ceil(size / widest) / 64))
     return (slice(start, min(start + width, size)) for start in range(0, size, width))
