@@ -1,7 +1,6 @@
 """The FLOPs command, and what a bench run says of its own, say what they should."""
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,23 +19,13 @@ from clap_ds.data.batch import Batch
 from clap_ds.engine.building import freeze
 from clap_ds.flop_count import analytic
 from clap_ds.flop_count.analytic import CONVENTIONS, TextLengths, forward_components, forward_flops, published_flops
-from clap_ds.flop_count.counters import Count, build, parameter_counts
-from clap_ds.measuring.flops_profile import disagreement_warnings, measure_flops
+from clap_ds.flop_count.counters import build, parameter_counts
+from clap_ds.measuring.flops_profile import measure_flops
 from clap_ds.model.clap import ClapModel
 from tests.processes import ROOT
 
 WriteRun = Callable[..., Path]
 MICRO, LENGTHS = load_preset("micro"), TextLengths.fixed(16)
-
-
-def test_counts_that_differ_are_reported() -> None:
-    warned = [bool(disagreement_warnings(25 * (1 + percent / 100), 25)) for percent in (-0.6, -0.4, 0, 0.4, 0.6)]
-    assert warned == [True, False, False, False, True]
-    report = flops.make_report(MICRO, 8, {})
-    whole = report["model"]["analytic"] * 1e9
-    agreeing, off = Count(whole - 7, {"FFT": 7.0}), Count(whole * 1.01)
-    for count, said in ((agreeing, "agrees with the closed form"), (off, "NOT EXPLAINED: .* are 1.0000 % apart")):
-        assert re.search(said, flops.agreement(flops.make_report(MICRO, 8, {"model": count})))
 
 
 def test_every_figure_of_the_report(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,14 +54,10 @@ def test_every_figure_of_the_report(write_run: WriteRun, capsys: pytest.CaptureF
     assert report["parameters"] == parameter_counts(build(MICRO))
 
 
-def test_lengths_that_a_caption_cannot_have(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--deepspeed_config", str(write_run()), "--counters", "analytic", "--text_tokens"]
-    for tokens in ("64", "65"):
-        flops.main([*command, tokens])
-        assert ("can be counted but not run" in capsys.readouterr().out) is (tokens == "65")
+def test_lengths_that_a_caption_cannot_have(write_run: WriteRun) -> None:
     for tokens in ("0", "67"):
         with pytest.raises(UserError, match="expected 1 to 66"):
-            flops.main([*command, tokens])
+            flops.main(["--deepspeed_config", str(write_run()), "--counters", "analytic", "--text_tokens", tokens])
 
 
 @pytest.mark.parametrize("frozen", [(), ("text",), ("audio",)])
@@ -97,14 +82,6 @@ def test_a_run_counts_what_it_does(write_run: WriteRun, frozen: tuple[str, ...])
             found, warnings = measure_flops(session)
             assert found | expected | {"recomputed_gflops": pytest.approx(repeated / 1e9)} == found
             assert warnings == []
-
-
-def test_a_run_too_short_for_the_profiled_step_says_so(write_run: WriteRun) -> None:
-    run = load_run(write_run(flops_profiler={"enabled": True, "profile_step": 9}))
-    ids, audio = torch.ones(2, 16, dtype=torch.long), torch.zeros(2, MICRO.audio.num_samples)
-    engine, batches = SimpleNamespace(steps=8, model=ClapModel(MICRO)), iter([Batch(audio, ids, ids)])
-    (warning,) = measure_flops(SimpleNamespace(run=run, engine=engine, batches=batches))[1]  # type: ignore[arg-type]
-    assert "profile_step is 9" in warning
 
 
 def test_closed_form_needs_no_torch(tmp_path: Path) -> None:

@@ -158,18 +158,6 @@ def test_reverted_and_in_other_dtypes_and_compiled_it_is_torchs() -> None:
         assert_same(results(converted, inputs), results(build(), inputs))
 
 
-def test_dropout_of_captions_is_unbiased_and_follows_torchs_seed() -> None:
-    tower, inputs = native(text_tower(dropout=0.1)), captions()
-    torch.manual_seed(4)
-    first, other = tower(*inputs), tower(*inputs)
-    torch.manual_seed(4)
-    assert torch.equal(tower(*inputs), first)
-    assert not torch.equal(other, first)
-    still = tower.eval()(*inputs).float()
-    mean = torch.stack([tower.train()(*inputs).float() for _ in range(60)]).mean(dim=0)
-    assert (mean - still).norm() < 0.5 * (first.float() - still).norm()
-
-
 def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels asked for by name, sizes there are no kernels for, and everything where kernels can't run or aren't wanted."""
     assert "NativeSwinBlock" not in kinds(native(audio_tower("sdpa")))
