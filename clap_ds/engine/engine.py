@@ -108,15 +108,19 @@ class ClapEngine:
             with timer("data_wait"):
                 batch = next(batches)
             self.deepspeed.set_gradient_accumulation_boundary(left == 0)
-            with timer("forward"):
-                features = self.deepspeed(*batch.model_inputs())
-            with timer("loss"):
-                loss = self.loss(*features)
-            with timer("backward"):
-                self.sync.backward(loss)
-            loss_sum += loss.detach()
+            loss_sum += self.forward_backward(batch, timer).detach()
             self._count_micro_batch(timer)
         return loss_sum / number
+
+    def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
+        """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
+        with timer("forward"):
+            features = self.deepspeed(*batch.model_inputs())
+        with timer("loss"):
+            loss = self.loss(*features)
+        with timer("backward"):
+            self.sync.backward(loss)
+        return loss
 
     def _cached_micro_steps(self, batches: Iterator[Batch], number: int, timer: PhaseTimer) -> Tensor:
         with timer("data_wait"):
