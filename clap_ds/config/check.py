@@ -26,10 +26,7 @@ DEEPSPEED_FIELDS: dict[str, Any] = {
     **dict.fromkeys(NAMES, (Any, None)),
 }
 """Type and default of the top-level names of a DeepSpeed configuration that plain data-parallel CLAP training has a use for.
-
-DeepSpeed ignores a name it doesn't know, so that a misspelt one would silently change the run. Batch sizes are checked by
-`BatchSizes`, some sections' fields by `engine_problems`, the rest by DeepSpeed.
-"""
+DeepSpeed ignores a name it doesn't know, so that a misspelt one would silently change the run."""
 
 
 def engine_problems(content: Object) -> list[str]:

@@ -30,7 +30,6 @@ PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
 """Each is built, with or without numbers in it: somebody else's configuration mustn't ask for millions."""
 Activation = Literal["relu", "gelu"]
-Pooling = Literal["cls_pooler", "mean"]
 
 
 PRESETS = f"{', '.join(preset_names())}; or the path of a preset's JSON, of a ClapModel's folder or config.json"
@@ -128,8 +127,7 @@ class AudioConfig(Sizes):
 
 
 class TextConfig(Sizes):
-    """One of `transformers`' encoders. `hub_name` is the checkpoint these sizes belong to, for its tokenizer and pretrained
-    weights."""
+    """One of `transformers`' encoders. `hub_name` is the checkpoint of its tokenizer and pretrained weights."""
 
     architecture: Literal["roberta", "bert"] = "roberta"
     """What `transformers` calls it; DistilRoBERTa is a `roberta` of 6 layers."""
@@ -142,7 +140,7 @@ class TextConfig(Sizes):
     intermediate_size: PositiveInt
     layer_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """roberta-base's; `transformers.ClapModel` checkpoints carry 1e-12."""
-    pooling: Pooling
+    pooling: Literal["cls_pooler", "mean"]
     projection: ProjectionConfig
 
     @property
@@ -161,8 +159,7 @@ class TextConfig(Sizes):
 
     @property
     def ends_with_first_token(self) -> bool:
-        """Whether the last layer computes each caption's first token alone past its keys and values, the others being pooled by
-        nothing."""
+        """Whether the last layer computes each caption's first token alone past its keys and values."""
         return self.pooling == "cls_pooler"
 
     @model_validator(mode="after")
@@ -188,8 +185,7 @@ class ClapConfig(Sizes):
 
 
 def load_preset(name: str) -> ClapConfig:
-    """Load the model of a name that `preset_of` knows, or of a path: of a JSON such as `presets/` has, of a folder that
-    `transformers.ClapModel` loads or of its `config.json`. Raises ValueError, in a line, for any other."""
+    """Load the sizes of what `PRESETS` tells. Raises ValueError, in a line, for anything else."""
     names, known = preset_names(), preset_of(name)
     if known in names:
         return parse_sizes(object_in(PRESET_DIR / f"{known}.json"), known)

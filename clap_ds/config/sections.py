@@ -155,9 +155,8 @@ class DebugSettings(Section):
     """What helps to find out why a run hangs or dies; costs some speed and much log."""
 
     enabled: bool = False
-    """Crashes leave Python stacks on the terminal and a core, NCCL says more, and no rank is ended for standing still."""
-    collective_timeout_s: PositiveInt = 300
-    """Longest a collective may take; without debugging it is half an hour."""
+    """Crashes leave Python stacks on the terminal and a core, NCCL says more, and no rank is ended for standing still.
+    A collective may take 5 minutes, not half an hour."""
 
 
 class TrainSettings(Section):

@@ -1,8 +1,4 @@
-"""A run's JSON: a DeepSpeed configuration with a `clap` section, typed and checked before any rank starts work.
-
-DeepSpeed's sections reach it unchanged. Imports neither torch nor DeepSpeed, so that a wrong file is refused at once, also on a
-login node.
-"""
+"""A run's JSON: a DeepSpeed configuration with a `clap` section, typed and checked before any rank starts work. No torch."""
 
 from __future__ import annotations
 

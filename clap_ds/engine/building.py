@@ -26,9 +26,7 @@ from clap_ds.ranks.watch import doing
 
 ADAMS = ("adam", "adamw")
 TOWERS: tuple[Tower, ...] = ("audio", "text")
-_PLAIN = TrainSettings()
-_KINDS = ("decay", "no_decay", "fp32", "logit_scale")
-"""Of optimiser groups, in their order."""
+_KINDS = ("decay", "no_decay", "fp32", "logit_scale")  # of optimiser groups, in their order
 
 
 @doing("asking the hub")
@@ -116,7 +114,7 @@ def takes_flat_adamw(run: RunSettings) -> bool:
     )
 
 
-def parameter_groups(model: ClapModel, train: TrainSettings = _PLAIN) -> Iterator[dict[str, Any]]:
+def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[str, Any]]:
     """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
 
     DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment

@@ -1,8 +1,7 @@
-"""One training step on a DeepSpeed engine, to be read top to bottom.
+"""One training step on a DeepSpeed engine, with the logit scale's upper bound and a watch for losses that aren't finite.
 
-What DeepSpeed doesn't do is done here: the logit scale's upper bound, and noticing a loss or gradient that isn't finite.
-After a run's first, no step has the host read from the device (but in fp16, for its loss scale, and with DeepSpeed's own
-optimisers): what became of steps is told where losses are checked.
+After a run's first, no step of `FlatStep` has the host read from the device: what became of steps is told where losses are
+checked.
 """
 
 from __future__ import annotations
@@ -93,9 +92,6 @@ class ClapEngine:
     def accumulate(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
         """Forward and backward of a step's micro-batches, as many as DeepSpeed divides their losses by; no update.
 
-        DeepSpeed is told which is the last: left alone it counts them from the start of the run, which goes wrong once their
-        number changes.
-
         Returns:
             Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
             this rank's pairs against the whole step's.
@@ -165,7 +161,6 @@ class ClapEngine:
             self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def _clip_gradients(self) -> None:
-        """For DeepSpeed, which has ranks agree on a norm that all have, and copies two numbers to the device."""
         most = self.deepspeed.gradient_clipping()
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
 
@@ -177,8 +172,8 @@ class ClapEngine:
             scale.clamp_(max=self._max_log_scale)
 
     def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
-        """Remember, on the device, whether the step was skipped (`by_deepspeed`: and counted), and the first with a loss or
-        gradient that isn't finite; put back the batch norm's `statistics` of before a skipped one."""
+        """Remember, on the device, whether the step was skipped, and the first with a loss or gradient that isn't finite; put
+        back the batch norm's `statistics` of before a skipped one."""
         if self._flat_step is None:
             self.is_skipped = torch.full_like(self.is_skipped, by_deepspeed)
         else:

@@ -61,7 +61,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         Args:
             grads: of each group's master, flat, in one tensor or several; None to take them from the parameters themselves.
             output_params: of each group, a flat tensor of the model's dtype that gets the new weights.
-            scale: what `grads` are to be divided by, for loss scaling and clipping; a tensor is scalar fp32 on their device.
+            scale: what `grads` are to be divided by; a tensor is scalar fp32 on their device.
             found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step counters as they are.
         """
         if grads is None or output_params is None:
@@ -174,8 +174,7 @@ def scale_rates(optimizer: Any) -> None:
 
 
 def master_tensors(optimizer: Any) -> list[Tensor]:
-    """The weights in fp32, as DeepSpeed's optimiser holds them: flat by group, or one by one, where there is no copy the
-    model's own."""
+    """The weights in fp32, as DeepSpeed's optimiser holds them: flat by group, or one by one, perhaps the model's own."""
     if hasattr(optimizer, "fp32_groups_flat"):
         return list(optimizer.fp32_groups_flat)
     return list(chain(*getattr(optimizer, "fp32_groups", _model_groups(optimizer))))
@@ -195,7 +194,7 @@ def _model_groups(optimizer: Any) -> list[list[Tensor]]:
 
 def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
     """2-norm of contiguous tensors taken together, scalar fp64 on their device; `natively`, by the CPU kernel where that can
-    be. By rows: one fp32 sum of 10⁸ squares loses percents where it is sequential, as on CPUs."""
+    be. By rows: one fp32 sum of 10⁸ squares would lose percents."""
     taken = [each for each in tensors if natively and is_ready(each) and not unavailable()]
     norms = [adamw_native.native_norm(taken).view(1)] if taken else []
     for each in tensors:

@@ -12,8 +12,7 @@ from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from clap_ds.ranks.agreement import rank
 from clap_ds.record.stream import unless_full
 
-Scalar = tuple[str, float, int]
-"""Tag, value, and samples trained on by then, by which DeepSpeed's own are written."""
+Scalar = tuple[str, float, int]  # tag, value, and samples trained on by then
 
 
 def engine_section(section: dict[str, Any]) -> dict[str, Any]:

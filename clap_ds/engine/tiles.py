@@ -1,7 +1,6 @@
-"""Sums over rows of a similarity matrix that is never held whole: a tile of its columns at a time.
+"""Sums over rows of a similarity matrix that is never held whole: a tile of its columns at a time. Shape letters are `loss`'s.
 
-Bound by memory traffic: what lies between two matrix products is a function of its own, which torch.compile makes one kernel on
-a GPU. Shape letters are `loss`'s.
+What lies between two matrix products is a function of its own, which torch.compile makes one kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -43,16 +42,11 @@ def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list
 def tiled_softmax_gradient(
     own_BD: Tensor, all_ND: Tensor, own_lse_B: Tensor, all_lse_N: Tensor, scale: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Work out the softmax loss's gradient by one tower's own features, the similarities recomputed a tile at a time.
-
-    Args:
-        own_BD, all_ND: this rank's features of one tower, and everybody's of the other.
-        own_lse_B, all_lse_N: log-sum-exps over the similarities of each of these.
-        scale: factor of the similarities, shape (1,); gives the type of sums and results.
-        first: place of this rank's first pair in the global batch.
+    """Work out the softmax loss's gradient by one tower's own features, the similarities recomputed a tile at a time, from
+    log-sum-exps over the similarities of the own and of all features. `first` is the place of this rank's first pair.
 
     Returns:
-        2N times the gradients of the own features, (B, D), and of the scale from the own rows, scalar.
+        2N times the gradients of the own features, (B, D), and of the scale from the own rows, scalar, in the scale's type.
     """
     weighted_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
     weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype

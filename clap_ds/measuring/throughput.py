@@ -92,7 +92,9 @@ def measure(session: Session) -> Summary:
             samples = session.samples_per_step * world_size
             slow = stragglers.add(samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
             session.record.update_summary(slow, samples_per_s_per_gpu=measurement.rates())
-    by_deepspeed = _rate_by_deepspeed(session)
+    timer = session.engine.deepspeed.tput_timer  # of all steps so far but the first two
+    counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
+    by_deepspeed = timer.avg_samples_per_sec() if counted else None
     breakdown = _measure_breakdown(session, protocol.breakdown_steps)
     progress.advance(protocol.breakdown_steps, "breakdown")
     gc.enable()
@@ -111,8 +113,10 @@ def measure(session: Session) -> Summary:
         data_wait_percent=100 * measurement.data_wait_share(),
         breakdown_s=breakdown,
         skipped_steps=session.engine.deepspeed.skipped_steps,
+        deepspeed_samples_per_s=by_deepspeed,
+        deepspeed_times_host_alone=not timer.config.synchronized,
     )
-    summary = session.record.update_summary(measured, by_deepspeed, utilized, peak_memory)
+    summary = session.record.update_summary(measured, utilized, peak_memory)
     print_summary(summary)
     return summary
 
@@ -207,13 +211,3 @@ def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summ
     )
     doubts = doubtful_mfu(found["mfu_published_percent"], found["mfu_model_percent"])
     return {**found, "flops": flops, "warnings": [*warnings, *doubts]}
-
-
-def _rate_by_deepspeed(session: Session) -> Summary:
-    """Of all steps so far but the first two."""
-    timer = session.engine.deepspeed.tput_timer
-    counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
-    return Summary(
-        deepspeed_samples_per_s=timer.avg_samples_per_sec() if counted else None,
-        deepspeed_times_host_alone=not timer.config.synchronized,
-    )
