@@ -1,6 +1,5 @@
 """Runs' JSONs checked without torch, in one process."""
 
-import importlib.metadata
 import json
 import os
 import re
@@ -54,39 +53,3 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     check_runs.check([tmp_path / "synthetic.json"], train=False)
     with pytest.raises(UserError, match=r"shards.json: .+ has no webdataset: `pip install 'clap-ds\[train\]'`"):
         check_runs.check([tmp_path / "shards.json"], train=False)
-    monkeypatch.setattr(check_runs, "PACKAGES", ("json", "webdataset"))
-    monkeypatch.setattr(sys, "argv", ["check_runs"])
-    with pytest.raises(UserError, match="has no webdataset: `make setup` makes"):
-        check_runs.main()
-
-
-def test_every_package_that_a_run_imports_is_asked_for() -> None:
-    """What the rooms behind the commands import at their top, of what pyproject.toml requires."""
-    required = {*re.findall(r'^ +"([\w-]+)[^"]*>=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)}
-    rooms = [
-        "engine",
-        "data",
-        "ranks",
-        "model",
-        "native",
-        "record",
-        "config",
-        "evaluation",
-        "weights",
-        "measuring",
-        "training",
-    ]
-    files = [path for room in rooms for path in (ROOT / "clap_ds" / room).glob("*.py")]
-    imported = {
-        name.partition(".")[0]
-        for path in [*files, ROOT / "clap_ds" / "bench.py", ROOT / "clap_ds" / "train.py"]
-        for name in re.findall(r"^(?:import|from) ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-    assert imported & (required | {"huggingface_hub"}) <= {*PACKAGES, *check_runs.PACKAGES_FOR_SHARDS}
-
-
-def test_a_package_whose_folder_is_empty_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "emptied").mkdir()
-    found = [check_runs.version(name) for name in ("torch", "emptied", "no_such_package")]
-    assert found == [importlib.metadata.version("torch"), None, None]

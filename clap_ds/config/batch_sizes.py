@@ -21,10 +21,8 @@ class BatchSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], world_size: int | None) -> BatchSizes:
-        """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does: two numbers give the third; with the
-        micro-batch or the global batch alone there is one pass a step. Without a `world_size` ranks are the fewest that the
-        numbers allow. ValueError where a number is missing or isn't one (a line each), or they contradict each other.
-        """
+        """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does. Without a `world_size` ranks are the
+        fewest that the numbers allow. ValueError, a line each, where a number is missing, isn't one or contradicts others."""
         given = {name: config[name] for name in NAMES if config.get(name) is not None}
         problems = [
             f"{name}: expected a whole number, at least 1, found {json.dumps(value)}"
@@ -44,10 +42,10 @@ class BatchSizes:
             micro_batch = max(1, whole // (steps * ranks))
         sizes = cls(micro_batch, steps, micro_batch * steps * ranks)
         if whole not in (None, sizes.global_batch):
-            product = f"{micro_batch} × {steps} × {ranks} = {sizes.global_batch}"
-            raise ValueError(
-                f"{GLOBAL_BATCH}: expected {MICRO_BATCH} × {ACCUMULATION} × ranks = {product}, found {whole}"
+            product = (
+                f"{MICRO_BATCH} × {ACCUMULATION} × ranks = {micro_batch} × {steps} × {ranks} = {sizes.global_batch}"
             )
+            raise ValueError(f"{GLOBAL_BATCH}: expected {product}, found {whole}")
         return sizes
 
     def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:

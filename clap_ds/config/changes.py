@@ -19,12 +19,9 @@ def read_config(path: Path) -> dict[str, Any]:
 def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     """The same JSON with `a.b.c` set, and the sections on the way; a UserError where one of them isn't an object."""
     first, _, rest = name.partition(".")
-    if not rest:
-        return {**content, first: value}
-    inner = content.get(first, {})
-    if not isinstance(inner, dict):
+    if rest and not isinstance(inner := content.get(first, {}), dict):
         raise UserError(f"{name}: {first} is {json.dumps(inner)}, not an object")
-    return {**content, first: with_field(inner, rest, value)}
+    return {**content, first: with_field(inner, rest, value) if rest else value}
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -53,9 +50,6 @@ def with_output(
     content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
     """The same JSON with a label for the run, by default one it has or its file's name, and a root where it has none."""
-    given = flatten(content)
-    if root and "clap.output.root" not in given:
-        content = with_field(content, "clap.output.root", root)
-    if label or "clap.output.label" not in given:
-        content = with_field(content, "clap.output.label", label or stem)
-    return content
+    output = {"root": root} if root else {}
+    output |= {"label": stem} | flatten(content.get("clap", {}).get("output", {})) | ({"label": label} if label else {})
+    return with_field(content, "clap.output", output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -31,10 +30,6 @@ def exit_code_of(action: Callable[[], object], mistakes: Mistakes = MISTAKES) ->
     lines are indented under the first, or 130 after Ctrl-C."""
     try:
         code = action()
-        sys.stdout.flush()
-    except BrokenPipeError:  # `… | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes at its end
-        return 1
     except KeyboardInterrupt as stop:
         print("; ".join(["error: interrupted", *stop.args]), file=sys.stderr)
         return INTERRUPTED

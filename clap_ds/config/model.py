@@ -30,7 +30,6 @@ PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
 """Each is built, with or without numbers in it: somebody else's configuration mustn't ask for millions."""
 Activation = Literal["relu", "gelu"]
-Pooling = Literal["cls_pooler", "mean"]
 
 
 PRESETS = f"{', '.join(preset_names())}; or the path of a preset's JSON, of a ClapModel's folder or config.json"
@@ -71,7 +70,7 @@ class AudioConfig(Sizes):
     num_classes: PositiveInt
     projection: ProjectionConfig
     fusion: bool = False
-    """LAION-CLAP's feature fusion, by which files longer than a clip are heard whole (`clap_ds.model.patch_embed`)."""
+    """LAION-CLAP's feature fusion, by which files longer than a clip are heard whole."""
 
     @property
     def num_frames(self) -> int:
@@ -119,8 +118,6 @@ class AudioConfig(Sizes):
             raise ValueError(f"image_size {self.image_size} is not a multiple of mel_bins {self.mel_bins}")
         if self.num_frames > self.image_size * self.freq_ratio:
             raise ValueError(f"{self.num_frames} frames don't fit in an image of {self.image_size}×{self.freq_ratio}")
-        if self.fusion and self.stage_grids[0] < 3:
-            raise ValueError(f"fusion: tokens of three patches don't fit in a grid of {self.stage_grids[0]}")
         for stage, (dim, grid, heads) in enumerate(zip(self.stage_dims, self.stage_grids, self.num_heads, strict=True)):
             if dim % heads:
                 raise ValueError(f"stage {stage}: {dim} channels don't divide into {heads} heads")
@@ -130,8 +127,7 @@ class AudioConfig(Sizes):
 
 
 class TextConfig(Sizes):
-    """One of `transformers`' encoders. `hub_name` is the checkpoint these sizes belong to, for its tokenizer and pretrained
-    weights."""
+    """One of `transformers`' encoders. `hub_name` is the checkpoint of its tokenizer and pretrained weights."""
 
     architecture: Literal["roberta", "bert"] = "roberta"
     """What `transformers` calls it; DistilRoBERTa is a `roberta` of 6 layers."""
@@ -144,7 +140,7 @@ class TextConfig(Sizes):
     intermediate_size: PositiveInt
     layer_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """roberta-base's; `transformers.ClapModel` checkpoints carry 1e-12."""
-    pooling: Pooling
+    pooling: Literal["cls_pooler", "mean"]
     projection: ProjectionConfig
 
     @property
@@ -163,8 +159,7 @@ class TextConfig(Sizes):
 
     @property
     def ends_with_first_token(self) -> bool:
-        """Whether the last layer computes each caption's first token alone past its attention, the others being pooled by
-        nothing."""
+        """Whether the last layer computes each caption's first token alone past its keys and values."""
         return self.pooling == "cls_pooler"
 
     @model_validator(mode="after")
@@ -190,8 +185,7 @@ class ClapConfig(Sizes):
 
 
 def load_preset(name: str) -> ClapConfig:
-    """Load the model of a name that `preset_of` knows, or of a path: of a JSON such as `presets/` has, of a folder that
-    `transformers.ClapModel` loads or of its `config.json`. Raises ValueError, in a line, for any other."""
+    """Load the sizes of what `PRESETS` tells. Raises ValueError, in a line, for anything else."""
     names, known = preset_names(), preset_of(name)
     if known in names:
         return parse_sizes(object_in(PRESET_DIR / f"{known}.json"), known)
@@ -216,14 +210,12 @@ def parse_sizes(content: dict[str, Any], name: str, where: str = "") -> ClapConf
 
 def _explain(details: Any) -> str:
     """A field, what was expected of it, and the nearest name of one that there isn't."""
-    sizes: Any = ClapConfig
     field = ".".join(map(str, details["loc"]))
     if details["type"] != "extra_forbidden":
         message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
         return f"{field}: {message}".removeprefix(": ")
-    for part in details["loc"][:-1]:
-        sizes = sizes.model_fields[part].annotation
-    return f"{field}: no such field{did_you_mean(details['loc'][-1], sizes.model_fields)}"
+    names = {name for sizes in (ClapConfig, AudioConfig, TextConfig, ProjectionConfig) for name in sizes.model_fields}
+    return f"{field}: no such field{did_you_mean(details['loc'][-1], names)}"
 
 
 def preset_argument(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -28,8 +27,7 @@ def cache_folder() -> Path:
 
 
 def code_folder(name: str) -> Path:
-    """Make a folder of the cache for what is compiled and loaded again, into which nobody else can write. Raises
-    PermissionError where it is another user's."""
+    """Make a folder of the cache into which nobody else can write. Raises PermissionError where it is another user's."""
     folder = cache_folder() / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.geteuid():
@@ -54,10 +52,8 @@ def find_config(path: Path) -> Path:
 
 
 def commit() -> str | None:
-    """Commit of this code, never of the folder a run is started from or installed in.
-
-    Of a checkout, with a `+` when files differ from it; of a wheel, the one it was built from. None where that isn't known.
-    """
+    """Commit of this code: of a checkout, with a `+` when files differ from it; of a wheel, the one it was built from. None
+    where that isn't known."""
     if CHECKOUT is None:
         recorded = PACKAGE / COMMIT_FILE
         return recorded.read_text().strip() if recorded.is_file() else None
@@ -76,10 +72,7 @@ def commit() -> str | None:
 
 def version(package: str) -> str | None:
     """Version of a package that is installed here, without importing it; None where it isn't."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # the latter: a folder without the package's files
-        return None
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+        return None

@@ -10,30 +10,28 @@ from typing import Any
 
 HIDDEN = "[hidden]"
 _SECRET = r"[\w.-]*(?:token(?!s|i)|secret|passw(?:or)?d|credential|signature|api[_-]?key|access[_-]?key|\bsig\b)[\w.-]*"
-_OPTION = re.compile(rf"(--?{_SECRET})([= ]['\"]?)(?!-)[^\s'\"]+", re.IGNORECASE)
-_IN_URL = re.compile(rf"(\b[a-z][a-z0-9+.-]*://[^\s?'\"]*\?)(?=[^\s'\"]*{_SECRET}=)[^\s'\"]+", re.IGNORECASE)
-_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]*:[^\s/@'\"]*@", re.IGNORECASE)
-_KNOWN = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,})\b")
-_VARIABLE = re.compile(
-    r"\b([A-Z][A-Z0-9_]*(?:TOKEN(?!S|I)|SECRET|PASSWORD|API_KEY|ACCESS_KEY)[A-Z0-9_]*=|Bearer )[^\s'\",]+"
+_VALUE = r"[^\s\0'\",]+"
+_PATTERNS = (
+    rf"(\b[a-z][a-z0-9+.-]*://[^\s?'\"]*\?)(?=[^\s'\"]*{_SECRET}=){_VALUE}",
+    r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)",
+    rf"(--?{_SECRET}[= \0]['\"]?)(?!-){_VALUE}",
+    r"()\b(?-i:hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,})\b",
+    rf"(\b(?-i:[A-Z][A-Z0-9_]*(?:TOKEN(?!S|I)|SECRET|PASSWORD|API_KEY|ACCESS_KEY)[A-Z0-9_]*=|Bearer )){_VALUE}",
 )
-_NAME = re.compile(rf"--?{_SECRET}", re.IGNORECASE)
+_FOUND = [re.compile(pattern, re.IGNORECASE) for pattern in _PATTERNS]
 
 
 def redacted(text: str) -> str:
     """Text with `[hidden]` for what looks like a secret: `--hf_token=…`, `HF_TOKEN=…`, a presigned URL's parameters,
     `://user:password@`."""
-    text = _USER.sub(rf"\1{HIDDEN}@", _IN_URL.sub(rf"\1{HIDDEN}", text))
-    return _VARIABLE.sub(rf"\1{HIDDEN}", _KNOWN.sub(HIDDEN, _OPTION.sub(rf"\1\2{HIDDEN}", text)))
+    for pattern in _FOUND:
+        text = pattern.sub(rf"\1{HIDDEN}", text)
+    return text
 
 
 def redacted_words(words: Iterable[str]) -> list[str]:
     """A command's words, of which one may be the value of the option before it."""
-    found: list[str] = []
-    for word in words:
-        is_value = bool(found) and _NAME.fullmatch(found[-1]) is not None and not word.startswith("-")
-        found.append(HIDDEN if is_value else redacted(word))
-    return found
+    return redacted("\0".join(words)).split("\0")
 
 
 def redacted_all(content: Any) -> Any:
@@ -43,7 +41,6 @@ def redacted_all(content: Any) -> Any:
     if isinstance(content, dict):
         return {redacted_all(name): redacted_all(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
-        return (
-            redacted_words(content) if all(isinstance(each, str) for each in content) else [*map(redacted_all, content)]
-        )
+        is_command = content and all(isinstance(each, str) for each in content)
+        return redacted_words(content) if is_command else [*map(redacted_all, content)]
     return content

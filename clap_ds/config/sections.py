@@ -40,7 +40,7 @@ class ModelSettings(Section):
 
     preset: str | ClapConfig = "htsat_tiny_roberta_base"
     """Sizes of the model: one of `clap_ds/config/presets`, also by its published name (`HTSAT-tiny-Roberta-base`); or the path
-    of a JSON like these, or of a `transformers.ClapModel`'s folder or `config.json`: a run's record has its sizes here."""
+    of a JSON like these, or of a `transformers.ClapModel`'s folder or `config.json`."""
     text_from_hub: bool = False
     """Start the text tower from the preset's pretrained weights (needs a hub or its local cache)."""
     drop_path: Probability = 0.1
@@ -51,11 +51,10 @@ class ModelSettings(Section):
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' where they run), on CUDA
-    `triton` where it compiles and runs, tried when the run starts, else `sdpa`, as in evaluations."""
+    `triton` where it compiles and runs, else `sdpa`."""
     mlp: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
-    and keeps no hidden activations: 10.8 GiB less at tiny's published micro-batch. On an A100 it should not pay above 128
-    channels. `auto`: on CUDA `triton` where it runs, tried as with `attention`, elsewhere `torch`."""
+    and keeps no hidden activations. `auto`: on CUDA `triton` where it compiles and runs, elsewhere `torch`."""
     checkpoint_activations: list[Tower] = []
     """Towers that keep only each block's input and compute the rest again backward: a third more work, much less memory."""
 
@@ -88,12 +87,11 @@ class ShardData(Section):
     source: Literal["shards"]
     """Which of the two kinds of `data` this is."""
     shards: str | list[str] | dict[str, PositiveFloat]
-    """Tar files: a path, a brace pattern (`train-{000..127}.tar`), a wildcard, any fsspec URL (`s3://…`; credentials come from
-    the environment alone), or a list of these. A mixture: {"pattern": weight}, the weights being shares of the samples."""
+    """Tar files: a path, a brace pattern (`train-{000..127}.tar`), a wildcard, any fsspec URL, or a list of these. A mixture:
+    {"pattern": weight}, the weights being shares of the samples."""
     sampling: Literal["epochs", "replacement"] = "epochs"
     """`epochs`: every item comes once in each epoch, for which shards are local or have a `manifest.json`; otherwise, and in a
-    mixture, whole shards are divided over the workers, and one that is through begins anew. `replacement`: every worker draws
-    shards from all of them, again and again."""
+    mixture, whole shards are divided over the workers. `replacement`: every worker draws shards from all of them."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
@@ -101,11 +99,10 @@ class ShardData(Section):
     shuffle_buffer: NonNegativeInt = 1000
     """Samples held for shuffling in each worker."""
     waveforms: Literal["float32", "int16"] = "int16"
-    """How audio travels to the device: `int16`, as LAION-CLAP was trained, leaves 16-bit files as they are, rounds others by at
-    most 1.5e-5 and clips them beyond ±1; `float32` keeps those. Features of a model with fusion travel in as many bits."""
+    """How audio travels to the device: `int16`, as LAION-CLAP was trained, rounds samples by at most 1.5e-5 and clips them
+    beyond ±1; `float32` keeps them."""
     cache_gb: NonNegativeFloat = 50.0
-    """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards` (by default below
-    `~/.cache`), beside those being read or fetched. The least recently used make room."""
+    """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards`."""
 
     @property
     def has_epochs(self) -> bool:
@@ -123,9 +120,6 @@ class LossSettings(Section):
 
     kind: Literal["softmax", "sigmoid"] = "softmax"
     """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
-    same_caption: Literal["negative", "positive"] = "negative"
-    """What another clip's caption is that is equal to a clip's own: wrong (`negative`, as published), or as right (`positive`),
-    for captions made of class names, say. For `sigmoid` alone: with `softmax` the gradient is the same but for text dropout."""
 
 
 class BenchSettings(Section):
@@ -161,15 +155,8 @@ class DebugSettings(Section):
     """What helps to find out why a run hangs or dies; costs some speed and much log."""
 
     enabled: bool = False
-    """Crashes leave Python stacks on the terminal and a core, NCCL says more, and no rank is ended for standing still."""
-    nccl_debug: Literal["WARN", "INFO", "TRACE"] = "INFO"
-    """How much NCCL writes to its log."""
-    nccl_debug_subsys: str = "INIT,NET,GRAPH,ENV"
-    """Parts of NCCL that write to its log."""
-    cuda_launch_blocking: bool = False
-    """Wait for each kernel, so that an error on the GPU names the line that started it. No rate is worth anything then."""
-    collective_timeout_s: PositiveInt = 300
-    """Longest a collective may take; without debugging it is half an hour."""
+    """Crashes leave Python stacks on the terminal and a core, NCCL says more, and no rank is ended for standing still.
+    A collective may take 5 minutes, not half an hour."""
 
 
 class TrainSettings(Section):
@@ -180,25 +167,20 @@ class TrainSettings(Section):
     epochs: PositiveFloat | None = None
     """Passes over the data to train for; give this or `samples`. Not for mixtures and `replacement`, which have no epochs."""
     initial_weights: str | None = None
-    """Start from these: a folder that `transformers.ClapModel` loads, a LAION-CLAP .pt file, a file of
-    `clap_ds.weights.formats.save_safetensors`, or one of this project's checkpoints."""
+    """Start from these: a folder that `transformers.ClapModel` loads, a LAION-CLAP .pt file, or one of our checkpoints."""
     freeze: list[Tower] = []
     """Towers (with their projections) that are not trained, by `bench.py`, too."""
-    train_last: dict[Tower, NonNegativeInt] = {}
-    """{"text": 2}: of this tower only the last so many blocks are trained and what follows them: final norm or pooler, and
-    projection. Nothing is computed backward through the others. 0 leaves what follows the blocks."""
     lr_scale: dict[Tower, PositiveFloat] = {}
-    """{"text": 0.1}: what a tower's learning rate is times the scheduler's, by every scheduler. Its projection and the logit
-    scale have the scheduler's own."""
+    """{"text": 0.1}: what a tower's learning rate is times the scheduler's. Its projection has the scheduler's own."""
     layer_decay: dict[Tower, Annotated[float, Field(gt=0, le=1)]] = {}
-    """{"text": 0.75}: each block of this tower has so many times the learning rate of the next; the last block has 0.75 of the
-    projection's, what comes before the first block (embeddings) the least. `lr_scale` comes on top."""
+    """{"text": 0.75}: each block's learning rate is 0.75 of the next one's, the last block's 0.75 of the projection's.
+    `lr_scale` comes on top."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an exponential moving average of the weights, in fp32, that each step updates: 0.999 averages over about 1,000
-    steps. Evaluations, `weights.safetensors` and exports are then of the average."""
+    """Decay of an exponential moving average of the weights: 0.999 averages over about 1,000 steps. Evaluations,
+    `weights.safetensors` and exports are then of the average."""
     accumulation: Literal["independent", "cached"] = "independent"
-    """What the micro-batches of a step are: `independent` contrastive batches whose gradients are averaged (DeepSpeed's), or
-    parts of one large batch whose exact gradient is found with `cached` features (GradCache, arXiv 2101.06983)."""
+    """What a step's micro-batches are: `independent` contrastive batches whose gradients are averaged (DeepSpeed's), or parts
+    of one large batch with its exact gradient (`cached`: GradCache, arXiv 2101.06983)."""
     resume: str = "auto"
     """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if any; or the path of one."""
     stop_at: dict[str, float] = {}
@@ -221,8 +203,7 @@ class CheckpointSettings(Section):
     best_by: str | None = None
     """Evaluation metric that tells the best; null: `zero_shot_top1` if it is evaluated, else `retrieval_audio_to_text_r1`."""
     background: bool = True
-    """Write from a copy in the memory of rank 0's host, as large as the checkpoint, while training goes on; the last one of a
-    run, and `false`, without."""
+    """Write from a copy in the memory of rank 0's host while training goes on."""
     sync_to: str | None = None
     """Folder or fsspec URL to which finished checkpoints are copied in the background, and from which `clap.train.resume` takes
     them when there is none here. Credentials come from the environment alone."""
@@ -245,8 +226,7 @@ class ZeroShotSettings(Section):
     templates: Annotated[list[Template], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
     """Captions with {} in the class name's place; a class is compared by the mean of its captions' embeddings."""
     classes: dict[str, Annotated[list[NotBlank], Field(min_length=1)]] | None = None
-    """Class name → the names it has in captions; null: the classes found in the shards, by their
-    own names, with spaces for underscores as in captions that `clap-shards build` makes of them."""
+    """Class name → the names it has in captions; null: the classes found in the shards, with spaces for underscores."""
 
 
 class EvaluationSettings(Section):

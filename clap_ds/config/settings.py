@@ -1,8 +1,4 @@
-"""A run's JSON: a DeepSpeed configuration with a `clap` section, typed and checked before any rank starts work.
-
-DeepSpeed's sections reach it unchanged. Imports neither torch nor DeepSpeed, so that a wrong file is refused at once, also on a
-login node.
-"""
+"""A run's JSON: a DeepSpeed configuration with a `clap` section, typed and checked before any rank starts work. No torch."""
 
 from __future__ import annotations
 
@@ -36,20 +32,18 @@ class ClapSettings(Section):
     Packed on CUDA in 16 bits, there is no dropout of attention weights."""
     compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
     """What torch.compile is given: nothing, or the mel front end and each tower with its backward pass (max-autotune:
-    Inductor's mode `max-autotune-no-cudagraphs`). What fails on a rank runs uncompiled. `auto`: `towers` on CUDA, or `off`."""
+    Inductor's mode `max-autotune-no-cudagraphs`). `auto`: `towers` on CUDA, or `off`."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
     AMX or AVX-512, `off`: torch's operations."""
     fused_adam: Literal["torch", "deepspeed"] = "torch"
-    """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use. Where `optimizer.params` has
-    `torch_adam`, DeepSpeed's wrapper walks torch's AdamW parameter by parameter, on either."""
+    """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use."""
     data: sections.DataSettings = SyntheticData(source="synthetic")
     loss: sections.LossSettings = sections.LossSettings()
     gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
     """Who averages gradients over ranks: torch's reducer under the backward pass, or DeepSpeed after it."""
     gradient_bucket_mb: PositiveFloat = 12.0
-    """Most gradient bytes sent at a time when overlapped, in MB. The last bucket has no backward pass left to hide under, so
-    less than torch's 25, which DDP has beside it in `results/cpu/communication`."""
+    """Most gradient bytes sent at a time when overlapped, in MB; torch's default is 25."""
     bench: sections.BenchSettings = sections.BenchSettings()
     train: sections.TrainSettings = sections.TrainSettings()
     checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()
@@ -59,8 +53,6 @@ class ClapSettings(Section):
     debug: sections.DebugSettings = sections.DebugSettings()
     seed: NonNegativeInt = 0
     """Of weights, dropout, augmentation and the order of the data."""
-    compile_cpu_collective: bool = False
-    """Let DeepSpeed build its shared-memory all-reduce for CPU ranks on one host at first use (about a minute)."""
     max_logit_scale: PositiveFloat = 100.0
     """Upper bound of the learned logit scale, as in LAION's training code."""
 
@@ -95,7 +87,6 @@ class RunSettings:
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
         train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze"})
         train |= {"shuffle_captions": False}  # a field that is gone: the folders of existing runs keep their names
-        train |= {"train_last": clap.train.train_last} if clap.train.train_last else {}
         model = clap.model.model_dump(mode="json", include={"preset"})["preset"]
         identity = [model, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
@@ -103,7 +94,6 @@ class RunSettings:
 
     @property
     def micro_batch(self) -> int:
-        """Samples per GPU and forward pass."""
         return self.batch_sizes().micro_batch
 
     @property
@@ -157,9 +147,8 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 def _check_together(clap: ClapSettings) -> list[str]:
     """Problems that only show when several fields are seen together."""
-    preset, train, loss, tokens = clap.preset(), clap.train, clap.loss, clap.text_tokens
-    text, longest = preset.text, preset.text.max_tokens
-    blocks = {"audio": sum(preset.audio.depths), "text": text.num_layers}
+    preset, train, tokens = clap.preset(), clap.train, clap.text_tokens
+    longest = preset.text.max_tokens
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
@@ -167,13 +156,7 @@ def _check_together(clap: ClapSettings) -> list[str]:
         f"text_tokens: {preset.name} has positions for {longest}, found {tokens}": tokens > longest,
         f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
         "train: give samples or epochs, not both": bool(train.samples and train.epochs),
-        "loss.same_caption: 'positive' has no effect on what the softmax loss teaches; expected kind 'sigmoid'": (
-            loss.same_caption == "positive" and loss.kind == "softmax"
-        ),
     }
-    for tower, number in train.train_last.items():
-        most = f"train.train_last: the {tower} tower of {preset.name} has {blocks[tower]} blocks, found {number}"
-        problems[most] = number > blocks[tower]
-    for field in ("train_last", "lr_scale", "layer_decay"):
+    for field in ("lr_scale", "layer_decay"):
         problems |= {f"train.{field}: {t} is in clap.train.freeze": t in train.freeze for t in getattr(train, field)}
     return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

@@ -51,11 +51,6 @@ class Batch:
         is_full = self.num_tokens == self.input_ids.numel()
         return self.audio, self.input_ids, None if is_full else self.attention_mask
 
-    def caption_hashes(self) -> Tensor:
-        """Number each caption, (B,) int64 on its device: alike for equal token ids, for two others with a probability of at
-        most 2⁻⁴⁷. Batches to compare have one L."""
-        return (self.input_ids * _hash_factors(self.input_ids.shape[1], self.device)).sum(dim=1)
-
     def pack(self) -> None:
         """Pack the captions, which waits for the device where they aren't on the host."""
         if self.packed is None:
@@ -147,13 +142,6 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
 
 
 @functools.cache
-def _hash_factors(text_tokens: int, device: torch.device) -> Tensor:
-    """(L,) int64, always the same random numbers: sums of products with them, modulo 2⁶⁴, tell rows apart."""
-    any_int64 = torch.iinfo(torch.int64)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(any_int64.min, any_int64.max, (text_tokens,), generator=generator).to(device)
-
-
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor if device.type == "cpu" else tensor.pin_memory()).to(device, non_blocking=True)
 

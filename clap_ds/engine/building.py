@@ -1,11 +1,10 @@
-"""What a run trains: its model, with what that takes from the hub, and DeepSpeed's engine around it, with CLAP's optimiser
-groups and, where it can step the run, `FlatAdamW`.
-"""
+"""What a run trains: its model, and DeepSpeed's engine around it, with CLAP's optimiser groups."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -27,18 +26,13 @@ from clap_ds.ranks.watch import doing
 
 ADAMS = ("adam", "adamw")
 TOWERS: tuple[Tower, ...] = ("audio", "text")
-_PLAIN = TrainSettings()
-_KINDS = ("decay", "no_decay", "fp32", "logit_scale")
-"""Of optimiser groups, in their order."""
+_KINDS = ("decay", "no_decay", "fp32", "logit_scale")  # of optimiser groups, in their order
 
 
 @doing("asking the hub")
 def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
-    """Have on every host what the run takes from the hub: the tokenizer, the text tower's weights.
-
-    Rank 0 looks first, so that all stop where it can't be had; then one rank of every other host. A collective; ValueError
-    where it can't be had, or doesn't fit the model.
-    """
+    """Have on every host what the run takes from the hub, the tokenizer and the text tower's weights: rank 0 looks first, then
+    one rank of every other host. A collective; ValueError where it can't be had, or doesn't fit the model."""
 
     def load() -> None:
         text, data = run.clap.preset().text, run.clap.data
@@ -55,8 +49,7 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
 
 
 def build_model(run: RunSettings, device: torch.device) -> ClapModel:
-    """Build a fresh model, without gradients where `clap.train` freezes it. ValueError where its text tower's pretrained
-    weights can't be had, or the device can't do what is asked for."""
+    """Build a fresh model, without gradients where `clap.train` freezes it. ValueError where the device can't do it."""
     options = run.clap.model
     model = ClapModel(
         run.clap.preset(),
@@ -65,58 +58,28 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
         **build_kernels(run, device),
         checkpoint_activations=tuple(options.checkpoint_activations),
     )
-    freeze(model, run.clap.train.freeze, run.clap.train.train_last)
+    freeze(model, run.clap.train.freeze)
     return model
 
 
-def depths(model: ClapModel) -> dict[str, tuple[Tower, int]]:
-    """Each parameter of the towers, by name → its tower and how many blocks its own is from the end: 1 for the last block, 0
-    for what follows that, one more than there are blocks for what comes before the first."""
-    found = {}
-    for tower in TOWERS:
-        module: Any = model.get_submodule(tower)
-        number_of = {id(p): number for number, block in enumerate(module.blocks()) for p in block.parameters()}
-        left = most = len(module.blocks()) + 1
-        for name, parameter in module.named_parameters():
-            left = most - 1 - number_of[id(parameter)] if id(parameter) in number_of else left
-            place = left if left > 1 or id(parameter) in number_of else 0
-            found[f"{tower}.{name}"] = tower, place
-    return found
-
-
-def freeze(model: ClapModel, towers: Collection[str], last: Mapping[Tower, int] | None = None) -> None:
-    """Take towers and their projections out of training, and of those in `last` all that comes before so many last blocks.
-
-    As in LAION's training code they stay in training mode: dropout, SpecAugment and batch norm by the batch's statistics act
-    as they would otherwise, so that the other tower doesn't learn from fewer variations. A frozen audio tower keeps its running
-    statistics.
-    """
+def freeze(model: ClapModel, towers: Collection[str]) -> None:
+    """Take towers and their projections out of training. As in LAION's training code they stay in training mode, with dropout,
+    SpecAugment and the batch's own statistics; a frozen audio tower keeps its running statistics."""
     for tower in towers:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)
-    last = last or {}
-    for name, (tower, depth) in depths(model).items():
-        if depth > last.get(tower, depth):
-            model.get_parameter(name).requires_grad_(False)
-    if "audio" in {*towers, *last}:
+    if "audio" in towers:
         for norm in model.audio.batch_norms():
             norm.momentum = 0.0
 
 
 def trained_towers(model: ClapModel) -> list[str]:
-    """Towers of which something is trained, in words: `audio`, or where that is only the end, `audio (last 2 of 12 blocks)`."""
-    found = []
-    for tower in TOWERS:
-        own = [(left, model.get_parameter(name)) for name, (of, left) in depths(model).items() if of == tower]
-        last = max((left for left, parameter in own if parameter.requires_grad), default=0)
-        if model.get_submodule(f"{tower}_projection").get_parameter("linear1.weight").requires_grad:
-            found.append(tower if last == own[0][0] else f"{tower} (last {last} of {own[0][0] - 1} blocks)")
-    return found
+    return [each for each in TOWERS if model.get_parameter(f"{each}_projection.linear1.weight").requires_grad]
 
 
 def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
     """Build DeepSpeed's engine around a model on its device; a collective. ValueError where DeepSpeed refuses one of its own
-    sections, or its optimiser can't be compiled."""
+    sections."""
     config, optimizer = dict(run.deepspeed), None
     if "tensorboard" in config:
         config["tensorboard"] = engine_section(config["tensorboard"])
@@ -124,25 +87,15 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
         section = config["optimizer"]
         options = {name: value for name, value in section.get("params", {}).items() if name in OPTIONS}
         config["optimizer"] = {**section, "legacy_fusion": True}
-
-        def optimizer(groups: Iterator[dict[str, Any]]) -> FlatAdamW:
-            return FlatAdamW(groups, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
-
+        optimizer = partial(FlatAdamW, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
     try:
         with doing("building DeepSpeed's engine"):  # which may compile its optimiser
             groups = parameter_groups(model, run.clap.train)
             engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, optimizer=optimizer, config=config)
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
-    except RuntimeError as error:
-        if run.clap.fused_adam == "torch" or "extension" not in str(error):
-            raise
-        raise ValueError(
-            f"{run.path}: clap.fused_adam: {str(error).splitlines()[0]}; 'torch' needs no compiler"
-        ) from None
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
-        # DeepSpeed's 16-bit optimisers step on construction, with zero gradients, to allocate their state. That decays every
-        # weight once and leaves Adam's step counter at 1, which weakens the bias correction of the first real steps.
+        # DeepSpeed's 16-bit optimisers step on construction, with zero gradients: every weight decays once, Adam counts a step.
         inner.state.clear()
         engine.optimizer.refresh_fp32_params()
     scale_rates(inner or engine.optimizer)
@@ -161,17 +114,16 @@ def takes_flat_adamw(run: RunSettings) -> bool:
     )
 
 
-def parameter_groups(model: ClapModel, train: TrainSettings = _PLAIN) -> Iterator[dict[str, Any]]:
+def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[str, Any]]:
     """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
 
     DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment
     and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
-    position-bias tables and the logit scale have no weight decay, as in LAION's training code. Parameters whose learning rate
-    isn't the scheduler's are in groups of their own, which have as `lr_scale` what that is times the scheduler's.
+    position-bias tables and the logit scale have no weight decay, as in LAION's training code. Where a learning rate isn't the
+    scheduler's, its group has the factor as `lr_scale`.
     """
     kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
-    scale, decay, places = train.lr_scale, train.layer_decay, depths(model).items()
-    scales = {name: scale.get(tower, 1.0) * decay.get(tower, 1.0) ** left for name, (tower, left) in places}
+    scales = _rate_scales(model, train)
 
     def group_of(name: str, parameter: nn.Parameter) -> str:
         if parameter is model.logit_scale:
@@ -196,3 +148,18 @@ def parameter_groups(model: ClapModel, train: TrainSettings = _PLAIN) -> Iterato
             yield {"name": kind, "params": named[kind, scale], **options}
 
     return groups()
+
+
+def _rate_scales(model: ClapModel, train: TrainSettings) -> dict[str, float]:
+    """What the learning rate of each of the towers' parameters is times the scheduler's. What follows the last block has the
+    tower's whole rate, what comes before the first the least."""
+    found = {}
+    for tower in TOWERS:
+        module: Any = model.get_submodule(tower)
+        scale, decay = train.lr_scale.get(tower, 1.0), train.layer_decay.get(tower, 1.0)
+        number_of = {id(p): number for number, block in enumerate(module.blocks()) for p in block.parameters()}
+        left = most = len(module.blocks()) + 1
+        for name, parameter in module.named_parameters():
+            left = most - 1 - number_of[id(parameter)] if id(parameter) in number_of else left
+            found[f"{tower}.{name}"] = scale * decay ** (left if left > 1 or id(parameter) in number_of else 0)
+    return found

@@ -3,18 +3,12 @@
 First all micro-batches go forward without a graph and only their features are kept. The loss over the whole batch then gives a
 gradient by each feature. Last, each micro-batch goes forward again, with the same dropout and augmentation, and the inner
 product of its features with those gradients is a surrogate loss: its gradient by the weights is what the micro-batch adds to
-the whole loss's. A third more work than one large batch, for a batch that memory doesn't limit.
-
-Exact but for the order of sums, with one thing to know: batch norm over mel bins takes the statistics of each micro-batch, as
-it takes those of each rank in data parallelism. The gradient is exact for the model with that normalisation, which is not quite
-the one that a single large batch would train.
+the whole loss's. Exact but for the order of sums; batch norm takes the statistics of each micro-batch, as it does of each rank.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,13 +53,10 @@ def second_pass(
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of torch's (CPU, and the GPU's where `device` is one), Python's and NumPy's generators, as tensors and numbers."""
-    _, keys, *others = np.random.get_state(legacy=True)
+    """State of torch's generators: the CPU's, and the GPU's where `device` is one."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "python": random.getstate(),
-        "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), *others),
     }
 
 
@@ -74,6 +65,3 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
-    random.setstate(state["python"])
-    keys, *others = state["numpy"]
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *others))

@@ -8,16 +8,18 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
+from torch.utils._triton import has_triton_package
 
 from clap_ds.config.places import code_folder
 from clap_ds.data.batch import Batch
 from clap_ds.ranks import watch
+from clap_ds.ranks.accelerator import triton_lacks
 from clap_ds.ranks.agreement import judged, rank
 from clap_ds.record.schema import Summary
 
@@ -37,16 +39,12 @@ def compile_towers(
     """Compile both towers of DeepSpeed's engine, each a graph with its backward pass, and the mel front end, in place, so
     that parameter names stay: before the first step, for batches like this one. A collective.
 
-    What talks to other ranks stays outside: the projections, the loss and torch's reducer.
-
     Each part goes forward (`cached`: also without gradients) and backward as it will in a step: a backward graph is compiled
     when it first runs, and in a step a failure there would leave gradients half sent. What fails on one rank runs uncompiled on
     all.
     """
-    from torch._dynamo import config
-
     # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion where those are below 1 MB.
-    config.optimize_ddp = False
+    torch._dynamo.config.optimize_ddp = False
     _note_compilations()
     mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
     model, problems, began_s = engine.module, dict[str, str | None](), time.monotonic()
@@ -58,33 +56,37 @@ def compile_towers(
             _say(f"compiling {PARTS[name]} …")
             part = model.get_submodule(name)
             part.compile(backend=backend, mode=mode)
-            problem = judged(_problem(part, text if name == "text" else [audio], cached=cached), _first)
-            if problem:
+            inputs = text if name == "text" else [audio]
+            problems[name] = judged(problem_of(partial(_try, part, inputs, cached=cached)), first_problem)
+            if problems[name]:
                 part._compiled_call_impl = None
-                _say(f"warning: {PARTS[name]} runs slower, as it can't be compiled: {problem}")
+                _say(f"warning: {PARTS[name]} runs slower, as it can't be compiled: {problems[name]}")
             if name == "mel":
                 audio = part(audio)
-            problems[name] = problem
         for buffer, value in statistics:
             buffer.copy_(value)
     _say(f"compiled in {time.monotonic() - began_s:.0f} s")
     return Summary(compiled=problems, compile_s=time.monotonic() - began_s)
 
 
-def _first(problems: list[str | None]) -> str | None:
+def first_problem(problems: list[str | None]) -> str | None:
     return next((f"rank {number}: {each}" for number, each in enumerate(problems) if each), None)
 
 
-def _problem(part: nn.Module, inputs: list[Any], *, cached: bool) -> str | None:
-    """Why a part can't run compiled, forward and backward, in a line; None where it can."""
-    trained = [parameter for parameter in part.parameters() if parameter.requires_grad]
+def _try(part: nn.Module, inputs: list[Any], *, cached: bool) -> None:
+    """Pass inputs through a part, forward and backward."""
+    if cached:
+        with torch.no_grad():
+            part(*inputs)
+    output = part(*inputs)
+    if trained := [parameter for parameter in part.parameters() if parameter.requires_grad]:
+        torch.autograd.grad(output, trained, torch.zeros_like(output))  # which calls no hook of torch's reducer
+
+
+def problem_of(action: Callable[[], object]) -> str | None:
+    """Why an action fails, in a line; None where it doesn't, and raises for want of memory."""
     try:
-        if cached:
-            with torch.no_grad():
-                part(*inputs)
-        output = part(*inputs)
-        if trained:  # by `grad`, which calls no hook of torch's reducer
-            torch.autograd.grad(output, trained, torch.zeros_like(output))
+        action()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of whatever type a compiler or a driver has
@@ -103,23 +105,16 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-_failed = set[Callable[..., Any]]()
-
-
 def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:
-    """`function` of `arguments`, none of which it changes: compiled where the first of them, a tensor, is on a GPU. Where that
-    can't be done (no Triton, no C compiler), which rank 0 says once, it runs as it is."""
-    if arguments[0].is_cuda and function not in _failed:
-        try:
-            return _compiled(function)(*arguments)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            _failed.add(function)
-            _say(f"warning: the loss runs slower, as {function.__name__} can't be compiled: {reason_of(error)}")
-    return function(*arguments)
+    """`function` of `arguments`, none of which it changes: compiled where the first of them, a tensor, is on a GPU and Triton
+    has what it compiles with."""
+    return (_compiled(function) if arguments[0].is_cuda else function)(*arguments)
 
 
 @cache
 def _compiled(function: Callable[..., T]) -> Callable[..., T]:
+    if not has_triton_package() or triton_lacks():
+        return function
     _note_compilations()
     return torch.compile(function)
 

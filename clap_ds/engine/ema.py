@@ -44,17 +44,15 @@ class WeightAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model's weights are the average, in its dtypes, and afterwards again what they were, to the bit."""
-        kept = self._put(self.state())
+        average = self.state()
+        kept = {name: self._model.get_parameter(name).detach().clone() for name in average}
+        self._put(average)
         try:
             yield
         finally:
             self._put(kept)
 
     @torch.no_grad()
-    def _put(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Give the model these; what it had."""
-        parameters = {name: self._model.get_parameter(name) for name in weights}
-        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
-        return before
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self._model.get_parameter(name).copy_(weight)

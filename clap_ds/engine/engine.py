@@ -1,8 +1,7 @@
-"""One training step on a DeepSpeed engine, to be read top to bottom.
+"""One training step on a DeepSpeed engine, with the logit scale's upper bound and a watch for losses that aren't finite.
 
-What DeepSpeed doesn't do is done here: the logit scale's upper bound, and noticing a loss or gradient that isn't finite.
-After a run's first, no step has the host read from the device (but in fp16, for its loss scale, and with DeepSpeed's own
-optimisers): what became of steps is told where losses are checked.
+After a run's first, no step of `FlatStep` has the host read from the device: what became of steps is told where losses are
+checked.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from clap_ds.engine.cached_step import first_pass, second_pass
 from clap_ds.engine.ema import WeightAverage
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.gradient_sync import GradientSync
-from clap_ds.engine.loss import LOSSES, build_loss
+from clap_ds.engine.loss import SoftmaxLoss, build_loss
 from clap_ds.engine.optimizer import FlatStep
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
@@ -41,23 +40,20 @@ class ClapEngine:
         deepspeed: DeepSpeed's engine around the model.
         average: of the weights, with `clap.train.ema`; updated by every step, skipped ones included.
         steps: optimiser steps taken, skipped ones included.
-        is_skipped: whether the last step was, scalar bool on the device: in 16 bits, weights are left alone where a
-            gradient isn't finite.
+        is_skipped: whether the last step was, in 16 bits for a gradient that isn't finite; scalar bool on the device.
         skipped_in_a_row: of the last steps, how many were skipped, as of `count_skipped`.
         norm_wanted: work out `gradient_norm` in every step.
-        gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device; of a
-            skipped step it isn't finite.
+        gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
     """
 
     def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
-        """Wrap `model`; a collective. ValueError where DeepSpeed refuses its sections, or gradients can't be averaged so."""
+        """Wrap `model`; a collective. ValueError where DeepSpeed refuses its sections."""
         self.device, self.model = device, model.to(device)
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
         self.loss: Any = build_loss(run.clap.loss, run.precision)
-        self._same_caption_positive = run.clap.loss.same_caption == "positive"
         self._cached = run.clap.train.accumulation == "cached"
-        if LOSSES[run.clap.loss.kind].gathers_early and not self._cached:
+        if isinstance(self.loss, SoftmaxLoss) and not self._cached:
             self.loss.gather_early(self.model)
         self.deepspeed = wrap(model, run)
         if self._cached:  # the timer starts anew with every forward pass, so that half of them would be left out
@@ -96,9 +92,6 @@ class ClapEngine:
     def accumulate(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
         """Forward and backward of a step's micro-batches, as many as DeepSpeed divides their losses by; no update.
 
-        DeepSpeed is told which is the last: left alone it counts them from the start of the run, which goes wrong once their
-        number changes.
-
         Returns:
             Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
             this rank's pairs against the whole step's.
@@ -120,7 +113,7 @@ class ClapEngine:
         with timer("forward"):
             features = self.deepspeed(*batch.model_inputs())
         with timer("loss"):
-            loss = self.loss(*features, captions_B=self._captions(batch))
+            loss = self.loss(*features)
         with timer("backward"):
             self.sync.backward(loss)
         return loss
@@ -131,7 +124,7 @@ class ClapEngine:
         with timer("forward"):
             leaves, states = first_pass(self.deepspeed, self.model, micro_batches)
         with timer("loss"):
-            loss = self.loss(*leaves, captions_B=self._captions(*micro_batches))
+            loss = self.loss(*leaves)
             gradients = torch.autograd.grad(loss, leaves)
         for i, (batch, state) in enumerate(zip(micro_batches, states, strict=True)):
             with timer("forward"):
@@ -141,10 +134,6 @@ class ClapEngine:
                 self.sync.backward(surrogate, scale_wrt_gas=False)
             self._count_micro_batch(timer)
         return loss.detach()
-
-    def _captions(self, *batches: Batch) -> Tensor | None:
-        """What tells captions apart, where the loss is to know equal ones."""
-        return torch.cat([batch.caption_hashes() for batch in batches]) if self._same_caption_positive else None
 
     def _count_micro_batch(self, timer: PhaseTimer) -> None:
         """Have DeepSpeed count a micro-batch that isn't the step's last."""
@@ -172,7 +161,6 @@ class ClapEngine:
             self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def _clip_gradients(self) -> None:
-        """For DeepSpeed, which has ranks agree on a norm that all have, and copies two numbers to the device."""
         most = self.deepspeed.gradient_clipping()
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
 
@@ -184,8 +172,8 @@ class ClapEngine:
             scale.clamp_(max=self._max_log_scale)
 
     def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
-        """Remember, on the device, whether the step was skipped (`by_deepspeed`: and counted), and the first with a loss or
-        gradient that isn't finite; put back the batch norm's `statistics` of before a skipped one."""
+        """Remember, on the device, whether the step was skipped, and the first with a loss or gradient that isn't finite; put
+        back the batch norm's `statistics` of before a skipped one."""
         if self._flat_step is None:
             self.is_skipped = torch.full_like(self.is_skipped, by_deepspeed)
         else:

@@ -1,8 +1,7 @@
 """Gradient all-reduce that runs under the backward pass, inside the DeepSpeed engine at ZeRO-0.
 
 DeepSpeed reduces after backward, in one go. Torch's own data-parallel reducer does it bucket by bucket as gradients get
-ready, in the order they really do; it is attached to the module DeepSpeed holds (`replicate` keeps parameter names, which
-DistributedDataParallel would change) and DeepSpeed's own reduction is switched off.
+ready; `replicate` attaches it to the module DeepSpeed holds, and DeepSpeed's own reduction is switched off.
 """
 
 from collections.abc import Iterator
@@ -16,21 +15,15 @@ from torch.distributed._composable.replicate import replicate
 
 from clap_ds.record.clock import standing_still
 
-PLAIN = {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "gradient_allreduce_op": "mean"}
-"""DeepSpeed's settings of how gradients are averaged, at which the reducer does the same."""
-
 
 class GradientSync:
     """Averages gradients over ranks, by DeepSpeed or, `overlapped` with backward, by torch's reducer: every trained parameter
-    must then get a gradient in every step. ValueError where DeepSpeed's configuration wants other averages than `PLAIN`."""
+    must then get a gradient in every step."""
 
     def __init__(self, engine: Any, *, overlapped: bool, bucket_mb: float) -> None:
         self._engine, self._overlapped, self._is_off = engine, overlapped, False
         self._module: Any = engine.module  # an nn.Module that `replicate` gives more methods
         if overlapped:
-            for name, plain in PLAIN.items():
-                if (found := getattr(engine._config, name)) != plain:
-                    raise ValueError(f"{name}: {found!r} needs clap.gradient_sync 'deepspeed'")
             replicate(self._module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
             wire = engine.communication_data_type
             dtypes = {parameter.dtype for parameter in self._module.parameters() if parameter.requires_grad}
@@ -59,8 +52,7 @@ class GradientSync:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Gradients of forward passes in here stay local, whatever calls them: to measure what sending costs. Weights
-        drift apart if a step is taken on them."""
+        """Gradients of forward passes in here stay local: to measure what sending costs."""
         self._is_off = True
         try:
             yield

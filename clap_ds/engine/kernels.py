@@ -1,25 +1,25 @@
 """What computes the audio tower's window attention and MLPs: the owner of `clap.model.attention` and `clap.model.mlp`.
 
 A model is built with what `build_kernels` says. On CUDA `choose_kernels` then gives it this project's Triton kernels for
-`auto`, where they compile and run. Each rank goes by what it found, as GPUs of several kinds may step together.
+`auto`, where they compile and run.
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.utils._triton import has_triton_package
 
 from clap_ds.config.settings import RunSettings
-from clap_ds.engine.compiled import reason_of
+from clap_ds.engine.compiled import first_problem, problem_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
 from clap_ds.ranks.accelerator import triton_lacks
-from clap_ds.ranks.agreement import gather, rank
+from clap_ds.ranks.agreement import judged, rank
 from clap_ds.ranks.watch import doing
-from clap_ds.record.hardware import device_name
 from clap_ds.record.schema import ChosenKernel
 
 Field = Literal["attention", "mlp"]
@@ -43,8 +43,8 @@ def build_kernels(run: RunSettings, device: torch.device) -> dict[Field, Any]:
 
 
 def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> dict[str, ChosenKernel]:
-    """Give the audio tower's blocks the kernels that `auto` stands for, before anything has been traced or run. A collective.
-    Returns, on rank 0, what was chosen on all ranks, by field of `clap.model`."""
+    """Give the audio tower's blocks the kernels that `auto` stands for, before anything has been traced or run: Triton's where
+    they run on every rank. A collective. Returns what was chosen, by field of `clap.model`."""
     chosen = dict[str, ChosenKernel]()
     for field in FIELDS:
         if getattr(run.clap.model, field) != "auto":
@@ -52,28 +52,18 @@ def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> 
         before = [getattr(block, field).kernel for block in model.audio.blocks()]
         with doing("trying kernels"):
             model.audio.use_triton(field)
-            problem = _problem(run, field, model)
-            tried = gather(problem and f"{device_name(device)}: {problem}")
+            problem = problem_of(partial(_try, run, field, model))
+            problem = judged(problem and (triton_lacks() or problem), first_problem)
         if problem:
             for block, kernel in zip(model.audio.blocks(), before, strict=True):
                 getattr(block, field).kernel = kernel
-        kernels = sorted({build_kernels(run, device)[field] if found else "triton" for found in tried})
-        faults = [f"{tried.count(each)} × {each}" for each in dict.fromkeys(tried) if each]
-        chosen[field] = {"kernel": " and ".join(kernels), "problem": "; ".join(faults) or None}
+        kernel = build_kernels(run, device)[field] if problem else "triton"
+        chosen[field] = {"kernel": kernel, "problem": problem}
         if rank() == 0:
-            print(f"kernel of clap.model.{field}: {chosen[field]['kernel']}", flush=True)
-            if faults:
-                print(f"warning: {field} by a slower kernel than Triton's on {'; '.join(faults)}", flush=True)
+            print(f"kernel of clap.model.{field}: {kernel}", flush=True)
+            if problem:
+                print(f"warning: {field} by a slower kernel than Triton's: {problem}", flush=True)
     return chosen
-
-
-def _problem(run: RunSettings, field: Field, model: ClapModel) -> str | None:
-    """Say in a line why Triton's kernels don't compile or run on this rank, forward or backward; None where they do."""
-    try:
-        _try(run, field, model)
-    except Exception as error:  # of whatever type a compiler or a driver has
-        return triton_lacks() or reason_of(error)
-    return None
 
 
 def _try(run: RunSettings, field: Field, model: ClapModel) -> None:

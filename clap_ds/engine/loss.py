@@ -1,7 +1,7 @@
 """Contrastive losses over the global batch whose gradients are exact though no feature gradient crosses the network.
 
-Both losses know their gradient in closed form. A rank that has seen all features can work out the whole gradient of its own.
-It does so in the forward pass, tile by tile, so that neither the similarity matrix nor the gathered features outlive it.
+Both gradients have a closed form: a rank that has seen all features works out the gradient of its own in the forward pass, tile
+by tile, so that neither the similarity matrix nor the gathered features outlive it.
 
 Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joint dimension.
 """
@@ -32,12 +32,11 @@ class SoftmaxLoss:
 
     With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the gradient is
     dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N. Features are gathered and compared in `wire_dtype`; sums
-    and gradients are fp32. `tile` columns of the matrix are held at a time.
+    and gradients are fp32.
     """
 
-    def __init__(self, wire_dtype: torch.dtype = torch.float32, tile: int | None = None) -> None:
+    def __init__(self, wire_dtype: torch.dtype = torch.float32) -> None:
         self._wire_dtype = wire_dtype
-        self._tile = tile
         self._early: dict[str, _Gather] = {}
 
     def gather_early(self, model: nn.Module) -> None:
@@ -54,55 +53,40 @@ class SoftmaxLoss:
             model.get_submodule(f"{name}_projection").register_forward_hook(start(name))
 
     def __call__(
-        self,
-        audio_BD: Tensor,
-        text_BD: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        *,
-        captions_B: Tensor | None = None,
+        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
     ) -> Tensor:
         """Work out the loss of this rank's pairs against the global batch. A collective; all micro-batches have one size.
 
         Args:
             audio_BD, text_BD: L2-normalised features of the same pairs, fp32.
             logit_scale: factor of the cosine similarities, shape (1,), fp32.
-            logit_bias, captions_B: not part of this loss.
 
         Returns:
             Scalar: mean over this rank's pairs. Its mean over ranks is the loss of the global batch, and so with gradients.
         """
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
-        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait(), self._tile)
+        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait())
         return loss
 
 
 class SigmoidLoss:
     """Pairwise sigmoid loss of SigLIP (arXiv 2303.15343): features travel round a ring, none are gathered.
 
-    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 where i = j or, with captions, where those of i and j are
-    equal, elsewhere -1. Each rank takes the rows of its audio and the columns of its text; of an entry both see, the loss and
-    the scalars' gradients are counted in the rows. Features travel and are compared in `wire_dtype`.
+    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 where i = j, elsewhere -1. Each
+    rank takes the rows of its audio and the columns of its text; of an entry both see, the loss and the scalars' gradients are
+    counted in the rows. Features travel and are compared in `wire_dtype`.
     """
 
     def __init__(self, wire_dtype: torch.dtype = torch.float32) -> None:
         self._wire_dtype = wire_dtype
 
     def __call__(
-        self,
-        audio_BD: Tensor,
-        text_BD: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        *,
-        captions_B: Tensor | None = None,
+        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
     ) -> Tensor:
-        """As `SoftmaxLoss`, with `logit_bias` of shape (1,), fp32, and where equal captions are positives `captions_B`, (B,)
-        int64, a number for each different one (`Batch.caption_hashes`); on all ranks or on none."""
+        """As `SoftmaxLoss`, with `logit_bias` of shape (1,), fp32."""
         assert logit_bias is not None
-        captions_N = gather_captions(captions_B)
-        loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, captions_N, self._wire_dtype)
+        loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, self._wire_dtype)
         return loss
 
 
@@ -125,38 +109,24 @@ class _Gather:
         return self._gathered
 
 
-def gather_captions(captions_B: Tensor | None) -> Tensor | None:
-    """Every rank's, (N,), in rank order; None where there are none. A collective where there are some."""
-    return None if captions_B is None else _Gather(captions_B, captions_B.dtype).wait()
-
-
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        audio_BD: Tensor,
-        text_BD: Tensor,
-        logit_scale: Tensor,
-        audio_ND: Tensor,
-        text_ND: Tensor,
-        tile: int | None,
+        ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, audio_ND: Tensor, text_ND: Tensor
     ) -> Tensor:
         num_local, scale = len(audio_BD), logit_scale.detach()
         first = rank() * num_local
         own_audio_BD, own_text_BD = (each[first : first + num_local] for each in (audio_ND, text_ND))
-        row_lse_B, row_target_B = tiled_row_sums(own_audio_BD, text_ND, scale, first, tile)
-        column_lse_B, column_target_B = tiled_row_sums(own_text_BD, audio_ND, scale, first, tile)
+        row_lse_B, row_target_B = tiled_row_sums(own_audio_BD, text_ND, scale, first)
+        column_lse_B, column_target_B = tiled_row_sums(own_text_BD, audio_ND, scale, first)
         loss = ((row_lse_B - row_target_B).mean() + (column_lse_B - column_target_B).mean()) / 2
 
         if any(ctx.needs_input_grad):
             lse_R2B = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype).wait()
             row_lse_N, column_lse_N = lse_R2B.transpose(0, 1).flatten(1)
-            rows, columns = (
-                (own_audio_BD, text_ND, row_lse_B, column_lse_N),
-                (own_text_BD, audio_ND, column_lse_B, row_lse_N),
-            )
-            audio_grad_BD, scale_grad = tiled_softmax_gradient(*rows, scale, first, tile)
-            text_grad_BD, _ = tiled_softmax_gradient(*columns, scale, first, tile)
+            rest = scale, first
+            audio_grad_BD, scale_grad = tiled_softmax_gradient(own_audio_BD, text_ND, row_lse_B, column_lse_N, *rest)
+            text_grad_BD, _ = tiled_softmax_gradient(own_text_BD, audio_ND, column_lse_B, row_lse_N, *rest)
             # 1/2N of the formula, times the number of ranks: data parallelism will divide by it.
             factor = 1 / (2 * num_local)
             ctx.save_for_backward(audio_grad_BD * factor, text_grad_BD * factor, (scale_grad * factor).view_as(scale))
@@ -165,31 +135,21 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         audio_grad_BD, text_grad_BD, scale_grad = (saved * upstream[0] for saved in ctx.saved_tensors)
-        return audio_grad_BD, text_grad_BD, scale_grad, None, None, None
+        return audio_grad_BD, text_grad_BD, scale_grad, None, None
 
 
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        audio_BD: Tensor,
-        text_BD: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor,
-        captions_N: Tensor | None,
-        wire_dtype: torch.dtype,
+        ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor, wire_dtype: torch.dtype
     ) -> Tensor:
         scale, bias = logit_scale.detach(), logit_bias.detach()
         audio, text = audio_BD.detach().to(wire_dtype), text_BD.detach().to(wire_dtype)
         loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
         audio_grad_BD, text_grad_BD = torch.zeros_like(audio_BD), torch.zeros_like(text_BD)
         for distance, other_audio, other_text in _round_the_ring(audio, text):
-            positive_BB = None
-            if captions_N is not None:
-                captions_RB = captions_N.view(world_size(), -1)
-                positive_BB = captions_RB[rank(), :, None] == captions_RB[rank() - distance]
             similarity_BB = similarities(audio, other_text, scale.dtype)
-            row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, distance == 0, positive_BB)
+            row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, distance == 0)
             loss += row_loss_BB.sum()
             scale_grad += (row_weight_BB * similarity_BB).sum()
             bias_grad += row_weight_BB.sum()
@@ -197,30 +157,22 @@ class _Sigmoid(torch.autograd.Function):
             column_weight_BB = row_weight_BB.T
             if distance:
                 logits_BB = similarities(text, other_audio, scale.dtype) * scale + bias
-                column_weight_BB = _sigmoid_terms(logits_BB, False, positive_BB)[1]
+                column_weight_BB = _sigmoid_terms(logits_BB, False)[1]
             text_grad_BD += weighted_sum(column_weight_BB, other_audio, scale.dtype)
         num_local = audio_BD.shape[0]
-        ctx.save_for_backward(
-            audio_grad_BD * (scale / num_local),
-            text_grad_BD * (scale / num_local),
-            scale_grad / num_local,
-            bias_grad / num_local,
-        )
+        features = (audio_grad_BD * (scale / num_local), text_grad_BD * (scale / num_local))
+        ctx.save_for_backward(*features, scale_grad / num_local, bias_grad / num_local)
         return loss[0] / num_local
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None, None)
+        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None)
 
 
-def _sigmoid_terms(logits_BB: Tensor, paired: bool, positive_BB: Tensor | None) -> tuple[Tensor, Tensor]:
-    """-log σ(z·logit) of a block and its derivative by the logit; z is 1 where `positive_BB` says so or, without, with `paired`
-    on the diagonal."""
+def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
+    """-log σ(z·logit) of a block and its derivative by the logit; z is 1 on the diagonal of a `paired` one, elsewhere -1."""
     loss_BB, weight_BB = F.softplus(logits_BB), logits_BB.sigmoid()
-    if positive_BB is not None:
-        loss_BB -= logits_BB * positive_BB
-        weight_BB -= positive_BB.to(weight_BB.dtype)
-    elif paired:
+    if paired:
         loss_BB.diagonal().sub_(logits_BB.diagonal())
         weight_BB.diagonal().sub_(1)
     return loss_BB, weight_BB
@@ -250,7 +202,6 @@ def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]
 
 
 def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    """As `softmax_rows`, of the sigmoid loss."""
     chance = sigmoid_chance(len(logits_BB), float(positive_BB.mean()))
     return -F.logsigmoid((2 * positive_BB - 1) * logits_BB).sum(1), chance
 
@@ -268,21 +219,19 @@ class LossKind:
     Attributes:
         build: the loss, called as `SoftmaxLoss` is, by the type in which features travel.
         needs_bias: the model learns a logit bias for it.
-        gathers_early: it has `gather_early`, for features to travel as soon as a tower is done.
         chance: number of pairs in a batch → its loss where all similarities are equal.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
     """
 
     build: Callable[[torch.dtype], Callable[..., Tensor]]
     needs_bias: bool
-    gathers_early: bool
     chance: Callable[[int], float]
     evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
 
 
 LOSSES = {
-    "softmax": LossKind(SoftmaxLoss, False, True, math.log, softmax_rows),
-    "sigmoid": LossKind(SigmoidLoss, True, False, sigmoid_chance, sigmoid_rows),
+    "softmax": LossKind(SoftmaxLoss, False, math.log, softmax_rows),
+    "sigmoid": LossKind(SigmoidLoss, True, sigmoid_chance, sigmoid_rows),
 }
 """By `clap.loss.kind`."""
 

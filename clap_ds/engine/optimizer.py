@@ -1,10 +1,8 @@
 """AdamW for DeepSpeed's 16-bit wrapper, over one flat fp32 tensor a group: torch's fused kernel, or on CPUs this project's.
 
-DeepSpeed's wrapper keeps groups flat only for its own FusedAdam, which it compiles at first use: a minute, and a CUDA toolkit
-on every machine. `FlatAdamW` is torch's AdamW in FusedAdam's place.
-
-The wrapper's own step reads every group's norm on the host, and has ranks agree on an overflow. In bf16, whose loss scale is
-always 1, `FlatStep` does the same on the device. In fp16 the next loss scale hangs on the overflow: there it is kept.
+DeepSpeed's wrapper keeps groups flat only for its own FusedAdam, which needs a CUDA toolkit on every machine: `FlatAdamW` takes
+its place. The wrapper's own step reads every group's norm on the host. In bf16, whose loss scale is always 1, `FlatStep` does
+the same on the device; in fp16 the next loss scale hangs on the overflow.
 """
 
 from __future__ import annotations
@@ -41,11 +39,8 @@ class _InPlaceOfFusedAdam(FusedAdam):
 
 
 class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
-    """AdamW (arXiv 1711.05101), fused. Without DeepSpeed's wrapper (fp32, autocast) it is torch's.
-
-    The wrapper needs `legacy_fusion`, with which it hands over gradients as they were computed, one flat tensor a group.
-    With `cpu_kernels`, groups that `native.adamw.supports` are stepped by its kernel. The state is of the same form either way.
-    """
+    """AdamW (arXiv 1711.05101), fused. Without DeepSpeed's wrapper (fp32, autocast) it is torch's. With `cpu_kernels`, groups
+    that `native.adamw.supports` are stepped by its kernel. The state is of the same form either way."""
 
     def __init__(self, params: Iterable[Any], *, cpu_kernels: bool = True, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
@@ -66,7 +61,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         Args:
             grads: of each group's master, flat, in one tensor or several; None to take them from the parameters themselves.
             output_params: of each group, a flat tensor of the model's dtype that gets the new weights.
-            scale: what `grads` are to be divided by, for loss scaling and clipping; a tensor is scalar fp32 on their device.
+            scale: what `grads` are to be divided by; a tensor is scalar fp32 on their device.
             found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step counters as they are.
         """
         if grads is None or output_params is None:
@@ -117,11 +112,8 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
 class FlatStep:
     """The step of DeepSpeed's wrapper over `FlatAdamW` in bf16, in place of the wrapper's own, with no host reads.
 
-    Gradients are averaged: a NaN on one rank is one on all. Where any isn't finite, weights, moments and step counters stay as
-    they are. DeepSpeed isn't told: its scheduler goes on, so that the learning rate of a step is that of its number.
-
-    Attributes:
-        skipped: whether the last step was, scalar bool on the device.
+    Where any gradient isn't finite, and so on all ranks, weights, moments and step counters stay as they are: `skipped`, scalar
+    bool on the device. DeepSpeed isn't told: its scheduler goes on, so that a step's learning rate is that of its number.
     """
 
     def __init__(self, wrapper: FP16_Optimizer) -> None:
@@ -163,8 +155,7 @@ class FlatStep:
 
 
 def scale_rates(optimizer: Any) -> None:
-    """Have each step take every group's `lr` times its `lr_scale`, where it has one. Between steps `lr` is the scheduler's,
-    whichever that is: many work out the next rate from the last."""
+    """Have each step take every group's `lr` times its `lr_scale`, if any. Between steps `lr` is the scheduler's."""
     if not any("lr_scale" in group for group in optimizer.param_groups):
         return
     plain = optimizer.step
@@ -174,18 +165,16 @@ def scale_rates(optimizer: Any) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * group.get("lr_scale", 1.0)
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+        result = plain(*args, **kwargs)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return result
 
     optimizer.step = step
 
 
 def master_tensors(optimizer: Any) -> list[Tensor]:
-    """The weights in fp32, as DeepSpeed's optimiser holds them: flat by group, or one by one, where there is no copy the
-    model's own."""
+    """The weights in fp32, as DeepSpeed's optimiser holds them: flat by group, or one by one, perhaps the model's own."""
     if hasattr(optimizer, "fp32_groups_flat"):
         return list(optimizer.fp32_groups_flat)
     return list(chain(*getattr(optimizer, "fp32_groups", _model_groups(optimizer))))
@@ -205,7 +194,7 @@ def _model_groups(optimizer: Any) -> list[list[Tensor]]:
 
 def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
     """2-norm of contiguous tensors taken together, scalar fp64 on their device; `natively`, by the CPU kernel where that can
-    be. By rows: one fp32 sum of 10⁸ squares loses percents where it is sequential, as on CPUs."""
+    be. By rows: one fp32 sum of 10⁸ squares would lose percents."""
     taken = [each for each in tensors if natively and is_ready(each) and not unavailable()]
     norms = [adamw_native.native_norm(taken).view(1)] if taken else []
     for each in tensors:

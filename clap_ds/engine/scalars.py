@@ -12,8 +12,7 @@ from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from clap_ds.ranks.agreement import rank
 from clap_ds.record.stream import unless_full
 
-Scalar = tuple[str, float, int]
-"""Tag, value, and samples trained on by then, by which DeepSpeed's own are written."""
+Scalar = tuple[str, float, int]  # tag, value, and samples trained on by then
 
 
 def engine_section(section: dict[str, Any]) -> dict[str, Any]:
@@ -22,12 +21,8 @@ def engine_section(section: dict[str, Any]) -> dict[str, Any]:
 
 
 class Scalars:
-    """DeepSpeed's monitor, written to where nothing is timed.
-
-    What DeepSpeed writes in its steps waits here for `write`, and goes in the order of its samples: Weights & Biases drops what
-    comes late. What a full disk doesn't take is left out. Where the run's `tensorboard` section names no place, files go to
-    `tensorboard` in `folder`.
-    """
+    """DeepSpeed's monitor, written to where nothing is timed: what it is given in steps waits for `write`, in the order of its
+    samples. Where the run's `tensorboard` section names no place, files go to `tensorboard` in `folder`."""
 
     def __init__(self, engine: Any, section: dict[str, Any], folder: Path) -> None:
         monitor, placed_here = engine.monitor, "output_path" not in section and section.get("enabled", True)

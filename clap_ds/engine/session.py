@@ -35,12 +35,8 @@ from clap_ds.record.schema import Environment
 
 def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
     """Meet the other ranks; this rank's device. Raises UserError, on every rank for a mistake found on any."""
-    settings = run.clap.debug
-    device = distributed.initialize(
-        ranks,
-        compile_cpu_collective=run.clap.compile_cpu_collective,
-        collective_timeout_s=settings.collective_timeout_s if settings.enabled else distributed.COLLECTIVE_TIMEOUT_S,
-    )
+    timeout_s = 300 if run.clap.debug.enabled else distributed.COLLECTIVE_TIMEOUT_S
+    device = distributed.initialize(ranks, compile_cpu_collective=False, collective_timeout_s=timeout_s)
     with quiet_deepspeed(), agreed():
         check_deepspeed_sections(run.deepspeed, run.path)
     return device
@@ -58,8 +54,7 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
-    """Open the run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded: a
-    SystemExit follows where it failed or was stopped."""
+    """Open the run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded."""
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = hardware.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
@@ -81,7 +76,7 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
 
 
 def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: list[tuple[str, str]]) -> Path:
-    """Make the run directory with its first files, of what is run on what; `everywhere` has each rank's host and device."""
+    """Make the run directory with its first files; `everywhere` has each rank's host and device."""
     root, sizes = run.clap.output.root, run.batch_sizes(ranks.world_size)
     per_host = Counter(host for host, _ in everywhere)
     places = {"world_size": ranks.world_size, "num_nodes": len(per_host), "hosts": [*per_host]}
@@ -137,7 +132,6 @@ class Session:
     engine: ClapEngine
     batches: BatchSource
     scalars: Scalars
-    rates: tuple[float, ...] = ()  # of the two quickest steps, until `tell_supply` has spoken
     supply_told: bool = False
 
     def record_data(self) -> None:
@@ -157,15 +151,11 @@ class Session:
         return self.run.batch_sizes(self.ranks.world_size).global_batch // self.ranks.world_size
 
     def tell_supply(self, rates: Iterable[float]) -> None:
-        """Say once, on rank 0, whether the loader keeps up with steps that took so many of its clips per second, not counting
-        what they waited for them: the quickest of two or more counts, as it has warmed up."""
-        if self.supply_told or not self.ranks.is_first:
-            return
-        self.rates = tuple(sorted((*self.rates, *rates))[-2:])
-        supply = self.batches.supply()
-        if supply is not None and len(self.rates) == 2:
-            ranks = self.ranks.local_world_size
-            print(verdict(supply, self.rates[-1], ranks_per_host=ranks, cores=CORES), flush=True)
+        """Say once, on rank 0, whether the loader keeps up with the quickest of several steps that took so many of its clips
+        per second, not counting what they waited for them."""
+        rates, supply = [*rates], self.batches.supply()
+        if not self.supply_told and self.ranks.is_first and supply is not None and len(rates) > 1:
+            print(verdict(supply, max(rates), ranks_per_host=self.ranks.local_world_size, cores=CORES), flush=True)
             self.supply_told = True
 
 
@@ -179,8 +169,7 @@ def ready_to_step(
     data_state: dict[str, Any] | None = None,
     folder: Path | None = None,
 ) -> Iterator[Session]:
-    """Open all that steps need, with data from `data_state` on and TensorBoard's files in `folder` (None: in the run
-    directory); afterwards what steps leave is written down."""
+    """Open all that steps need, with data from `data_state` on and TensorBoard's files in `folder` (None: in the run's)."""
     scalars = Scalars(engine.deepspeed, run.deepspeed.get("tensorboard", {}), folder or record.path)
     with agreed():
         batches = build_batches(

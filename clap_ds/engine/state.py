@@ -1,7 +1,4 @@
-"""What an engine holds that training resumes from: its state at ZeRO-0, its fp32 weights, its description.
-
-DeepSpeed's own checkpoints are pickles, which run code when they are read; here they are neither written nor read.
-"""
+"""What an engine holds that training resumes from: its state at ZeRO-0, its fp32 weights, its description. No pickles."""
 
 import zlib
 from typing import Any
@@ -21,7 +18,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 def engine_state(engine: ClapEngine) -> dict[str, Any]:
     """Weights in the model's dtypes, the optimiser's and the scheduler's state and DeepSpeed's counters, at ZeRO-0 the same on
-    all ranks, so that the world size may change between runs. Its tensors are the engine's own."""
+    all ranks. Its tensors are the engine's own."""
     engine.count_skipped()
     deepspeed = engine.deepspeed
     return {

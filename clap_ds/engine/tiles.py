@@ -1,7 +1,6 @@
-"""Sums over rows of a similarity matrix that is never held whole: a tile of its columns at a time.
+"""Sums over rows of a similarity matrix that is never held whole: a tile of its columns at a time. Shape letters are `loss`'s.
 
-Bound by memory traffic: what lies between two matrix products is a function of its own, which torch.compile makes one kernel on
-a GPU. Shape letters are `loss`'s.
+What lies between two matrix products is a function of its own, which torch.compile makes one kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -15,16 +14,14 @@ from torch import Tensor
 from clap_ds.engine.compiled import compiled_on_gpu
 
 GPU_TILE, CPU_TILE = 32768, 1024
-"""Columns in a tile where nobody says: on a GPU few kernels matter, 80 MB at a micro-batch of 616; on a CPU the caches do."""
+"""Columns in a tile: on a GPU few kernels matter, 80 MB at a micro-batch of 616; on a CPU the caches do."""
 
 
-def tiled_row_sums(
-    own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int, tile: int | None = None
-) -> tuple[Tensor, Tensor]:
+def tiled_row_sums(own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """Log Σ_j exp(S_ij) with S_ij = scale · own_i·all_j, and the S_ij of pair i, whose j is `first` + i: (B,) each, in the
     scale's type."""
     lses, targets = [], []
-    for columns in _tiles(all_ND, tile):
+    for columns in _tiles(all_ND):
         rest = scale, _pairs(own_BD, columns, first)
         lse_B, *target_B = compiled_on_gpu(_row_sums, similarities(own_BD, all_ND[columns], scale.dtype), *rest)
         lses.append(lse_B)
@@ -43,28 +40,17 @@ def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list
 
 
 def tiled_softmax_gradient(
-    own_BD: Tensor,
-    all_ND: Tensor,
-    own_lse_B: Tensor,
-    all_lse_N: Tensor,
-    scale: Tensor,
-    first: int,
-    tile: int | None = None,
+    own_BD: Tensor, all_ND: Tensor, own_lse_B: Tensor, all_lse_N: Tensor, scale: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Work out the softmax loss's gradient by one tower's own features, the similarities recomputed a tile at a time.
-
-    Args:
-        own_BD, all_ND: this rank's features of one tower, and everybody's of the other.
-        own_lse_B, all_lse_N: log-sum-exps over the similarities of each of these.
-        scale: factor of the similarities, shape (1,); gives the type of sums and results.
-        first: place of this rank's first pair in the global batch.
+    """Work out the softmax loss's gradient by one tower's own features, the similarities recomputed a tile at a time, from
+    log-sum-exps over the similarities of the own and of all features. `first` is the place of this rank's first pair.
 
     Returns:
-        2N times the gradients of the own features, (B, D), and of the scale from the own rows, scalar.
+        2N times the gradients of the own features, (B, D), and of the scale from the own rows, scalar, in the scale's type.
     """
     weighted_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
     weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype
-    for columns in _tiles(all_ND, tile):
+    for columns in _tiles(all_ND):
         others_KD, lses, pairs = all_ND[columns], (own_lse_B, all_lse_N[columns]), _pairs(own_BD, columns, first)
         rest = scale, *lses, pairs, weight_dtype
         weights = compiled_on_gpu(_weights, similarities(own_BD, others_KD, scale.dtype), *rest)
@@ -124,8 +110,8 @@ def weighted_sum(weight_BK: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Ten
     return weight_BK @ other_KD.to(dtype)
 
 
-def _tiles(all_ND: Tensor, tile: int | None) -> Iterator[slice]:
+def _tiles(all_ND: Tensor) -> Iterator[slice]:
     """Of one width but for the last; multiples of 64, as tensor cores want rows to begin, where they may be as wide."""
-    size, widest = len(all_ND), tile or (GPU_TILE if all_ND.is_cuda else CPU_TILE)
+    size, widest = len(all_ND), GPU_TILE if all_ND.is_cuda else CPU_TILE
     width = min(widest, 64 * math.ceil(size / math.ceil(size / widest) / 64))
     return (slice(start, min(start + width, size)) for start in range(0, size, width))

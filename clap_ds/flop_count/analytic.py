@@ -7,15 +7,13 @@ and the loss's logits are left out, as in the published figures.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
 from clap_ds.config.model import CHANNELS, NARROWING, AudioConfig, ClapConfig, ProjectionConfig
-from clap_ds.config.sections import Tower
 
-Last = Mapping[Tower, int] | None
 Convention = Literal["published", "model"]
 CONVENTIONS: tuple[Convention, ...] = ("published", "model")
 PUBLISHED_ONLY = ("stft_convolution", "tscam_conv")
@@ -50,41 +48,30 @@ def forward_flops(config: ClapConfig, lengths: TextLengths, convention: Conventi
     return forward_components(config, lengths, convention, front_end=front_end)["forward"]
 
 
-def backward_flops(
-    config: ClapConfig, lengths: TextLengths, *, trained: Collection[str] = ("audio", "text"), last: Last = None
-) -> float:
+def backward_flops(config: ClapConfig, lengths: TextLengths, *, trained: Collection[str] = ("audio", "text")) -> float:
     """FLOPs of one sample's backward pass: two products for each of these towers' forward pass, by its input and by its
-    weight. The spectrogram has none and the stretch, which isn't learned, one. Of towers in `last`, only so many last blocks
-    are trained: what comes before has none, and the first product after it none by its input."""
+    weight. The spectrogram has none and the stretch, which isn't learned, one."""
     parts = forward_components(config, lengths, "model", front_end=False)
     flops = {"audio": 2 * parts["audio_tower"] - parts["stretch"], "text": 2 * parts["text_tower"]}
-    blocks, text, last = _blocks(config, lengths), config.text, last or {}
-    if "audio" in last:  # norms come first, and are trained
-        frozen = sum(blocks["audio"][: -last["audio"] or None]) + parts["patch_embedding"]
-        flops["audio"] -= 2 * frozen + parts["stretch"]
-    if "text" in last:
-        flops["text"] -= 2 * sum(blocks["text"][: -last["text"] or None])
-        first = parts["text_pooler"] or _product(1, text.hidden_size, text.projection.hidden_dim)
-        flops["text"] -= _product(lengths.mean, text.hidden_size, 3 * text.hidden_size) if last["text"] else first
     return sum(flops[tower] for tower in trained)
 
 
 def recomputed_flops(
-    config: ClapConfig, lengths: TextLengths, checkpointed: Collection[str], *, drop_path: float, last: Last = None
+    config: ClapConfig, lengths: TextLengths, checkpointed: Collection[str], *, drop_path: float
 ) -> float:
     """FLOPs of one sample's forward pass that the backward pass does again, with the blocks of these towers (`audio`,
-    `text`) checkpointed, of towers in `last` so many of the last. PyTorch stops where it has what it needs: not at an audio
-    block's last product, unless the branch that it ends is dropped now and then (the first block's never is)."""
-    audio, blocks = config.audio, _blocks(config, lengths, mergings=False)
+    `text`) checkpointed. PyTorch stops where it has what it needs: not at an audio block's last product, unless the branch
+    that it ends is dropped now and then (the first block's never is)."""
+    audio, text = config.audio, forward_components(config, lengths, "model")
+    flops = {"audio": sum(linears + attention for linears, attention, _ in _stages(audio))}
+    flops["text"] = text["text_linears"] + text["text_attention"]
     last_products = [
         _product(grid**2, audio.mlp_ratio * dim, dim)
         for depth, grid, dim in zip(audio.depths, audio.stage_grids, audio.stage_dims, strict=True)
         for _ in range(depth)
     ]
-    spared = last_products[:1] + [0.0] * (len(last_products) - 1) if drop_path else last_products
-    blocks["audio"] = [flops - less for flops, less in zip(blocks["audio"], spared, strict=True)]
-    number: dict[str, int] = {tower: len(of_tower) for tower, of_tower in blocks.items()} | {**(last or {})}
-    return sum(sum(blocks[tower][::-1][: number[tower]]) for tower in checkpointed)
+    flops["audio"] -= last_products[0] if drop_path else sum(last_products)
+    return sum(flops[tower] for tower in checkpointed)
 
 
 def published_flops(config: ClapConfig, *, front_end: bool = True) -> float:
@@ -158,20 +145,6 @@ def _stages(audio: AudioConfig) -> list[tuple[float, float, float]]:
         linears = _product(depth * grid**2, dim, (4 + 2 * audio.mlp_ratio) * dim)
         attention = _product(depth * grid**2, min(audio.attention_window, grid) ** 2, 2 * dim)
         found.append((linears, attention, _product(grid**2 // 4, 4 * dim, 2 * dim) * (grid != audio.stage_grids[-1])))
-    return found
-
-
-def _blocks(config: ClapConfig, lengths: TextLengths, *, mergings: bool = True) -> dict[str, list[float]]:
-    """FLOPs of one sample's forward pass through each block of either tower, by this engine, patch mergings with the block
-    before."""
-    found: dict[str, list[float]] = {"audio": [], "text": []}
-    for depth, (linears, attention, merging) in zip(config.audio.depths, _stages(config.audio), strict=True):
-        found["audio"] += [(linears + attention) / depth] * depth
-        found["audio"][-1] += merging * mergings
-    parts = [_text_components(config, lengths, convention) for convention in CONVENTIONS]
-    every, own = (each["text_linears"] + each["text_attention"] for each in parts)
-    found["text"] = [every / config.text.num_layers] * config.text.num_layers
-    found["text"][-1] -= every - own  # which computes less of the last alone
     return found
 
 

@@ -17,27 +17,16 @@ TRAINING_OVER_FORWARD = 3
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU as its data sheet has it. What only plans ask for is 0 where plans aren't made for it.
+    """One kind of GPU as its data sheet has it. What only plans ask for is 0 where plans aren't made for it."""
 
-    Attributes:
-        names: that drivers give it, without the maker's.
-        bf16_tflops: dense, with fp32 accumulation.
-        source: of the rates.
-        name: by which plans know it.
-        memory_gib: that PyTorch can have ("total capacity" in its out-of-memory messages), a little less than is sold.
-        memory_tbytes_per_s: of its memory.
-        fp32_tflops: outside tensor cores.
-        link_gbytes_per_s: to other GPUs of its node, one way.
-    """
-
-    names: str
-    bf16_tflops: float
+    names: str  # that drivers give it, without the maker's
+    bf16_tflops: float  # dense, with fp32 accumulation
     source: str
-    name: str = ""
-    memory_gib: float = 0.0
+    name: str = ""  # by which plans know it
+    memory_gib: float = 0.0  # that PyTorch can have, a little less than is sold
     memory_tbytes_per_s: float = 0.0
-    fp32_tflops: float = 0.0
-    link_gbytes_per_s: float = 0.0
+    fp32_tflops: float = 0.0  # outside tensor cores
+    link_gbytes_per_s: float = 0.0  # to other GPUs of its node, one way
 
     @property
     def device_name(self) -> str:
@@ -116,13 +105,8 @@ def utilization(
     """The summary's fields: model FLOPs utilisation (arXiv 2204.02311, appendix B) in percent in both conventions, achieved
     TFLOPS (of the work really done), and the peak. Without a peak there is no percentage, and `peak_source` says what to do.
 
-    Args:
-        published_flops: forward FLOPs a sample in the published convention, in which training takes three times as many.
-        training_flops: a sample's of the work really done, forward and backward.
-        samples_per_s: of one device, whose name is as the driver gives it.
-        override_tflops: `clap.hardware.peak_tflops`.
-        recomputed_flops: forward FLOPs a sample that are done once more, by activation checkpointing or cached accumulation.
-            They count as hardware's (`hfu_percent`), never as the model's.
+    Args, per sample: `published_flops` of the forward pass in the published convention; `training_flops` of the work really
+    done, forward and backward; `recomputed_flops` that are done once more, which count as hardware's (`hfu_percent`).
     """
     peak, per_s = peak_for(device_name, override_tflops), samples_per_s / 1e12
     published, achieved = TRAINING_OVER_FORWARD * published_flops * per_s, training_flops * per_s

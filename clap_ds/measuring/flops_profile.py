@@ -1,9 +1,7 @@
 """What a bench run says of its FLOPs: the closed form and, with a `flops_profiler` section, DeepSpeed's profiler.
 
 DeepSpeed would profile a step in the middle of the run and, for that, synchronize in every step. So the engine is given the
-section for one more step after everything timed. `profile_step` is the earliest step. That step takes up to `PROFILED_CLIPS`
-clips, uncompiled and by torch's operations alone, as the profiler sees no others. So few fit in memory whatever the run's own
-kernels save.
+section for one more step after everything timed, of a few clips, uncompiled and by torch's operations alone.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.runtime.engine import EngineTimers
 
 from clap_ds.data.batch import Batch
+from clap_ds.engine.building import trained_towers
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import Count, unseen_by_deepspeed
@@ -35,24 +34,19 @@ PROFILED_CLIPS = 16
 
 
 def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
-    """Work out the summary's `flops` section, in GFLOPs per sample, and warnings. A collective.
-
-    DeepSpeed's report is `flops_profile.txt` in the run directory.
-    """
+    """Work out the summary's `flops` section, in GFLOPs per sample, and warnings. A collective."""
     run, config, lengths = session.run, session.run.clap.preset(), _executed_lengths(session)
     batch = next(session.batches)
     front_end = batch.audio.ndim == 2  # features of mel shards have been through it
-    model, last = session.engine.model, run.clap.train.train_last
-    towers = {name: model.get_submodule(f"{name}_projection").parameters() for name in ("audio", "text")}
-    trained = [name for name, parameters in towers.items() if any(each.requires_grad for each in parameters)]
+    trained = trained_towers(session.engine.model)
     forward = forward_flops(config, lengths, "model", front_end=front_end)
     checkpointed = [tower for tower in run.clap.model.checkpoint_activations if tower in trained]
-    recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=run.clap.model.drop_path, last=last)
+    recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=run.clap.model.drop_path)
     recomputed += forward if run.clap.train.accumulation == "cached" else 0.0
     found: dict[str, Any] = {
         "published_gflops": published_flops(config, front_end=front_end) / 1e9,
         "model_gflops": forward / 1e9,
-        "training_gflops": (forward + backward_flops(config, lengths, trained=trained, last=last)) / 1e9,
+        "training_gflops": (forward + backward_flops(config, lengths, trained=trained)) / 1e9,
         "recomputed_gflops": recomputed / 1e9,
         "mean_text_tokens": lengths.mean,
         "deepspeed_gflops": None,
@@ -60,9 +54,6 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     section = DeepSpeedFlopsProfilerConfig(run.deepspeed)
     if not section.enabled:
         return found, []
-    if session.engine.steps < section.profile_step:
-        late = f"flops_profiler.profile_step is {section.profile_step}, the run has {session.engine.steps} steps"
-        return found, [late]
     count, batch = _profile(session, section)
     if count is None:
         return found, []
@@ -76,23 +67,16 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     print(
         f"GFLOPs of a sample's forward pass: profiled {gflops:.2f}, closed form {executed:.2f}, {published}", flush=True
     )
-    return found, disagreement_warnings(gflops, executed)
-
-
-def disagreement_warnings(deepspeed_gflops: float, model_gflops: float) -> list[str]:
-    """A warning if DeepSpeed's figure and the closed form are more than 0.5 % apart."""
-    percent = 100 * abs(deepspeed_gflops / model_gflops - 1)
-    if percent <= LARGEST_DISAGREEMENT_PERCENT:
-        return []
-    return [
-        f"DeepSpeed's profiler counts {deepspeed_gflops:.4f} GFLOPs a sample, the closed form {model_gflops:.4f}:"
-        f" {percent:.2f} % apart, so the MFU by the model's FLOPs is in doubt"
-    ]
+    apart = 100 * abs(gflops / executed - 1)
+    doubt = (
+        f"DeepSpeed's profiler and the closed form are {apart:.2f} % apart: the MFU by the model's FLOPs is in doubt"
+    )
+    return found, [doubt] * (apart > LARGEST_DISAGREEMENT_PERCENT)
 
 
 def _executed_lengths(session: Session) -> TextLengths:
-    """Caption lengths as the text tower works them off: all `text_tokens` where they are padded; where they are packed, the
-    real ones of `LENGTH_BATCHES` more micro-batches of every rank. A collective."""
+    """Caption lengths as the text tower works them off: all `text_tokens` where they are padded, else the real ones of
+    `LENGTH_BATCHES` more micro-batches of every rank. A collective."""
     if session.run.clap.text == "padded":
         return TextLengths.fixed(session.run.clap.text_tokens)
     own = torch.cat([next(session.batches).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
@@ -131,7 +115,10 @@ def _by_torchs_operations(model: ClapModel, device: torch.device) -> Iterator[No
 def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[Count | None, Batch]:
     """Take one more step, profiled by the engine on rank 0. Returns the count and the last micro-batch, which it is of."""
     engine, path = session.engine.deepspeed, session.record.path / REPORT
-    batches = [_few(next(session.batches)) for _ in range(session.run.gradient_accumulation_steps)]
+    batches = [next(session.batches).rows(0, PROFILED_CLIPS) for _ in range(session.run.gradient_accumulation_steps)]
+    for batch in batches:
+        if session.run.clap.text == "packed" and session.device.type == "cpu":  # else an unknown kernel takes them
+            batch.pack()
     asked = session.run.deepspeed["flops_profiler"]
     wanted = DeepSpeedFlopsProfilerConfig(
         {"flops_profiler": {**asked, "profile_step": engine.global_steps, "output_file": str(path)}}
@@ -151,11 +138,3 @@ def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[C
         return None, batches[-1]
     print(path.read_text(), flush=True)
     return engine.flops_profiler.count, batches[-1]
-
-
-def _few(batch: Batch) -> Batch:
-    """Take the first clips of a batch. On a GPU captions are padded: the profiler doesn't know the kernel over packed ones."""
-    few = batch.rows(0, PROFILED_CLIPS)
-    if batch.packed and batch.device.type == "cpu":
-        few.pack()
-    return few

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,25 +74,31 @@ def measure(session: Session) -> Summary:
     measurement = Measurement(session.samples_per_step)
     progress = Progress(num_steps, enabled=session.ranks.is_first)
     stragglers = Stragglers(gather(session.ranks.host))
-    with _manual_garbage_collection():
-        for step in range(1, protocol.warmup_steps + 1):
-            _run_window(session, 1, None)
-            progress.advance(1, f"warm-up {step}/{protocol.warmup_steps}")
-        for number in range(1, protocol.windows + 1):
-            window = _run_window(session, protocol.steps_per_window, number)
-            session.tell_supply((session.samples_per_step / (window.step_s - window.data_wait_s)[:, 0]).tolist())
-            measurement.windows.append(window)
-            samples_per_s = measurement.rates()["windows"][-1] * world_size
-            session.scalars.write([("bench/samples_per_s", samples_per_s, session.engine.deepspeed.global_samples)])
-            shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
-            progress.advance(protocol.steps_per_window, shown)
-            if session.ranks.is_first:
-                samples = session.samples_per_step * world_size
-                slow = stragglers.add(samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
-                session.record.update_summary(slow, samples_per_s_per_gpu=measurement.rates())
-        by_deepspeed = _rate_by_deepspeed(session)
-        breakdown = _measure_breakdown(session, protocol.breakdown_steps)
-        progress.advance(protocol.breakdown_steps, "breakdown")
+    gc.collect()
+    gc.freeze()  # collections, from here on by hand, look only at what is made from now on
+    gc.disable()
+    for step in range(1, protocol.warmup_steps + 1):
+        _run_window(session, 1, None)
+        progress.advance(1, f"warm-up {step}/{protocol.warmup_steps}")
+    for number in range(1, protocol.windows + 1):
+        window = _run_window(session, protocol.steps_per_window, number)
+        session.tell_supply((session.samples_per_step / (window.step_s - window.data_wait_s)[:, 0]).tolist())
+        measurement.windows.append(window)
+        samples_per_s = measurement.rates()["windows"][-1] * world_size
+        session.scalars.write([("bench/samples_per_s", samples_per_s, session.engine.deepspeed.global_samples)])
+        shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
+        progress.advance(protocol.steps_per_window, shown)
+        if session.ranks.is_first:
+            samples = session.samples_per_step * world_size
+            slow = stragglers.add(samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
+            session.record.update_summary(slow, samples_per_s_per_gpu=measurement.rates())
+    timer = session.engine.deepspeed.tput_timer  # of all steps so far but the first two
+    counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
+    by_deepspeed = timer.avg_samples_per_sec() if counted else None
+    breakdown = _measure_breakdown(session, protocol.breakdown_steps)
+    progress.advance(protocol.breakdown_steps, "breakdown")
+    gc.enable()
+    gc.unfreeze()
     peak_memory = hardware.largest_memory(gather(hardware.peak_memory(session.device)))
     rate, step_time = measurement.rates(), measurement.step_time()
     utilized = _measure_utilization(session, rate["mean"])
@@ -109,23 +113,12 @@ def measure(session: Session) -> Summary:
         data_wait_percent=100 * measurement.data_wait_share(),
         breakdown_s=breakdown,
         skipped_steps=session.engine.deepspeed.skipped_steps,
+        deepspeed_samples_per_s=by_deepspeed,
+        deepspeed_times_host_alone=not timer.config.synchronized,
     )
-    summary = session.record.update_summary(measured, by_deepspeed, utilized, peak_memory)
+    summary = session.record.update_summary(measured, utilized, peak_memory)
     print_summary(summary)
     return summary
-
-
-@contextmanager
-def _manual_garbage_collection() -> Iterator[None]:
-    """No collection but those asked for, which look only at what is made from here on (0.4 s less each than at everything)."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def _run_window(session: Session, num_steps: int, number: int | None) -> Window:
@@ -175,8 +168,7 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
     phases.
 
     Before each step come the same forward and backward passes, whose gradients stay where they are: what the step's backward
-    passes take longer is communication which nothing hides, waiting for slower ranks included. DeepSpeed's timer, which would
-    count these slower steps, is off.
+    passes take longer is communication which nothing hides, waiting for slower ranks included.
     """
     if num_steps == 0:
         return None
@@ -219,13 +211,3 @@ def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summ
     )
     doubts = doubtful_mfu(found["mfu_published_percent"], found["mfu_model_percent"])
     return {**found, "flops": flops, "warnings": [*warnings, *doubts]}
-
-
-def _rate_by_deepspeed(session: Session) -> Summary:
-    """Of all steps so far but the first two."""
-    timer = session.engine.deepspeed.tput_timer
-    counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
-    return Summary(
-        deepspeed_samples_per_s=timer.avg_samples_per_sec() if counted else None,
-        deepspeed_times_host_alone=not timer.config.synchronized,
-    )

@@ -127,13 +127,11 @@ def trace_loss(run: RunSettings, micro_batch: int, world_size: int) -> Recorded:
     size, joint_dim = micro_batch, run.clap.preset().joint_dim
     if run.clap.train.accumulation == "cached":
         size *= run.gradient_accumulation_steps
-    captions = run.clap.loss.same_caption == "positive"
     with rank_of(world_size), like_cuda(), FakeTensorMode(), trace() as recorded:
         features = [torch.empty(size, joint_dim, requires_grad=True) for _ in range(2)]
         scalars = [torch.empty(1, requires_grad=True) for _ in range(1 + LOSSES[run.clap.loss.kind].needs_bias)]
-        hashes = torch.empty(size, dtype=torch.long) if captions else None
         with recorded.part("loss"):
-            build_loss(run.clap.loss, run.precision)(*features, *scalars, captions_B=hashes).backward()
+            build_loss(run.clap.loss, run.precision)(*features, *scalars).backward()
     return recorded
 
 

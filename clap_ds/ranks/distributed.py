@@ -196,12 +196,10 @@ def prepare_debugging(settings: DebugSettings) -> None:
     for GPUs. Variables that the user has set stay."""
     if settings.enabled:
         faulthandler.enable(all_threads=True)
-        os.environ.setdefault("NCCL_DEBUG", settings.nccl_debug)
-        os.environ.setdefault("NCCL_DEBUG_SUBSYS", settings.nccl_debug_subsys)
+        os.environ.setdefault("NCCL_DEBUG", "INFO")
+        os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET,GRAPH,ENV")
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        if settings.cuda_launch_blocking:
-            os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
 
 
 def keep_freed_memory() -> None:

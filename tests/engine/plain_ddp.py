@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from clap_ds.config.sections import TrainSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.building import parameter_groups
 from clap_ds.engine.loss import SoftmaxLoss
@@ -30,7 +31,7 @@ class PlainDDP:
         self.model = model
         if precision == "bf16":
             self.model.to(torch.bfloat16)  # DeepSpeed, too, takes its master weights from the parameters it has cast
-        groups = [{**group, "params": list(group["params"])} for group in parameter_groups(self.model)]
+        groups = [{**group, "params": list(group["params"])} for group in parameter_groups(self.model, TrainSettings())]
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.masters = {names[id(p)]: p.detach().float().clone() for group in groups for p in group["params"]}
         self.optimizer = torch.optim.AdamW(

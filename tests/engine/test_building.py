@@ -1,7 +1,5 @@
-"""Learning rates by tower and block against torch's AdamW with a group for each parameter, under every kind of schedule; what
-is computed backward of towers that are trained from a block on."""
+"""Learning rates by tower and block against torch's AdamW with a group for each parameter, under every kind of schedule."""
 
-import re
 from typing import Any
 
 import pytest
@@ -9,11 +7,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler
 
-from clap_ds.config.model import load_preset
-from clap_ds.engine.building import build_model
-from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import master_weights
-from clap_ds.model.clap import ClapModel
 from tests.engine import test_engine as on
 from tests.engine.plain_ddp import PlainDDP
 from tests.rank_pool import RankPool
@@ -72,42 +66,3 @@ def test_updates_are_adamws_with_a_rate_for_each_parameter(
 ) -> None:
     differences = two_ranks.run(_difference, precision, kind, stepping)
     assert all(difference <= on.ROUNDINGS for difference in differences), differences
-
-
-def _backward(accumulation: str, last: dict[str, int]) -> tuple[set[str], set[str], bool, bool]:
-    """Of a step with activations computed again: parameters with gradients, blocks whose output wants one, whether the running
-    statistics stay, and whether the loss is that of a run with nothing frozen."""
-    plain = {"preset": "micro", "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
-    model, losses, graph = {**plain, "checkpoint_activations": ["audio", "text"]}, [], set[str]()
-    for each in ({}, last):
-        run = on.settings("bf16", 2, clap={"model": model, "train": {"accumulation": accumulation, "train_last": each}})
-        torch.manual_seed(3)
-        engine = ClapEngine(run, build_model(run, on.DEVICE), on.DEVICE)
-        graph.clear()
-        for name, block in engine.model.named_modules():
-            if block in (*engine.model.audio.blocks(), *engine.model.text.blocks()):
-                block.register_forward_hook(lambda _, __, y, name=name: graph.add(name) if y.requires_grad else None)
-        before = engine.model.audio.batch_norm.running_mean.clone()
-        losses.append(engine.accumulate(on.batches_of(run), on.TIMER))
-    stays = torch.equal(engine.model.audio.batch_norm.running_mean, before)
-    learns = {name for name, parameter in engine.model.named_parameters() if parameter.grad is not None}
-    return learns, graph, stays, torch.equal(*losses)
-
-
-@pytest.mark.parametrize("accumulation", ["independent", "cached"])
-@pytest.mark.parametrize(
-    ("last", "frozen"),
-    [
-        ({"audio": 1, "text": 1}, r"audio\.(batch|patch|stages\.0)|text\.roberta\.(emb|encoder\.layer\.0)"),
-        ({"audio": 2, "text": 2}, r"audio\.(batch|patch|stages\.0\.blocks\.0)|text\.roberta\.emb"),
-        ({"text": 0}, r"text\.roberta\.(emb|encoder)"),
-    ],
-)
-def test_nothing_is_computed_backward_through_frozen_blocks(
-    two_ranks: RankPool, accumulation: str, last: dict[str, int], frozen: str
-) -> None:
-    names = [name for name, _ in ClapModel(load_preset("micro")).named_parameters()]
-    for learns, graph, stays, same in two_ranks.run(_backward, accumulation, last):
-        assert learns == {name for name in names if not re.match(frozen, name)}
-        assert graph == {match[0] for name in learns if (match := re.match(r".*\.(blocks|layer)\.\d", name))}
-        assert (stays, same) == ("audio" in last, True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.model import load_preset
+from clap_ds.config.sections import TrainSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
@@ -191,7 +192,7 @@ def test_biases_norms_position_biases_and_scalars_are_not_decayed() -> None:
     model = ClapModel(load_preset("micro"), learns_bias=True)
     model.text.requires_grad_(False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = {group["name"]: group for group in parameter_groups(model)}
+    groups = {group["name"]: group for group in parameter_groups(model, TrainSettings())}
     assert {name: group.get("weight_decay") for name, group in groups.items()} == {
         "decay": None, "no_decay": 0.0, "fp32": 0.0, "logit_scale": 0.0
     }  # fmt: skip

@@ -4,6 +4,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clap_ds.engine.loss import LOSSES, SoftmaxLoss
+from clap_ds.engine import tiles
+from clap_ds.engine.loss import LOSSES
 from tests.rank_pool import RankPool, in_group_of
 
 MICRO_BATCH, JOINT_DIM = 5, 8
@@ -45,37 +47,24 @@ def _scalars(scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.tensor([scale], dtype=dtype, requires_grad=True), torch.tensor([-3.0], dtype=dtype, requires_grad=True)
 
 
-def _captions(rank: int) -> Tensor:
-    """Some that are equal within a rank, between all ranks, between some, and one that is this rank's alone."""
-    return torch.tensor([1, 1, 2, 10 + rank // 2, -(2**62) - rank])
-
-
-def _build(kind: str, wire_dtype: torch.dtype, tile: int | None = 3) -> Any:
-    return SoftmaxLoss(wire_dtype, tile) if kind == "softmax" else LOSSES[kind].build(wire_dtype)
-
-
 def _with_gradients(kind: str, loss: Tensor, audio: Tensor, text: Tensor, *scalars: Tensor) -> list[np.ndarray]:
     """The loss and its gradients by audio, text, scale and, where it is learned, bias."""
     inputs = [audio, text, *scalars[: 1 + LOSSES[kind].needs_bias]]
     return [tensor.detach().numpy() for tensor in (loss, *torch.autograd.grad(loss, inputs))]
 
 
-def _on_rank(
-    kind: str, dtype: torch.dtype, scale: float, wire_dtype: torch.dtype, same_positive: bool = False
-) -> list[np.ndarray]:
+def _on_rank(kind: str, dtype: torch.dtype, scale: float, wire_dtype: torch.dtype) -> list[np.ndarray]:
     inputs = (*_features(dist.get_rank(), dtype), *_scalars(scale, dtype))
-    captions = _captions(dist.get_rank()) if same_positive else None
-    return _with_gradients(kind, _build(kind, wire_dtype)(*inputs, captions_B=captions), *inputs)
+    with mock.patch.object(tiles, "CPU_TILE", 3):
+        return _with_gradients(kind, LOSSES[kind].build(wire_dtype)(*inputs), *inputs)
 
 
-def _expected(kind: str, world_size: int, dtype: torch.dtype, scale: float, same_positive: bool) -> list[np.ndarray]:
+def _expected(kind: str, world_size: int, dtype: torch.dtype, scale: float) -> list[np.ndarray]:
     """The same from one process: features' gradients of all ranks one after the other."""
     pairs = [_features(rank, dtype) for rank in range(world_size)]
     audio_ND, text_ND = (torch.cat([pair[side].detach() for pair in pairs]).requires_grad_() for side in (0, 1))
     scale_1, bias = _scalars(scale, dtype)
-    captions_N = torch.cat([_captions(rank) for rank in range(world_size)])
-    same_NN = captions_N[:, None] == captions_N if same_positive else torch.eye(len(captions_N))
-    loss = GLOBAL[kind](scale_1 * audio_ND @ text_ND.T, bias, same_NN.to(dtype))
+    loss = GLOBAL[kind](scale_1 * audio_ND @ text_ND.T, bias, torch.eye(len(audio_ND), dtype=dtype))
     return _with_gradients(kind, loss, audio_ND, text_ND, scale_1, bias)
 
 
@@ -92,15 +81,15 @@ def _run(pool: RankPool, folder: Path, world_size: int, function: Any, *argument
 
 
 @pytest.mark.parametrize(("world_size", "scale"), [(1, 14.3), (2, 100.0), (3, 14.3), (4, 1.0), (8, 14.3)])
-@pytest.mark.parametrize(("kind", "same_positive"), [*((kind, False) for kind in LOSSES), ("sigmoid", True)])
+@KINDS
 def test_gradients_are_those_of_one_process(
-    eight_processes: RankPool, tmp_path: Path, kind: str, world_size: int, scale: float, same_positive: bool
+    eight_processes: RankPool, tmp_path: Path, kind: str, world_size: int, scale: float
 ) -> None:
     # fp32: 84 roundings; exp turns those of a logit of 100 into as many hundred of a single term (18 are found of the largest).
     # fp64: torch's softplus is linear above 20, which leaves out e⁻²⁰ = 2e-9 of a loss of 88.
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        results = _run(eight_processes, tmp_path, world_size, _on_rank, kind, dtype, scale, dtype, same_positive)
-        expected = _expected(kind, world_size, dtype, scale, same_positive)
+        results = _run(eight_processes, tmp_path, world_size, _on_rank, kind, dtype, scale, dtype)
+        expected = _expected(kind, world_size, dtype, scale)
         for ours, theirs in zip(_averaged(results), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=tolerance * max(1.0, np.abs(theirs).max()), rtol=0)
 
@@ -117,12 +106,15 @@ def test_bf16_on_the_wire_costs_only_its_rounding(eight_processes: RankPool, tmp
 
 
 @KINDS
-def test_without_a_group_upstream_gradients_scale_all_in_tiles_of_any_width(kind: str) -> None:
+def test_without_a_group_upstream_gradients_scale_all_in_tiles_of_any_width(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     audio, text, scale, bias = *_features(0, torch.float64), *_scalars(14.3, torch.float64)
     expected = GLOBAL[kind](scale * audio @ text.T, bias, torch.eye(MICRO_BATCH).double())
     theirs = torch.autograd.grad(expected / 2, (audio, text, scale))
-    for tile in (1, 4, 5, 7, None):
-        loss = _build(kind, torch.float64, tile)(audio, text, scale, bias)
+    for tile in (1, 4, 5, 7):
+        monkeypatch.setattr(tiles, "CPU_TILE", tile)
+        loss = LOSSES[kind].build(torch.float64)(audio, text, scale, bias)
         gradients = torch.autograd.grad(loss / 2, (audio, text, scale))
         torch.testing.assert_close(gradients, theirs, atol=1e-12, rtol=0)
 
@@ -130,7 +122,7 @@ def test_without_a_group_upstream_gradients_scale_all_in_tiles_of_any_width(kind
 @KINDS
 def test_held_out_rows_with_several_positives(kind: str) -> None:
     """Their mean is the loss; equal similarities, at the best bias, give that of chance."""
-    generator, captions = torch.Generator().manual_seed(0), _captions(0)
+    generator, captions = torch.Generator().manual_seed(0), torch.tensor([1, 1, 2, 3, 1])
     logits = torch.randn(MICRO_BATCH, MICRO_BATCH, generator=generator, dtype=torch.float64)
     positive = (captions[:, None] == captions).double()
     rows, chance = LOSSES[kind].evaluate(logits, positive)
@@ -162,7 +154,7 @@ class CountedBytes(TorchDispatchMode):
 def _sent(kind: str, wire_dtype: torch.dtype) -> dict[str, int]:
     with CountedBytes() as counted:
         inputs = (*_features(dist.get_rank(), torch.float32), *_scalars(14.3, torch.float32))
-        _build(kind, wire_dtype)(*inputs).backward()
+        LOSSES[kind].build(wire_dtype)(*inputs).backward()
     return dict(counted.sent)
 
 
@@ -175,27 +167,3 @@ def test_no_feature_gradient_is_sent(eight_processes: RankPool, tmp_path: Path) 
         ("sigmoid", torch.float32, {"send": 3 * 4 * features}),
     ):
         assert sent(kind, wire_dtype) == [expected] * 4
-
-
-def _early_and_late() -> list[np.ndarray]:
-    class Towers(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.audio_projection, self.text_projection = torch.nn.Identity(), torch.nn.Identity()
-
-    towers, early = Towers(), SoftmaxLoss(torch.float64)
-    early.gather_early(towers)
-    audio, text = _features(dist.get_rank(), torch.float64)
-    scalars = _scalars(14.3, torch.float64)
-    with CountedBytes() as counted:
-        features = towers.audio_projection(audio), towers.text_projection(text)
-    assert counted.sent["_allgather_base_"] > 0
-    with torch.no_grad():
-        towers.audio_projection(audio * 2)  # an evaluation in between leaves nothing behind
-    losses = early(*features, *scalars), SoftmaxLoss(torch.float64)(audio, text, *scalars)
-    return [torch.autograd.grad(loss, audio, retain_graph=True)[0].numpy() for loss in losses]
-
-
-def test_features_gathered_under_the_forward_pass_are_the_same(eight_processes: RankPool, tmp_path: Path) -> None:
-    for early, late in _run(eight_processes, tmp_path, 3, _early_and_late):
-        np.testing.assert_array_equal(early, late)

@@ -54,9 +54,7 @@ def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Te
     [
         ({}, True),
         ({"optimizer": {"type": "adam", "params": {"lr": 1e-3, "adam_w_mode": True, "torch_adam": False}}}, True),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, False),
         ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, False),
-        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, False),
         ({"clap": {"fused_adam": "deepspeed"}}, False),
     ],
 )

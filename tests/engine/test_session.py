@@ -7,17 +7,16 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from deepspeed.ops.op_builder import FusedAdamBuilder
 
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.settings import load_run
-from clap_ds.engine.building import build_model, fetch_from_hub, wrap
+from clap_ds.engine.building import fetch_from_hub
 from clap_ds.engine.session import check_deepspeed_sections
 from clap_ds.model import hub
 from clap_ds.ranks.agreement import agreed
 from clap_ds.ranks.distributed import Ranks
 from tests.rank_pool import RankPool
-from tests.training.reference_steps import CPU, run_settings, settings
+from tests.training.reference_steps import settings
 
 
 @pytest.mark.parametrize(
@@ -33,19 +32,6 @@ def test_what_one_rank_would_find_while_others_wait_is_told_before(
     run = load_run(write_run(**section))
     with pytest.raises(ValueError, match=message):
         check_deepspeed_sections(run.deepspeed, run.path)
-
-
-def _uncompiled() -> str:
-    run = run_settings(clap={"fused_adam": "deepspeed"}, bf16={"enabled": False})
-    failing = mock.Mock(side_effect=RuntimeError("Error building extension 'fused_adam'\nand more"))
-    with mock.patch.object(FusedAdamBuilder, "load", failing), pytest.raises(ValueError, match="fused") as refused:
-        wrap(build_model(run, CPU), run)
-    return str(refused.value).partition(".json: ")[2]
-
-
-def test_an_optimiser_that_cannot_be_compiled_is_one_line(one_rank: RankPool) -> None:
-    line = "clap.fused_adam: Error building extension 'fused_adam'; 'torch' needs no compiler"
-    assert one_rank.run(_uncompiled) == [line]
 
 
 def _refusal() -> tuple[str, int]:

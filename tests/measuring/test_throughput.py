@@ -7,16 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.sections import BenchSettings, HardwareSettings
+from clap_ds.config.sections import BenchSettings
 from clap_ds.engine.session import Session
 from clap_ds.measuring import throughput
-from clap_ds.measuring.throughput import Measurement, Window
 from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer
 from clap_ds.record.directory import RunDirectory
@@ -28,34 +26,6 @@ GIB = 2**30
 def long(step: int) -> float:
     """Every tenth step takes 4 times as long."""
     return 4.0 if step % 10 == 0 else 1.0
-
-
-@pytest.mark.parametrize(("windows", "steps"), [(2, 50), (10, 10), (100, 1), (150, 2)])
-def test_the_rate_is_all_samples_over_all_seconds_however_they_are_cut(windows: int, steps: int) -> None:
-    measurement = Measurement(samples_per_step=8)
-    for number in range(windows):
-        step_s = np.array(
-            [[long(1 + number * steps + step)] for step in range(steps)]
-        )  # of one rank, which never waits
-        measurement.windows.append(Window(step_s.sum(axis=0), step_s, np.zeros_like(step_s), step_s))
-    assert measurement.rates()["mean"] == pytest.approx(8 / 1.3)
-
-
-def _utilized() -> Any:
-    """On an H100 and an A100, with a part of the forward pass done twice."""
-    kind = ["H100", "A100"][dist.get_rank()]
-    flops = {"published_gflops": 100.0, "training_gflops": 300.0, "recomputed_gflops": 60.0}
-    session: Any = mock.Mock(**{"run.clap.hardware": HardwareSettings()})
-    measured = mock.patch.object(throughput, "measure_flops", return_value=(flops, []))
-    with measured, mock.patch.object(hardware, "device_name", return_value=kind):
-        return throughput._measure_utilization(session, 500.0)
-
-
-def test_gpus_of_several_kinds_have_no_peak(two_ranks: RankPool) -> None:
-    found, _ = two_ranks.run(_utilized)
-    assert (found["peak_tflops"], found["mfu_model_percent"]) == (None, None)
-    assert "the peak of 'A100 and H100' is not known" in found["peak_source"]
-    assert (found["achieved_tflops"], found["hardware_tflops"]) == pytest.approx((150.0, 180.0))
 
 
 def _measured(folder: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Kernels against torch's operations: no less exact than those are in bf16."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +20,6 @@ def results(function: Callable[..., Any], inputs: Sequence[Tensor], *upstream: T
     outputs = [outputs] if isinstance(outputs, Tensor) else outputs[: len(upstream)]
     gradients = torch.autograd.grad(outputs, leaves, [g.to(y.dtype) for g, y in zip(upstream, outputs, strict=True)])
     return [each.detach().float() for each in (*outputs, *gradients)]
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Torch's number of threads for the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

@@ -43,9 +43,9 @@ def audio_tower(attention: str = "matmul", drop_path: float = 0.0) -> Any:
     return as_used(HTSAT(DEMO.audio, drop_path=drop_path, spec_augment=False, attention=attention))
 
 
-def text_tower(pooling: str = "mean", dropout: float = 0.0, architecture: str = "roberta") -> Any:
-    config = DEMO.text.model_copy(update={"pooling": pooling, "architecture": architecture})
-    return as_used(TextTower(config, dropout=dropout, from_hub=False))
+def text_tower(pooling: str = "mean") -> Any:
+    config = DEMO.text.model_copy(update={"pooling": pooling})
+    return as_used(TextTower(config, dropout=0.0, from_hub=False))
 
 
 def native(model: nn.Module) -> Any:
@@ -106,9 +106,6 @@ def test_audio_tower() -> None:
 def test_text_tower(form: str, pooling: str) -> None:
     assert_as_exact_as_torch(functools.partial(text_tower, pooling), captions(form))
     assert kinds(native(text_tower(pooling))) == {"NativeTextLayer": 2}
-    bert = functools.partial(text_tower, pooling, architecture="bert")
-    assert_as_exact_as_torch(bert, captions(form))
-    assert kinds(native(bert())) == {"NativeTextLayer": 2}
 
 
 def test_front_end_is_the_same_and_has_gradients() -> None:
@@ -156,18 +153,6 @@ def test_reverted_and_in_other_dtypes_and_compiled_it_is_torchs() -> None:
         converted = build()
         convert.convert(converted)
         assert_same(results(converted, inputs), results(build(), inputs))
-
-
-def test_dropout_of_captions_is_unbiased_and_follows_torchs_seed() -> None:
-    tower, inputs = native(text_tower(dropout=0.1)), captions()
-    torch.manual_seed(4)
-    first, other = tower(*inputs), tower(*inputs)
-    torch.manual_seed(4)
-    assert torch.equal(tower(*inputs), first)
-    assert not torch.equal(other, first)
-    still = tower.eval()(*inputs).float()
-    mean = torch.stack([tower.train()(*inputs).float() for _ in range(60)]).mean(dim=0)
-    assert (mean - still).norm() < 0.5 * (first.float() - still).norm()
 
 
 def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

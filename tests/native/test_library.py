@@ -105,8 +105,6 @@ def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytes
     ("script", "environment", "expected"),
     [
         ("exit 3", {}, "exit status 3"),
-        ('case "$*" in *-o*) sleep 3 & wait;; esac', {}, "timed out"),
-        ('exec g++ "$@" -DSOURCE=missing', {}, "error: .missing. was not"),
         (WORKING_COMPILER, {"CXX": "/no/such/compiler -O2"}, "no C.. compiler"),
         (WORKING_COMPILER, {"XDG_CACHE_HOME": "/proc/nowhere"}, "/proc/nowhere"),
     ],
@@ -115,8 +113,6 @@ def test_why_there_is_no_library(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     script: str, environment: dict[str, str], expected: str,
 ) -> None:  # fmt: skip
-    source.write_text("#ifndef SOURCE\n#define SOURCE 0\n#endif\nint number = SOURCE;\n")
-    monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.5 if expected == "timed out" else 60)
     use_compiler(script, tmp_path, monkeypatch)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

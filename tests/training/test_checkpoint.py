@@ -69,10 +69,10 @@ def saved(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("precision", "changes", "reason"),
     [
         ("fp32", {}, "the precision is bf16 there, fp32 here"),
-        ("bf16", {"clap": {"train": {"train_last": {"text": 1}}}}, "'text (last 1 of 2 blocks)'] here"),
+        ("bf16", {"clap": {"train": {"freeze": ["text"]}}}, "['audio'] here"),
         ("bf16", {"clap": {"loss": {"kind": "sigmoid"}}}, "loss is 'SoftmaxLoss' there, 'SigmoidLoss' here"),
     ],
-    ids=["precision", "blocks", "loss"],
+    ids=["precision", "towers", "loss"],
 )
 def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
     one_rank: RankPool, saved: Path, precision: str, changes: dict[str, Any], reason: str
