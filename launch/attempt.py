@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,11 +57,7 @@ def ending_of(
         lost: hosts that SLURM counts as down, with its word for it.
     """
     run = run_directory_of(folder)
-    summary: dict[str, Any] = {}
-    try:
-        summary |= run.summary() if run else {}
-    except (OSError, ValueError) as problem:
-        summary |= {"state": "failed", "error": f"the run's summary.json can't be read: {problem}"}
+    summary: dict[str, Any] = {**(run.summary() if run else {})}
     state, error = summary.get("state"), summary.get("error")
     found = judge(run.path if run else None, folder, hosts)
     if code == 0 and (state == "completed" or (run is None and found is None)) and stopped is None:
@@ -111,7 +106,10 @@ def run_attempt(
     ending = ending_of(code, folder, ranks, stopped(), slurm.lost_nodes([*hosts]) if in_job else {})
     if in_job and ending.is_unclear and (silent := slurm.silent_nodes([*hosts])):
         ending = ending_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"))
-    _complete_record(run_directory_of(folder), ending, knows_more=stopped() is None and ending.state == "failed")
+    if run := run_directory_of(folder):  # its ranks couldn't always say how it ended, or not as well
+        run.finish(ending.state, ending.message or None)
+        if run.summary().get("state") != ending.state or (stopped() is None and ending.state == "failed"):
+            run.update_summary(state=ending.state, error=ending.message or None)
     return ending
 
 
@@ -145,14 +143,3 @@ def _group_lives(group: int) -> bool:
         os.killpg(group, 0)
         return True
     return False
-
-
-def _complete_record(run: RunDirectory | None, ending: Ending, knows_more: bool) -> None:
-    """Have the run directory say how the run ended, where its ranks couldn't."""
-    try:
-        if run is not None:
-            run.finish(ending.state, ending.message or None)
-            if knows_more or run.summary().get("state") != ending.state:
-                run.update_summary(state=ending.state, error=ending.message or None)
-    except (OSError, ValueError) as error:  # the job's own record and exit code tell how it ended
-        print(f"warning: {error}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from clap_ds.config.places import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.sites import LAUNCHERS, Site, load_site
 
-TRAINING_TIME, TRAINING_WARNING_S = "1-00:00:00", 300
+TRAINING_TIME = "1-00:00:00"
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Request:
 
     def warning_s(self, site: Site, nodes: int) -> int:
         """Seconds before the limit at which the run is signalled, at most half of it; training has to save."""
-        usual = TRAINING_WARNING_S if self.train else site.warning_s
-        return min(usual, -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 30)  # SLURM counts in minutes
+        return min(
+            300 if self.train else 60, -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 30
+        )  # SLURM counts in minutes
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +146,6 @@ def _job_options(request: Request, site: Site) -> str:
     options: dict[str, object] = {
         "launcher": site.launcher or LAUNCHERS[0],
         "srun_options": shlex.join(site.srun) or None,
-        "cpu_bind": site.cpu_bind,
         "cpus_per_task": site.cpus_per_task,
         "wrapper": shlex.join(site.wrapper) or None,
         "python": site.interpreter() if site.container() else None,

@@ -9,7 +9,6 @@ the folder says how it went, and so does the run directory.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shlex
 import shutil
@@ -31,7 +30,6 @@ from clap_ds.launch.launchers import LAUNCHERS, Launcher
 from clap_ds.ranks.distributed import SECRET
 from clap_ds.ranks.hostfile import format_hostfile, read_hostfile
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
-from clap_ds.record.lock import FolderLock
 
 CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -46,9 +44,7 @@ class RunningJob:
         self.wanted = len(self.slots) - arguments.spare_nodes
         if self.wanted < 1:
             raise UserError(f"--spare_nodes {arguments.spare_nodes}: the allocation has {len(self.slots)} hosts")
-        # Two runs in one allocation have a folder each.
-        digest = hashlib.sha256(str(self.folder).encode()).hexdigest()[:8]
-        self.name = f"{slurm.job_id() or f'p{os.getpid()}'}.{digest}"
+        self.name = slurm.job_id() or f"p{os.getpid()}"
         self.start = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.attempts = self._earlier_attempts()
         self.stopped: signal.Signals | None = None
@@ -67,21 +63,16 @@ class RunningJob:
 
     def run(self) -> int:
         """Run it; the job's exit code."""
-        lock = FolderLock(self.folder)
-        lock.acquire()
         for number in STOPS:
             signal.signal(number, self._hear)
-        try:
-            self._record()
-            hosts = self.choose_hosts()
-            while True:
-                ending = self._attempt(hosts)
-                hosts = self.choose_hosts() if is_mended_without(ending) and not self.stopped else {}
-                if not hosts:
-                    return self._finish(ending)
-                _say(f"error: {ending.message}\nstarting again without {', '.join(ending.hosts)}")
-        finally:
-            lock.release()
+        self._record()
+        hosts = self.choose_hosts()
+        while True:
+            ending = self._attempt(hosts)
+            hosts = self.choose_hosts() if is_mended_without(ending) and not self.stopped else {}
+            if not hosts:
+                return self._finish(ending)
+            _say(f"error: {ending.message}\nstarting again without {', '.join(ending.hosts)}")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.stopped = self.stopped or signal.Signals(number)
@@ -101,7 +92,7 @@ class RunningJob:
     def _launcher(self) -> Launcher:
         options = self.arguments
         return Launcher(
-            options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
+            options.launcher, options.python, shlex.split(options.srun_options), options.cpus_per_task,
             shlex.split(options.wrapper), f"{self.name}.{len(self.attempts)}",
         )  # fmt: skip
 
@@ -166,7 +157,6 @@ class RunningJob:
     def _record(self, **fields: object) -> None:
         """Merge fields into `job.json`."""
         self._recorded.update(fields)
-        self.folder.mkdir(parents=True, exist_ok=True)
         RunDirectory(self.folder).write_json("job.json", self._recorded)
 
 
@@ -189,7 +179,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--folder", type=Path, required=True, help="of this job: its hostfile, its record, a folder for each attempt")
     add("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0])
     add("--srun_options", default="", metavar="WORDS", help="further options of the ranks' step")
-    add("--cpu_bind", help="how ranks are bound to cores, in srun's words")
     add("--cpus_per_task", type=whole_number(), help="cores of each rank")
     add("--python", default=sys.executable, help="of the ranks, where another one than this, as in a container")
     add("--wrapper", default="", metavar="WORDS", help="before torchrun's Python, such as a container's program")

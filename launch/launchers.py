@@ -21,7 +21,6 @@ class Launcher:
     name: str  # one of `LAUNCHERS`
     python: str = sys.executable  # of DeepSpeed's launcher and of the ranks
     srun_options: Sequence[str] = ()
-    cpu_bind: str | None = None  # in srun's words
     cpus_per_task: int | None = None
     wrapper: Sequence[str] = ()  # words before torchrun's Python, such as a container's program
     attempt: str = "clap"  # name of the step that the ranks are
@@ -52,7 +51,6 @@ class Launcher:
         options = ["--kill-on-bad-exit=1", "--overlap", f"--nodes={len(slots)}", f"--nodelist={','.join(slots)}"]
         options += [f"--ntasks-per-node={tasks}", f"--job-name={self.attempt}"]
         options += [f"--cpus-per-task={self.cpus_per_task * cores}"] if self.cpus_per_task else []
-        options += [f"--cpu-bind={self.cpu_bind}"] if self.cpu_bind else []
         return [*options, *self.srun_options]
 
 

@@ -1,6 +1,6 @@
 """Inside an allocation, before a job: would a run break here, and on which host?
 
-    python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 315]
+    python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 308]
 
 Starts `clap_ds/measuring/preflight_rank.py` on all hosts as a run would be: every host says what it has, then all ranks
 all-reduce a buffer of the gradient's size, check the sum, and measure links and arithmetic.
@@ -31,15 +31,14 @@ from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.places import PACKAGE
-from clap_ds.launch.hostfile import allocated_hosts
 from clap_ds.launch.launchers import LAUNCHERS, Launcher, environment
 from clap_ds.launch.sites import Site, load_site
 from clap_ds.ranks import verdict
-from clap_ds.ranks.hostfile import format_hostfile, free_port
+from clap_ds.ranks.failure import some
+from clap_ds.ranks.hostfile import format_hostfile, free_port, slots_from_slurm
 
 ARRIVE_S = 120.0  # for every rank to say what it finds, before it imports anything
 SLOW = 0.7  # what has a rate below this share of the median
-MOST_NAMED = 8
 Finding = tuple[str, str]  # where something is found, and what
 
 
@@ -86,14 +85,13 @@ def lines(kind: str, findings: Iterator[Finding] | list[Finding]) -> list[str]:
     places: dict[str, list[str]] = defaultdict(list)
     for where, what in dict.fromkeys(findings):
         places[what].append(where)
-    named = {what: f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED) for what, names in places.items()}
-    return [f"{kind}: {', '.join(names[:MOST_NAMED])}{named[what]}: {what}" for what, names in places.items()]
+    return [f"{kind}: {some(names)}: {what}" for what, names in places.items()]
 
 
 def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, folder: Path) -> int:
     """Start the ranks and wait for them; the launcher's exit code. What they say is in the folder."""
     os.environ.update(site.environment)
-    start = Launcher(launcher, site.interpreter(), site.srun, site.cpu_bind, site.cpus_per_task, site.wrapper)
+    start = Launcher(launcher, site.interpreter(), site.srun, site.cpus_per_task, site.wrapper)
     start.check(slots)
     (folder / "hostfile").write_text(format_hostfile(slots))
     script = PACKAGE / "measuring" / "preflight_rank.py"
@@ -123,10 +121,7 @@ def answered(slots: dict[str, int], folder: Path) -> list[Path]:
 
 def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], list[str]]:
     """Lines of problems, and of what else there is to say, by the answers in the folder."""
-    known = {name.partition(".")[0]: name for name in slots}
     answers = [read_object(path) for path in answered(slots, folder)]
-    for answer in answers:
-        answer["host"] = known.get(answer["host"].partition(".")[0], answer["host"])
     hosts = [answer["host"] for answer in answers]
     output = (folder / "output").read_text(errors="replace").splitlines()
     said = {found[1]: found[2] for line in output if (found := re.match(r"(?:srun: error: )?(\S+): (.*)", line))}
@@ -153,7 +148,7 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], li
 def check(arguments: argparse.Namespace) -> int:
     """Ask all hosts and print what they say. The exit code."""
     site = load_site(arguments.site, arguments.launcher)
-    slots = allocated_hosts(arguments.slots or site.gpus_per_node)
+    slots = slots_from_slurm(os.environ, arguments.slots or site.gpus_per_node)
     site.root().mkdir(parents=True, exist_ok=True)
     folder, problems = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root())), list[str]()
     try:
@@ -173,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--site", default="generic", help="name under launch/clusters/, or a file")
     parser.add_argument("--launcher", choices=LAUNCHERS, help="in place of the site's")
     parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks on each host")
-    parser.add_argument("--megabytes", type=positive, default=315.0, help="all-reduced; HTSAT-tiny's gradients are 315")
+    parser.add_argument("--megabytes", type=positive, default=308.0, help="all-reduced; HTSAT-tiny's gradients are 308")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is to stay behind on the hosts
     return exit_code_of(lambda: check(arguments))

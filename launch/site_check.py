@@ -60,8 +60,7 @@ def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = Fa
     if done.returncode:
         raise UserError("\n".join(said))
     versions = json.loads(answer[1])
-    shown = f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
-    return f"{shown}\nwarning: {versions['lacks']}" if versions.get("lacks") else shown
+    return f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
 
 
 def check_script(text: str) -> str:

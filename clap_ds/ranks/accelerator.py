@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sysconfig
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import UserError, run_alone
@@ -38,20 +37,16 @@ def choose_accelerator() -> str:
         raise UserError(f"DS_ACCELERATOR={asked}: expected cuda or cpu")
     import torch
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of an old driver, once a rank
-        if torch.cuda.is_available():
-            return "cuda"
+    if torch.cuda.is_available():
+        return "cuda"
     if found := find_gpu():
-        said = "nothing"
         try:
             torch.cuda.init()
         except Exception as error:  # names the driver's version
-            said = str(error).strip().splitlines()[0].rstrip(".")
-        raise UserError(
-            f"this machine has a GPU that torch can't use: {found}. torch {torch.__version__} (CUDA {torch.version.cuda})"
-            f" says: {said}. docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
-        )
+            raise UserError(
+                f"this machine has a GPU that torch {torch.__version__} can't use: {found}: {str(error).splitlines()[0]}"
+                " docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
+            ) from None
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return "cpu"
 
@@ -64,9 +59,10 @@ def choose_device(rank: int, local_rank: int) -> torch.device:
         return torch.device("cpu")
     number, there = local_rank, torch.cuda.device_count()
     if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
-        # It was given one of its own (`--gpus-per-task`), as DeepSpeed's engine has to know, which goes by the variable;
-        # DeepSpeed's launcher names those of all ranks.
-        number, os.environ["LOCAL_RANK"] = 0, "0"
+        number, os.environ["LOCAL_RANK"] = (
+            0,
+            "0",
+        )  # its own (`--gpus-per-task`); DeepSpeed's engine goes by the variable
     if number >= there:
         raise UserError(
             f"rank {rank} is number {number} on {os.uname().nodename}, which has {there} visible GPUs;"
@@ -110,24 +106,20 @@ def stay_near(gpu: int) -> None:
 
 def triton_lacks() -> str:
     """What this host has none of and Triton compiles with, at first use, and what to do; empty where it has all."""
-    compiler = os.environ.get("CC") or ("gcc" if shutil.which("gcc") else "clang")  # as Triton chooses
+    compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"  # as Triton chooses
     header = os.path.join(sysconfig.get_paths("posix_prefix")["include"], "Python.h")
-    lacks = ["C compiler"] * (not shutil.which(compiler)) + [header] * (not os.path.exists(header))
-    how = "so Triton compiles no kernel, and runs take slower ones; install gcc and Python's headers (python3-dev)"
-    return f"no {' and no '.join(lacks)}, {how}" if lacks else ""
+    if shutil.which(compiler) and os.path.exists(header):
+        return ""
+    return f"no C compiler or no {header}: runs take slower kernels than Triton's; install gcc and python3-dev"
 
 
 def find_gpu() -> str:
     """What says that this process has a GPU: a device file that it may open, or SLURM; else nothing."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1", "NoDevFiles")
-    files = [path for path in glob.glob(DEVICE_FILES) if not is_hidden and os.access(path, os.R_OK | os.W_OK)]
-    return min(files, default=granted_by_slurm())
-
-
-def granted_by_slurm() -> str:
-    """By which variable SLURM says that this process has GPUs; empty without GPUs, and without SLURM."""
-    count = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    return f"SLURM_GPUS_ON_NODE={count}" if count not in ("", "0") else ""
+    files = [path for path in glob.glob(DEVICE_FILES) if os.access(path, os.R_OK | os.W_OK)]
+    if files and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1", "NoDevFiles"):
+        return min(files)
+    count = os.environ.get("SLURM_GPUS_ON_NODE") or "0"
+    return f"SLURM_GPUS_ON_NODE={count}" if count != "0" else ""
 
 
 def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> list[str]:

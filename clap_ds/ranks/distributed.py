@@ -83,15 +83,13 @@ class Ranks:
 
     @property
     def run(self) -> str:
-        """The same on all ranks, and as far as can be told another one in other runs; in a job, nobody else knows it."""
+        """The same on all ranks, and in other jobs another one; nobody else knows a job's."""
         secret = ""
         if self.job_folder is not None:
             with contextlib.suppress(OSError):  # of what starts ranks without one, such as preflight
                 secret = (self.job_folder / SECRET).read_text()
         of_slurm = [os.environ.get(f"SLURM_{name}_ID", "") for name in ("JOB", "STEP")]
-        # DeepSpeed's launcher on a single host is the parent of all ranks.
-        parent = os.getppid() if os.environ.get("CROSS_SIZE") == "1" else ""
-        return f"{secret}{self.job_folder} {'.'.join(of_slurm)} {os.environ.get('TORCHELASTIC_RUN_ID', '')} {parent}"
+        return f"{secret}{self.job_folder} {'.'.join(of_slurm)} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
 def _adopt_slurm_step() -> tuple[str, ...]:
@@ -131,7 +129,7 @@ def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
     slots, or srun has started the ranks on other hosts."""
     try:
         slots = read_hostfile(path)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--hostfile {error}") from None
     if sum(slots.values()) != ranks.world_size:
         raise UserError(
@@ -143,11 +141,7 @@ def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
             f"--hostfile {path} names {some([*slots])}, and srun started the ranks on {some([*dict.fromkeys(ranks.hosts)])}:"
             f" give deepspeed --include {'@'.join(slots)}"
         )
-    return (
-        ranks
-        if ranks.hosts
-        else replace(ranks, hosts=tuple(host for host, number in slots.items() for _ in range(number)))
-    )
+    return replace(ranks, hosts=ranks.hosts or tuple(host for host, number in slots.items() for _ in range(number)))
 
 
 def initialize(
@@ -165,7 +159,6 @@ def initialize(
 
     import deepspeed
     import torch
-    from deepspeed.accelerator import get_accelerator
 
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -179,7 +172,7 @@ def initialize(
             deepspeed.ops.__compatible_ops__ = {}  # looking into it would try the compiler on every operation
     # Otherwise gloo connects every rank with every other, in each of its groups: sockets as the square of the ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
+    backend = "gloo" if device.type == "cpu" else "nccl"
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
         # As DeepSpeed does where it makes the group itself.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None

@@ -57,11 +57,11 @@ def meet(
 
     address, port, limit_s = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), START_LIMIT_S
     here, there = f"{socket.gethostname()}: rank {rank}", f"rank 0 at {address}:{port}"
-    how: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
-    how["timeout"] = timedelta(seconds=3 * limit_s)  # when that is over, or nearly, torch writes stacks
+    longest = timedelta(seconds=3 * limit_s)  # when that is over, or nearly, torch writes stacks
     try:
-        how["master_listen_fd"] = _listener(address, port, world_size) if rank == 0 else None
-        store: Any = dist.PrefixStore(run, within(limit_s, lambda: dist.TCPStore(address, port, world_size, **how)))
+        fd = _listener(address, port, world_size) if rank == 0 else None
+        open_store = lambda: dist.TCPStore(address, port, world_size, rank == 0, longest, False, True, fd)  # noqa: E731
+        store: Any = dist.PrefixStore(run, within(limit_s, open_store))
         store.set_timeout(timedelta(seconds=1.2 * limit_s))  # rank 0 waits for all others before it answers
         store.append("arrived", f"{rank} ")
         if rank == 0:
@@ -71,11 +71,9 @@ def meet(
         why = "it hasn't started, a firewall is between, or another program listens there (--master_port chooses one)"
         raise UnreachableError(f"{here} can't reach {there} within {limit_s:.0f} s: {why}") from None
     except (OSError, RuntimeError) as error:
-        if "EADDRINUSE" in str(error) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
-            raise AgreedError(
-                f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run:"
-                " give the launcher a free one by --master_port"
-            ) from None
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
+            why = "where the ranks are to meet, is taken: give the launcher a free one by --master_port"
+            raise AgreedError(f"port {port} of {address}, {why}") from None
         raise UnreachableError(f"{here} has lost {there} before all ranks met: {str(error).splitlines()[0]}") from None
     if who:
         raise UnreachableError(f"{who} didn't connect within {limit_s:.0f} s", of_hosts)

@@ -1,14 +1,11 @@
 """Why a run ended: the first cause, by what its ranks left behind.
 
-    python -m clap_ds.ranks.verdict RUN_DIRECTORY
-
 Ranks leave words of what failed (`clap_ds.ranks.failure`) and a file each (`clap_ds.ranks.watch`): a line on who writes it,
 then stacks where it stood still or got a fatal signal. A rank that is killed leaves that line alone. Standard library only.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import parse_json, read_bytes
 from clap_ds.ranks.failure import ERROR, LOST_PEER, SHOWN, STALL, STOPPED, UNREACHABLE, Word, read_words, some
 
@@ -50,7 +46,7 @@ on until the queue is full, and then stands in whatever it launches next."""
 
 # From what explains the rest to what only follows from it; of two alike the earlier counts. Libraries abort a rank that has
 # lost another as well as one that is broken.
-_JUDGED, _CAUSE, _RANK_0_MISSED, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(7)
+_JUDGED, _CAUSE, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(6)
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ def _of_word(word: Word, hosts: Sequence[str]) -> _Cause:
         return _JUDGED, word.at, Verdict(word.message, STALL, word.ranks, word.hosts)
     if word.kind == UNREACHABLE:
         blamed = word.hosts or [*hosts[:1]] * (word.rank != 0)
-        return (_CAUSE if word.hosts else _RANK_0_MISSED), word.at, replace(told, message=word.message, hosts=blamed)
+        return (_CAUSE if word.hosts else _LOST_PEER), word.at, replace(told, message=word.message, hosts=blamed)
     if word.kind == ERROR and _OF_THE_HOST.search(word.message) and not _OF_THE_PROGRAM.search(word.message):
         told = replace(told, hosts=[word.host])
     return {LOST_PEER: _LOST_PEER, STOPPED: _STOPPED}.get(word.kind, _CAUSE), word.at, told
@@ -180,20 +176,14 @@ def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
 
 def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
     """The ranks that hold the others up: those that don't answer, else those that are a step behind (of these those that don't
-    wait), that don't wait, or that are not where most are. Empty where all are alike; where launches wait tells nothing."""
+    wait), or that don't wait. Empty where all are alike."""
     latest = max(file.step for file in files)
-    ((most, number),) = Counter(file.where for file in files).most_common(1)
-    in_a_collective = any(
-        file.where == most and "/torch/distributed/" in file.frames[0][0] for file in files if file.frames
-    )
-    odd = [file for file in files if file.where != most and (in_a_collective or not file.waits)]
     behind = [file for file in files if file.step < latest]
     choices = (
         [file for file in files if not file.frames],
         [file for file in behind if not file.waits],
         behind,
         [file for file in files if not file.waits],
-        odd if number * 2 > len(files) else [],
     )
     return next((found for found in choices if 0 < len(found) < len(files)), [])
 
@@ -201,17 +191,3 @@ def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
 def _hosts_of(ranks: Sequence[int], host: dict[int, str]) -> list[str]:
     """Each once."""
     return list(dict.fromkeys(host[rank] for rank in ranks))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m clap_ds.ranks.verdict", description="Why a run ended.")
-    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
-    run: Path = parser.parse_args().run
-    if not run.is_dir():
-        raise UserError(f"expected a run directory, found {run}")
-    verdict = judge(run, None, ())
-    print(verdict.message if verdict else "no rank has left anything: the run ended in order, or is under way")
-
-
-if __name__ == "__main__":
-    run_alone(main)

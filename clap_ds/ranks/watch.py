@@ -14,11 +14,9 @@ import os
 import resource
 import select
 import signal
-import statistics
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,8 +26,8 @@ from clap_ds.ranks.limits import within
 from clap_ds.ranks.verdict import STACKS, STEPPING, STILL, judge, read_stacks
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
-LEAST_S, MEDIANS, PAUSES = 60.0, 20.0, 3.0
-"""A rank stands still when it makes no step for so many seconds, median steps and longest times between steps so far."""
+LEAST_S, PAUSES = 60.0, 5.0
+"""A rank stands still when it makes no step for so many seconds, and longest times between steps so far."""
 UNTIMED_S = 600.0  # before a step has been timed
 DOING_S = 1800.0  # while it starts, saves, evaluates, compiles …
 LOOK_S = 1.0
@@ -51,7 +49,6 @@ class Watch:
         self.path.parent.mkdir(exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         self._steps, self._last_step = 0, 0.0  # 0: something else is done before the next one
-        self._step_s: deque[float] = deque(maxlen=200)
         self._longest_s = 0.0
         self.armed = (time.monotonic(), math.inf)
         self._others_busy = 0.0  # when another rank last was
@@ -71,8 +68,7 @@ class Watch:
             self._last_step = 0.0
         elif step is not None:
             if self._last_step:
-                self._step_s.append(now - self._last_step)
-                self._longest_s = max(self._longest_s, self._step_s[-1])
+                self._longest_s = max(self._longest_s, now - self._last_step)
             self._steps, self._last_step = step, now
         if doing != self.doing:
             self.doing = doing
@@ -89,9 +85,7 @@ class Watch:
     def _limit_s(self) -> float:
         if self.doing != STEPPING:
             return math.inf if self.doing == ENDING else DOING_S
-        if not self._step_s:
-            return UNTIMED_S
-        return max(LEAST_S, MEDIANS * statistics.median(self._step_s), PAUSES * self._longest_s)
+        return max(LEAST_S, PAUSES * self._longest_s) if self._longest_s else UNTIMED_S
 
     def close(self) -> None:
         """Take the file away where it has no stacks."""

@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from clap_ds.record.hardware import accelerator_of
-
 ALWAYS_TIMED = "data_wait"
 """The phase that is timed while throughput is measured, too."""
 
@@ -25,8 +23,8 @@ _Mark = Any
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
-    if its := accelerator_of(device):
-        its.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def seconds(action: Callable[[], object], device: torch.device) -> float:
@@ -39,9 +37,9 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def _mark(device: torch.device) -> _Mark:
-    if not (its := accelerator_of(device)):
+    if device.type != "cuda":
         return time.perf_counter()
-    event = its.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 

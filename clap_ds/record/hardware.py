@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -19,19 +19,10 @@ from clap_ds.record.schema import Environment, Summary
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
 
 
-def accelerator_of(device: torch.device) -> Any | None:
-    """DeepSpeed's interface to a device that works while the host goes on; None of one that computes at once, such as a CPU."""
-    # Not at the top: DeepSpeed chooses while it is imported, after `choose_accelerator`.
-    from deepspeed.accelerator import get_accelerator
-
-    its = get_accelerator()
-    return None if its.is_synchronized_device() or its.device_name() != device.type else its
-
-
 def device_name(device: torch.device) -> str:
     """Name the driver gives the GPU, or the model of the CPU."""
-    if device.type != "cpu":
-        return str(torch.get_device_module(device).get_device_name(device))
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -40,16 +31,16 @@ def device_name(device: torch.device) -> str:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory in use so far: by tensors on a GPU, by the process on a CPU (`ru_maxrss` counts what was before an exec)."""
-    if its := accelerator_of(device):
-        return int(its.max_memory_allocated(device))
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def peak_memory(device: torch.device) -> list[int]:
     """`peak_memory_bytes`, and of a GPU also what its allocator held at most."""
-    its = accelerator_of(device)
-    return [peak_memory_bytes(device), *([its.max_memory_reserved(device)] if its else [])]
+    reserved = [torch.cuda.max_memory_reserved(device)] if device.type == "cuda" else []
+    return [peak_memory_bytes(device), *reserved]
 
 
 def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
@@ -60,7 +51,7 @@ def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
 
 def environment(device: torch.device, cpu_kernels: str | None = None) -> Environment:
     """What this process runs on, for the run's record."""
-    its, on_gpu = accelerator_of(device), device.type == "cuda"
+    on_gpu = device.type == "cuda"
     tell_allocator = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # not every torch tells
     return {
         "python": platform.python_version(),
@@ -69,8 +60,8 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> Environ
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "driver": _driver() if on_gpu else None,
         "device_name": device_name(device),
-        "device_memory_bytes": its.total_memory(device) if its else None,
-        "allocator": tell_allocator() if its and tell_allocator else None,
+        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
+        "allocator": tell_allocator() if on_gpu and tell_allocator else None,
         "host": socket.gethostname(),
         "cpu_count": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),

@@ -34,7 +34,7 @@ def _commands(tmp_path: Path, text: str, **variables: str) -> list[list[str]]:
 def test_the_script_is_read_at_a_glance(tmp_path: Path) -> None:
     site = _site(
         tmp_path, setup=["module load CUDA"], environment={"NCCL_ALGO": "Tree,Ring"}, cpus_per_task=8, account="mine",
-        partition="gpu", python="/opt/python", cpu_bind="cores", srun=["--mpi=none"], requeues=1, sbatch=["--qos=big"],
+        partition="gpu", python="/opt/python", srun=["--cpu-bind=cores"], requeues=1, sbatch=["--qos=big"],
     )  # fmt: skip
     request = Request(site, 4, "gpu:4", train=True, time="1-00:00:00", exclude="n[1-2]", spare_nodes=1, until_done=True)
     assert (
@@ -67,7 +67,7 @@ folder=/jobs/one
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
 exec /opt/python -m clap_ds.launch.job --folder "$folder" \\
-    --launcher=slurm --srun_options=--mpi=none --cpu_bind=cores --cpus_per_task=8 --spare_nodes=1 --requeues=1 --until_done \\
+    --launcher=slurm --srun_options=--cpu-bind=cores --cpus_per_task=8 --spare_nodes=1 --requeues=1 --until_done \\
     -- clap_ds/train.py --deepspeed_config "$folder/run.json"
 """
     )

@@ -14,7 +14,7 @@ WORDS = ["clap_ds/bench.py", "--deepspeed_config", "my run.json"]
 
 
 def test_slurm_is_one_srun_on_these_hosts() -> None:
-    launcher = Launcher("slurm", "py", ["--mpi=none"], cpu_bind="cores", cpus_per_task=8, attempt="7.ab.0")
+    launcher = Launcher("slurm", "py", ["--mpi=none", "--cpu-bind=cores"], cpus_per_task=8, attempt="7.ab.0")
     command = launcher.command(HOSTS, Path("H"), 17000, WORDS)
     assert command[:3] == ["py", "-m", "deepspeed.launcher.runner"]
     assert command[-3:] == WORDS

@@ -27,10 +27,10 @@ def write_program(path: Path, script: str) -> None:
         ({}, "cpu"),
         ({"device": True, "works": True}, "cuda"),
         ({"device": True, "works": True, "DS_ACCELERATOR": "cpu"}, "cpu"),
-        *(({"device": True, "CUDA_VISIBLE_DEVICES": hidden}, "cpu") for hidden in ("", "-1", "NoDevFiles")),
+        ({"device": True, "CUDA_VISIBLE_DEVICES": ""}, "cpu"),
         ({"SLURM_GPUS_ON_NODE": "0"}, "cpu"),
         ({"SLURM_GPUS_ON_NODE": "4", "device": True, "CUDA_VISIBLE_DEVICES": ""}, "SLURM_GPUS_ON_NODE=4"),
-        ({"device": True}, "nvidia0.*says: the driver is too old"),
+        ({"device": True}, "nvidia0: the driver is too old"),
         ({"DS_ACCELERATOR": "xpu"}, "expected cuda or cpu"),
     ],
 )

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,7 +78,6 @@ READS = ("read /x/clap_ds/data/tar_items.py", "_receive /x/clap_ds/data/shards.p
         (READS, 101, [GLOO], [5]),
         (READS, 101, [GLOO, GLOO, ASKS], [5]),
         (GLOO, 100, [GLOO], [5]),
-        (ASKS, 101, [GLOO], [5]),  # alone elsewhere
         (GLOO, 101, [GLOO], []),
         (WORKER, 100, [FORWARD], [5]),
         (WORKER, 100, [BACKWARD], [5]),
@@ -194,13 +191,3 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
 def test_which_errors_are_a_hosts(left: Left, message: str, at_fault: bool) -> None:
     left.word(2, ERROR, message)
     assert left.verdict() == Verdict(f"rank 2 on n2: {message}", ERROR, [2], ["n2"] * at_fault)
-
-
-def test_any_user_asks_by_one_command_whatever_files_there_are(left: Left) -> None:
-    left.word(1, ERROR, "KeyError: 3")
-    (left.run / "stacks" / "rank0.txt").write_text("half a li")
-    for folder, code, said in ((left.run, 0, "rank 1 on n1: KeyError: 3"), (left.job, 2, "expected a run directory")):
-        command = [sys.executable, "-m", "clap_ds.ranks.verdict", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == code
-        assert said in done.stdout + done.stderr
