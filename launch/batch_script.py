@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import shlex
 import sys
@@ -70,9 +69,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 def request_of(arguments: argparse.Namespace) -> Request:
     """The request of a command's options; a UserError where they don't fit together, or nobody tells the number of GPUs."""
     site = load_site(arguments.site, arguments.launcher)
-    nodes: list[tuple[int, str | None]] = []
-    with contextlib.suppress(UserError):  # no SLURM here
-        nodes = slurm.partition_nodes(site.partition)
+    nodes = slurm.partition_nodes(site.partition)
     shown = max((gpus for gpus, _ in nodes), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:

@@ -65,10 +65,6 @@ def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = Fa
 
 def check_script(text: str) -> str:
     """Have sbatch judge a script; a UserError where it would refuse it, else what is to be noted, if anything."""
-    try:
-        slurm.ask(["scontrol", "ping"], tries=1)
-    except UserError as error:
-        return f"not asked: {error}"
     reason = slurm.refusal(text)
     if reason and _NO_SUCH_NODES not in reason:
         raise UserError(f"sbatch would refuse it: {reason}")

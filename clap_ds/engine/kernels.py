@@ -16,7 +16,6 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.engine.compiled import reason_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
-from clap_ds.ranks.accelerator import triton_lacks
 from clap_ds.ranks.agreement import gather, rank
 from clap_ds.ranks.watch import doing
 from clap_ds.record.hardware import device_name
@@ -72,7 +71,7 @@ def _problem(run: RunSettings, field: Field, model: ClapModel) -> str | None:
     try:
         _try(run, field, model)
     except Exception as error:  # of whatever type a compiler or a driver has
-        return triton_lacks() or reason_of(error)
+        return reason_of(error)
     return None
 
 

@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 
 from clap_ds.config.files import write_object
 from clap_ds.config.places import PACKAGE, version
-from clap_ds.ranks.accelerator import find_gpu, nvidia_smi, triton_lacks
+from clap_ds.ranks.accelerator import find_gpu, nvidia_smi
 from clap_ds.ranks.distributed import Ranks, initialize, run_command
 from clap_ds.ranks.hostfile import this_host
 
@@ -68,7 +68,7 @@ def gpus() -> dict[str, str]:
 
 
 def faults(mine: dict[str, str], folder: Path) -> Iterator[str]:
-    """Yield what this host lacks of disk space, GPUs and a compiler, and who else uses its GPUs."""
+    """Yield what this host lacks of disk space and GPUs, and who else uses its GPUs."""
     for place in (str(folder.parent), "/tmp"):
         free_gb = shutil.disk_usage(place).free / 1e9
         if free_gb < MIN_FREE_GB:
@@ -77,8 +77,6 @@ def faults(mine: dict[str, str], folder: Path) -> Iterator[str]:
         return
     if not mine and (found := find_gpu()):
         yield f"no GPU can be seen, in spite of {found}"
-    if mine and (lacks := triton_lacks()):
-        yield lacks
     for line in nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name"):
         uuid, pid, memory, name = line.split(", ", 3)
         command = Path(f"/proc/{pid}/cmdline")

@@ -7,13 +7,10 @@ Top-level imports: standard library only, for hosts are asked whose Python may l
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
-import shutil
 import subprocess
-import sysconfig
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clap_ds.config.errors import UserError, run_alone
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
-CORES = len(os.sched_getaffinity(0))  # that this process may use, before `stay_near`
+CORES = len(os.sched_getaffinity(0))  # that this process may use
 
 
 def choose_accelerator() -> str:
@@ -64,12 +61,8 @@ def choose_device(rank: int, local_rank: int) -> torch.device:
             "0",
         )  # its own (`--gpus-per-task`); DeepSpeed's engine goes by the variable
     if number >= there:
-        raise UserError(
-            f"rank {rank} is number {number} on {os.uname().nodename}, which has {there} visible GPUs;"
-            " the hostfile promises more slots than there are"
-        )
+        raise UserError(f"rank {rank} is number {number} on {os.uname().nodename}, which has {there} visible GPUs")
     set_up_cuda()
-    stay_near(number)
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
@@ -87,30 +80,6 @@ def set_up_cuda() -> None:
     # Less memory is lost between tensors as caption lengths change.
     if not any(map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-
-
-def stay_near(gpu: int) -> None:
-    """Have this thread, and what it starts later, run on the cores near a GPU, unless it is bound to some of the host's cores
-    already: memory is taken near who first writes to it."""
-    if os.cpu_count() != CORES:
-        return
-    with contextlib.suppress(Exception):  # of whatever type a broken driver has
-        import pynvml as nvml
-        import torch
-
-        nvml.nvmlInit()
-        its: Any = torch.cuda.get_device_properties(gpu)  # the address is the whole GPU's, also of a part (MIG)
-        address = f"{its.pci_domain_id:08x}:{its.pci_bus_id:02x}:{its.pci_device_id:02x}.0"
-        nvml.nvmlDeviceSetCpuAffinity(nvml.nvmlDeviceGetHandleByPciBusId(address))
-
-
-def triton_lacks() -> str:
-    """What this host has none of and Triton compiles with, at first use, and what to do; empty where it has all."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"  # as Triton chooses
-    header = os.path.join(sysconfig.get_paths("posix_prefix")["include"], "Python.h")
-    if shutil.which(compiler) and os.path.exists(header):
-        return ""
-    return f"no C compiler or no {header}: runs take slower kernels than Triton's; install gcc and python3-dev"
 
 
 def find_gpu() -> str:

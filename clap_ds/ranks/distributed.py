@@ -39,7 +39,6 @@ COLLECTIVE_TIMEOUT_S = 1800.0  # one rank's slow start (compiling, downloading) 
 FAILED = 1
 SECRET = "secret"
 """File in an attempt's folder that its owner alone can read: ranks meet under a name that has it in it."""
-LARGEST_STEP = 0xFFFFFFF0  # numbers from here on are of SLURM's batch scripts, interactive shells and the like
 RANK_0_SPEAKS_S = 8.0  # for rank 0 to say what is wrong, where other ranks have found the same mistake
 
 
@@ -51,10 +50,8 @@ class Ranks:
     world_size: int
     local_rank: int
     local_world_size: int
-    hosts: tuple[str, ...] = ()
-    """Of every rank, where SLURM or a hostfile tells."""
-    job_folder: Path | None = None
-    """Of a job's attempt, `F/attempts/K`: what the ranks leave for it."""
+    hosts: tuple[str, ...] = ()  # of every rank, where SLURM or a hostfile tells
+    job_folder: Path | None = None  # of a job's attempt, `F/attempts/K`: what the ranks leave for it
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -95,16 +92,17 @@ class Ranks:
 def _adopt_slurm_step() -> tuple[str, ...]:
     """Set the variables of a launcher from the step of srun that this process is a task of, where no launcher has set RANK;
     every rank's host."""
-    tasks, step = os.environ.get("SLURM_STEP_NUM_TASKS", ""), os.environ.get("SLURM_STEP_ID", "")
-    is_step = step.isdecimal() and int(step) < LARGEST_STEP and tasks.isdecimal() and "SLURM_PROCID" in os.environ
-    if os.environ.get("RANK") or not is_step:
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
+    if os.environ.get("RANK") or not tasks:
         return ()
     counts, hosts = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"]), expand(os.environ["SLURM_STEP_NODELIST"])
     os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=os.environ["SLURM_LOCALID"])
     os.environ["LOCAL_WORLD_SIZE"] = str(counts[int(os.environ["SLURM_NODEID"])])
     if int(tasks) > 1:  # one alone has nobody to meet, and there may be several in an interactive step
         os.environ.setdefault("MASTER_ADDR", hosts[0])
-        os.environ.setdefault("MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{step}")))
+        os.environ.setdefault(
+            "MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"))
+        )
     return tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
 
 
@@ -125,23 +123,19 @@ def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
-    """The ranks with their hosts; a UserError where a DeepSpeed hostfile can't be read, the world size isn't the sum of its
-    slots, or srun has started the ranks on other hosts."""
+    """The ranks with their hosts; a UserError where a DeepSpeed hostfile can't be read, or the launcher has started fewer or
+    more ranks, or on other hosts."""
     try:
         slots = read_hostfile(path)
     except (OSError, ValueError) as error:
         raise UserError(f"--hostfile {error}") from None
-    if sum(slots.values()) != ranks.world_size:
-        raise UserError(
-            f"--hostfile {path} promises {sum(slots.values())} ranks on {len(slots)} hosts,"
-            f" the launcher started {ranks.world_size}"
-        )
-    if ranks.hosts and {*ranks.hosts} != {*slots}:
-        raise UserError(
-            f"--hostfile {path} names {some([*slots])}, and srun started the ranks on {some([*dict.fromkeys(ranks.hosts)])}:"
-            f" give deepspeed --include {'@'.join(slots)}"
-        )
-    return replace(ranks, hosts=ranks.hosts or tuple(host for host, number in slots.items() for _ in range(number)))
+    hosts = tuple(host for host, number in slots.items() for _ in range(number))
+    if len(hosts) != ranks.world_size:
+        raise UserError(f"--hostfile {path} promises {len(hosts)} ranks, the launcher started {ranks.world_size}")
+    if ranks.hosts and {*ranks.hosts} != {*hosts}:
+        found = some([*dict.fromkeys(ranks.hosts)])
+        raise UserError(f"--hostfile {path}: srun started ranks on {found}: give deepspeed --include {'@'.join(slots)}")
+    return replace(ranks, hosts=ranks.hosts or hosts)
 
 
 def initialize(
@@ -178,9 +172,7 @@ def initialize(
         bound = device if backend == "nccl" and ranks.world_size > 1 else None
         meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound, ranks.run)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    torch.distributed.distributed_c10d._set_pg_timeout(
-        timedelta(seconds=collective_timeout_s), torch.distributed.group.WORLD
-    )
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
     return device
 
 
@@ -188,13 +180,11 @@ def prepare_debugging(settings: DebugSettings) -> None:
     """`clap.debug`: have libraries say more, and crashes leave a Python stack on the terminal. Call before CUDA is asked
     for GPUs. Variables that the user has set stay."""
     if settings.enabled:
-        faulthandler.enable(all_threads=True)
-        os.environ.setdefault("NCCL_DEBUG", settings.nccl_debug)
-        os.environ.setdefault("NCCL_DEBUG_SUBSYS", settings.nccl_debug_subsys)
-        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        if settings.cuda_launch_blocking:
-            os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
+        faulthandler.enable()
+        variables = {"NCCL_DEBUG": settings.nccl_debug, "NCCL_DEBUG_SUBSYS": settings.nccl_debug_subsys}
+        variables |= {"TORCH_DISTRIBUTED_DEBUG": "INFO", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+        variables |= {"CUDA_LAUNCH_BLOCKING": "1"} if settings.cuda_launch_blocking else {}
+        os.environ.update({**variables, **os.environ})
 
 
 def keep_freed_memory() -> None:

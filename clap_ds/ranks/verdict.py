@@ -136,9 +136,10 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
     if causes and killed:
         # What tells of a link tells of its other end.
         causes = [cause for cause in causes if cause[2].kind != ERROR or not _OF_THE_LINK.search(cause[2].message)]
-        who = f"rank{'s' if len(killed) > 1 else ''} {some(killed)} on {some(_hosts_of(killed, silent))}"
+        theirs = list(dict.fromkeys(silent[rank] for rank in killed))
+        who = f"rank{'s' if len(killed) > 1 else ''} {some(killed)} on {some(theirs)}"
         message = f"{who} ended without a word: killed, perhaps for memory, or lost"
-        causes.append((_KILLED, 0.0, Verdict(message, KILLED, killed, _hosts_of(killed, silent))))
+        causes.append((_KILLED, 0.0, Verdict(message, KILLED, killed, theirs)))
     return min(causes, key=lambda cause: cause[:2])[2] if causes else None
 
 
@@ -167,11 +168,9 @@ def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
     others = [file for file in files if file not in found]
     shown = [f"rank {file.rank} on {file.host} {file.where}" for file in found[:SHOWN]]
     for where, number in Counter(file.where for file in others).most_common(1):
-        part = "" if number == len(others) else f"{number} of "
-        shown.append(f"{part}{'the other' if found else 'all'} {len(others)} {where}")
-    ranks = [file.rank for file in found]
+        shown.append(f"{number} of {'the other' if found else 'all'} {len(others)} {where}")
     message = f"no step for {min(file.still_s or 0.0 for file in still):.0f} s: {'; '.join(shown)}"
-    return Verdict(message, STALL, ranks, _hosts_of(ranks, {file.rank: file.host for file in found}))
+    return Verdict(message, STALL, [file.rank for file in found], list(dict.fromkeys(file.host for file in found)))
 
 
 def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
@@ -186,8 +185,3 @@ def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
         [file for file in files if not file.waits],
     )
     return next((found for found in choices if 0 < len(found) < len(files)), [])
-
-
-def _hosts_of(ranks: Sequence[int], host: dict[int, str]) -> list[str]:
-    """Each once."""
-    return list(dict.fromkeys(host[rank] for rank in ranks))

@@ -119,10 +119,9 @@ class Watch:
     def _hear(self, for_s: float) -> None:
         """Wait, and leave a word of signals that come meanwhile."""
         until = time.monotonic() + for_s
-        while (left_s := until - time.monotonic()) > 0:
-            if select.select([self._signalled], [], [], left_s)[0]:
-                for number in set(os.read(self._signalled, 100)) & set(SIGNALS):
-                    leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+        while select.select([self._signalled], [], [], max(0.0, until - time.monotonic()))[0]:
+            for number in set(os.read(self._signalled, 100)) & set(SIGNALS):
+                leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
 
     def _leave_together(self, since: float, limit_s: float) -> None:
         """End this rank where the run's end is recorded, or is to be by this rank."""
@@ -176,11 +175,9 @@ def alive() -> None:
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """While the body runs, which may take long, this rank is doing `what`."""
-    if _watch is None:
-        yield
-        return
-    before = _watch.doing
-    _watch.tell(what)
+    before = _watch.doing if _watch else ""
+    if _watch is not None:
+        _watch.tell(what)
     try:
         yield
     finally:

@@ -45,7 +45,6 @@ def _choose_on_a_rank() -> tuple[dict[str, ChosenKernel], Blocks]:
     """Attention fails on rank 1, the MLP on none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "device_name", lambda device: f"GPU {rank()}")
-        patch.setattr(kernels, "triton_lacks", lambda: "")
         patch.setattr(kernels, "_try", fails_on_rank_1)
         return choose()
 

@@ -51,15 +51,13 @@ def test_processes_of_others_are_named(processes: Path, tmp_path: Path) -> None:
 
 def test_faults_of_a_host(processes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight_rank, "MIN_FREE_GB", 1e9)
-    monkeypatch.setattr(preflight_rank, "triton_lacks", lambda: "no C compiler")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     run_root, tmp, unseen = faults({}, tmp_path / "x")
     assert f"GB free for {tmp_path}, expected" in run_root
     assert "GB free for /tmp, expected" in tmp
     assert unseen == "no GPU can be seen, in spite of SLURM_GPUS_ON_NODE=1"
-    assert [*faults({"GPU-1aa": "H100"}, tmp_path / "x")][2:] == ["no C compiler"]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert len([*faults({"GPU-1aa": "H100"}, tmp_path / "x")]) == 2
+    assert len([*faults({}, tmp_path / "x")]) == 2
 
 
 def test_digest_knows_contents_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

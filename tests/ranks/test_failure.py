@@ -37,6 +37,6 @@ def test_what_a_word_says_and_which_replaces_another(tmp_path: Path, monkeypatch
 def test_nobody_waits_for_what_never_answers() -> None:
     program = "import threading; from clap_ds.ranks.limits import within; within(0.1, threading.Event().wait)"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=180, capture_output=True, text=True)
-    assert "TimeoutError: no answer" in ended.stderr
+    assert "TimeoutError" in ended.stderr
     with pytest.raises(KeyError):
         within(30, {}.popitem)
