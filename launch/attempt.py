@@ -35,7 +35,6 @@ class Ending:
     message: str
     code: int
     hosts: list[str] = field(default_factory=list)
-    lost: bool = False  # SLURM counts them as gone, they aren't merely the first to fail
     is_unclear: bool = False  # no rank has said why, or only that another doesn't answer
 
 
@@ -71,7 +70,7 @@ def ending_of(
         return Ending("terminated", f"stopped by {stopped.name}", 128 + stopped)
     if lost:
         gone = "; ".join(f"{name}: {why}" for name, why in lost.items())
-        return Ending("failed", f"lost {gone}", code or 1, list(lost), lost=True)
+        return Ending("failed", f"lost {gone}", code or 1, list(lost))
     if found is not None and found.kind != "stopped":
         # srun's code is the highest of all ranks', those included that it ended itself.
         code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1

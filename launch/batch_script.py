@@ -89,7 +89,8 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:
-    """Text of the batch script of a job whose folder has its `run.json`; `log` is the output file in SLURM's notation."""
+    """Text of the batch script of a job whose folder has its `run.json` and `site.json`; `log` is the output file in SLURM's
+    notation."""
     site = request.load_site()
     python = shlex.quote(sys.executable if site.container() else site.interpreter())
     threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
@@ -99,7 +100,10 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
         '--deepspeed_config "$folder/run.json"',
         *map(shlex.quote, request.train_options),
     ]
-    start = f'exec {python} -m clap_ds.launch.job --folder "$folder"'
+    options = [f"--spare_nodes={request.spare_nodes}"] * (request.spare_nodes > 0) + [
+        "--until_done"
+    ] * request.until_done
+    start = " ".join([f'exec {python} -m clap_ds.launch.job --folder "$folder"', *options])
     lines = [
         "#!/bin/bash",
         *_header(request, site, nodes, name, log),
@@ -112,7 +116,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
         f"folder={shlex.quote(str(folder))}",
         "",
         f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
-        " \\\n    ".join([start, _job_options(request, site), f"-- {' '.join(words)}"]),
+        f"{start} \\\n    -- {' '.join(words)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -137,20 +141,6 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
     flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
     flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
     return [f"#SBATCH {flag}" for flag in flags]
-
-
-def _job_options(request: Request, site: Site) -> str:
-    options: dict[str, object] = {
-        "launcher": site.launcher or LAUNCHERS[0],
-        "srun_options": shlex.join(site.srun) or None,
-        "cpus_per_task": site.cpus_per_task,
-        "wrapper": shlex.join(site.wrapper) or None,
-        "python": site.interpreter() if site.container() else None,
-        "spare_nodes": request.spare_nodes or None,
-        "requeues": site.requeues,
-    }
-    words = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
-    return " ".join([*words, *["--until_done"] * request.until_done])
 
 
 def _quoted(value: object) -> str:

@@ -1,6 +1,6 @@
 """Runs a command's ranks on the hosts of an allocation, attempt after attempt. The last line of a job script.
 
-    python -m clap_ds.launch.job --folder F --launcher slurm -- clap_ds/bench.py --deepspeed_config C
+    python -m clap_ds.launch.job --folder F -- clap_ds/bench.py --deepspeed_config C
 
 After a host's fault a spare host takes over (`--spare_nodes`), or SLURM starts the job anew without that host. `job.json` in
 the folder says how it went, and so does the run directory.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -26,7 +25,8 @@ from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
-from clap_ds.launch.launchers import LAUNCHERS, Launcher
+from clap_ds.launch.launchers import Launcher
+from clap_ds.launch.sites import Site
 from clap_ds.ranks.distributed import SECRET
 from clap_ds.ranks.hostfile import format_hostfile, read_hostfile
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
@@ -49,9 +49,10 @@ class RunningJob:
         self.attempts = self._earlier_attempts()
         self.stopped: signal.Signals | None = None
         self.began = time.monotonic()
+        self.site = Site(**read_object(self.folder / "site.json"))
         self._launcher().check(self.slots)
         self._recorded: dict[str, Any] = {
-            "job": self.name, "command": arguments.command, "launcher": arguments.launcher, "hosts": self.slots,
+            "job": self.name, "command": arguments.command, "launcher": self._launcher().name, "hosts": self.slots,
             "state": "running", "error": None, "started": _now(), "attempts": self.attempts,
         }  # fmt: skip
 
@@ -90,11 +91,8 @@ class RunningJob:
         return {name: self.slots[name] for name in good[: self.wanted]} if len(good) >= self.wanted else {}
 
     def _launcher(self) -> Launcher:
-        options = self.arguments
-        return Launcher(
-            options.launcher, options.python, shlex.split(options.srun_options), options.cpus_per_task,
-            shlex.split(options.wrapper), f"{self.name}.{len(self.attempts)}",
-        )  # fmt: skip
+        python = self.site.interpreter() if self.site.container() else sys.executable
+        return Launcher(self.site, python, f"{self.name}.{len(self.attempts)}")
 
     def _attempt(self, hosts: dict[str, int]) -> Ending:
         started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
@@ -115,7 +113,7 @@ class RunningJob:
         """Add an attempt."""
         self.attempts.append({
             "hosts": [*hosts], "started": started, "finished": _now(), "state": ending.state, "error": ending.message or None,
-            "at_fault": ending.hosts, "lost": ending.lost, "start": self.start, "requeued": False,
+            "at_fault": ending.hosts, "start": self.start, "requeued": False,
         })  # fmt: skip
 
     # --- the end
@@ -139,9 +137,9 @@ class RunningJob:
             return False
         if self.arguments.until_done and ending.state == "timeout" and ending.code == 0:
             return True
-        done, most = sum(attempt["requeued"] for attempt in self.attempts), self.arguments.requeues
+        done, most = sum(attempt["requeued"] for attempt in self.attempts), self.site.requeues
         if is_mended_without(ending) and done >= most:
-            _say(f"SLURM isn't asked for another start: it was, {done} times of {most} (--requeues)")
+            _say(f"SLURM isn't asked for another start: it was, {done} times of {most} (requeues)")
         return is_mended_without(ending) and done < most
 
     def _start_anew(self) -> None:
@@ -176,15 +174,14 @@ def _now() -> str:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("launch/job.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="of this job: its hostfile, its record, a folder for each attempt")
-    add("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0])
-    add("--srun_options", default="", metavar="WORDS", help="further options of the ranks' step")
-    add("--cpus_per_task", type=whole_number(), help="cores of each rank")
-    add("--python", default=sys.executable, help="of the ranks, where another one than this, as in a container")
-    add("--wrapper", default="", metavar="WORDS", help="before torchrun's Python, such as a container's program")
+    add(
+        "--folder",
+        type=Path,
+        required=True,
+        help="of this job: its site.json and hostfile, its record, a folder for each attempt",
+    )
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
     add("--until_done", action="store_true", help="queue training again when its time is over")
-    add("--requeues", type=whole_number(0), default=0, help="how often SLURM may start it anew after a host's fault")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: the ranks' script and its arguments")
     return parser.parse_args(argv)
 

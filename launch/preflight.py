@@ -88,10 +88,10 @@ def lines(kind: str, findings: Iterator[Finding] | list[Finding]) -> list[str]:
     return [f"{kind}: {some(names)}: {what}" for what, names in places.items()]
 
 
-def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, folder: Path) -> int:
+def ask(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> int:
     """Start the ranks and wait for them; the launcher's exit code. What they say is in the folder."""
     os.environ.update(site.environment)
-    start = Launcher(launcher, site.interpreter(), site.srun, site.cpus_per_task, site.wrapper)
+    start = Launcher(site, site.interpreter())
     start.check(slots)
     (folder / "hostfile").write_text(format_hostfile(slots))
     script = PACKAGE / "measuring" / "preflight_rank.py"
@@ -106,7 +106,7 @@ def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, fold
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(ARRIVE_S)
-            if len(answered(slots, folder)) == sum(slots.values()):
+            if len(answered(folder)) == sum(slots.values()):
                 return process.wait()
         finally:
             process.terminate()  # it ends the ranks
@@ -114,14 +114,14 @@ def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, fold
     return process.returncode
 
 
-def answered(slots: dict[str, int], folder: Path) -> list[Path]:
-    """Files of the ranks that have answered. By name: a network's file system may list a folder as it was."""
-    return [path for rank in range(sum(slots.values())) if (path := folder / f"rank-{rank}.json").exists()]
+def answered(folder: Path) -> list[Path]:
+    """Files of the ranks that have answered, by rank."""
+    return sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem[5:]))
 
 
 def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], list[str]]:
     """Lines of problems, and of what else there is to say, by the answers in the folder."""
-    answers = [read_object(path) for path in answered(slots, folder)]
+    answers = [read_object(path) for path in answered(folder)]
     hosts = [answer["host"] for answer in answers]
     output = (folder / "output").read_text(errors="replace").splitlines()
     said = {found[1]: found[2] for line in output if (found := re.match(r"(?:srun: error: )?(\S+): (.*)", line))}
@@ -152,7 +152,7 @@ def check(arguments: argparse.Namespace) -> int:
     site.root().mkdir(parents=True, exist_ok=True)
     folder, problems = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root())), list[str]()
     try:
-        code = ask(slots, site, site.launcher or LAUNCHERS[0], arguments.megabytes, folder)
+        code = ask(slots, site, arguments.megabytes, folder)
         problems, shown = judge(slots, code, folder)
     finally:
         if not problems:

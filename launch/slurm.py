@@ -101,10 +101,7 @@ def seconds_of(text: str) -> int:
 
 def submit(path: Path) -> str:
     """Have SLURM queue a script; the job's id."""
-    try:
-        return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
-    except UserError as error:
-        raise UserError(f"{error}\n`squeue --me` tells whether SLURM has the job nevertheless") from None
+    return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
 
 
 def refusal(text: str) -> str | None:
@@ -117,7 +114,7 @@ def refusal(text: str) -> str | None:
 
 
 def states_of(ids: Iterable[str]) -> dict[str, str]:
-    """SLURM's state by job id, of one's jobs that its queue or accounting still knows."""
+    """SLURM's state by job id, of one's jobs that it still knows."""
     shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i %T"])
     states = dict(line.split()[:2] for line in shown.splitlines())
     if forgotten := [number for number in ids if number not in states]:

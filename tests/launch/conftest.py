@@ -15,7 +15,6 @@ SCRIPTS = {
             exit 0
         fi
         echo "$*" >> calls
-        if [ -e silent ]; then echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1; fi
         echo $((100 + $(cat calls | wc -l)))""",
     "squeue": "cat queue",
     "sinfo": "case $* in *-N*) cat nodes ;; *) cat partitions ;; esac",
@@ -29,7 +28,7 @@ class FakeSlurm:
     """Its commands' answers are files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo),
     `nodes` (sinfo -N).
 
-    `refuse_test` makes sbatch refuse with its text when it is asked, `silent` lose its answer.
+    `refuse_test` makes sbatch refuse with its text when it is asked.
     """
 
     folder: Path

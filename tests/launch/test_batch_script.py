@@ -66,8 +66,7 @@ export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
 folder=/jobs/one
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
-exec /opt/python -m clap_ds.launch.job --folder "$folder" \\
-    --launcher=slurm --srun_options=--cpu-bind=cores --cpus_per_task=8 --spare_nodes=1 --requeues=1 --until_done \\
+exec /opt/python -m clap_ds.launch.job --folder "$folder" --spare_nodes=1 --until_done \\
     -- clap_ds/train.py --deepspeed_config "$folder/run.json"
 """
     )
@@ -81,7 +80,7 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%j.out"' in text
     hosts, run = _commands(tmp_path, text, SLURM_CPUS_PER_TASK="6")
     assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
-    job = ["--folder", str(folder), "--launcher=torchrun", "--requeues=2"]
+    job = ["--folder", str(folder)]
     command = ["--", "clap_ds/bench.py", "--deepspeed_config", f"{folder}/run.json"]
     assert run[2:] == ["-m", "clap_ds.launch.job", *job, *command]
     with pytest.raises(UserError, match="no backslash"):
@@ -92,7 +91,6 @@ def test_a_container_has_a_python_of_its_own(tmp_path: Path) -> None:
     site = _site(tmp_path, launcher="torchrun", python="python3", wrapper=["apptainer", "exec", "x y.sif"])
     text = script(Request(site, 4, None), 1, "name", "log", tmp_path)
     assert f"exec {shlex.quote(sys.executable)} -m clap_ds.launch.job" in text
-    assert "--launcher=torchrun --wrapper='apptainer exec '\"'\"'x y.sif'\"'\"'' --python=python3 " in text
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
         (path / "__init__.py").touch()
     (package / "runner.py").write_text(RUNNER)
     (tmp_path / "hostfile").write_text(f"{HERE} slots=2\n")
+    (tmp_path / "site.json").write_text("{}")
     (tmp_path / "stub" / "srun").touch(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     own = {"PATH": f"{tmp_path}/stub:{kept['PATH']}", "PYTHONPATH": f"{tmp_path}/stub:{ROOT}"}
@@ -79,11 +80,12 @@ def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _job(folder: Path, hosts: int, *options: str) -> RunningJob:
     """A job on n1, n2, … that hasn't begun."""
     (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
+    (folder / "site.json").write_text('{"requeues": 1}')
     words = ["--folder", str(folder), *options, "--", "bench.py"]
     return RunningJob(parse_arguments(words))
 
 
-LOST = Ending("failed", "lost n2: down*", 1, ["n2"], lost=True)
+LOST = Ending("failed", "lost n2: down*", 1, ["n2"])
 
 
 @pytest.mark.usefixtures("srun")
@@ -121,6 +123,6 @@ def test_when_slurm_is_asked_for_another_start(
     asks: bool,
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job = _job(tmp_path, 2, "--requeues", "1", "--until_done")
+    job = _job(tmp_path, 2, "--until_done")
     job.attempts, job.stopped = [{"requeued": True}] * requeued, stopped
     assert job.asks_for_another_start(ending) == asks
