@@ -50,7 +50,6 @@ class RunningJob:
         self.stopped: signal.Signals | None = None
         self.began = time.monotonic()
         self.site = Site(**read_object(self.folder / "site.json"))
-        self._launcher().check(self.slots)
         self._recorded: dict[str, Any] = {
             "job": self.name, "command": arguments.command, "launcher": self._launcher().name, "hosts": self.slots,
             "state": "running", "error": None, "started": _now(), "attempts": self.attempts,

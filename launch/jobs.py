@@ -104,8 +104,6 @@ class Jobs:
         notes = [check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
         for note in filter(None, dict.fromkeys(notes)):
             print(f"note: sbatch: {note}")
-        if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
-            print("note: cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one")
         runs = [str(self.folder / job.folder / "run.json") for job in jobs]
         print(f"python: {check_environment(site, runs, train=self.request.train)}")
 

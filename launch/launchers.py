@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clap_ds.config.errors import UserError
 from clap_ds.config.places import PACKAGE
 
 if TYPE_CHECKING:
@@ -28,13 +26,6 @@ class Launcher:
     @property
     def name(self) -> str:
         return self.site.launcher or LAUNCHERS[0]
-
-    def check(self, slots: Mapping[str, int]) -> None:
-        """Raises UserError where there is no srun, or hosts have different numbers of ranks."""
-        if shutil.which("srun") is None:
-            raise UserError(f"launcher {self.name}: srun isn't installed on {os.uname().nodename}")
-        if len({*slots.values()}) > 1:
-            raise UserError(f"launcher {self.name} starts as many ranks on every host, found {dict(slots)}")
 
     def command(self, slots: Mapping[str, int], hostfile: Path, port: int, words: Sequence[str]) -> list[str]:
         """Command line that runs `words`, a script and its arguments, in every slot of these hosts."""
