@@ -1,4 +1,4 @@
-"""One attempt of a run: the launcher from its start to its end, and how that was, by what ranks and SLURM left behind."""
+"""One attempt of a run: the launcher from its start to its end, and how that was."""
 
 from __future__ import annotations
 
@@ -93,7 +93,6 @@ def run_attempt(
 
     Args:
         hosts: ranks by host; the folder has their hostfile, and gets what ranks leave.
-        words: the ranks' script and its arguments.
         stopped: which signal this job was sent, if any; it reaches the ranks.
     """
     command = launcher.command(hosts, folder / "hostfile", free_port(), words)

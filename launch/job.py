@@ -137,19 +137,15 @@ class RunningJob:
         if self.arguments.until_done and ending.state == "timeout" and ending.code == 0:
             return True
         done, most = sum(attempt["requeued"] for attempt in self.attempts), self.site.requeues
-        if is_mended_without(ending) and done >= most:
-            _say(f"SLURM isn't asked for another start: it was, {done} times of {most} (requeues)")
         return is_mended_without(ending) and done < most
 
     def _start_anew(self) -> None:
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)  # SLURM ends this job before it starts it again
         without = self.excluded()
-        _say(" without ".join(["SLURM is asked to start this job again", *filter(None, [", ".join(without)])]))
+        _say(f"SLURM is asked to start this job again{' without ' * bool(without)}{', '.join(without)}")
         if problem := slurm.requeue(without):
             _say(f"warning: {problem}")
-            self.attempts[-1]["requeued"] = False
-            self._record()
 
     def _record(self, **fields: object) -> None:
         """Merge fields into `job.json`."""

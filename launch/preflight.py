@@ -2,8 +2,7 @@
 
     python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 308]
 
-Starts `clap_ds/measuring/preflight_rank.py` on all hosts as a run would be: every host says what it has, then all ranks
-all-reduce a buffer of the gradient's size, check the sum, and measure links and arithmetic.
+Starts `clap_ds/measuring/preflight_rank.py` on all hosts as a run would be.
 """
 
 from __future__ import annotations
@@ -68,9 +67,8 @@ def odd_hosts(hosts: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding
 
 def slow_ones(measured: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Finding]:
     """Links and hosts far below the median rate; `hosts` of every rank."""
-    links = {
-        f"{hosts[first]}–{hosts[second]}": rate for rank in measured["ranks"] for first, second, rate in rank["links"]
-    }
+    found = [link for rank in measured["ranks"] for link in rank["links"]]
+    links = {f"{hosts[first]}–{hosts[second]}": rate for first, second, rate in found}
     compute: dict[str, float] = {}
     for host, rank in zip(hosts, measured["ranks"], strict=True):
         compute[host] = min(rank["tflops"], compute.get(host, rank["tflops"]))

@@ -21,7 +21,6 @@ from clap_ds.ranks.failure import leave_word
 from clap_ds.record.directory import RunDirectory, State
 from clap_ds.record.hardware import peak_memory_bytes
 
-FAILED = 1
 STOP_SIGNALS = watch.SIGNALS
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _LESS_MEMORY = (
@@ -56,7 +55,7 @@ class Ending(NamedTuple):
     kind: str
     word: str
     said: str | None
-    code: int = FAILED
+    code: int = 1
 
 
 def ending_of(error: BaseException, rank: int, what: str) -> Ending:
@@ -112,10 +111,7 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
         leave_word(end.kind, end.word, end.code)
         if ranks.is_first or not isinstance(error, Interrupted | NonFiniteError):  # which are every rank's
             record.finish(end.state, end.error)
-            if end.said is None:
-                traceback.print_exc()
-            else:
-                print(end.said, file=sys.stderr, flush=True)
+            print(end.said or traceback.format_exc(), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):
             dist.barrier()  # every rank is here; a launcher would end rank 0 before it has spoken if another left
         distributed.leave(end.code)

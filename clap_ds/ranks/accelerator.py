@@ -22,11 +22,8 @@ CORES = len(os.sched_getaffinity(0))  # that this process may use
 
 
 def choose_accelerator() -> str:
-    """`cuda` or `cpu`, for this process and for DeepSpeed, which chooses while it is imported.
-
-    Raises:
-        UserError: there is a GPU for this process, nobody asked for the CPUs, and torch can't use it.
-    """
+    """`cuda` or `cpu`, for this process and for DeepSpeed, which chooses while it is imported; a UserError where there is a GPU
+    for this process, nobody asked for the CPUs, and torch can't use it."""
     asked = os.environ.get("DS_ACCELERATOR", "")
     if asked == "cpu":
         return "cpu"

@@ -141,13 +141,10 @@ def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
 def initialize(
     ranks: Ranks, *, compile_cpu_collective: bool, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
 ) -> torch.device:
-    """Join the process group and choose this rank's device.
+    """Join the process group and choose this rank's device; a UserError where it has none, or the port to meet at is taken.
 
     Args:
         compile_cpu_collective: have DeepSpeed compile its shared-memory collective for CPU ranks (a minute at first use).
-
-    Raises:
-        UserError: the host has fewer GPUs than local ranks, or one that torch can't use; or the port to meet at is taken.
     """
     device = choose_device(ranks.rank, ranks.local_rank)
 
@@ -188,8 +185,7 @@ def prepare_debugging(settings: DebugSettings) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what it is given back: glibc returns every large block to the kernel, which then clears it again
-    page by page for each new tensor, a seventh of a training step on a CPU."""
+    """Have glibc keep large blocks: the kernel would clear each anew, page by page, a seventh of a training step on a CPU."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         mallopt(m_trim_threshold, 2**31 - 1)
@@ -202,8 +198,8 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
-    """Run a command's main function. User errors become one message, of rank 0 where it can give it, and exit code 2. Of what
-    ends it, the rank leaves a word."""
+    """Run a command's main function, and leave a word of what ends it. User errors become one message, of rank 0 where it can
+    give it, and exit code 2."""
     try:
         ranks = Ranks.from_environment()
         if ranks.job_folder is not None:

@@ -46,7 +46,7 @@ def meet(
     Args:
         hosts: of every rank, where that is known.
         device: this rank's GPU, to which NCCL is bound and connects at once, not in the first collective.
-        run: the same on all ranks, and another one in other runs, which may start at once on one port.
+        run: the same on all ranks, and another one in other runs.
 
     Raises:
         UnreachableError: on every rank that is there, when another doesn't come in time.
@@ -79,13 +79,8 @@ def meet(
 
 
 def _listener(address: str, port: int, world_size: int) -> int | None:
-    """A socket that listens where the ranks are to meet, and nowhere else; None where torch is to listen on all of this host's
-    addresses: the name may stand for another one here than it does for others.
-
-    Raises:
-        AgreedError: the address isn't one of this host's.
-        OSError: the port is taken.
-    """
+    """A socket that listens where the ranks are to meet, and nowhere else; None where torch is to listen on all addresses: the
+    name may stand for another one here than it does for others. Raises AgreedError where it is another host's, or OSError."""
     of_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     for family, _, _, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         if ipaddress.ip_address(place[0]).is_loopback and of_this_host != str(world_size):

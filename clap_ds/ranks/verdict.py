@@ -95,7 +95,7 @@ class Stacks:
 
     @property
     def where(self) -> str:
-        for file, line, function in self.frames:
+        for file, line, function in self.frames[:1]:
             return f"in {function} ({file.rpartition('/')[2]}:{line})"
         return "gives no answer: it is stopped or gone"
 
@@ -116,13 +116,8 @@ def read_stacks(run_directory: Path) -> list[Stacks]:
 
 
 def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> Verdict | None:
-    """The first cause, None where nobody left anything.
-
-    Args:
-        run_directory: where ranks that have one leave their words and stacks.
-        job_folder: where they leave their words before.
-        hosts: of every rank, where that is known.
-    """
+    """The first cause, None where nobody left anything: in a job's folder before ranks have a run directory. `hosts` are of
+    every rank, where that is known."""
     words = [word for folder in (job_folder, run_directory) if folder for word in read_words(folder)]
     files = read_stacks(run_directory) if run_directory else []
     causes = [_of_word(word, hosts) for word in sorted(words, key=lambda word: word.rank)]

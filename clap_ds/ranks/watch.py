@@ -1,8 +1,8 @@
 """Each rank watches itself: one that makes no step for too long writes its stacks, and the run ends saying who held it up.
 
-faulthandler's own thread writes them, Python's lock held or not; a rank that is stopped writes none. A thread of this module
-sees to the end: of the ranks that stand still, the lowest judges (`clap_ds.ranks.verdict`) and records why; then all leave. It
-also leaves a word of a signal that comes while the main thread is inside a library. Standard library only.
+faulthandler's own thread writes them, Python's lock held or not. A thread of this module sees to the end: of the ranks that
+stand still, the lowest judges and records why; then all leave. It also leaves a word of signals that come while the main
+thread is inside a library. Standard library only.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Watch:
         self.path = run_directory / STACKS / f"rank{rank}.txt"
         self.path.parent.mkdir(exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._steps, self._last_step = 0, 0.0  # 0: something else is done before the next one
-        self._longest_s = 0.0
+        self._steps, self._longest_s = 0, 0.0
+        self._last_step = 0.0  # 0: something else is done before the next one
         self.armed = (time.monotonic(), math.inf)
         self._others_busy = 0.0  # when another rank last was
         self.doing = ""
@@ -138,13 +138,13 @@ class Watch:
                 os._exit(1)
 
     def _speak(self) -> None:
-        verdict = judge(self._run, None, ())
-        message = verdict.message if verdict else "no step, and no stacks"
-        if verdict and verdict.kind == STALL:
+        if not (verdict := judge(self._run, None, ())):
+            return
+        if verdict.kind == STALL:
             # What is judged now stays: a rank that was stopped may write its stacks when the others have left.
-            leave_word(STALL, message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
-        RunDirectory(self._run).finish("failed", message)
-        print(f"error: {message}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
+            leave_word(STALL, verdict.message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
+        RunDirectory(self._run).finish("failed", verdict.message)
+        print(f"error: {verdict.message}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
 
 
 _watch: Watch | None = None  # a process is one rank
