@@ -54,7 +54,7 @@ def main(ranks: Ranks) -> None:
 def code_digest() -> str:
     """Hash the package's Python files and presets, names included."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json")):
+    for path in sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json") and path.is_file()):
         digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 

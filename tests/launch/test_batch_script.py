@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -82,12 +81,6 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     job = ["--folder", str(folder), "--spare_nodes=0"]
     command = ["--", "clap_ds/bench.py", "--deepspeed_config", f"{folder}/run.json"]
     assert run[2:] == ["-m", "clap_ds.launch.job", *job, *command]
-
-
-def test_a_container_has_a_python_of_its_own(tmp_path: Path) -> None:
-    site = _site(tmp_path, launcher="torchrun", python="python3", wrapper=["apptainer", "exec", "x y.sif"])
-    text = script(Request(site, 4, None), 1, "name", "log", tmp_path)
-    assert f"exec {shlex.quote(sys.executable)} -m clap_ds.launch.job" in text
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,6 @@ def test_everything_of_the_site_is_in_the_script(
         ({"python": "/bin/true"}, "", {}, "python: /bin/true can't run this package"),
         ({}, "--until_done", {}, "are for training: give --train, too"),
         ({}, "--train", {}, "clap.train: missing samples or epochs"),
-        ({}, "--time soon", {}, "'soon': expected a SLURM time"),
         ({"partition": "cpu"}, "", {}, "give --gpus"),
         ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "sbatch would refuse it: Invalid qos"),
     ],

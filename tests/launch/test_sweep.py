@@ -123,9 +123,7 @@ def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
         ({"state": "completed"}, None, None, True, ("completed", "")),  # its id was lost
         ({"state": "running"}, "7", "RUNNING", True, ("running", "running", True)),
         ({"state": "timeout"}, "7", "PENDING", True, ("init", "pending", True)),  # queued again
-        ({"state": "running"}, "7", "COMPLETING", True, ("running", "completing", True)),
         ({}, None, None, False, ("init", "not submitted")),
-        ({"state": "running"}, "7", "NODE_FAIL", True, ("failed", "SLURM: NODE_FAIL; see LOG")),
         ({"state": "running"}, "7", "TIMEOUT", True, ("timeout", "SLURM: TIMEOUT; see LOG")),
         ({"state": "running"}, "7", None, True, ("failed", "SLURM: no longer known; see LOG")),
     ],

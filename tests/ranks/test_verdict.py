@@ -77,14 +77,10 @@ READS = ("read /x/clap_ds/data/tar_items.py", "_receive /x/clap_ds/data/shards.p
         ((), 100, [GLOO], [5]),  # stopped: it writes nothing
         (READS, 101, [GLOO], [5]),
         (READS, 101, [GLOO, GLOO, ASKS], [5]),
-        (GLOO, 100, [GLOO], [5]),
         (GLOO, 101, [GLOO], []),
         (WORKER, 100, [FORWARD], [5]),
-        (WORKER, 100, [BACKWARD], [5]),
         (WORKER, 100, [AT_AN_END], [5]),
-        (READS, 100, [FORWARD], [5]),
         (READS, 100, [AT_AN_END, FORWARD, FORWARD], [5]),
-        (READS, 100, [FORWARD, FORWARD, LAUNCH], [5]),
         # With accumulation all are in the same step.
         (WORKER, 101, [FORWARD, BACKWARD], [5]),
         (READS, 101, [AT_AN_END, FORWARD, LAUNCH], [5]),
@@ -104,14 +100,6 @@ def test_who_holds_15_others_on_4_hosts_up(
     assert verdict is not None
     assert (verdict.kind, verdict.ranks, verdict.hosts) == (STALL, blamed, ["n1"] * len(blamed))
     assert verdict.message.startswith("no step for 60 s: ")
-
-
-def test_of_those_a_step_behind_the_one_that_waits_for_nobody_counts(left: Left) -> None:
-    for rank, (frames, step) in enumerate([(FORWARD, 6), (FORWARD, 7), (READS, 6), (FORWARD, 7)]):
-        left.stacks(rank, TIMEOUT + _thread(*frames), step)
-    verdict = left.verdict()
-    assert verdict is not None
-    assert (verdict.ranks, verdict.hosts) == ([2], ["n2"])
 
 
 EIO = "OSError: [Errno 5] Input/output error: '/data/1.tar'"
@@ -179,12 +167,9 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
     [
         ("RuntimeError: NCCL error: unhandled system error", True),
         ("RuntimeError: CUDA error: unspecified launch failure", True),
-        ("RuntimeError: uncorrectable ECC error encountered", True),
         ("OSError: [Errno 116] Stale file handle", True),
         ("a data worker (process 7) was ended by SIGKILL", True),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", False),
-        ("[NCCL watchdog] terminated with exception: CUDA error: misaligned address", False),
-        ("RuntimeError: CUDA error: invalid configuration argument", False),
         ("KeyError: 'XidNumber'", False),
     ],
 )
