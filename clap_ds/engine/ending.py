@@ -47,14 +47,13 @@ class Interrupted(BaseException):
 
 
 class Ending(NamedTuple):
-    """Of a run that didn't complete: its state and the error in its summary, kind and text of this rank's last word, and what
-    it says on the terminal; None: the traceback."""
+    """Of a run that didn't complete."""
 
     state: State
-    error: str
-    kind: str
+    error: str  # in its summary
+    kind: str  # of this rank's last word
     word: str
-    said: str | None
+    said: str | None  # on the terminal; None: the traceback
     code: int = 1
 
 
@@ -91,8 +90,9 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
     def interrupt(number: int, frame: FrameType | None) -> None:
         _ignore_signals()  # the first one counts; recording its end must not be interrupted
         stop = Interrupted(number)
-        # By every rank: to one that is signalled a moment later, the others' end would look like a failure.
-        record.finish(stop.state, f"stopped by {stop}")
+        record.finish(
+            stop.state, f"stopped by {stop}"
+        )  # by every rank: to a later one the others' end looks like a failure
         raise stop
 
     previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}

@@ -85,8 +85,8 @@ class Ranks:
         if self.job_folder is not None:
             with contextlib.suppress(OSError):  # of what starts ranks without one, such as preflight
                 secret = (self.job_folder / SECRET).read_text()
-        of_slurm = [os.environ.get(f"SLURM_{name}_ID", "") for name in ("JOB", "STEP")]
-        return f"{secret}{self.job_folder} {'.'.join(of_slurm)} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+        ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
+        return " ".join([f"{secret}{self.job_folder}", *(os.environ.get(name, "") for name in ids)])
 
 
 def _adopt_slurm_step() -> tuple[str, ...]:
