@@ -1,4 +1,4 @@
-"""Plans, submission, states and what is missing, with SLURM's commands played by small scripts; what records say of a job."""
+"""Plans, submission, states and what is missing, with SLURM's commands played by small scripts."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.jobs import Jobs, standing_of
+from clap_ds.launch.jobs import Jobs
 from clap_ds.launch.sweep import main
 from tests.conftest import micro_run
 from tests.launch.conftest import FakeSlurm
@@ -114,26 +114,3 @@ def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
             options = (f"time=00:{minutes}:00", f"nodes={nodes}", "cpus-per-task=72", "gres=gpu:4", "signal=USR1@60")
             assert {f"#SBATCH --{option}" for option in options} <= lines
             assert run["clap"]["output"] == {"root": str(tmp_path / "sweep" / "runs"), "label": name}
-
-
-@pytest.mark.parametrize(
-    ("record", "slurm_id", "slurm_state", "logged", "expected"),
-    [
-        ({"state": "failed", "error": "why"}, "7", "FAILED", True, ("failed", "why")),
-        ({"state": "completed"}, None, None, True, ("completed", "")),  # its id was lost
-        ({"state": "running"}, "7", "RUNNING", True, ("running", "running", True)),
-        ({"state": "timeout"}, "7", "PENDING", True, ("init", "pending", True)),  # queued again
-        ({}, None, None, False, ("init", "not submitted")),
-        ({"state": "running"}, "7", "TIMEOUT", True, ("timeout", "SLURM: TIMEOUT; see LOG")),
-        ({"state": "running"}, "7", None, True, ("failed", "SLURM: no longer known; see LOG")),
-    ],
-)
-def test_what_became_of_a_job(
-    tmp_path: Path, record: dict[str, str], slurm_id: str | None, slurm_state: str | None, logged: bool,
-    expected: tuple[str, ...],
-) -> None:  # fmt: skip
-    (tmp_path / "job.json").write_text(json.dumps(record) if record else "{")
-    log = tmp_path / "log"
-    log.write_text("") if logged else None
-    state, note, is_under_way = standing_of(tmp_path, slurm_id, slurm_state, log)
-    assert (state, note.replace(str(log), "LOG"), *[True] * is_under_way) == expected
