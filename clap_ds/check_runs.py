@@ -18,7 +18,6 @@ from pathlib import Path
 
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import version as version
-from clap_ds.ranks.accelerator import find_gpu, triton_lacks
 
 PACKAGES = (
     "torch", "torchaudio", "deepspeed", "transformers", "huggingface_hub", "tokenizers", "safetensors", "pydantic",
@@ -62,7 +61,7 @@ def main() -> None:
     parser.add_argument("--train", action="store_true", help="what training needs besides, too")
     arguments = parser.parse_args()
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
-    print("clap-check", json.dumps({**versions, "lacks": find_gpu() and triton_lacks()}), flush=True)
+    print("clap-check", json.dumps(versions), flush=True)
     if lack := missing(PACKAGES):
         raise UserError(f"{lack}: `make setup` makes .venv, which has all, or name another python in the site file")
     if arguments.files:

@@ -1,4 +1,4 @@
-"""One attempt of a run: the launcher from its start to its end, and how that was, by what ranks and SLURM left behind."""
+"""One attempt of a run: the launcher from its start to its end, and how that was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,6 @@ class Ending:
     message: str
     code: int
     hosts: list[str] = field(default_factory=list)
-    lost: bool = False  # SLURM counts them as gone, they aren't merely the first to fail
     is_unclear: bool = False  # no rank has said why, or only that another doesn't answer
 
 
@@ -58,11 +56,7 @@ def ending_of(
         lost: hosts that SLURM counts as down, with its word for it.
     """
     run = run_directory_of(folder)
-    summary: dict[str, Any] = {}
-    try:
-        summary |= run.summary() if run else {}
-    except (OSError, ValueError) as problem:
-        summary |= {"state": "failed", "error": f"the run's summary.json can't be read: {problem}"}
+    summary: dict[str, Any] = {**(run.summary() if run else {})}
     state, error = summary.get("state"), summary.get("error")
     found = judge(run.path if run else None, folder, hosts)
     if code == 0 and (state == "completed" or (run is None and found is None)) and stopped is None:
@@ -76,7 +70,7 @@ def ending_of(
         return Ending("terminated", f"stopped by {stopped.name}", 128 + stopped)
     if lost:
         gone = "; ".join(f"{name}: {why}" for name, why in lost.items())
-        return Ending("failed", f"lost {gone}", code or 1, list(lost), lost=True)
+        return Ending("failed", f"lost {gone}", code or 1, list(lost))
     if found is not None and found.kind != "stopped":
         # srun's code is the highest of all ranks', those included that it ended itself.
         code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
@@ -99,7 +93,6 @@ def run_attempt(
 
     Args:
         hosts: ranks by host; the folder has their hostfile, and gets what ranks leave.
-        words: the ranks' script and its arguments.
         stopped: which signal this job was sent, if any; it reaches the ranks.
     """
     command = launcher.command(hosts, folder / "hostfile", free_port(), words)
@@ -111,7 +104,10 @@ def run_attempt(
     ending = ending_of(code, folder, ranks, stopped(), slurm.lost_nodes([*hosts]) if in_job else {})
     if in_job and ending.is_unclear and (silent := slurm.silent_nodes([*hosts])):
         ending = ending_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"))
-    _complete_record(run_directory_of(folder), ending, knows_more=stopped() is None and ending.state == "failed")
+    if run := run_directory_of(folder):  # its ranks couldn't always say how it ended, or not as well
+        run.finish(ending.state, ending.message or None)
+        if run.summary().get("state") != ending.state or (stopped() is None and ending.state == "failed"):
+            run.update_summary(state=ending.state, error=ending.message or None)
     return ending
 
 
@@ -145,14 +141,3 @@ def _group_lives(group: int) -> bool:
         os.killpg(group, 0)
         return True
     return False
-
-
-def _complete_record(run: RunDirectory | None, ending: Ending, knows_more: bool) -> None:
-    """Have the run directory say how the run ended, where its ranks couldn't."""
-    try:
-        if run is not None:
-            run.finish(ending.state, ending.message or None)
-            if knows_more or run.summary().get("state") != ending.state:
-                run.update_summary(state=ending.state, error=ending.message or None)
-    except (OSError, ValueError) as error:  # the job's own record and exit code tell how it ended
-        print(f"warning: {error}", file=sys.stderr, flush=True)

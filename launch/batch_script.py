@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import shlex
 import sys
@@ -16,7 +15,7 @@ from clap_ds.config.places import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.sites import LAUNCHERS, Site, load_site
 
-TRAINING_TIME, TRAINING_WARNING_S = "1-00:00:00", 300
+TRAINING_TIME = "1-00:00:00"
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,9 @@ class Request:
 
     def warning_s(self, site: Site, nodes: int) -> int:
         """Seconds before the limit at which the run is signalled, at most half of it; training has to save."""
-        usual = TRAINING_WARNING_S if self.train else site.warning_s
-        return min(usual, -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 30)  # SLURM counts in minutes
+        return min(
+            300 if self.train else 60, -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 30
+        )  # SLURM counts in minutes
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
@@ -69,9 +69,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 def request_of(arguments: argparse.Namespace) -> Request:
     """The request of a command's options; a UserError where they don't fit together, or nobody tells the number of GPUs."""
     site = load_site(arguments.site, arguments.launcher)
-    nodes: list[tuple[int, str | None]] = []
-    with contextlib.suppress(UserError):  # no SLURM here
-        nodes = slurm.partition_nodes(site.partition)
+    nodes = slurm.partition_nodes(site.partition)
     shown = max((gpus for gpus, _ in nodes), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
@@ -91,17 +89,14 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:
-    """Text of the batch script of a job whose folder has its `run.json`; `log` is the output file in SLURM's notation."""
+    """Text of the batch script of a job whose folder has its `run.json` and `site.json`; `log` is the output file in SLURM's
+    notation."""
     site = request.load_site()
     python = shlex.quote(sys.executable if site.container() else site.interpreter())
     threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
     command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
-    words = [
-        shlex.quote(str(command)),
-        '--deepspeed_config "$folder/run.json"',
-        *map(shlex.quote, request.train_options),
-    ]
-    start = f'exec {python} -m clap_ds.launch.job --folder "$folder"'
+    words = [shlex.quote(str(command)), '--deepspeed_config "$folder/run.json"', shlex.join(request.train_options)]
+    options = f"--spare_nodes={request.spare_nodes}" + " --until_done" * request.until_done
     lines = [
         "#!/bin/bash",
         *_header(request, site, nodes, name, log),
@@ -114,7 +109,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
         f"folder={shlex.quote(str(folder))}",
         "",
         f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
-        " \\\n    ".join([start, _job_options(request, site), f"-- {' '.join(words)}"]),
+        f'exec {python} -m clap_ds.launch.job --folder "$folder" {options} \\\n    -- {" ".join(words).strip()}',
     ]
     return "\n".join(lines) + "\n"
 
@@ -141,24 +136,7 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
     return [f"#SBATCH {flag}" for flag in flags]
 
 
-def _job_options(request: Request, site: Site) -> str:
-    options: dict[str, object] = {
-        "launcher": site.launcher or LAUNCHERS[0],
-        "srun_options": shlex.join(site.srun) or None,
-        "cpu_bind": site.cpu_bind,
-        "cpus_per_task": site.cpus_per_task,
-        "wrapper": shlex.join(site.wrapper) or None,
-        "python": site.interpreter() if site.container() else None,
-        "spare_nodes": request.spare_nodes or None,
-        "requeues": site.requeues,
-    }
-    words = [f"--{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None]
-    return " ".join([*words, *["--until_done"] * request.until_done])
-
-
 def _quoted(value: object) -> str:
     """A value on an #SBATCH line, where sbatch splits words but knows quotes."""
     text = str(value)
-    if "\n" in text or "\\" in text:
-        raise UserError(f"{text!r}: sbatch takes no backslash and no line end")
     return '"' + text.replace('"', '\\"') + '"' if re.search(r"[\s'\"#]", text) else text

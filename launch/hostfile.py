@@ -15,20 +15,14 @@ if not __package__:  # run as a file, by any Python
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.ranks.hostfile import expand, format_hostfile, hosts_from_slurm, slots_from_slurm
-
-
-def allocated_hosts(slots: int | None) -> dict[str, int]:
-    """Ranks by host of the allocation, so many on each where that is given."""
-    hosts = hosts_from_slurm(os.environ)
-    return dict(zip(hosts, slots_from_slurm(os.environ, len(hosts), slots), strict=True))
+from clap_ds.ranks.hostfile import expand, format_hostfile, slots_from_slurm
 
 
 def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
     """Write the hostfile, or print it."""
     if nodelist is not None and slots is None:
         raise ValueError("--nodelist needs --slots: SLURM's environment isn't about these hosts")
-    hosts = allocated_hosts(slots) if nodelist is None or slots is None else dict.fromkeys(expand(nodelist), slots)
+    hosts = dict.fromkeys(expand(nodelist), slots or 0) if nodelist is not None else slots_from_slurm(os.environ, slots)
     if output:
         write_atomically(output, format_hostfile(hosts))
     else:

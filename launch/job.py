@@ -1,6 +1,6 @@
 """Runs a command's ranks on the hosts of an allocation, attempt after attempt. The last line of a job script.
 
-    python -m clap_ds.launch.job --folder F --launcher slurm -- clap_ds/bench.py --deepspeed_config C
+    python -m clap_ds.launch.job --folder F -- clap_ds/bench.py --deepspeed_config C
 
 After a host's fault a spare host takes over (`--spare_nodes`), or SLURM starts the job anew without that host. `job.json` in
 the folder says how it went, and so does the run directory.
@@ -9,9 +9,7 @@ the folder says how it went, and so does the run directory.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -27,11 +25,11 @@ from clap_ds.config.errors import UserError, exit_code_of
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
-from clap_ds.launch.launchers import LAUNCHERS, Launcher
+from clap_ds.launch.launchers import Launcher
+from clap_ds.launch.sites import Site
 from clap_ds.ranks.distributed import SECRET
 from clap_ds.ranks.hostfile import format_hostfile, read_hostfile
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
-from clap_ds.record.lock import FolderLock
 
 CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -46,16 +44,14 @@ class RunningJob:
         self.wanted = len(self.slots) - arguments.spare_nodes
         if self.wanted < 1:
             raise UserError(f"--spare_nodes {arguments.spare_nodes}: the allocation has {len(self.slots)} hosts")
-        # Two runs in one allocation have a folder each.
-        digest = hashlib.sha256(str(self.folder).encode()).hexdigest()[:8]
-        self.name = f"{slurm.job_id() or f'p{os.getpid()}'}.{digest}"
+        self.name = slurm.job_id() or f"p{os.getpid()}"
         self.start = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.attempts = self._earlier_attempts()
         self.stopped: signal.Signals | None = None
         self.began = time.monotonic()
-        self._launcher().check(self.slots)
+        self.site = Site(**read_object(self.folder / "site.json"))
         self._recorded: dict[str, Any] = {
-            "job": self.name, "command": arguments.command, "launcher": arguments.launcher, "hosts": self.slots,
+            "job": self.name, "command": arguments.command, "launcher": self._launcher().name, "hosts": self.slots,
             "state": "running", "error": None, "started": _now(), "attempts": self.attempts,
         }  # fmt: skip
 
@@ -67,21 +63,16 @@ class RunningJob:
 
     def run(self) -> int:
         """Run it; the job's exit code."""
-        lock = FolderLock(self.folder)
-        lock.acquire()
         for number in STOPS:
             signal.signal(number, self._hear)
-        try:
-            self._record()
-            hosts = self.choose_hosts()
-            while True:
-                ending = self._attempt(hosts)
-                hosts = self.choose_hosts() if is_mended_without(ending) and not self.stopped else {}
-                if not hosts:
-                    return self._finish(ending)
-                _say(f"error: {ending.message}\nstarting again without {', '.join(ending.hosts)}")
-        finally:
-            lock.release()
+        self._record()
+        hosts = self.choose_hosts()
+        while True:
+            ending = self._attempt(hosts)
+            hosts = self.choose_hosts() if is_mended_without(ending) and not self.stopped else {}
+            if not hosts:
+                return self._finish(ending)
+            _say(f"error: {ending.message}\nstarting again without {', '.join(ending.hosts)}")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.stopped = self.stopped or signal.Signals(number)
@@ -99,11 +90,8 @@ class RunningJob:
         return {name: self.slots[name] for name in good[: self.wanted]} if len(good) >= self.wanted else {}
 
     def _launcher(self) -> Launcher:
-        options = self.arguments
-        return Launcher(
-            options.launcher, options.python, shlex.split(options.srun_options), options.cpu_bind, options.cpus_per_task,
-            shlex.split(options.wrapper), f"{self.name}.{len(self.attempts)}",
-        )  # fmt: skip
+        python = self.site.interpreter() if self.site.container() else sys.executable
+        return Launcher(self.site, python, f"{self.name}.{len(self.attempts)}")
 
     def _attempt(self, hosts: dict[str, int]) -> Ending:
         started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
@@ -124,7 +112,7 @@ class RunningJob:
         """Add an attempt."""
         self.attempts.append({
             "hosts": [*hosts], "started": started, "finished": _now(), "state": ending.state, "error": ending.message or None,
-            "at_fault": ending.hosts, "lost": ending.lost, "start": self.start, "requeued": False,
+            "at_fault": ending.hosts, "start": self.start, "requeued": False,
         })  # fmt: skip
 
     # --- the end
@@ -148,25 +136,20 @@ class RunningJob:
             return False
         if self.arguments.until_done and ending.state == "timeout" and ending.code == 0:
             return True
-        done, most = sum(attempt["requeued"] for attempt in self.attempts), self.arguments.requeues
-        if is_mended_without(ending) and done >= most:
-            _say(f"SLURM isn't asked for another start: it was, {done} times of {most} (--requeues)")
+        done, most = sum(attempt["requeued"] for attempt in self.attempts), self.site.requeues
         return is_mended_without(ending) and done < most
 
     def _start_anew(self) -> None:
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)  # SLURM ends this job before it starts it again
         without = self.excluded()
-        _say(" without ".join(["SLURM is asked to start this job again", *filter(None, [", ".join(without)])]))
+        _say(f"SLURM is asked to start this job again{' without ' * bool(without)}{', '.join(without)}")
         if problem := slurm.requeue(without):
             _say(f"warning: {problem}")
-            self.attempts[-1]["requeued"] = False
-            self._record()
 
     def _record(self, **fields: object) -> None:
         """Merge fields into `job.json`."""
         self._recorded.update(fields)
-        self.folder.mkdir(parents=True, exist_ok=True)
         RunDirectory(self.folder).write_json("job.json", self._recorded)
 
 
@@ -186,16 +169,14 @@ def _now() -> str:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("launch/job.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="of this job: its hostfile, its record, a folder for each attempt")
-    add("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0])
-    add("--srun_options", default="", metavar="WORDS", help="further options of the ranks' step")
-    add("--cpu_bind", help="how ranks are bound to cores, in srun's words")
-    add("--cpus_per_task", type=whole_number(), help="cores of each rank")
-    add("--python", default=sys.executable, help="of the ranks, where another one than this, as in a container")
-    add("--wrapper", default="", metavar="WORDS", help="before torchrun's Python, such as a container's program")
+    add(
+        "--folder",
+        type=Path,
+        required=True,
+        help="of this job: its site.json and hostfile, its record, a folder for each attempt",
+    )
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
     add("--until_done", action="store_true", help="queue training again when its time is over")
-    add("--requeues", type=whole_number(0), default=0, help="how often SLURM may start it anew after a host's fault")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: the ranks' script and its arguments")
     return parser.parse_args(argv)
 

@@ -1,7 +1,4 @@
-"""Jobs that were or will be submitted: a folder with a record, batch scripts, and a folder per job with its run's JSON.
-
-What `submit.py` and `sweep.py` share, and what became of a job, by what it recorded and what SLURM knows of it.
-"""
+"""Jobs that were or will be submitted: a folder with a record, batch scripts, and a folder per job with its run's JSON."""
 
 from __future__ import annotations
 
@@ -69,12 +66,9 @@ class Jobs:
 
     @classmethod
     def read(cls, folder: Path) -> Jobs:
-        """Open what was submitted earlier; a UserError where the folder holds no such thing."""
+        """Open what was submitted earlier."""
         content = read_object(folder / RECORD)
-        try:
-            return cls(folder, Request(**content["request"]), [Job(**job) for job in content["jobs"]])
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{folder / RECORD}: expected the record of a submission: {error}") from None
+        return cls(folder, Request(**content["request"]), [Job(**job) for job in content["jobs"]])
 
     def save(self) -> None:
         jobs = [asdict(job) for job in self.jobs]
@@ -96,6 +90,7 @@ class Jobs:
             for job in self.jobs:
                 (self.folder / job.folder).mkdir(parents=True, exist_ok=True)
                 write_object(self.folder / job.folder / "run.json", job.run(job.nodes * self.request.gpus))
+                write_object(self.folder / job.folder / "site.json", asdict(self.request.load_site()))
             self.check(self.jobs)
             self.write_scripts()
         except BaseException:
@@ -109,8 +104,6 @@ class Jobs:
         notes = [check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
         for note in filter(None, dict.fromkeys(notes)):
             print(f"note: sbatch: {note}")
-        if site.cpus_per_task is None and "--exclusive" not in site.sbatch:
-            print("note: cores: with neither cpus_per_task nor --exclusive in the site, all ranks may get one")
         runs = [str(self.folder / job.folder / "run.json") for job in jobs]
         print(f"python: {check_environment(site, runs, train=self.request.train)}")
 
@@ -151,7 +144,4 @@ def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log
         return Standing(str(state), str(record.get("error") or ""))
     if slurm_id is None:
         return Standing("init", "not submitted")
-    if not log.exists():
-        ended = ENDS.get(slurm_state, "failed") if slurm_state else "terminated"
-        return Standing(ended, f"{(slurm_state or 'cancelled').lower()} before it began")
     return Standing(ENDS.get(slurm_state or "", "failed"), f"SLURM: {slurm_state or 'no longer known'}; see {log}")

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from clap_ds.config.errors import UserError
 from clap_ds.config.places import PACKAGE
+
+if TYPE_CHECKING:
+    from clap_ds.launch.sites import Site
 
 LAUNCHERS = ("slurm", "torchrun")
 
 
 @dataclass(frozen=True)
 class Launcher:
-    name: str  # one of `LAUNCHERS`
-    python: str = sys.executable  # of DeepSpeed's launcher and of the ranks
-    srun_options: Sequence[str] = ()
-    cpu_bind: str | None = None  # in srun's words
-    cpus_per_task: int | None = None
-    wrapper: Sequence[str] = ()  # words before torchrun's Python, such as a container's program
+    site: Site
+    python: str  # of DeepSpeed's launcher and of the ranks
     attempt: str = "clap"  # name of the step that the ranks are
 
-    def check(self, slots: Mapping[str, int]) -> None:
-        """Raises UserError where there is no srun, or hosts have different numbers of ranks."""
-        if shutil.which("srun") is None:
-            raise UserError(f"launcher {self.name}: srun isn't installed on {os.uname().nodename}")
-        if len({*slots.values()}) > 1:
-            raise UserError(f"launcher {self.name} starts as many ranks on every host, found {dict(slots)}")
+    @property
+    def name(self) -> str:
+        return self.site.launcher or LAUNCHERS[0]
 
     def command(self, slots: Mapping[str, int], hostfile: Path, port: int, words: Sequence[str]) -> list[str]:
         """Command line that runs `words`, a script and its arguments, in every slot of these hosts."""
@@ -41,7 +35,7 @@ class Launcher:
             stops = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
             torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(slots)}", f"--nproc_per_node={ranks}"]
             step = ["srun", f"--ntasks={len(slots)}", *self._step(slots, 1, cores=ranks), "--export=ALL"]
-            return [*step, *self.wrapper, self.python, "-u", *torchrun, *rdzv, stops, *words]
+            return [*step, *self.site.wrapper, self.python, "-u", *torchrun, *rdzv, stops, *words]
         options = ["--hostfile", str(hostfile), "--launcher", self.name, "--force_multi", "--no_ssh_check", "--quiet"]
         options += ["--master_addr", first, "--master_port", str(port)]
         options += [f"--launcher_args={shlex.join(self._step(slots, ranks, cores=1))}"]
@@ -51,9 +45,8 @@ class Launcher:
         """Options of a step with so many tasks on each of these hosts, of so many ranks' cores each."""
         options = ["--kill-on-bad-exit=1", "--overlap", f"--nodes={len(slots)}", f"--nodelist={','.join(slots)}"]
         options += [f"--ntasks-per-node={tasks}", f"--job-name={self.attempt}"]
-        options += [f"--cpus-per-task={self.cpus_per_task * cores}"] if self.cpus_per_task else []
-        options += [f"--cpu-bind={self.cpu_bind}"] if self.cpu_bind else []
-        return [*options, *self.srun_options]
+        options += [f"--cpus-per-task={self.site.cpus_per_task * cores}"] if self.site.cpus_per_task else []
+        return [*options, *self.site.srun]
 
 
 def environment() -> dict[str, str]:

@@ -1,9 +1,8 @@
 """Inside an allocation, before a job: would a run break here, and on which host?
 
-    python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 315]
+    python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 308]
 
-Starts `clap_ds/measuring/preflight_rank.py` on all hosts as a run would be: every host says what it has, then all ranks
-all-reduce a buffer of the gradient's size, check the sum, and measure links and arithmetic.
+Starts `clap_ds/measuring/preflight_rank.py` on all hosts as a run would be.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.places import PACKAGE
-from clap_ds.launch.hostfile import allocated_hosts
 from clap_ds.launch.launchers import LAUNCHERS, Launcher, environment
 from clap_ds.launch.sites import Site, load_site
 from clap_ds.ranks import verdict
-from clap_ds.ranks.hostfile import format_hostfile, free_port
+from clap_ds.ranks.failure import some
+from clap_ds.ranks.hostfile import format_hostfile, free_port, slots_from_slurm
 
 ARRIVE_S = 120.0  # for every rank to say what it finds, before it imports anything
 SLOW = 0.7  # what has a rate below this share of the median
-MOST_NAMED = 8
 Finding = tuple[str, str]  # where something is found, and what
 
 
@@ -69,9 +67,8 @@ def odd_hosts(hosts: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding
 
 def slow_ones(measured: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Finding]:
     """Links and hosts far below the median rate; `hosts` of every rank."""
-    links = {
-        f"{hosts[first]}–{hosts[second]}": rate for rank in measured["ranks"] for first, second, rate in rank["links"]
-    }
+    found = [link for rank in measured["ranks"] for link in rank["links"]]
+    links = {f"{hosts[first]}–{hosts[second]}": rate for first, second, rate in found}
     compute: dict[str, float] = {}
     for host, rank in zip(hosts, measured["ranks"], strict=True):
         compute[host] = min(rank["tflops"], compute.get(host, rank["tflops"]))
@@ -86,15 +83,13 @@ def lines(kind: str, findings: Iterator[Finding] | list[Finding]) -> list[str]:
     places: dict[str, list[str]] = defaultdict(list)
     for where, what in dict.fromkeys(findings):
         places[what].append(where)
-    named = {what: f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED) for what, names in places.items()}
-    return [f"{kind}: {', '.join(names[:MOST_NAMED])}{named[what]}: {what}" for what, names in places.items()]
+    return [f"{kind}: {some(names)}: {what}" for what, names in places.items()]
 
 
-def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, folder: Path) -> int:
+def ask(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> int:
     """Start the ranks and wait for them; the launcher's exit code. What they say is in the folder."""
     os.environ.update(site.environment)
-    start = Launcher(launcher, site.interpreter(), site.srun, site.cpu_bind, site.cpus_per_task, site.wrapper)
-    start.check(slots)
+    start = Launcher(site, site.interpreter())
     (folder / "hostfile").write_text(format_hostfile(slots))
     script = PACKAGE / "measuring" / "preflight_rank.py"
     words = [str(script), "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
@@ -108,7 +103,7 @@ def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, fold
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(ARRIVE_S)
-            if len(answered(slots, folder)) == sum(slots.values()):
+            if len(answered(folder)) == sum(slots.values()):
                 return process.wait()
         finally:
             process.terminate()  # it ends the ranks
@@ -116,17 +111,14 @@ def ask(slots: dict[str, int], site: Site, launcher: str, megabytes: float, fold
     return process.returncode
 
 
-def answered(slots: dict[str, int], folder: Path) -> list[Path]:
-    """Files of the ranks that have answered. By name: a network's file system may list a folder as it was."""
-    return [path for rank in range(sum(slots.values())) if (path := folder / f"rank-{rank}.json").exists()]
+def answered(folder: Path) -> list[Path]:
+    """Files of the ranks that have answered, by rank."""
+    return sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem[5:]))
 
 
 def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], list[str]]:
     """Lines of problems, and of what else there is to say, by the answers in the folder."""
-    known = {name.partition(".")[0]: name for name in slots}
-    answers = [read_object(path) for path in answered(slots, folder)]
-    for answer in answers:
-        answer["host"] = known.get(answer["host"].partition(".")[0], answer["host"])
+    answers = [read_object(path) for path in answered(folder)]
     hosts = [answer["host"] for answer in answers]
     output = (folder / "output").read_text(errors="replace").splitlines()
     said = {found[1]: found[2] for line in output if (found := re.match(r"(?:srun: error: )?(\S+): (.*)", line))}
@@ -153,11 +145,11 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], li
 def check(arguments: argparse.Namespace) -> int:
     """Ask all hosts and print what they say. The exit code."""
     site = load_site(arguments.site, arguments.launcher)
-    slots = allocated_hosts(arguments.slots or site.gpus_per_node)
+    slots = slots_from_slurm(os.environ, arguments.slots or site.gpus_per_node)
     site.root().mkdir(parents=True, exist_ok=True)
     folder, problems = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root())), list[str]()
     try:
-        code = ask(slots, site, site.launcher or LAUNCHERS[0], arguments.megabytes, folder)
+        code = ask(slots, site, arguments.megabytes, folder)
         problems, shown = judge(slots, code, folder)
     finally:
         if not problems:
@@ -173,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--site", default="generic", help="name under launch/clusters/, or a file")
     parser.add_argument("--launcher", choices=LAUNCHERS, help="in place of the site's")
     parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks on each host")
-    parser.add_argument("--megabytes", type=positive, default=315.0, help="all-reduced; HTSAT-tiny's gradients are 315")
+    parser.add_argument("--megabytes", type=positive, default=308.0, help="all-reduced; HTSAT-tiny's gradients are 308")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is to stay behind on the hosts
     return exit_code_of(lambda: check(arguments))

@@ -39,19 +39,14 @@ class Site:
     sbatch: list[str] = field(default_factory=list)  # further options, such as `--exclusive`
     setup: list[str] = field(default_factory=list)  # shell lines at the start of a job, such as `module load CUDA/13`
     python: str | None = None
-    """Of the ranks; null takes `.venv/bin/python` of the checkout or else `python3`, and without a checkout the Python that
-    has this package."""
+    """Of the ranks; null takes `.venv/bin/python` of the checkout or else `python3`; without a checkout, this Python."""
     wrapper: list[str] = field(default_factory=list)  # words before every rank's python, such as `apptainer exec …`
-    srun: list[str] = field(default_factory=list)  # options of the step that starts ranks: `--container-image=…`
+    srun: list[str] = field(default_factory=list)  # options of the step that starts ranks: `--cpu-bind=cores`
     environment: dict[str, str] = field(default_factory=dict)  # of every rank: network interface and NCCL settings
-    launcher: str | None = None
-    """What starts the ranks, one of `LAUNCHERS`; null takes slurm."""
-    cpu_bind: str | None = None  # srun's `--cpu-bind`
-    run_root: str = "runs"
-    """Folder for runs and jobs that all nodes share; relative to the checkout or, without one, to where a job is submitted."""
+    launcher: str | None = None  # one of `LAUNCHERS`; null takes slurm
+    run_root: str = "runs"  # for runs and jobs, shared by all nodes; relative to the checkout or the working folder
     walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
     """Time limit of a benchmark by the largest number of nodes it holds for; the last holds for more nodes, too."""
-    warning_s: int = 60  # before a benchmark's time limit, at which it is signalled to stop; training has 300
     requeues: int = 2  # how often a job queues itself again after losing a host
 
     def walltime(self, num_nodes: int) -> str:

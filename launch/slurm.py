@@ -21,31 +21,20 @@ OVER = (
     "TIMEOUT",
 )  # fmt: skip
 """States of jobs that have ended; of those on their way there are many more."""
-TRIES, PAUSE_S, ANSWER_S = 3, 3.0, 60.0
+TRIES, PAUSE_S = 3, 3.0
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
-    """What a command of SLURM's prints; a UserError where it isn't installed, or fails each time: a busy controller gives no
-    answer."""
-    asked = shlex.join(command)
-    for left in reversed(range(tries)):
-        try:  # in a session of its own: Ctrl-C here doesn't end it halfway
-            done = subprocess.run(
-                command, input=text, capture_output=True, text=True, start_new_session=True, timeout=ANSWER_S
-            )
-        except OSError as error:
-            raise UserError(f"{asked}: {error.strerror}") from None
-        except subprocess.TimeoutExpired:
-            reason = f"no answer in {ANSWER_S:.0f} s"
-        else:
-            if done.returncode == 0:
-                return done.stdout
-            lines = (re.sub("^(sbatch: |error: |allocation failure: )+", "", each) for each in done.stderr.splitlines())
-            reason = "; ".join(filter(None, lines)) or "failed without a word"
+    """What a command of SLURM's prints; a UserError where it fails each time: a busy controller gives no answer."""
+    for left in reversed(range(tries)):  # in a session of its own: Ctrl-C here doesn't end it halfway
+        done = subprocess.run(command, input=text, capture_output=True, text=True, start_new_session=True)
+        if done.returncode == 0:
+            return done.stdout
         time.sleep(PAUSE_S if left else 0)
-    raise UserError(f"{asked}: {reason}")
+    lines = (re.sub("^(sbatch: |error: |allocation failure: )+", "", each) for each in done.stderr.splitlines())
+    raise UserError(f"{shlex.join(command)}: {'; '.join(filter(None, lines)) or done.returncode}")
 
 
 # --- partitions and nodes
@@ -77,7 +66,7 @@ def silent_nodes(hosts: Sequence[str]) -> list[str]:
     step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     words = [*step, f"--nodelist={','.join(hosts)}", "printenv", "SLURMD_NODENAME"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        shown = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=ANSWER_S).stdout
+        shown = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60.0).stdout
         silent = [host for host in hosts if host not in shown.split()]
         return silent if len(silent) < count else []
     return []
@@ -101,10 +90,7 @@ def seconds_of(text: str) -> int:
 
 def submit(path: Path) -> str:
     """Have SLURM queue a script; the job's id."""
-    try:
-        return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
-    except UserError as error:
-        raise UserError(f"{error}\n`squeue --me` tells whether SLURM has the job nevertheless") from None
+    return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
 
 
 def refusal(text: str) -> str | None:
@@ -117,11 +103,11 @@ def refusal(text: str) -> str | None:
 
 
 def states_of(ids: Iterable[str]) -> dict[str, str]:
-    """SLURM's state by job id, of one's jobs that its queue or accounting still knows."""
+    """SLURM's state by job id, of one's jobs that it still knows."""
     shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i %T"])
     states = dict(line.split()[:2] for line in shown.splitlines())
     if forgotten := [number for number in ids if number not in states]:
-        with contextlib.suppress(UserError):  # where there is no accounting
+        with contextlib.suppress(UserError, OSError):  # where there is no accounting
             for line in ask(["sacct", "-nPX", "-o", "JobID,State", "-j", ",".join(forgotten)], tries=1).splitlines():
                 number, _, state = line.partition("|")
                 states[number] = state.split()[0]

@@ -1,10 +1,7 @@
 """One job from one command: checked, written as a batch script, and queued.
 
-    python launch/submit.py --site mine --nodes 2 --config ds_configs/htsat_tiny.json
-    python launch/submit.py --site mine --nodes 8 --config my_run.json --train --until_done [--spare_nodes 1]
-
-The job's folder, under the site's `run_root`, holds the run's JSON as it was when submitted, the script, `jobs.json` with
-the job's id, its log, and what the job records itself.
+python launch/submit.py --site mine --nodes 2 --config ds_configs/htsat_tiny.json
+python launch/submit.py --site mine --nodes 8 --config my_run.json --train --until_done [--spare_nodes 1]
 """
 
 import argparse

@@ -1,11 +1,9 @@
 """Many jobs from one command (scales, repeats, hyper-parameters), their states, and what is missing.
 
-    python launch/sweep.py --site mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
-    python launch/sweep.py --site mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
-    python launch/sweep.py status runs/sweeps/htsat_tiny-…
-    python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
-
-A sweep is a folder: `jobs.json`, a script per job as sbatch got it, a folder per job, and in `runs` what they measured.
+python launch/sweep.py --site mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
+python launch/sweep.py --site mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
+python launch/sweep.py status runs/sweeps/htsat_tiny-…
+python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
 """
 
 import argparse
@@ -27,7 +25,6 @@ from clap_ds.launch.batch_script import add_limits, add_request, request_of
 from clap_ds.launch.jobs import RECORD, Job, Jobs, stamp
 
 DONE = ("completed", "out_of_memory")  # states that another attempt would not change
-LATER = {"status": "shows what became of the jobs", "resume": "submits again what is missing"}
 
 
 def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
@@ -42,9 +39,7 @@ def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
         parts += [f"r{repeat + 1}"] if arguments.repeats > 1 else []
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         if name in jobs:
-            raise UserError(
-                f"two jobs would have the same name, {name}: a value, node count or file's name is given twice"
-            )
+            raise UserError(f"two jobs would be {name}: a value, node count or file's name is given twice")
         changes = {"clap.output.root": str(root), **dict(values)}
         jobs[name] = Job(name, nodes, name, str(config), changes, arguments.global_batch, folder=name)
     return list(jobs.values())
@@ -89,9 +84,7 @@ def resume(arguments: argparse.Namespace) -> None:
     """Submit again what neither came to an end that would stay nor is on its way."""
     sweep = Jobs.read(arguments.folder.resolve())
     standings = sweep.standings()
-    missing = [
-        job for job in sweep.jobs if standings[job.name].state not in DONE and not standings[job.name].is_under_way
-    ]
+    missing = [job for job in sweep.jobs if not (standings[job.name].is_under_way or standings[job.name].state in DONE)]
     names = ", ".join(job.name for job in missing)
     print(f"{len(missing)} of {len(sweep.jobs)} jobs are missing{': ' if missing else ''}{names}")
     if missing:
@@ -105,15 +98,13 @@ def resume(arguments: argparse.Namespace) -> None:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if argv[:1] in (["status"], ["resume"]):
         what = argv.pop(0)
-        parser = argparse.ArgumentParser(
-            f"launch/sweep.py {what}", description=f"It {LATER[what]}.", allow_abbrev=False
-        )
+        parser = argparse.ArgumentParser(f"launch/sweep.py {what}", allow_abbrev=False)
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
         parser.set_defaults(run=show_status if what == "status" else resume)
         return parser.parse_args(argv)
-    later = f"Later: `sweep.py status FOLDER` {LATER['status']}, `sweep.py resume FOLDER` {LATER['resume']}."
+    later = "`sweep.py status FOLDER` shows what became of the jobs, `sweep.py resume FOLDER` submits what is missing."
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("launch/sweep.py", description=summary, epilog=later, allow_abbrev=False)
     add = parser.add_argument

@@ -13,7 +13,6 @@ from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, Pieces, join
 from clap_ds.data.supply import Supply
 from clap_ds.data.synthetic import SyntheticPieces
-from clap_ds.record.hardware import accelerator_of
 
 _Ahead = tuple[Batch, Any, dict[str, Any]]  # the event at its copy's end, or None; where its source stood after it
 
@@ -22,12 +21,10 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     """Endless iterator of batches on the device. Use it as a context manager, or call `close()`."""
 
     def __init__(self, pieces: Pieces, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False) -> None:
-        its = self._accelerator = accelerator_of(device)
-        assert its or not copy_ahead
         self._pieces = pieces
         self._device = device
         self._pack_captions = pack_captions
-        self._copy_stream = its.Stream(device) if its and copy_ahead else None
+        self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
         self._ahead: _Ahead | None = None
         self._state = pieces.state()
 
@@ -36,8 +33,8 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         hold nothing that can be used, or a worker process died."""
         batch, done, self._state = self._ahead or self._take()
         self._ahead = None
-        if (its := self._accelerator) and done:
-            compute_stream = its.current_stream(self._device)
+        if done:
+            compute_stream = torch.cuda.current_stream(self._device)
             compute_stream.wait_event(done)
             batch.record_stream(compute_stream)
             done.synchronize()  # begun a step ago; its source may use the host's memory again
@@ -52,9 +49,9 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return batch
 
     def _take(self) -> _Ahead:
-        pieces, its, stream = next(self._pieces), self._accelerator, self._copy_stream
-        done = its.Event() if its and stream else None
-        with its.stream(stream) if its and stream else nullcontext():
+        pieces, stream = next(self._pieces), self._copy_stream
+        done = torch.cuda.Event() if stream else None
+        with torch.cuda.stream(stream) if stream else nullcontext():
             batch = join(pieces, self._device, pack_captions=self._pack_captions)
             if done:
                 done.record(stream)
@@ -105,7 +102,7 @@ def build_batches(
         ValueError: settings that can't be met, naming the field. On all ranks alike.
     """
     spec = BatchSpec(model, text_tokens, micro_batch, rank, world_size, seed, device)
-    copy_ahead = accelerator_of(device) is not None
+    copy_ahead = device.type == "cuda"
     if isinstance(data, SyntheticData):
         pieces: Pieces = SyntheticPieces(data, spec, state)
         copy_ahead = copy_ahead and data.placement == "host"

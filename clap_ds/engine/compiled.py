@@ -14,12 +14,10 @@ from typing import Any, TypeVar
 import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
-from torch.utils._triton import has_triton_package
 
 from clap_ds.config.places import code_folder
 from clap_ds.data.batch import Batch
 from clap_ds.ranks import watch
-from clap_ds.ranks.accelerator import triton_lacks
 from clap_ds.ranks.agreement import judged, rank
 from clap_ds.record.schema import Summary
 
@@ -105,16 +103,23 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
+_failed = set[Callable[..., Any]]()
+
+
 def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:
-    """`function` of `arguments`, none of which it changes: compiled where the first of them, a tensor, is on a GPU and Triton
-    has what it compiles with."""
-    return (_compiled(function) if arguments[0].is_cuda else function)(*arguments)
+    """Call a function that changes none of its arguments, compiled if the first of them, a tensor, is on a GPU. Without Triton or
+    a C compiler it runs as it is, and rank 0 warns once."""
+    if arguments[0].is_cuda and function not in _failed:
+        try:
+            return _compiled(function)(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            _failed.add(function)
+            _say(f"warning: the loss runs slower, as {function.__name__} can't be compiled: {reason_of(error)}")
+    return function(*arguments)
 
 
 @cache
 def _compiled(function: Callable[..., T]) -> Callable[..., T]:
-    if not has_triton_package() or triton_lacks():
-        return function
     _note_compilations()
     return torch.compile(function)
 

@@ -1,6 +1,4 @@
-"""How a run ends, in its record, in this rank's last word and on the terminal: completed, stopped by a signal, out of memory,
-or failed by its user's mistake, by numbers that aren't finite, by another rank's end or by an error of the program's.
-"""
+"""How a run ends, in its record, in this rank's last word and on the terminal."""
 
 from __future__ import annotations
 
@@ -23,13 +21,11 @@ from clap_ds.ranks.failure import leave_word
 from clap_ds.record.directory import RunDirectory, State
 from clap_ds.record.hardware import peak_memory_bytes
 
-FAILED = 1
 STOP_SIGNALS = watch.SIGNALS
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_LESS_MEMORY = """\
-- A smaller train_micro_batch_size_per_gpu needs less.
-- `clap-plan --find_micro_batch` calculates the largest that fits this card.
-- clap.model.checkpoint_activations (["audio", "text"]) keeps less for the backward pass."""
+_LESS_MEMORY = (
+    "less is needed by a smaller train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest)"
+)
 _LOST = re.compile(
     r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
     "|collective operation timeout",
@@ -42,69 +38,61 @@ class NonFiniteError(RuntimeError):
 
 
 class Interrupted(BaseException):
-    """A signal stopped the run."""
+    """A signal stopped the run. SLURM announces the end of the allotted time by USR1."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
-
-    @property
-    def state(self) -> State:
-        """SLURM announces the end of the allotted time by USR1; other signals come from a person or a launcher."""
-        return "timeout" if self.number == signal.SIGUSR1 else "terminated"
+        self.state: State = "timeout" if number == signal.SIGUSR1 else "terminated"
 
 
 class Ending(NamedTuple):
-    """What is left of a run that didn't complete: its state and the error in its summary, kind and text of this rank's last
-    word, and what it says on the terminal; None: the traceback."""
+    """Of a run that didn't complete."""
 
     state: State
-    error: str
-    kind: str
+    error: str  # in its summary
+    kind: str  # of this rank's last word
     word: str
-    said: str | None
-    code: int = FAILED
+    said: str | None  # on the terminal; None: the traceback
+    code: int = 1
 
 
 def ending_of(error: BaseException, rank: int, what: str) -> Ending:
     """How a run ends by an exception on a rank; `what` was too large where memory is exhausted."""
     text = str(error)
-    first_line = (text.splitlines() or [""])[0]
+    first_line, failed = text.partition("\n")[0], f"rank {rank}: {text}"
     if isinstance(error, Interrupted):
         stopped = f"stopped by {text}"
         return Ending(error.state, stopped, failure.STOPPED, stopped, f"rank {rank}: {stopped}", 128 + error.number)
     if isinstance(error, NonFiniteError):
-        return Ending("failed", text, failure.ERROR, text, f"error: rank {rank}: {text}")
+        return Ending("failed", text, failure.ERROR, text, f"error: {failed}")
     if is_out_of_memory(error):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
-        said = f"error: rank {rank}: {at}: {first_line}\n{_LESS_MEMORY}"
+        said = f"error: rank {rank}: {at}: {first_line}\n{_LESS_MEMORY}, or clap.model.checkpoint_activations"
         return Ending("out_of_memory", f"rank {rank}: {at}", failure.OUT_OF_MEMORY, at, said)
     if is_connection_lost(error):
         said = f"error: rank {rank}: another rank is gone: its connection to this one was lost ({first_line})"
-        return Ending("failed", f"rank {rank}: {text}", failure.LOST_PEER, first_line, said)
+        return Ending("failed", failed, failure.LOST_PEER, first_line, said)
     if isinstance(error, ValueError | StopIteration):  # about settings and data
-        return Ending("failed", f"rank {rank}: {text}", failure.ERROR, text, f"error: rank {rank}: {text}")
-    return Ending("failed", f"rank {rank}: {text}", failure.ERROR, f"{type(error).__name__}: {text}", None)
+        return Ending("failed", failed, failure.ERROR, text, f"error: {failed}")
+    return Ending("failed", failed, failure.ERROR, f"{type(error).__name__}: {text}", None)
 
 
 @contextmanager
 def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[None]:
-    """Record how what is done in here ends.
+    """Record how what is done in here ends, and end this process unless it completes or raises UserError.
 
     Args:
         what: was too large where memory is exhausted: "micro-batch 616 on NVIDIA H100".
-
-    Raises:
-        UserError: as raised within; the command leaves the word.
-        SystemExit: anything else ended it; shown and recorded already.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         _ignore_signals()  # the first one counts; recording its end must not be interrupted
         stop = Interrupted(number)
-        # By every rank: to one that is signalled a moment later, the others' end would look like a failure.
-        record.finish(stop.state, f"stopped by {stop}")
+        record.finish(
+            stop.state, f"stopped by {stop}"
+        )  # by every rank: to a later one the others' end looks like a failure
         raise stop
 
     previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
@@ -123,10 +111,7 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
         leave_word(end.kind, end.word, end.code)
         if ranks.is_first or not isinstance(error, Interrupted | NonFiniteError):  # which are every rank's
             record.finish(end.state, end.error)
-            if end.said is None:
-                traceback.print_exc()
-            else:
-                print(end.said, file=sys.stderr, flush=True)
+            print(end.said or traceback.format_exc(), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):
             dist.barrier()  # every rank is here; a launcher would end rank 0 before it has spoken if another left
         distributed.leave(end.code)
@@ -142,8 +127,8 @@ def _ignore_signals() -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the GPU's or the host's memory is exhausted. CUDA, cuBLAS and NCCL don't ask torch's allocator for theirs."""
-    said = not isinstance(error, ValueError) and any(words in str(error) for words in _NO_MEMORY)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or said
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def is_connection_lost(error: BaseException) -> bool:

@@ -17,7 +17,6 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.engine.compiled import first_problem, problem_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
-from clap_ds.ranks.accelerator import triton_lacks
 from clap_ds.ranks.agreement import judged, rank
 from clap_ds.ranks.watch import doing
 from clap_ds.record.schema import ChosenKernel
@@ -53,7 +52,7 @@ def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> 
         with doing("trying kernels"):
             model.audio.use_triton(field)
             problem = problem_of(partial(_try, run, field, model))
-            problem = judged(problem and (triton_lacks() or problem), first_problem)
+            problem = judged(problem, first_problem)
         if problem:
             for block, kernel in zip(model.audio.blocks(), before, strict=True):
                 getattr(block, field).kernel = kernel

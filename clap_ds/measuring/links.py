@@ -18,8 +18,8 @@ LARGEST_LINK_BUFFER = 32_000_000
 
 
 def measure(megabytes: float, ranks: Ranks, device: torch.device) -> dict[str, Any]:
-    """Measure GB/s of an all-reduce, and by rank wrong elements, TFLOPS, and links: two hosts' first ranks and the GB/s between
-    them. A collective; its answer is rank 0's."""
+    """GB/s of an all-reduce, and by rank wrong elements, TFLOPS, and links: two hosts' first ranks and the GB/s between them. A
+    collective; its answer is rank 0's."""
     num_elements = max(1, int(megabytes * 1e6 / 2))
     wrong, best_s = all_reduce(num_elements, ranks.world_size, device)
     links = _links(min(num_elements, LARGEST_LINK_BUFFER), ranks, device)

@@ -7,7 +7,6 @@ Writes `rank-N.json` before anything is imported that a host may lack, and on ra
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -23,12 +22,12 @@ if __package__ in (None, ""):
 
 from clap_ds.config.files import write_object
 from clap_ds.config.places import PACKAGE, version
-from clap_ds.ranks.accelerator import granted_by_slurm, nvidia_smi, triton_lacks
+from clap_ds.ranks.accelerator import find_gpu, nvidia_smi
 from clap_ds.ranks.distributed import Ranks, initialize, run_command
 from clap_ds.ranks.hostfile import this_host
 
 TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what this is to find
-OTHERS_WRITE_S = 30.0  # that a rank which fails gives the others: launchers end them with it
+OTHERS_WRITE_S = 10.0  # that a rank which fails gives the others: launchers end them with it
 MIN_FREE_GB = 5.0
 
 
@@ -46,9 +45,7 @@ def main(ranks: Ranks) -> None:
 
         measured = measure(float(megabytes), ranks, device)
     except Exception:
-        until = time.monotonic() + OTHERS_WRITE_S
-        while len([*folder.glob("rank-*.json")]) < ranks.world_size and time.monotonic() < until:
-            time.sleep(0.2)
+        time.sleep(OTHERS_WRITE_S)
         raise
     if ranks.is_first:
         write_object(folder / "measured.json", measured)
@@ -57,40 +54,34 @@ def main(ranks: Ranks) -> None:
 def code_digest() -> str:
     """Hash the package's Python files and presets, names included."""
     digest = hashlib.sha256()
-    found = [os.path.join(at, name) for at, _, names in os.walk(PACKAGE, followlinks=True) for name in names]
-    for path in sorted(path for path in found if path.endswith((".py", ".json"))):
-        with contextlib.suppress(FileNotFoundError):  # a link to nowhere, such as an editor's lock
-            digest.update(os.path.relpath(path, PACKAGE).encode() + b"\0" + Path(path).read_bytes() + b"\0")
+    for path in sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json") and path.is_file()):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
 def gpus() -> dict[str, str]:
     """Return name, memory and driver by UUID of the GPUs this rank may use."""
-    words = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     lines = [line.split(", ", 2) for line in nvidia_smi("--query-gpu=index,uuid,name,memory.total,driver_version")]
-    is_any = words == [""] or words[0].startswith("MIG-")  # whose part that is, isn't shown
-    is_mine = lambda index, uuid: any(word == index or (word and uuid.startswith(word)) for word in words)  # noqa: E731
-    return {uuid: shown for index, uuid, shown in lines if is_any or is_mine(index, uuid)}
+    is_any = words[0][:4] in ("", "MIG-")  # whose part that is, isn't shown
+    return {uuid: shown for index, uuid, shown in lines if is_any or index in words or uuid in words}
 
 
 def faults(mine: dict[str, str], folder: Path) -> Iterator[str]:
-    """Yield what this host lacks of disk space, GPUs and a compiler, and who else uses its GPUs."""
+    """Yield what this host lacks of disk space and GPUs, and who else uses its GPUs."""
     for place in (str(folder.parent), "/tmp"):
         free_gb = shutil.disk_usage(place).free / 1e9
         if free_gb < MIN_FREE_GB:
             yield f"{free_gb:.0f} GB free for {place}, expected {MIN_FREE_GB:.0f}"
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return
-    if not mine and granted_by_slurm():
-        yield "SLURM gave the job GPUs there, and none can be seen"
-    if mine and (lacks := triton_lacks()):
-        yield lacks
+    if not mine and (found := find_gpu()):
+        yield f"no GPU can be seen, in spite of {found}"
     for line in nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name"):
         uuid, pid, memory, name = line.split(", ", 3)
         command = Path(f"/proc/{pid}/cmdline")
         is_rank = command.exists() and str(folder).encode() in command.read_bytes()
-        # CUDA's own server, by which processes share a GPU, is nobody's.
-        if uuid in mine and not is_rank and not name.endswith("nvidia-cuda-mps-server"):
+        if uuid in mine and not is_rank:
             yield f"a GPU is in use by process {pid} ({name}), {memory}"
 
 

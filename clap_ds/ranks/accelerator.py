@@ -7,14 +7,10 @@ Top-level imports: standard library only, for hosts are asked whose Python may l
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
-import shutil
 import subprocess
-import sysconfig
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clap_ds.config.errors import UserError, run_alone
 
@@ -22,15 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
-CORES = len(os.sched_getaffinity(0))  # that this process may use, before `stay_near`
+CORES = len(os.sched_getaffinity(0))  # that this process may use
 
 
 def choose_accelerator() -> str:
-    """`cuda` or `cpu`, for this process and for DeepSpeed, which chooses while it is imported.
-
-    Raises:
-        UserError: there is a GPU for this process, nobody asked for the CPUs, and torch can't use it.
-    """
+    """`cuda` or `cpu`, for this process and for DeepSpeed, which chooses while it is imported; a UserError where there is a GPU
+    for this process, nobody asked for the CPUs, and torch can't use it."""
     asked = os.environ.get("DS_ACCELERATOR", "")
     if asked == "cpu":
         return "cpu"
@@ -38,20 +31,16 @@ def choose_accelerator() -> str:
         raise UserError(f"DS_ACCELERATOR={asked}: expected cuda or cpu")
     import torch
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of an old driver, once a rank
-        if torch.cuda.is_available():
-            return "cuda"
+    if torch.cuda.is_available():
+        return "cuda"
     if found := find_gpu():
-        said = "nothing"
         try:
             torch.cuda.init()
         except Exception as error:  # names the driver's version
-            said = str(error).strip().splitlines()[0].rstrip(".")
-        raise UserError(
-            f"this machine has a GPU that torch can't use: {found}. torch {torch.__version__} (CUDA {torch.version.cuda})"
-            f" says: {said}. docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
-        )
+            raise UserError(
+                f"this machine has a GPU that torch {torch.__version__} can't use: {found}: {str(error).splitlines()[0]}"
+                " docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
+            ) from None
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return "cpu"
 
@@ -64,16 +53,13 @@ def choose_device(rank: int, local_rank: int) -> torch.device:
         return torch.device("cpu")
     number, there = local_rank, torch.cuda.device_count()
     if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
-        # It was given one of its own (`--gpus-per-task`), as DeepSpeed's engine has to know, which goes by the variable;
-        # DeepSpeed's launcher names those of all ranks.
-        number, os.environ["LOCAL_RANK"] = 0, "0"
+        number, os.environ["LOCAL_RANK"] = (
+            0,
+            "0",
+        )  # its own (`--gpus-per-task`); DeepSpeed's engine goes by the variable
     if number >= there:
-        raise UserError(
-            f"rank {rank} is number {number} on {os.uname().nodename}, which has {there} visible GPUs;"
-            " the hostfile promises more slots than there are"
-        )
+        raise UserError(f"rank {rank} is number {number} on {os.uname().nodename}, which has {there} visible GPUs")
     set_up_cuda()
-    stay_near(number)
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
@@ -93,41 +79,13 @@ def set_up_cuda() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def stay_near(gpu: int) -> None:
-    """Have this thread, and what it starts later, run on the cores near a GPU, unless it is bound to some of the host's cores
-    already: memory is taken near who first writes to it."""
-    if os.cpu_count() != CORES:
-        return
-    with contextlib.suppress(Exception):  # of whatever type a broken driver has
-        import pynvml as nvml
-        import torch
-
-        nvml.nvmlInit()
-        its: Any = torch.cuda.get_device_properties(gpu)  # the address is the whole GPU's, also of a part (MIG)
-        address = f"{its.pci_domain_id:08x}:{its.pci_bus_id:02x}:{its.pci_device_id:02x}.0"
-        nvml.nvmlDeviceSetCpuAffinity(nvml.nvmlDeviceGetHandleByPciBusId(address))
-
-
-def triton_lacks() -> str:
-    """What this host has none of and Triton compiles with, at first use, and what to do; empty where it has all."""
-    compiler = os.environ.get("CC") or ("gcc" if shutil.which("gcc") else "clang")  # as Triton chooses
-    header = os.path.join(sysconfig.get_paths("posix_prefix")["include"], "Python.h")
-    lacks = ["C compiler"] * (not shutil.which(compiler)) + [header] * (not os.path.exists(header))
-    how = "so Triton compiles no kernel, and runs take slower ones; install gcc and Python's headers (python3-dev)"
-    return f"no {' and no '.join(lacks)}, {how}" if lacks else ""
-
-
 def find_gpu() -> str:
     """What says that this process has a GPU: a device file that it may open, or SLURM; else nothing."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1", "NoDevFiles")
-    files = [path for path in glob.glob(DEVICE_FILES) if not is_hidden and os.access(path, os.R_OK | os.W_OK)]
-    return min(files, default=granted_by_slurm())
-
-
-def granted_by_slurm() -> str:
-    """By which variable SLURM says that this process has GPUs; empty without GPUs, and without SLURM."""
-    count = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    return f"SLURM_GPUS_ON_NODE={count}" if count not in ("", "0") else ""
+    files = [path for path in glob.glob(DEVICE_FILES) if os.access(path, os.R_OK | os.W_OK)]
+    if files and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1", "NoDevFiles"):
+        return min(files)
+    count = os.environ.get("SLURM_GPUS_ON_NODE") or "0"
+    return f"SLURM_GPUS_ON_NODE={count}" if count != "0" else ""
 
 
 def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> list[str]:

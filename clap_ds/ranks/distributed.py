@@ -39,7 +39,6 @@ COLLECTIVE_TIMEOUT_S = 1800.0  # one rank's slow start (compiling, downloading) 
 FAILED = 1
 SECRET = "secret"
 """File in an attempt's folder that its owner alone can read: ranks meet under a name that has it in it."""
-LARGEST_STEP = 0xFFFFFFF0  # numbers from here on are of SLURM's batch scripts, interactive shells and the like
 RANK_0_SPEAKS_S = 8.0  # for rank 0 to say what is wrong, where other ranks have found the same mistake
 
 
@@ -51,10 +50,8 @@ class Ranks:
     world_size: int
     local_rank: int
     local_world_size: int
-    hosts: tuple[str, ...] = ()
-    """Of every rank, where SLURM or a hostfile tells."""
-    job_folder: Path | None = None
-    """Of a job's attempt, `F/attempts/K`: what the ranks leave for it."""
+    hosts: tuple[str, ...] = ()  # of every rank, where SLURM or a hostfile tells
+    job_folder: Path | None = None  # of a job's attempt, `F/attempts/K`: what the ranks leave for it
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -83,30 +80,29 @@ class Ranks:
 
     @property
     def run(self) -> str:
-        """The same on all ranks, and as far as can be told another one in other runs; in a job, nobody else knows it."""
+        """The same on all ranks, and in other jobs another one; nobody else knows a job's."""
         secret = ""
         if self.job_folder is not None:
             with contextlib.suppress(OSError):  # of what starts ranks without one, such as preflight
                 secret = (self.job_folder / SECRET).read_text()
-        of_slurm = [os.environ.get(f"SLURM_{name}_ID", "") for name in ("JOB", "STEP")]
-        # DeepSpeed's launcher on a single host is the parent of all ranks.
-        parent = os.getppid() if os.environ.get("CROSS_SIZE") == "1" else ""
-        return f"{secret}{self.job_folder} {'.'.join(of_slurm)} {os.environ.get('TORCHELASTIC_RUN_ID', '')} {parent}"
+        ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
+        return " ".join([f"{secret}{self.job_folder}", *(os.environ.get(name, "") for name in ids)])
 
 
 def _adopt_slurm_step() -> tuple[str, ...]:
     """Set the variables of a launcher from the step of srun that this process is a task of, where no launcher has set RANK;
     every rank's host."""
-    tasks, step = os.environ.get("SLURM_STEP_NUM_TASKS", ""), os.environ.get("SLURM_STEP_ID", "")
-    is_step = step.isdecimal() and int(step) < LARGEST_STEP and tasks.isdecimal() and "SLURM_PROCID" in os.environ
-    if os.environ.get("RANK") or not is_step:
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
+    if os.environ.get("RANK") or not tasks:
         return ()
     counts, hosts = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"]), expand(os.environ["SLURM_STEP_NODELIST"])
     os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=os.environ["SLURM_LOCALID"])
     os.environ["LOCAL_WORLD_SIZE"] = str(counts[int(os.environ["SLURM_NODEID"])])
     if int(tasks) > 1:  # one alone has nobody to meet, and there may be several in an interactive step
         os.environ.setdefault("MASTER_ADDR", hosts[0])
-        os.environ.setdefault("MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{step}")))
+        os.environ.setdefault(
+            "MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"))
+        )
     return tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
 
 
@@ -127,45 +123,33 @@ def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
-    """The ranks with their hosts; a UserError where a DeepSpeed hostfile can't be read, the world size isn't the sum of its
-    slots, or srun has started the ranks on other hosts."""
+    """The ranks with their hosts; a UserError where a DeepSpeed hostfile can't be read, or the launcher has started fewer or
+    more ranks, or on other hosts."""
     try:
         slots = read_hostfile(path)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--hostfile {error}") from None
-    if sum(slots.values()) != ranks.world_size:
-        raise UserError(
-            f"--hostfile {path} promises {sum(slots.values())} ranks on {len(slots)} hosts,"
-            f" the launcher started {ranks.world_size}"
-        )
-    if ranks.hosts and {*ranks.hosts} != {*slots}:
-        raise UserError(
-            f"--hostfile {path} names {some([*slots])}, and srun started the ranks on {some([*dict.fromkeys(ranks.hosts)])}:"
-            f" give deepspeed --include {'@'.join(slots)}"
-        )
-    return (
-        ranks
-        if ranks.hosts
-        else replace(ranks, hosts=tuple(host for host, number in slots.items() for _ in range(number)))
-    )
+    hosts = tuple(host for host, number in slots.items() for _ in range(number))
+    if len(hosts) != ranks.world_size:
+        raise UserError(f"--hostfile {path} promises {len(hosts)} ranks, the launcher started {ranks.world_size}")
+    if ranks.hosts and {*ranks.hosts} != {*hosts}:
+        found = some([*dict.fromkeys(ranks.hosts)])
+        raise UserError(f"--hostfile {path}: srun started ranks on {found}: give deepspeed --include {'@'.join(slots)}")
+    return replace(ranks, hosts=ranks.hosts or hosts)
 
 
 def initialize(
     ranks: Ranks, *, compile_cpu_collective: bool, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
 ) -> torch.device:
-    """Join the process group and choose this rank's device.
+    """Join the process group and choose this rank's device; a UserError where it has none, or the port to meet at is taken.
 
     Args:
         compile_cpu_collective: have DeepSpeed compile its shared-memory collective for CPU ranks (a minute at first use).
-
-    Raises:
-        UserError: the host has fewer GPUs than local ranks, or one that torch can't use; or the port to meet at is taken.
     """
     device = choose_device(ranks.rank, ranks.local_rank)
 
     import deepspeed
     import torch
-    from deepspeed.accelerator import get_accelerator
 
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -179,15 +163,13 @@ def initialize(
             deepspeed.ops.__compatible_ops__ = {}  # looking into it would try the compiler on every operation
     # Otherwise gloo connects every rank with every other, in each of its groups: sockets as the square of the ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
+    backend = "gloo" if device.type == "cpu" else "nccl"
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
         # As DeepSpeed does where it makes the group itself.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None
         meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound, ranks.run)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    torch.distributed.distributed_c10d._set_pg_timeout(
-        timedelta(seconds=collective_timeout_s), torch.distributed.group.WORLD
-    )
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
     return device
 
 
@@ -203,8 +185,7 @@ def prepare_debugging(settings: DebugSettings) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what it is given back: glibc returns every large block to the kernel, which then clears it again
-    page by page for each new tensor, a seventh of a training step on a CPU."""
+    """Have glibc keep large blocks: the kernel would clear each anew, page by page, a seventh of a training step on a CPU."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         mallopt(m_trim_threshold, 2**31 - 1)
@@ -217,8 +198,8 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
-    """Run a command's main function. User errors become one message, of rank 0 where it can give it, and exit code 2. Of what
-    ends it, the rank leaves a word."""
+    """Run a command's main function, and leave a word of what ends it. User errors become one message, of rank 0 where it can
+    give it, and exit code 2."""
     try:
         ranks = Ranks.from_environment()
         if ranks.job_folder is not None:

@@ -1,6 +1,4 @@
-"""A rank's last word: one small file that says what failed, in the run directory once there is one, before that in the job's
-folder. Standard library only.
-"""
+"""A rank's last word: a file that says what failed, in the run directory or before that in the job's. Standard library only."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import AgreedError
 from clap_ds.ranks.failure import some
-from clap_ds.ranks.limits import within
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +46,7 @@ def meet(
     Args:
         hosts: of every rank, where that is known.
         device: this rank's GPU, to which NCCL is bound and connects at once, not in the first collective.
-        run: the same on all ranks, and another one in other runs, which may start at once on one port.
+        run: the same on all ranks, and another one in other runs.
 
     Raises:
         UnreachableError: on every rank that is there, when another doesn't come in time.
@@ -55,45 +54,33 @@ def meet(
     """
     import torch.distributed as dist
 
-    address, port, limit_s = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), START_LIMIT_S
+    address, port, limit = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=START_LIMIT_S)
     here, there = f"{socket.gethostname()}: rank {rank}", f"rank 0 at {address}:{port}"
-    how: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
-    how["timeout"] = timedelta(seconds=3 * limit_s)  # when that is over, or nearly, torch writes stacks
     try:
-        how["master_listen_fd"] = _listener(address, port, world_size) if rank == 0 else None
-        store: Any = dist.PrefixStore(run, within(limit_s, lambda: dist.TCPStore(address, port, world_size, **how)))
-        store.set_timeout(timedelta(seconds=1.2 * limit_s))  # rank 0 waits for all others before it answers
+        fd = _listener(address, port, world_size) if rank == 0 else None
+        tcp = dist.TCPStore(address, port, world_size, rank == 0, limit, False, True, fd)
+        store: Any = dist.PrefixStore(run, tcp)
+        store.set_timeout(1.2 * limit)  # rank 0 waits for all others before it answers
         store.append("arrived", f"{rank} ")
         if rank == 0:
             store.set("missing", json.dumps(_wait_for_all(store, world_size, hosts)))
         who, of_hosts = json.loads(store.get("missing"))
-    except TimeoutError:
-        why = "it hasn't started, a firewall is between, or another program listens there (--master_port chooses one)"
-        raise UnreachableError(f"{here} can't reach {there} within {limit_s:.0f} s: {why}") from None
     except (OSError, RuntimeError) as error:
-        if "EADDRINUSE" in str(error) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
-            raise AgreedError(
-                f"port {port} of {address}, where the ranks are to meet, is taken, perhaps by another run:"
-                " give the launcher a free one by --master_port"
-            ) from None
-        raise UnreachableError(f"{here} has lost {there} before all ranks met: {str(error).splitlines()[0]}") from None
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
+            why = "where the ranks are to meet, is taken: give the launcher a free one by --master_port"
+            raise AgreedError(f"port {port} of {address}, {why}") from None
+        raise UnreachableError(f"{here} can't reach {there}: {str(error).splitlines()[0]}") from None
     if who:
-        raise UnreachableError(f"{who} didn't connect within {limit_s:.0f} s", of_hosts)
+        raise UnreachableError(f"{who} didn't connect within {START_LIMIT_S:.0f} s", of_hosts)
     try:
-        limit = timedelta(seconds=limit_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
     except RuntimeError as error:
         raise UnreachableError(f"{here} can't reach a peer: {str(error).splitlines()[0]}") from None
 
 
 def _listener(address: str, port: int, world_size: int) -> int | None:
-    """A socket that listens where the ranks are to meet, and nowhere else; None where torch is to listen on all of this host's
-    addresses: the name may stand for another one here than it does for others.
-
-    Raises:
-        AgreedError: the address isn't one of this host's.
-        OSError: the port is taken.
-    """
+    """A socket that listens where the ranks are to meet, and nowhere else; None where torch is to listen on all addresses: the
+    name may stand for another one here than it does for others. Raises AgreedError where it is another host's, or OSError."""
     of_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     for family, _, _, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         if ipaddress.ip_address(place[0]).is_loopback and of_this_host != str(world_size):

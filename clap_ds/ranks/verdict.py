@@ -1,14 +1,11 @@
 """Why a run ended: the first cause, by what its ranks left behind.
 
-    python -m clap_ds.ranks.verdict RUN_DIRECTORY
-
 Ranks leave words of what failed (`clap_ds.ranks.failure`) and a file each (`clap_ds.ranks.watch`): a line on who writes it,
 then stacks where it stood still or got a fatal signal. A rank that is killed leaves that line alone. Standard library only.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import parse_json, read_bytes
 from clap_ds.ranks.failure import ERROR, LOST_PEER, SHOWN, STALL, STOPPED, UNREACHABLE, Word, read_words, some
 
@@ -50,7 +46,7 @@ on until the queue is full, and then stands in whatever it launches next."""
 
 # From what explains the rest to what only follows from it; of two alike the earlier counts. Libraries abort a rank that has
 # lost another as well as one that is broken.
-_JUDGED, _CAUSE, _RANK_0_MISSED, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(7)
+_JUDGED, _CAUSE, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(6)
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class Stacks:
 
     @property
     def where(self) -> str:
-        for file, line, function in self.frames:
+        for file, line, function in self.frames[:1]:
             return f"in {function} ({file.rpartition('/')[2]}:{line})"
         return "gives no answer: it is stopped or gone"
 
@@ -120,13 +116,8 @@ def read_stacks(run_directory: Path) -> list[Stacks]:
 
 
 def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> Verdict | None:
-    """The first cause, None where nobody left anything.
-
-    Args:
-        run_directory: where ranks that have one leave their words and stacks.
-        job_folder: where they leave their words before.
-        hosts: of every rank, where that is known.
-    """
+    """The first cause, None where nobody left anything: in a job's folder before ranks have a run directory. `hosts` are of
+    every rank, where that is known."""
     words = [word for folder in (job_folder, run_directory) if folder for word in read_words(folder)]
     files = read_stacks(run_directory) if run_directory else []
     causes = [_of_word(word, hosts) for word in sorted(words, key=lambda word: word.rank)]
@@ -140,9 +131,10 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
     if causes and killed:
         # What tells of a link tells of its other end.
         causes = [cause for cause in causes if cause[2].kind != ERROR or not _OF_THE_LINK.search(cause[2].message)]
-        who = f"rank{'s' if len(killed) > 1 else ''} {some(killed)} on {some(_hosts_of(killed, silent))}"
+        theirs = list(dict.fromkeys(silent[rank] for rank in killed))
+        who = f"rank{'s' if len(killed) > 1 else ''} {some(killed)} on {some(theirs)}"
         message = f"{who} ended without a word: killed, perhaps for memory, or lost"
-        causes.append((_KILLED, 0.0, Verdict(message, KILLED, killed, _hosts_of(killed, silent))))
+        causes.append((_KILLED, 0.0, Verdict(message, KILLED, killed, theirs)))
     return min(causes, key=lambda cause: cause[:2])[2] if causes else None
 
 
@@ -152,7 +144,7 @@ def _of_word(word: Word, hosts: Sequence[str]) -> _Cause:
         return _JUDGED, word.at, Verdict(word.message, STALL, word.ranks, word.hosts)
     if word.kind == UNREACHABLE:
         blamed = word.hosts or [*hosts[:1]] * (word.rank != 0)
-        return (_CAUSE if word.hosts else _RANK_0_MISSED), word.at, replace(told, message=word.message, hosts=blamed)
+        return (_CAUSE if word.hosts else _LOST_PEER), word.at, replace(told, message=word.message, hosts=blamed)
     if word.kind == ERROR and _OF_THE_HOST.search(word.message) and not _OF_THE_PROGRAM.search(word.message):
         told = replace(told, hosts=[word.host])
     return {LOST_PEER: _LOST_PEER, STOPPED: _STOPPED}.get(word.kind, _CAUSE), word.at, told
@@ -171,47 +163,20 @@ def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
     others = [file for file in files if file not in found]
     shown = [f"rank {file.rank} on {file.host} {file.where}" for file in found[:SHOWN]]
     for where, number in Counter(file.where for file in others).most_common(1):
-        part = "" if number == len(others) else f"{number} of "
-        shown.append(f"{part}{'the other' if found else 'all'} {len(others)} {where}")
-    ranks = [file.rank for file in found]
+        shown.append(f"{number} of {'the other' if found else 'all'} {len(others)} {where}")
     message = f"no step for {min(file.still_s or 0.0 for file in still):.0f} s: {'; '.join(shown)}"
-    return Verdict(message, STALL, ranks, _hosts_of(ranks, {file.rank: file.host for file in found}))
+    return Verdict(message, STALL, [file.rank for file in found], list(dict.fromkeys(file.host for file in found)))
 
 
 def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
     """The ranks that hold the others up: those that don't answer, else those that are a step behind (of these those that don't
-    wait), that don't wait, or that are not where most are. Empty where all are alike; where launches wait tells nothing."""
+    wait), or that don't wait. Empty where all are alike."""
     latest = max(file.step for file in files)
-    ((most, number),) = Counter(file.where for file in files).most_common(1)
-    in_a_collective = any(
-        file.where == most and "/torch/distributed/" in file.frames[0][0] for file in files if file.frames
-    )
-    odd = [file for file in files if file.where != most and (in_a_collective or not file.waits)]
     behind = [file for file in files if file.step < latest]
     choices = (
         [file for file in files if not file.frames],
         [file for file in behind if not file.waits],
         behind,
         [file for file in files if not file.waits],
-        odd if number * 2 > len(files) else [],
     )
     return next((found for found in choices if 0 < len(found) < len(files)), [])
-
-
-def _hosts_of(ranks: Sequence[int], host: dict[int, str]) -> list[str]:
-    """Each once."""
-    return list(dict.fromkeys(host[rank] for rank in ranks))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m clap_ds.ranks.verdict", description="Why a run ended.")
-    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
-    run: Path = parser.parse_args().run
-    if not run.is_dir():
-        raise UserError(f"expected a run directory, found {run}")
-    verdict = judge(run, None, ())
-    print(verdict.message if verdict else "no rank has left anything: the run ended in order, or is under way")
-
-
-if __name__ == "__main__":
-    run_alone(main)

@@ -1,8 +1,8 @@
 """Each rank watches itself: one that makes no step for too long writes its stacks, and the run ends saying who held it up.
 
-faulthandler's own thread writes them, Python's lock held or not; a rank that is stopped writes none. A thread of this module
-sees to the end: of the ranks that stand still, the lowest judges (`clap_ds.ranks.verdict`) and records why; then all leave. It
-also leaves a word of a signal that comes while the main thread is inside a library. Standard library only.
+faulthandler's own thread writes them, Python's lock held or not. A thread of this module sees to the end: of the ranks that
+stand still, the lowest judges and records why; then all leave. It also leaves a word of signals that come while the main
+thread is inside a library. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import os
 import resource
 import select
 import signal
-import statistics
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,8 +26,8 @@ from clap_ds.ranks.limits import within
 from clap_ds.ranks.verdict import STACKS, STEPPING, STILL, judge, read_stacks
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
-LEAST_S, MEDIANS, PAUSES = 60.0, 20.0, 3.0
-"""A rank stands still when it makes no step for so many seconds, median steps and longest times between steps so far."""
+LEAST_S, PAUSES = 60.0, 5.0
+"""A rank stands still when it makes no step for so many seconds, and longest times between steps so far."""
 UNTIMED_S = 600.0  # before a step has been timed
 DOING_S = 1800.0  # while it starts, saves, evaluates, compiles …
 LOOK_S = 1.0
@@ -50,9 +48,8 @@ class Watch:
         self.path = run_directory / STACKS / f"rank{rank}.txt"
         self.path.parent.mkdir(exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._steps, self._last_step = 0, 0.0  # 0: something else is done before the next one
-        self._step_s: deque[float] = deque(maxlen=200)
-        self._longest_s = 0.0
+        self._steps, self._longest_s = 0, 0.0
+        self._last_step = 0.0  # 0: something else is done before the next one
         self.armed = (time.monotonic(), math.inf)
         self._others_busy = 0.0  # when another rank last was
         self.doing = ""
@@ -71,8 +68,7 @@ class Watch:
             self._last_step = 0.0
         elif step is not None:
             if self._last_step:
-                self._step_s.append(now - self._last_step)
-                self._longest_s = max(self._longest_s, self._step_s[-1])
+                self._longest_s = max(self._longest_s, now - self._last_step)
             self._steps, self._last_step = step, now
         if doing != self.doing:
             self.doing = doing
@@ -89,9 +85,7 @@ class Watch:
     def _limit_s(self) -> float:
         if self.doing != STEPPING:
             return math.inf if self.doing == ENDING else DOING_S
-        if not self._step_s:
-            return UNTIMED_S
-        return max(LEAST_S, MEDIANS * statistics.median(self._step_s), PAUSES * self._longest_s)
+        return max(LEAST_S, PAUSES * self._longest_s) if self._longest_s else UNTIMED_S
 
     def close(self) -> None:
         """Take the file away where it has no stacks."""
@@ -125,10 +119,9 @@ class Watch:
     def _hear(self, for_s: float) -> None:
         """Wait, and leave a word of signals that come meanwhile."""
         until = time.monotonic() + for_s
-        while (left_s := until - time.monotonic()) > 0:
-            if select.select([self._signalled], [], [], left_s)[0]:
-                for number in set(os.read(self._signalled, 100)) & set(SIGNALS):
-                    leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+        while select.select([self._signalled], [], [], max(0.0, until - time.monotonic()))[0]:
+            for number in set(os.read(self._signalled, 100)) & set(SIGNALS):
+                leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
 
     def _leave_together(self, since: float, limit_s: float) -> None:
         """End this rank where the run's end is recorded, or is to be by this rank."""
@@ -145,13 +138,13 @@ class Watch:
                 os._exit(1)
 
     def _speak(self) -> None:
-        verdict = judge(self._run, None, ())
-        message = verdict.message if verdict else "no step, and no stacks"
-        if verdict and verdict.kind == STALL:
+        if not (verdict := judge(self._run, None, ())):
+            return
+        if verdict.kind == STALL:
             # What is judged now stays: a rank that was stopped may write its stacks when the others have left.
-            leave_word(STALL, message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
-        RunDirectory(self._run).finish("failed", message)
-        print(f"error: {message}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
+            leave_word(STALL, verdict.message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
+        RunDirectory(self._run).finish("failed", verdict.message)
+        print(f"error: {verdict.message}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
 
 
 _watch: Watch | None = None  # a process is one rank
@@ -182,11 +175,9 @@ def alive() -> None:
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """While the body runs, which may take long, this rank is doing `what`."""
-    if _watch is None:
-        yield
-        return
-    before = _watch.doing
-    _watch.tell(what)
+    before = _watch.doing if _watch else ""
+    if _watch is not None:
+        _watch.tell(what)
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -17,11 +17,6 @@ from clap_ds.config import places
 from clap_ds.record.schema import Environment, Summary
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
-
-
-def accelerator_of(device: torch.device) -> Any | None:
-    """`torch.cuda` for a GPU, None for a CPU."""
-    return torch.cuda if device.type == "cuda" else None
 
 
 def device_name(device: torch.device) -> str:
@@ -35,7 +30,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory in use so far: by tensors on a GPU, by the process on a CPU."""
+    """Most memory in use so far: by tensors on a GPU, by the process on a CPU (`ru_maxrss` counts what was before an exec)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status").read_text()

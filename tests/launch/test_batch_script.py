@@ -4,12 +4,10 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from clap_ds.config.errors import UserError
 from clap_ds.launch.batch_script import Request, script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +32,7 @@ def _commands(tmp_path: Path, text: str, **variables: str) -> list[list[str]]:
 def test_the_script_is_read_at_a_glance(tmp_path: Path) -> None:
     site = _site(
         tmp_path, setup=["module load CUDA"], environment={"NCCL_ALGO": "Tree,Ring"}, cpus_per_task=8, account="mine",
-        partition="gpu", python="/opt/python", cpu_bind="cores", srun=["--mpi=none"], requeues=1, sbatch=["--qos=big"],
+        partition="gpu", python="/opt/python", srun=["--cpu-bind=cores"], requeues=1, sbatch=["--qos=big"],
     )  # fmt: skip
     request = Request(site, 4, "gpu:4", train=True, time="1-00:00:00", exclude="n[1-2]", spare_nodes=1, until_done=True)
     assert (
@@ -66,8 +64,7 @@ export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
 folder=/jobs/one
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
-exec /opt/python -m clap_ds.launch.job --folder "$folder" \\
-    --launcher=slurm --srun_options=--mpi=none --cpu_bind=cores --cpus_per_task=8 --spare_nodes=1 --requeues=1 --until_done \\
+exec /opt/python -m clap_ds.launch.job --folder "$folder" --spare_nodes=1 --until_done \\
     -- clap_ds/train.py --deepspeed_config "$folder/run.json"
 """
     )
@@ -81,18 +78,9 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%j.out"' in text
     hosts, run = _commands(tmp_path, text, SLURM_CPUS_PER_TASK="6")
     assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
-    job = ["--folder", str(folder), "--launcher=torchrun", "--requeues=2"]
+    job = ["--folder", str(folder), "--spare_nodes=0"]
     command = ["--", "clap_ds/bench.py", "--deepspeed_config", f"{folder}/run.json"]
     assert run[2:] == ["-m", "clap_ds.launch.job", *job, *command]
-    with pytest.raises(UserError, match="no backslash"):
-        script(Request(site, 4, None), 1, "name", "a\\b", folder)
-
-
-def test_a_container_has_a_python_of_its_own(tmp_path: Path) -> None:
-    site = _site(tmp_path, launcher="torchrun", python="python3", wrapper=["apptainer", "exec", "x y.sif"])
-    text = script(Request(site, 4, None), 1, "name", "log", tmp_path)
-    assert f"exec {shlex.quote(sys.executable)} -m clap_ds.launch.job" in text
-    assert "--launcher=torchrun --wrapper='apptainer exec '\"'\"'x y.sif'\"'\"'' --python=python3 " in text
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
         (path / "__init__.py").touch()
     (package / "runner.py").write_text(RUNNER)
     (tmp_path / "hostfile").write_text(f"{HERE} slots=2\n")
-    (tmp_path / "stub" / "srun").touch(0o755)
+    (tmp_path / "site.json").write_text("{}")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    own = {"PATH": f"{tmp_path}/stub:{kept['PATH']}", "PYTHONPATH": f"{tmp_path}/stub:{ROOT}"}
+    own = {"PYTHONPATH": f"{tmp_path}/stub:{ROOT}"}
     words = ["--folder", str(tmp_path), "--", "bench.py", "--deepspeed_config", "run.json"]
     command = [sys.executable, "-m", "clap_ds.launch.job", *words]
     done = subprocess.run(command, cwd=tmp_path, env=kept | own, capture_output=True, text=True, timeout=180)
@@ -69,24 +69,17 @@ def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
 # --- what a job decides
 
 
-@pytest.fixture
-def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is installed."""
-    (tmp_path / "srun").touch(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-
 def _job(folder: Path, hosts: int, *options: str) -> RunningJob:
     """A job on n1, n2, … that hasn't begun."""
     (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
+    (folder / "site.json").write_text('{"requeues": 1}')
     words = ["--folder", str(folder), *options, "--", "bench.py"]
     return RunningJob(parse_arguments(words))
 
 
-LOST = Ending("failed", "lost n2: down*", 1, ["n2"], lost=True)
+LOST = Ending("failed", "lost n2: down*", 1, ["n2"])
 
 
-@pytest.mark.usefixtures("srun")
 def test_spare_hosts_take_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--spare_nodes 4: the allocation has 4 hosts"):
         _job(tmp_path, 4, "--spare_nodes", "4")
@@ -111,7 +104,6 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
         (Ending("timeout", "not saved", 138), 0, signal.SIGUSR1, False),
     ],
 )
-@pytest.mark.usefixtures("srun")
 def test_when_slurm_is_asked_for_another_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -121,6 +113,6 @@ def test_when_slurm_is_asked_for_another_start(
     asks: bool,
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job = _job(tmp_path, 2, "--requeues", "1", "--until_done")
+    job = _job(tmp_path, 2, "--until_done")
     job.attempts, job.stopped = [{"requeued": True}] * requeued, stopped
     assert job.asks_for_another_start(ending) == asks

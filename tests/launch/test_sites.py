@@ -1,6 +1,5 @@
 """Site files: the published one, the one that needs no editing, and every kind of mistake."""
 
-import ast
 import json
 import os
 import subprocess
@@ -38,17 +37,12 @@ def test_packaged_sites() -> None:
     ("content", "message"),
     [
         ({"acount": "x"}, "acount: no such field; did you mean 'account'?"),
-        ({"account": 3}, "expected a string or null, found 3"),
         ({"gpus_per_node": 0}, "at least 1, found 0"),
-        ({"run_root": None}, "expected a string, found null"),
         ({"launcher": "slrum"}, "did you mean 'slurm'?"),
         ({"launcher": "slurm", "srun": ["--container-image=x"]}, "--container-image=x needs launcher torchrun"),
         ({"setup": "module load x"}, "setup: expected a list of strings"),
-        ({"sbatch": [1]}, "sbatch: expected a list of strings"),
         ({"environment": {"NCCL_DEBUG": 1}}, "an object of strings"),
         ({"walltimes": {"8": "soon"}}, "walltimes.8: 'soon'"),
-        ({"walltimes": {"all": "00:10:00"}}, "by numbers of nodes"),
-        ([], "expected a JSON object"),
     ],
 )
 def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
@@ -76,9 +70,6 @@ def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run([sys.executable, "-S", path, "--help"], capture_output=True, text=True, env=kept, cwd="/")
     assert (done.returncode, done.stderr) == (0, "")
-    for each in (path, ROOT / "clap_ds" / "__init__.py"):
-        ast.parse(each.read_text(), feature_version=(3, 6))
-        assert "from __future__ import" not in each.read_text(), "which the oldest don't parse"
     old = "import runpy, sys; sys.version_info = (3, 6, 8); runpy.run_path(sys.argv[1], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", old, path], capture_output=True, text=True, env=kept, cwd="/")
     assert "needs Python 3.11 or newer" in done.stderr

@@ -3,7 +3,7 @@
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.slurm import ask, lost_nodes, partition_nodes, requeue, seconds_of, states_of
+from clap_ds.launch.slurm import ask, partition_nodes, requeue, seconds_of, states_of
 from tests.launch.conftest import FakeSlurm
 
 
@@ -38,13 +38,6 @@ def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
     assert len(slurm.lines("count")) == 3
     slurm.write("squeue", f"{count}[ $(wc -l < count) = 6 ] && echo 7 RUNNING\n")
     assert states_of([]) == {"7": "RUNNING"}, "one answer of three will do"
-
-
-def test_lost_nodes(slurm: FakeSlurm) -> None:
-    slurm.write("nodes", "n1 allocated\nn2 down*\nn3 idle*\nn4 failing\nn5 drained\nn1 allocated\n")
-    assert lost_nodes(["n1", "n2", "n3", "n4", "n5", "n6"]) == {"n2": "down*", "n3": "idle*", "n4": "failing"}
-    slurm.write("sinfo", "#!/bin/sh\nexit 1\n")
-    assert lost_nodes(["n1"]) == {}
 
 
 def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

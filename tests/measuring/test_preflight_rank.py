@@ -28,7 +28,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("visible", "indices"),
-    [("0,1,2,3", "0123"), ("2,3", "23"), ("GPU-1aa,GPU-3", "13"), ("MIG-5cc", "0123"), ("", "0123"), ("7", "")],
+    [("0,1,2,3", "0123"), ("2,3", "23"), ("GPU-1aa,GPU-3aa", "13"), ("MIG-5cc", "0123"), ("", "0123"), ("7", "")],
 )
 def test_only_the_gpus_of_the_rank_count(
     processes: Path, monkeypatch: pytest.MonkeyPatch, visible: str, indices: str
@@ -40,7 +40,6 @@ def test_only_the_gpus_of_the_rank_count(
 def test_processes_of_others_are_named(processes: Path, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()", tmp_path], stdin=subprocess.PIPE) as rank:
         lines = [f"{os.getpid()}, 40000 MiB, python", f"{rank.pid}, 500 MiB, python", "99999999, [N/A], [Not Found]"]
-        lines.append("99999998, 30 MiB, nvidia-cuda-mps-server")
         processes.write_text("".join(f"GPU-1aa, {line}\nGPU-9aa, 99999997, 1 MiB, of another job\n" for line in lines))
         found = [text for text in faults({"GPU-1aa": "H100"}, tmp_path / "preflight") if "in use" in text]
         assert found[1:] == [f"a GPU is in use by process {rank.pid} (python), 500 MiB",
@@ -52,15 +51,13 @@ def test_processes_of_others_are_named(processes: Path, tmp_path: Path) -> None:
 
 def test_faults_of_a_host(processes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight_rank, "MIN_FREE_GB", 1e9)
-    monkeypatch.setattr(preflight_rank, "triton_lacks", lambda: "no C compiler")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     run_root, tmp, unseen = faults({}, tmp_path / "x")
     assert f"GB free for {tmp_path}, expected" in run_root
     assert "GB free for /tmp, expected" in tmp
-    assert unseen == "SLURM gave the job GPUs there, and none can be seen"
-    assert [*faults({"GPU-1aa": "H100"}, tmp_path / "x")][2:] == ["no C compiler"]
+    assert unseen == "no GPU can be seen, in spite of SLURM_GPUS_ON_NODE=1"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert len([*faults({"GPU-1aa": "H100"}, tmp_path / "x")]) == 2
+    assert len([*faults({}, tmp_path / "x")]) == 2
 
 
 def test_digest_knows_contents_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,10 @@ def write_program(path: Path, script: str) -> None:
         ({}, "cpu"),
         ({"device": True, "works": True}, "cuda"),
         ({"device": True, "works": True, "DS_ACCELERATOR": "cpu"}, "cpu"),
-        *(({"device": True, "CUDA_VISIBLE_DEVICES": hidden}, "cpu") for hidden in ("", "-1", "NoDevFiles")),
+        ({"device": True, "CUDA_VISIBLE_DEVICES": ""}, "cpu"),
         ({"SLURM_GPUS_ON_NODE": "0"}, "cpu"),
         ({"SLURM_GPUS_ON_NODE": "4", "device": True, "CUDA_VISIBLE_DEVICES": ""}, "SLURM_GPUS_ON_NODE=4"),
-        ({"device": True}, "nvidia0.*says: the driver is too old"),
+        ({"device": True}, "nvidia0: the driver is too old"),
         ({"DS_ACCELERATOR": "xpu"}, "expected cuda or cpu"),
     ],
 )
@@ -69,8 +69,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setattr(accelerator, "choose_accelerator", lambda: "cuda")
-    for name in ("set_up_cuda", "stay_near"):
-        monkeypatch.setattr(accelerator, name, lambda *_: None)
+    monkeypatch.setattr(accelerator, "set_up_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     if expected.startswith("cuda"):

@@ -1,6 +1,5 @@
-"""Node lists and slots: a table of ugly ones, and SLURM's own expansion where there is one."""
+"""Node lists and slots: a table of ugly ones."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,54 +7,30 @@ from pathlib import Path
 import pytest
 
 from clap_ds.launch.hostfile import main
-from clap_ds.ranks.hostfile import expand, hosts_from_slurm, read_hostfile, slots_from_slurm
-from tests import needs
+from clap_ds.ranks.hostfile import expand, read_hostfile, slots_from_slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = {
     "n1": "n1",
-    "n1\n": "n1",  # a line end around the whole list is no part of a name
     "a[01-03,7],b-ib0,c[1-2][08-11]": "a01 a02 a03 a7 b-ib0 c108 c109 c110 c111 c208 c209 c210 c211",
     "n[098-101]": "n098 n099 n100 n101",
     "n[99-0101]": "n99 n100 n101",
     "n[3,1-2],m,n4": "n3 n1 n2 m n4",
     "n[08-9,010-011]": "n08 n09 n010 n011",
-    "[1-3]": "1 2 3",
-    "n[1-2].site.org, m_3\n": "n1.site.org n2.site.org m_3",
+    "n1.site.org,m_3": "n1.site.org m_3",
 }
-NO_RANGE, NO_HOST = "expected N or N-M", "isn't a host name"
 
 
 def test_expands() -> None:
     assert {nodelist: expand(nodelist) for nodelist in LISTS} == {name: hosts.split() for name, hosts in LISTS.items()}
-    hosts = expand("rack[000-099]node[00-99]")
-    assert (len(set(hosts)), hosts[0], hosts[-1]) == (10_000, "rack000node00", "rack099node99")
-    assert expand(",".join(hosts)) == hosts
 
 
 @pytest.mark.parametrize(
-    ("message", "nodelists"),
-    [
-        (NO_HOST, ["", "n1,,n2", "n[1-2", "n1]", "user@n1", "n1;reboot", "-oProxyCommand=x", "n1\nn2"]),
-        (NO_RANGE, ["n[]", "n[a-b]", "n[5-3]", "n[1-999999999]"]),
-        ("a host twice", ["n[1,1]", "n1,n[1-2]"]),
-    ],
+    "nodelist", ["", "n1,,n2", "n[1-2", "n1]", "user@n1", "n1;reboot", "-oProxyCommand=x", "n[a-b]"]
 )
-def test_refuses(message: str, nodelists: list[str]) -> None:
-    for nodelist in nodelists:
-        with pytest.raises(ValueError, match=message):
-            expand(nodelist)
-
-
-def test_agrees_with_scontrol(tmp_path: Path) -> None:
-    needs.programs("scontrol")
-    config = tmp_path / "slurm.conf"
-    config.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=n CPUs=1\nPartitionName=p Nodes=ALL\n")
-    environment = {"SLURM_CONF": str(config), "PATH": "/usr/bin:/bin"}
-    for nodelist in filter(str.isprintable, LISTS):  # its node lists have no dots after brackets
-        command = ["scontrol", "show", "hostnames", nodelist]
-        shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert expand(nodelist) == shown.stdout.split(), nodelist
+def test_refuses(nodelist: str) -> None:
+    with pytest.raises(ValueError, match="expected a node list"):
+        expand(nodelist)
 
 
 @pytest.mark.parametrize(
@@ -63,27 +38,21 @@ def test_agrees_with_scontrol(tmp_path: Path) -> None:
     [
         ("GPUS_ON_NODE=4", None, [4, 4]),
         ("GPUS_PER_NODE=h100:4", None, [4, 4]),
-        ("TASKS_PER_NODE=4,2 NTASKS=6", None, [4, 2]),
         ("TASKS_PER_NODE=4,2 NTASKS=6 GPUS_ON_NODE=4", None, [4, 2]),
         ("TASKS_PER_NODE=1(x2) NTASKS_PER_NODE=1 GPUS_ON_NODE=4", None, [4, 4]),
         # With --exclusive SLURM gives every GPU and counts a task per core: nobody asked for those.
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", None, [4, 4]),
-        ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", None, [2, 2]),
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", 3, [3, 3]),
         ("", None, "give --slots"),
-        ("GPUS_ON_NODE=four", None, "'four'"),
-        ("TASKS_PER_NODE=4(x3) NTASKS=12", None, "don't fit"),
-        ("TASKS_PER_NODE=4x2 NTASKS=8", None, "expected counts"),
-        ("TASKS_PER_NODE=2(x2) NTASKS=4 GPUS_ON_NODE=4", None, "don't fit"),
     ],
 )
 def test_slots_of_two_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:
-    environment = dict(f"SLURM_{pair}".split("=") for pair in variables.split())
+    environment = dict(f"SLURM_{pair}".split("=") for pair in ["JOB_NODELIST=n[1-2]", *variables.split()])
     if isinstance(slots, str):
         with pytest.raises(ValueError, match=slots):
-            slots_from_slurm(environment, 2, wanted)
+            slots_from_slurm(environment, wanted)
     else:
-        assert slots_from_slurm(environment, 2, wanted) == slots
+        assert slots_from_slurm(environment, wanted) == dict(zip(["n1", "n2"], slots, strict=True))
 
 
 def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +61,7 @@ def test_command_writes_what_deepspeed_reads(tmp_path: Path, capsys: pytest.Capt
     assert output.read_text() == "n09 slots=4\nn10 slots=4\n"
     assert read_hostfile(output) == {"n09": 4, "n10": 4}
     assert main(["--nodelist", "n[1-", "--slots", "4", "--output", str(output)]) == 2
-    assert "isn't a host name" in capsys.readouterr().err
+    assert "expected a node list" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["n09 slots=4\nn10 slots=4\n"]
     assert main(["--nodelist", "n1"]) == 2
 
@@ -104,20 +73,10 @@ def test_command_inside_an_allocation_needs_only_the_standard_library() -> None:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == "n1 slots=2\nn2 slots=2\nm slots=1\n"
     with pytest.raises(ValueError, match="inside an allocation"):
-        hosts_from_slurm({})
+        slots_from_slurm({})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "No such file"),
-        ("n1 slots=4\nn2\n", ":2: expected 'HOST slots=N'"),
-        ("n1 slots=4\nn1 slots=4\n", "twice"),
-        ("n;1 slots=4\n", "isn't a host name"),
-    ],
-)
-def test_hostfile_that_is_none_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
-    if text is not None:
-        (tmp_path / "hostfile").write_text(text)
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_hostfile_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("n1 slots=4\nn2\n")
+    with pytest.raises(ValueError, match="expected 'HOST slots=N', found 'n2'"):
         read_hostfile(tmp_path / "hostfile")

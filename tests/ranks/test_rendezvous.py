@@ -37,13 +37,11 @@ def test_rank_that_never_comes_is_named() -> None:
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize(("rank", "limit_s", "code", "said"), [(0, 300.0, 2, "is taken"), (1, 1.0, 1, "can't reach")])
-def test_another_program_at_the_address_keeps_nobody_waiting(rank: int, limit_s: float, code: int, said: str) -> None:
-    with socket.create_server(("127.0.0.1", free_port())) as other:  # and says nothing
-        process = _start(MEET, rank, 2, other.getsockname()[1], limit_s, DS_ACCELERATOR="cpu")
-        assert process.wait() == code
-    assert said in process.stderr
-    assert "--master_port" in process.stderr
+def test_another_program_at_the_address_keeps_nobody_waiting() -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as other:
+        process = _start(MEET, 0, 2, other.getsockname()[1], DS_ACCELERATOR="cpu")
+        assert process.wait() == 2
+    assert "is taken: give the launcher a free one by --master_port" in process.stderr
 
 
 @pytest.mark.end_to_end

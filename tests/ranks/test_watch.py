@@ -13,7 +13,7 @@ import pytest
 
 from clap_ds.ranks import watch
 from clap_ds.ranks.failure import read_words
-from clap_ds.ranks.verdict import judge, read_stacks
+from clap_ds.ranks.verdict import judge
 from tests import processes
 from tests.training.training_commands import wait_until
 
@@ -120,8 +120,8 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[flo
 
 @pytest.mark.parametrize(
     ("step_s", "limit_s"),
-    [([], 600.0), ([0.5] * 10, 60.0), ([5.0] * 10, 100.0), ([1.0, 50.0, 1.0], 150.0)],
-    ids=["untimed", "a minute", "twenty steps", "three pauses"],
+    [([], 600.0), ([0.5] * 10, 60.0), ([1.0, 50.0, 1.0], 250.0)],
+    ids=["untimed", "a minute", "five pauses"],
 )
 def test_limit_by_the_steps_so_far(
     limits: list[float], monkeypatch: pytest.MonkeyPatch, step_s: list[float], limit_s: float
@@ -135,13 +135,3 @@ def test_limit_by_the_steps_so_far(
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now + 10_000))
     watch.step(2)
     assert limits[-1] == limit_s, "what was done in between is no step"
-
-
-def test_what_a_rank_does_is_in_its_file_until_it_ends_in_order(tmp_path: Path, limits: list[float]) -> None:
-    watch.step(7)
-    with watch.doing("saving"):
-        (found,) = read_stacks(tmp_path)
-        assert (found.rank, found.host, found.doing, found.step) == (3, "n3", "saving", 7)
-    assert read_stacks(tmp_path)[0].doing == "stepping"
-    watch.stop()
-    assert list((tmp_path / "stacks").iterdir()) == []
