@@ -3,9 +3,8 @@
     python analysis/compare.py A B
 
 A and B are each a folder of runs, a run directory, a log or a table; rows are paired where model and scale agree. Whether B is
-faster is told by how much repeats differ among themselves, on all scales of both: three runs of each, say (in a table as rows
-of one scale), taken in turns so that whatever else the machine does falls on both. Single runs aren't told apart: the windows
-of one run say nothing of what the next run of the same configuration will do.
+faster is told by how much repeats differ among themselves, on all scales of both. Single runs aren't told apart: the windows of
+one run say nothing of what the next run of the same configuration will do.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def pairs(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Sca
         partners.sort(key=lambda b: (b.variant != a.variant, b.scaling != a.scaling))
         found += [(a, b, spread) for b in partners[:1]]
     if not found:
-        has = [", ".join(f"{row.model_name} on {row.scale} ({row.state})" for row in rows) for rows in sides]
-        raise UserError(f"A has {' and B has '.join(has)}: no model and scale in common that have a rate")
+        raise UserError("A and B: no model and scale in common that have a rate")
     return found
 
 

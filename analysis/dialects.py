@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-NUMBER = r"-?(?:\d{1,20}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,3})?|inf|nan)"
+NUMBER = r"(?:\d{1,20}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,3})?)"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Dialect:
 
     def numbers(self, line: str) -> Iterator[dict[str, float]]:
         """Of each match in a line, by the groups' names."""
-        for match in self.pattern.finditer(line):
+        for match in self.pattern.finditer(line) if self.gate in line else ():
             yield {name: float(text) for name, text in match.groupdict().items() if text}
 
 
@@ -79,7 +79,7 @@ _LINES: dict[str, dict[str, str]] = {
         "global_batch": r"train_batch_size" + _DOTS + _COUNT,
         "bf16": r"bfloat16_(?:config|enabled)" + _DOTS + r"(?:enabled=)?(True|False)",
         "fp16": r"(?<!b)float16_config" + _DOTS + r"enabled=(True|False)",
-        "torch_autocast": r"torch_autocast_dtype" + _DOTS + r"torch\.(\w+)",
+        "torch_autocast": r"torch_autocast_dtype" + _DOTS + r"(torch\.\w+)",
     },
     "gradient_accumulation_steps ": {"accumulation": r"gradient_accumulation_steps" + _DOTS + _COUNT},
     "train_micro_batch_size_per_gpu ": {"micro_batch": r"train_micro_batch_size_per_gpu" + _DOTS + _COUNT},

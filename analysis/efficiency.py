@@ -9,17 +9,17 @@ smallest scale that was measured (nodes, then GPUs), by this project's clock or,
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from clap_ds.analysis.published import FORWARD_GFLOPS
-from clap_ds.analysis.repeats import RunSpread, combine_repeats, pooled_spread, ratio_uncertainty
+from clap_ds.analysis.repeats import RunSpread, combine_repeats, pooled_spread
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.series import split_series
-from clap_ds.analysis.table import OF_TABLE, Row, Run, Scale, by_series, markdown_table, noted, relative_to, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, noted, relative_to, write_csv
 from clap_ds.config.arguments import positive
 from clap_ds.config.errors import run_alone
 
@@ -63,36 +63,28 @@ def _by_scale(runs: Sequence[Run]) -> list[list[Run]]:
 def _series_rows(scales: Sequence[list[Run]], spreads: Mapping[str, RunSpread | None]) -> list[Scale]:
     rows = [combine_repeats(members, spreads[members[0].device]) for members in scales]
     baseline = next((row for row in rows if row.rate), None)
-    engines = next((row for row in rows if row.engine_samples_per_s_per_gpu), None)
-    is_repeated = any(row.repeats > 1 for row in rows)
+    engines = next((row.engine_samples_per_s_per_gpu for row in rows if row.engine_samples_per_s_per_gpu), None)
     rows = [_with_efficiency(row, baseline, engines) for row in rows]
-    rows = [noted(row, "not repeated") if is_repeated and row.repeats == 1 else row for row in rows]
-    if len(rows) == 1 and rows[0].speedup:
-        rows[0] = noted(rows[0], "one scale only: nothing to scale against")
-    if len(rows) > 1 and not rows[0].scaling:
-        rows[0] = noted(rows[0], "batch not stated: weak or strong scaling can't be told")
-    return rows
+    return [noted(row, "not repeated") if len(rows) > 1 and row.repeats == 1 else row for row in rows]
 
 
-def _with_efficiency(row: Scale, baseline: Scale | None, engines: Scale | None) -> Scale:
+def _with_efficiency(row: Scale, baseline: Scale | None, engines: float | None) -> Scale:
     """By the rate, and by the engine's, each over that of its own smallest scale."""
     if engines and row.engine_samples_per_s_per_gpu:
-        share = row.engine_samples_per_s_per_gpu / (engines.engine_samples_per_s_per_gpu or 1.0)
-        row = replace(row, engine_efficiency_percent=100 * share)
+        row = replace(row, engine_efficiency_percent=100 * row.engine_samples_per_s_per_gpu / engines)
     if not (baseline and baseline.rate and baseline.samples_per_s and row.rate and row.samples_per_s):
         return row
-    errors = row.samples_per_s_per_gpu_2sigma, baseline.samples_per_s_per_gpu_2sigma
-    error = ratio_uncertainty(row.rate, errors[0], baseline.rate, errors[1])
-    percent, error = 100 * row.rate / baseline.rate, None if error is None else 100 * error
-    is_known = all(each.repeats > 1 or each.uncertainty_from == OF_TABLE for each in (row, baseline))
+    percent, halves = 100 * row.rate / baseline.rate, [row.relative_half, baseline.relative_half]
+    error = None if None in halves else percent * math.hypot(*filter(None, halves))
+    is_repeated = min(row.repeats, baseline.repeats) > 1
     is_baseline = (row.nodes, row.gpus) == (baseline.nodes, baseline.gpus)
     found = replace(
         row, scaling_efficiency_percent=percent, speedup=row.samples_per_s / baseline.samples_per_s,
-        scaling_efficiency_2sigma_percent=error and (0.0 if is_baseline else error) if is_known else None,
+        scaling_efficiency_2sigma_percent=error and error * (not is_baseline) if is_repeated else None,
         baseline_nodes=baseline.nodes,
     )  # fmt: skip
     # Where no ± is known, two points are put down to chance.
-    if row.gpus > baseline.gpus and percent - 100 > (2.0 if error is None else error):
+    if row.gpus > baseline.gpus and percent - 100 > (error or 2.0):
         return noted(found, "efficiency above 100 % by more than its ±: the baseline's rate is in doubt")
     return found
 
@@ -115,8 +107,6 @@ def _blocks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
         cells["state"] += "".join(f" [{number}]" for number in numbers)
         body.append(cells)
     told = [name for name in _COLUMNS if any(cells[name] for cells in body)]
-    if all(row.engine_samples_per_s_per_gpu in (None, row.rate) for row in rows):
-        told = [name for name in told if "engine's" not in name]
     yield f"### {rows[0].title}"
     header = [name.replace("GPU", rows[0].unit.removesuffix("s")) for name in told]
     yield markdown_table(header, [[cells[name] for name in told] for cells in body])
@@ -124,17 +114,11 @@ def _blocks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
         yield f"Efficiency and speed-up are {relative}."
     if spread := ", ".join(dict.fromkeys(row.uncertainty_from for row in rows if row.uncertainty_from)):
         yield f"± from: {spread}."
-    if len(rows) > 1 and not any(row.repeats > 1 for row in rows):
-        yield "No scale was repeated: an efficiency has no ±."
     if target:
         found = (
             f"below it ({BELOW.strip()}): {'; '.join(row.scale for row in below)}" if below else "no scale is below it"
         )
         yield f"Target of {target:g} % efficiency: {found}."
-    if "engine's" in told:
-        yield "engine's: by DeepSpeed's timer, which leaves out the wait for data."
-    if rows[0].model in FORWARD_GFLOPS and any(row.mfu_percent for row in rows):
-        yield "MFU published: forward cost at 514 text tokens, as the published tables count; MFU model: work done."
     yield from (f"[{number}] {note}" for note, number in notes.items())
 
 

@@ -1,8 +1,7 @@
 """How this project's figures look and are written, and the pages they stand on.
 
-A paper column wide (3.3 in) or half as much again, at 7 to 8 pt, so that they can be read on a telephone. Any two colours
-differ by 35 or more in CIE L*a*b*, as colour-blind readers see them as well, and in lightness. matplotlib lays out and writes
-every format it knows; it is imported only when a figure is made, without pyplot, so without display and state.
+A paper column wide (3.3 in) or half as much again, at 7 to 8 pt. Any two colours differ by 35 or more in CIE L*a*b*, as
+colour-blind readers see them as well, and in lightness.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import read_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,17 +40,14 @@ _STYLE: Any = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """For what draws, as a decorator, too: this project's style; UserError without matplotlib, and for what it can't draw."""
+    """For what draws, as a decorator, too: this project's style; UserError without matplotlib or pandas."""
     try:
         import matplotlib as mpl
         import pandas as pd  # noqa: F401, for those who draw
     except ImportError as error:
         raise UserError(f"figures need {error.name}, which is not installed: pip install 'clap-ds[analysis]'") from None
-    try:
-        with mpl.rc_context(_STYLE):
-            yield
-    except (OverflowError, ValueError) as error:
-        raise UserError(f"can't be drawn: {error}") from error
+    with mpl.rc_context(_STYLE):
+        yield
 
 
 class Picture:
@@ -73,8 +68,7 @@ class Picture:
 
     def title(self, text: str) -> None:
         """A title in as many lines as it needs, for which the figure grows."""
-        width = int(15 * self.figure.get_figwidth())
-        lines = "\n".join(fill(line.replace(" %", "\N{NO-BREAK SPACE}%"), width) for line in text.splitlines())
+        lines = "\n".join(fill(line, int(15 * self.figure.get_figwidth())) for line in text.splitlines())
         self._grow(lines.count("\n") + 1)
         self.figure.suptitle(lines, x=0.01, ha="left")
 
@@ -87,21 +81,22 @@ class Picture:
     def _grow(self, lines: int) -> None:
         self.figure.set_figheight(self.figure.get_figheight() + LINE_INCHES * lines)
 
-    @styled()
     def stack(self, axes: Axes, parts: Mapping[str, Sequence[float]], bars: Sequence[str]) -> None:
         """Lying bars, the first on top, of `parts` side by side, named under the figure."""
         lefts = [0.0] * len(bars)
         for (part, lengths), color in zip(parts.items(), STACK_COLORS, strict=False):
             axes.barh(bars, lengths, left=lefts, label=part, color=color, edgecolor="white", linewidth=0.4)
             lefts = [left + length for left, length in zip(lefts, lengths, strict=True)]
-        axes.grid(axis="y", visible=False)
         axes.invert_yaxis()
         self.name_below(axes, columns=2)
 
     @styled()
     def save(self, path: Path) -> None:
-        """Write the figure in the format that its name ends in, such as .png, .svg or .pdf."""
-        self.figure.savefig(path)
+        """Write the figure in the format that its name ends in, such as .png, .svg or .pdf; UserError for another."""
+        try:
+            self.figure.savefig(path)
+        except ValueError as error:
+            raise UserError(f"{path}: can't be drawn: {error}") from None
 
 
 class Figure(NamedTuple):
@@ -119,7 +114,7 @@ Blocks = Iterator[str | Figure]
 def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs") -> None:
     """A logarithmic axis of counts of `what`, labelled with the counts themselves."""
     ticks = sorted(set(gpus), reverse=True)
-    ticks = ticks[:: math.ceil(len(ticks) / 7)]
+    ticks = ticks[:: -(-len(ticks) // 7)]
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
@@ -146,13 +141,11 @@ def page(title: str, markdown: str, folder: Path) -> str:
         raise UserError("HTML needs markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'") from None
 
     def figure(match: re.Match[str]) -> str:
-        data = b64encode(read_bytes(folder / match[2])).decode()
+        data = b64encode((folder / match[2]).read_bytes()).decode()
         return f'<figure><img src="data:image/png;base64,{data}"><figcaption>{match[1]}</figcaption></figure>'
 
-    text_alone = MarkdownIt("js-default", {"linkify": False, "html": False}).disable(["image", "link", "autolink"])
-    body = text_alone.render(markdown).replace(' style="text-align:right"', "")
-    body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
-    body = re.sub(r"<p>!\[(.*?)\]\(([a-z]+[\w-]*\.png)\)</p>", figure, body)
+    text_alone = MarkdownIt("js-default", {"html": False, "linkify": False}).disable(["image", "link", "autolink"])
+    body = re.sub(r"<p>!\[(.*?)\]\(([a-z]+[\w-]*\.png)\)</p>", figure, text_alone.render(markdown))
     return _PAGE.replace("TITLE", html.escape(title)).replace("BODY", body)
 
 
@@ -160,12 +153,9 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>TITLE</title><style>
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 130rem; margin: 2rem auto; padding: 0 2rem; }
-p, ul, figure { max-width: 60rem; overflow-wrap: anywhere; } figure { max-width: 34rem; } img { width: 100%; }
-h2 { margin-top: 2.5rem; border-bottom: 2px solid; } .wide { overflow-x: auto; } figcaption, table, code { font-size: 13px; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .2rem .5rem; border-bottom: 1px solid #8886; } td { white-space: nowrap; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem; } img { width: 34rem; max-width: 100%; }
+table { display: block; overflow-x: auto; border-collapse: collapse; font-size: 13px; }
+th, td { padding: .2rem .5rem; border-bottom: 1px solid #8886; white-space: nowrap; }
 </style></head><body>
 BODY
 </body></html>

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from clap_ds.analysis.record import json_lines, non_negative
+from clap_ds.analysis.record import json_lines
 from clap_ds.analysis.table import markdown_table
 
 if TYPE_CHECKING:
@@ -25,19 +25,20 @@ CHECKS = {
 """What is flagged, in samples that have these fields."""
 
 
-def load_samples(run_directory: Path) -> list[dict[str, Any]]:
-    """Samples, each with its `source`, `host` or `host:gpu`; lines that were cut or damaged left out."""
-    spans = [line.get("checkpoint") for line in json_lines(run_directory / "metrics.jsonl")]
-    saved = [
-        span for span in spans if isinstance(span, list) and len(span) == 2 and None not in map(non_negative, span)
-    ]
-    samples = []
-    for path in sorted((run_directory / "monitor").glob("*.jsonl")):
-        for line in json_lines(path):
-            sample = {name: number for name, value in line.items() if (number := non_negative(value)) is not None}
-            if "time" in sample and not any(begin <= sample["time"] <= end for begin, end in saved):
-                source = f"{path.stem}:{sample['gpu']:.0f}" if "gpu" in sample else path.stem
-                samples.append({**sample, "source": source})
+def load_samples(run_directory: Path) -> pd.DataFrame:
+    """Samples, each with its `source`, `host` or `host:gpu`."""
+    import pandas as pd
+
+    hosts = sorted((run_directory / "monitor").glob("*.jsonl"))
+    samples = pd.DataFrame([{"host": path.stem, **line} for path in hosts for line in json_lines(path)])
+    if samples.empty:
+        return samples
+    samples["source"] = samples["host"]
+    if "gpu" in samples:
+        samples["source"] += samples["gpu"].map(":{:.0f}".format, na_action="ignore").fillna("")
+    for line in json_lines(run_directory / "metrics.jsonl"):
+        if saved := line.get("checkpoint"):
+            samples = samples[~samples["time"].between(*saved)]
     return samples
 
 
@@ -52,16 +53,14 @@ def flagged(samples: pd.DataFrame, check: str) -> str:
 
 def table(run_directories: Sequence[Path]) -> str:
     """A line for each run that was watched; empty where none was."""
-    import pandas as pd
-
     rows = []
     for directory in run_directories:
-        if found := load_samples(directory):
-            samples = pd.DataFrame(found)
-            headroom = ""
-            if {"memory_bytes", "memory_total_bytes"} <= set(samples):
-                free = 1 - samples["memory_bytes"] / samples["memory_total_bytes"]
-                headroom = f"{free.min():.0%} ({samples['source'][free.idxmin()]})"
-            number = f"{len(samples)} of {samples['source'].nunique()}"
-            rows.append([directory.name, number, *(flagged(samples, check) for check in CHECKS), headroom])
+        if (samples := load_samples(directory)).empty:
+            continue
+        headroom = ""
+        if {"memory_bytes", "memory_total_bytes"} <= set(samples):
+            free = 1 - samples["memory_bytes"] / samples["memory_total_bytes"]
+            headroom = f"{free.min():.0%} ({samples['source'][free.idxmin()]})"
+        number = f"{len(samples)} of {samples['source'].nunique()}"
+        rows.append([directory.name, number, *(flagged(samples, check) for check in CHECKS), headroom])
     return markdown_table(["run", "samples of GPUs or hosts", *CHECKS, "memory headroom"], rows) if rows else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, log_axis, styled
-from clap_ds.analysis.record import non_negative, read_json, read_record, read_steps, section
+from clap_ds.analysis.record import read_json, read_record, read_steps
 from clap_ds.analysis.table import Row
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.record.schema import STEP_PHASES
@@ -39,34 +39,21 @@ EVALUATED = 4
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
     """Draw one run of the benchmark, or any number of training runs, whatever state they are in.
 
-    The ending of `output` chooses the format: .png, .svg or .pdf. Raises UserError for what are no run directories,
-    runs that can't be drawn together or have no timed step, and where matplotlib is missing.
+    The ending of `output` chooses the format: .png, .svg or .pdf. Raises UserError for what are no run directories, have no
+    timed step, and where matplotlib is missing.
     """
-    notes: list[str] = []
-    summaries = {directory: read_json(directory, "summary", notes) for directory in directories}
-    of_training = []
-    for directory, summary in summaries.items():
-        if not summary and not read_steps(directory, "window", "train"):
-            raise UserError(f"{directory}: not a readable run directory: {', '.join(notes) or 'no summary.json in it'}")
-        of_training.append(summary.get("command") == "train" or bool(read_steps(directory, "train")))
-    if all(of_training):
-        picture = draw_training(summaries)
-    elif len(directories) == 1:
-        picture = draw_benchmark(directories[0])
-    else:
+    is_training = read_json(directories[0], "summary").get("command") == "train" or read_steps(directories[0], "train")
+    if len(directories) > 1 and not is_training:
         raise UserError("several runs share a picture only where all are of training; plot_scaling.py draws the others")
-    picture.save(output)
+    (draw_training(directories) if is_training else draw_benchmark(directories[0])).save(output)
 
 
 @styled()
 def draw_benchmark(directory: Path) -> Picture:
     """Draw a run of the benchmark; UserError where it has no timed step."""
     run = read_record(directory)
-    steps: dict[str, list[tuple[float, float]]] = {"warmup": [], "window": []}
-    for line in read_steps(directory, *steps):
-        if (time_s := non_negative(line.get("time_s"))) is not None:
-            steps[line["phase"]].append((line["step"], time_s))
-    if not (run.rate and run.step_time_s and steps["window"]):
+    steps = {phase: _columns(read_steps(directory, phase), "time_s")["time_s"] for phase in ("warmup", "window")}
+    if not (run.rate and run.step_time_s) or steps["window"].empty:
         raise UserError(f"{directory}: no timed windows; the run's state is {run.state!r}")
     picture = Picture((1.6, 0.6))
     times, parts = picture.panels
@@ -80,18 +67,13 @@ def draw_benchmark(directory: Path) -> Picture:
         f"median step {1000 * run.step_time_s:,.0f} ms"
     )
     for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("window", COLORS[0], "o", "timed")):
-        times.plot(
-            [at for at, _ in steps[phase]], [s for _, s in steps[phase]], marker, color=color, markersize=3, label=label
-        )
+        times.plot(steps[phase], marker, color=color, markersize=3, label=label)
     times.axhline(run.step_time_s, color="black", linewidth=0.8, linestyle="--", label="median")
-    top = 1.1 * max(time_s for points in steps.values() for _, time_s in points)
-    times.set(xlabel="step", ylabel="step time (s)", ylim=(0, top))
+    times.set(
+        xlabel="step", ylabel="step time (s)", ylim=(0, 1.1 * max(each.max() for each in steps.values() if len(each)))
+    )
     times.legend(loc="lower right")
-    if run.breakdown_s:
-        _draw_parts(picture, parts, [run])
-    else:
-        parts.axis("off")
-        parts.text(0, 0.5, "no breakdown of the step was recorded", va="center")
+    _draw_parts(picture, parts, [run])
     return picture
 
 
@@ -119,22 +101,29 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
 
 
 @styled()
-def draw_training(summaries: Mapping[Path, Mapping[str, Any]]) -> Picture:
-    """Draw training runs, by their directories; UserError for one without a step."""
+def draw_training(directories: Sequence[Path]) -> Picture:
+    """Draw training runs; UserError for one without a step."""
     picture = Picture((1.6,) * 3, columns=2, columns_wide=1.5)
-    picture.title(_title(list(summaries.values())))
     *curves, evaluation = picture.panels
-    for (directory, summary), color in zip(summaries.items(), cycle(COLORS), strict=False):
+    for directory, color in zip(directories, cycle(COLORS), strict=False):
+        summary = read_json(directory, "summary")
         history = summary.get("history") if summary.get("resumed_at_step") else None
-        steps = _numbers(read_steps(directory, "train", history=history), *CURVES, "samples", "time_s")
+        steps = _columns(read_steps(directory, "train", history=history), *CURVES, "samples", "time_s")
         if steps.empty:
             raise UserError(f"{directory}: no step of training; the run's state is {summary.get('state')!r}")
-        steps["speed"] = steps["samples"].dropna().diff() / steps["time_s"].where(steps["time_s"] > 0)
-        curves[0].plot([], [], color=color, label=" " + directory.name)
+        steps["speed"] = steps["samples"].diff() / steps["time_s"]
         for axes, name in zip(curves, CURVES, strict=True):
-            _draw_curve(axes, steps[name].dropna(), color, name in NOISY)
+            width = min(SMOOTHED, len(steps) // 10) if name in NOISY else 1
+            if width > 1:  # the moving mean, over the curve in pale
+                axes.plot(steps[name], color=color, linewidth=0.6, alpha=0.3)
+            axes.plot(steps[name].rolling(max(width, 1)).mean(), color=color, label=directory.name)
         lines = read_steps(directory, "evaluation", history=history)
-        _draw_evaluations(evaluation, lines, color if len(summaries) > 1 else None)
+        _draw_evaluations(evaluation, lines, color if len(directories) > 1 else None)
+    names = ("preset", "world_size", "device_name", "precision", "global_batch", "state")
+    preset, ranks, device, precision, batch, state = (summary.get(name) or "?" for name in names)
+    picture.title(
+        f"{preset} on {ranks} × {device}, {precision}, global batch {batch}: {steps['samples'].max():,.0f} samples, {state}"
+    )
     for axes, label in zip(picture.panels, [*CURVES.values(), "evaluation, 0 to 1"], strict=True):
         axes.set(xlabel="step", ylabel=label)
     _, rate, _, norm, speed = curves
@@ -143,35 +132,16 @@ def draw_training(summaries: Mapping[Path, Mapping[str, Any]]) -> Picture:
         axes.set_ylim(bottom=0)
     if evaluation.lines:
         picture.name_below(evaluation, columns=2)
-    if len(summaries) > 1:
+    if len(directories) > 1:
         curves[0].legend()
     return picture
 
 
-def _title(summaries: Sequence[Mapping[str, Any]]) -> str:
-    names = ("preset", "world_size", "device_name", "precision", "global_batch")
-    preset, ranks, device, precision, batch = (summaries[0].get(name) or "?" for name in names)
-    samples, state = non_negative(summaries[-1].get("samples")) or 0, summaries[-1].get("state")
-    text = f"{preset} on {ranks} × {device}, {precision}, global batch {batch}: {samples:,.0f} samples"
-    return text if state in ("completed", "running") else f"{text}, {state}"  # it draws itself before it is over
-
-
-def _numbers(lines: Sequence[Mapping[str, Any]], *columns: str) -> pd.DataFrame:
-    """Columns of lines by step; without a value where there is no number from zero on."""
+def _columns(lines: Sequence[Mapping[str, Any]], *columns: str) -> pd.DataFrame:
+    """Columns of lines by step."""
     import pandas as pd
 
-    names = ["step", *columns]
-    values = [[non_negative(line.get(name)) for name in names] for line in lines]
-    return pd.DataFrame(values, columns=names, dtype=float).set_index("step")
-
-
-def _draw_curve(axes: Axes, values: pd.Series, color: str, is_noisy: bool) -> None:
-    """A curve; of a noisy one the moving mean, over the curve in pale."""
-    width = min(SMOOTHED, len(values) // 10)
-    if width > 1 and is_noisy:
-        axes.plot(values, color=color, linewidth=0.6, alpha=0.3)
-        values = values.rolling(width).mean().dropna()
-    axes.plot(values, color=color)
+    return pd.DataFrame(lines, columns=["step", *columns]).set_index("step").astype(float)
 
 
 def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str | None) -> None:
@@ -181,8 +151,8 @@ def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str
         words = name.removesuffix("_r1").replace("_", " ") + " R@1" * name.endswith("_r1")
         label = f"_{words}" if words in axes.get_legend_handles_labels()[1] else words  # once for all runs
         look: dict[str, Any] = {"color": color or style["color"], "marker": style["marker"], "markersize": 3}
-        axes.plot(_numbers(lines, name)[name].dropna(), label=label, **look)
-        if (chance := non_negative(section(lines[-1], "chance").get(name))) is not None:
+        axes.plot(_columns(lines, name)[name].dropna(), label=label, **look)
+        if (chance := lines[-1].get("chance", {}).get(name)) is not None:
             axes.axhline(chance, color=look["color"], linewidth=0.8, linestyle=":")
 
 

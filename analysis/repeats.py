@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 from typing import Any
@@ -30,7 +30,7 @@ _IDENTITY = (
     "nodes", "gpus", "model", "scaling", "device", "precision", "text_tokens", "variant", "micro_batch", "batch_per_gpu",
 )  # fmt: skip
 _AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent", "step_time_s",
-             "slowest_rank_step_time_s", "data_wait_percent")  # fmt: skip
+             "slowest_rank_step_time_s", "data_wait_percent", *(f"{part}_s" for part in STEP_PHASES))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,24 +93,25 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
     """One row from the runs of one series at one scale. Rates stay empty where none of them measured one."""
     first, used = runs[0], counted(runs)
     known: dict[str, Any] = {name: getattr(first, name) for name in _IDENTITY}
-    known |= {name: _mean(used, name) for name in _AVERAGED}
+    for name in _AVERAGED:
+        values = [value for run in used if (value := getattr(run, name)) is not None]
+        known[name] = fmean(values) if values else None
     rate, total = known["samples_per_s_per_gpu"], used[0].samples_per_s if len(used) == 1 else None
     peak = next(filter(None, (run.peak_tflops for run in used)), None)
     mfu = published_mfu_percent(first.model, rate, peak) if rate else None
-    breakdown = _mean_breakdown(used)
-    exposed = breakdown.get("exposed_communication_s")
     half, half_from = _uncertainty(used, spread)
     states = Counter(run.state for run in runs)
-    notes = [*_notes(runs, used), *doubtful_mfu(mfu, known["mfu_model_percent"])]
-    return Scale(
-        runs=tuple(used), **known, **breakdown, mfu_percent=mfu, peak_tflops=peak,
+    row = Scale(
+        runs=tuple(used), **known, mfu_percent=mfu, peak_tflops=peak,
         samples_per_s=total or (rate * first.gpus if rate else None), samples_per_s_per_gpu_2sigma=half,
         uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
-        exposed_communication_percent=100 * exposed / sum(breakdown.values()) if exposed is not None else None,
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
         state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
-        notes="; ".join(dict.fromkeys(notes)),
+        notes="; ".join(dict.fromkeys([*_notes(runs, used), *doubtful_mfu(mfu, known["mfu_model_percent"])])),
     )  # fmt: skip
+    if not (exposed := row.exposed_communication_s):
+        return row
+    return replace(row, exposed_communication_percent=100 * exposed / sum(row.breakdown_s.values()))
 
 
 def _uncertainty(used: Sequence[Run], pooled: RunSpread | None) -> tuple[float | None, str]:
@@ -122,35 +123,13 @@ def _uncertainty(used: Sequence[Run], pooled: RunSpread | None) -> tuple[float |
     return ((high - low) / 2, used[0].uncertainty_from) if high else (None, "")
 
 
-def _mean(runs: Sequence[Run], name: str) -> float | None:
-    values = [value for run in runs if (value := getattr(run, name)) is not None]
-    return fmean(values) if values else None
-
-
-def _mean_breakdown(runs: Sequence[Run]) -> dict[str, Any]:
-    """Columns of the parts that every run with a breakdown has, averaged over these runs."""
-    known = [run.breakdown_s for run in runs if sum(run.breakdown_s.values()) > 0]
-    parts = [part for part in STEP_PHASES if known and all(part in breakdown for breakdown in known)]
-    return {f"{part}_s": fmean(breakdown[part] for breakdown in known) for part in parts}
-
-
 def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         yield from filter(None, run.notes.split("; "))
     if used and used[0].state not in GOOD_STATES:
         yield "rate of a run that did not complete"
-    intervals = [run.interval for run in used if run.interval and not run.config and run.kind == "log"]
-    if intervals and max(low for low, _ in intervals) > min(high for _, high in intervals):
-        yield "logs differ by more than their own intervals: are they repeats of one configuration?"
     if left_out := sum(bool(run.rate) for run in runs) - len(used):
         yield f"{left_out} with a rate but not completed left out of the mean"
     for run in runs:
         if run.error:
             yield f"{run.state}: {' '.join(run.error.split())[:120].replace(';', ',')}"
-
-
-def ratio_uncertainty(top: float, top_error: float | None, bottom: float, bottom_error: float | None) -> float | None:
-    """Error of top / bottom for independent errors, to first order (delta method); None where one isn't known."""
-    if top_error is None or bottom_error is None:
-        return None
-    return top / bottom * math.hypot(top_error / top, bottom_error / bottom)

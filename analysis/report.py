@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from clap_ds.analysis import efficiency, monitor, plot_run, plot_scaling, project, stragglers
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.figure import Blocks, Figure, page
-from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.series import short_commit
-from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, plain_text, write_csv
+from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import VERSION
@@ -80,45 +77,30 @@ def summary(rows: Sequence[Scale]) -> Blocks:
         if measured := [row for row in members if row.rate]:
             last = max(measured, key=lambda row: row.gpus)
             lines = [f"{plot_scaling.answer(measured)}, {last.cell('samples_per_s')} samples/s in all."]
-            lines += beside_published(last)
-        if len({row.nodes for row in measured}) > 1:
-            with suppress(UserError):  # which its own section tells
-                lines.append(f"Projected: {project.headline(series_of(members))}.")
+        with suppress(UserError):  # which its own section tells
+            lines.append(f"Projected: {project.headline(series_of(members))}.")
         yield "\n".join([f"**{members[0].title}**", "", *(f"- {line}" for line in lines)])
-
-
-def beside_published(row: Row) -> Iterator[str]:
-    """A row's rate over what was published of its model at the same scale, or on one node where there is no such scale."""
-    for stem, facts in PUBLISHED_TABLES.items():
-        if facts["model"] == row.model and row.state != "published":
-            published = read_table_runs(PUBLISHED_DIR / f"{stem}.csv")
-            other = next((run for run in published if run.gpus == row.gpus), published[0])
-            ratio = f"{(row.rate or 0.0) / (other.rate or 1.0):#.4g} times the {other.rate:g} samples/s/GPU"
-            yield f"{ratio} published on {other.gpus} {facts['device']}."
 
 
 def provenance(runs: Sequence[Run]) -> str:
     """A table with a line a run, without empty columns; then each command that is known, once."""
-    lines = []
-    commands: dict[str, list[str]] = defaultdict(list)
+    lines, commands = [], dict[str, None]()
     for run in runs:
         environment = run.environment
-        hosts, versions = [str(host) for host in environment.get("hosts") or ()], environment.get("versions") or {}
+        versions = environment.get("versions") or {}
         known = {
             "run": run.name, "nodes": run.nodes, "GPUs": run.gpus, "samples/s/GPU": run.cell("samples_per_s_per_gpu"),
             "state": run.state, "device": run.device, **{name: versions.get(name) for name in PACKAGES},
             "Python": environment.get("python"), "driver": environment.get("driver"),
-            "commit": short_commit(str(environment.get("git_commit") or "")),
-            "hosts": f"{hosts[0]} … {hosts[-1]}" if len(hosts) > 2 else ", ".join(hosts),
+            "commit": short_commit(environment.get("git_commit") or ""), "hosts": ", ".join(environment.get("hosts") or ()),
             "finished": run.finished[:19].replace("T", " "),
         }  # fmt: skip
         lines.append({name: str(value or "") for name, value in known.items()})
         if command := environment.get("command"):
-            commands[plain_text(shlex.join(redacted_words(map(str, command))))].append(plain_text(run.name))
+            commands[f"- `{shlex.join(redacted_words(command))}`"] = None
     header = [name for name in lines[0] if any(line[name] for line in lines)]
     text = markdown_table(header, [[line[name] for name in header] for line in lines])
-    listed = "\n".join(f"- `{command}`: {', '.join(names)}" for command, names in commands.items())
-    return f"{text}\n\nCommands:\n\n{listed}" if listed else text
+    return "\n\n".join([text, *(["Commands:", "\n".join(commands)] if commands else [])])
 
 
 def assemble(sections: Mapping[str, Iterable[str | Figure]], folder: Path) -> str:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from clap_ds.analysis.table import BATCH, Run, noted, settings_of
+from clap_ds.analysis.table import BATCH, Run
 from clap_ds.config.files import flatten
 
 IGNORED_SETTINGS = (
@@ -29,7 +29,8 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
     length and whatever else makes a difference."""
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
-        groups[run.model, run.device, run.precision, run.text_tokens or 0, settings_of(run.variant)].append(run)
+        settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCH))  # of a table
+        groups[run.model, run.device, run.precision, run.text_tokens or 0, settings].append(run)
     found = []
     for (*_, given), group in groups.items():
         for settings, alike in split_settings(group):
@@ -42,35 +43,29 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
 
 
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    """Runs of the same settings, code and hardware, named by as few of the differences as tell them apart; the others are in a
-    note of the first. Runs without a record of their settings can't be told to be the same as those that have one."""
+    """Runs of the same settings, code and hardware, named by as few of the differences as tell them apart."""
     import pandas as pd
 
-    known, unknown = [run for run in group if run.config], [run for run in group if not run.config]
-    if known and unknown:
-        return [*split_settings(known), ("settings not recorded", unknown)]
     facts = pd.DataFrame([_facts(run) for run in group]).fillna("not recorded")
     facts = facts.loc[:, facts.nunique() > 1]
     scales = [(run.nodes, run.gpus, run.batch_per_gpu) for run in group]
     if ACCUMULATION in facts and len({*zip(scales, facts[ACCUMULATION], strict=True)}) == len({*scales}):
         facts = facts.drop(columns=ACCUMULATION)  # the scale says which
-    names = sorted(facts, key=lambda name: name.startswith("clap.bench."))  # how it was measured says least
     naming: list[str] = []
     told = 1
-    for name in names:
+    for name in sorted(facts, key=lambda name: name.startswith("clap.bench.")):  # how it was measured says least
         if (count := facts.groupby([*naming, name]).ngroups) > told:
             naming, told = [*naming, name], count
     if not naming:
         return [("", list(group))]
-    also = _listed([name for name in names if name not in naming])
-    series = []
-    for values, places in facts.groupby(naming).indices.items():
-        values = values if len(naming) > 1 else (values,)
-        title = ", ".join(f"{_listed([name])}={value[:40]}" for name, value in zip(naming, values, strict=True))
-        first, *others = (group[place] for place in places)
-        first = noted(first, f"series differ in {also}, too") if also else first
-        series.append((title, [first, *others]))
-    return series
+    names = [name.removeprefix("clap.") for name in naming]
+    return [
+        (
+            ", ".join(f"{name}={value[:40]}" for name, value in zip(names, values, strict=True)),
+            [group[at] for at in places],
+        )
+        for values, places in ((facts.loc[at[0], naming], at) for at in facts.groupby(naming).indices.values())
+    ]
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -96,21 +91,15 @@ def _text(value: object) -> str:
     return f"[{','.join(map(_text, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(name.removeprefix("clap.") for name in names)
-
-
 def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Tell weak from strong scaling among the runs of one model: [("weak" | "strong" | "", runs), …].
 
     All of one batch per GPU are weak scaling; all of one global batch at several scales are strong. In a mixture every batch
-    per GPU makes a series. A failed run that doesn't state its batch goes with the others where there is only one choice.
+    per GPU makes a series.
     """
     batches = dict.fromkeys(run.batch_per_gpu for run in group)
-    if not any(batches):
-        return [("", list(group))]
-    if len(known := [batch for batch in batches if batch]) == 1:
-        return [("weak", [replace(run, batch_per_gpu=known[0]) for run in group])]
+    if len(known := [batch for batch in batches if batch]) < 2:  # a failed run may not state it
+        return [("weak" if known else "", [replace(run, batch_per_gpu=(known or [None])[0]) for run in group])]
     if len({global_batch(run) for run in group}) == 1:
         return [("strong", list(group))]
     split = [[run for run in group if run.batch_per_gpu == batch] for batch in batches]

@@ -15,7 +15,6 @@ def blocks(runs: Sequence[Path]) -> Blocks:
     """A table of the ranks that were slow at the end of their run."""
     names, rows = list(SlowRank.__annotations__), []
     for run in runs:
-        found = read_json(run, "summary", []).get("slow_ranks")
-        slow = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
-        rows += [[run.name, *(str(each.get(name, "")) for name in names)] for each in slow]
+        for slow in read_json(run, "summary").get("slow_ranks") or ():
+            rows.append([run.name, *(str(slow.get(name, "")) for name in names)])
     yield from [markdown_table(["run", *(name.replace("_", " ") for name in names)], rows)] * bool(rows)

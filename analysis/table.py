@@ -1,4 +1,4 @@
-"""Measured runs and the scaling table's rows, and writing them as CSV and Markdown; `csv_table.py` reads them.
+"""Measured runs and the rows of the scaling table, written as CSV and Markdown; `csv_table.py` reads them.
 
 A table's first columns are those of `published/*.csv`, so each can stand in for the other. An absent value is an
 empty cell (CSV) or a dash (Markdown).
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from clap_ds.config.errors import UserError
 from clap_ds.record.schema import STEP_PHASES
 
 
@@ -81,6 +82,12 @@ class Row:
         return self.samples_per_s_per_gpu
 
     @property
+    def relative_half(self) -> float | None:
+        """The ± of the rate as a share of it."""
+        half = self.samples_per_s_per_gpu_2sigma
+        return None if half is None or not self.rate else half / self.rate
+
+    @property
     def series(self) -> tuple[str, str, str, str, int | None, str]:
         return self.model, self.scaling, self.device, self.precision, self.text_tokens, self.variant
 
@@ -90,7 +97,7 @@ class Row:
         tokens = f"{self.text_tokens} text tokens" if self.text_tokens else ""
         scaling = f"{self.scaling} scaling" if self.scaling else ""
         parts = self.model_name, self.device, self.precision, tokens, self.variant, scaling
-        return plain_text(", ".join(filter(None, parts)))
+        return ", ".join(filter(None, parts))
 
     @property
     def scale(self) -> str:
@@ -113,23 +120,13 @@ class Row:
 
     def cell(self, column: str, spread: str = "") -> str:
         """A column's text, with that of its uncertainty's column after it, to as many decimals; empty for None."""
-        value, error = getattr(self, column), getattr(self, spread) if spread else None
-        if column == "samples_per_s_per_gpu_2sigma" and value and self.rate:  # finer, as tables are read again
-            value = round(value, 2 + len(self.cell("samples_per_s_per_gpu").partition(".")[2]))
-        text = format_cell(column, value)
+        text, error = format_cell(column, getattr(self, column)), getattr(self, spread) if spread else None
         decimals = max(len(text.partition(".")[2]), 2 * spread.endswith("_percent"))
         return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
 
 
-OF_TABLE = "table"
-"""What `uncertainty_from` says of a ± that a table states without a word."""
 BATCH = "batch per GPU"
 """What the part of `variant` begins with that says no setting, but which batch a series keeps constant."""
-
-
-def settings_of(variant: str) -> str:
-    """A variant without the batch that its series keeps constant."""
-    return ", ".join(part for part in variant.split(", ") if not part.startswith(BATCH))
 
 
 @dataclass(frozen=True)
@@ -150,8 +147,6 @@ class Run(Row):
     finished: str = ""
     directory: str = ""
     """The run directory that a log names."""
-    identity: str = ""
-    """Which row of its table it was: equal rows are repeats, and those of a copy aren't."""
 
     @property
     def name(self) -> str:
@@ -166,19 +161,23 @@ class Scale(Row):
     """Those that count: with a rate, and completed where any did."""
 
 
-LEAST, MOST = 1e-12, 1e15
+MOST = 1e15
 """Of anything that is measured here, in the units of its field."""
-
-
-def is_measurable(value: float) -> bool:
-    """Whether a rate, time or count can be this; what is beyond (or not finite) is a damaged file's."""
-    return LEAST <= value <= MOST
-
-
 COLUMNS = tuple(column.name for column in fields(Row))
 COUNTS = {"nodes", "gpus", "repeats", "baseline_nodes", "text_tokens", "micro_batch", "batch_per_gpu", "global_batch"}
 TEXTS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
 _Row = TypeVar("_Row", bound=Row)
+
+
+def checked(row: _Row, where: str) -> _Row:
+    """A row that was read; UserError for what is not of its column: text, a count, or a number from zero on."""
+    for name in COLUMNS:
+        value, is_text, is_count = getattr(row, name), name in TEXTS, name in COUNTS
+        is_number = isinstance(value, int | float) and 0 <= value < MOST and (value == int(value) or not is_count)
+        if not (value is None or (isinstance(value, str) if is_text else is_number)):
+            expected = "text" if is_text else "a whole number" if is_count else "a number from zero on"
+            raise UserError(f"{where}: {name} is {value!r}; expected {expected}")
+    return row
 
 
 def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
@@ -209,46 +208,29 @@ def unit(*devices: str) -> str:
 
 def significant(value: float, least_decimals: int = 0) -> str:
     """A number with at least four significant digits and `least_decimals` decimals, without exponent."""
-    assert math.isfinite(value), value
-    if value == 0:
-        return "0"
-    return f"{value:.{max(least_decimals, 3 - math.floor(math.log10(abs(value))))}f}"
+    return f"{value:.{max(least_decimals, 3 - math.floor(math.log10(abs(value))))}f}" if value else "0"
 
 
 def format_cell(column: str, value: Any) -> str:
-    """A cell's text in CSV; empty for None."""
-    if value is None:
-        return ""
-    if column in COUNTS or column in TEXTS:
-        return str(value)
-    assert math.isfinite(value), (column, value)
-    if column in ("speedup", "memory_peak_gib") or column.endswith("_2sigma_percent"):
-        return f"{value:.2f}"
-    if column.endswith("_percent"):
-        return f"{value:.1f}"
+    """A cell's text; empty for None."""
+    if value is None or column in COUNTS or column in TEXTS:
+        return "" if value is None else str(value)
+    if column.endswith("_percent") or column in ("speedup", "memory_peak_gib"):
+        return f"{value:.1f}" if column.endswith("_percent") else f"{value:.2f}"
     return significant(value, 1 if column == "samples_per_s_per_gpu" else 0)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table padded to read well in a terminal too; cells to the right, empty ones as dashes."""
-    cells = [[plain_text(cell) or "–" for cell in row] for row in rows]
+    cells = [[cell.replace("|", "¦").replace("\n", " ") or "–" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = [header, ["-" * (width - 1) + ":" for width in widths], *cells]
-    return "\n".join(
-        "| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
-
-
-def plain_text(text: str) -> str:
-    """Text of a record or a log, which anybody may have written, as Markdown that is no picture, link or markup."""
-    return re.sub(
-        r"<(?=[a-zA-Z/!?])", "‹", text.replace("](", "] (").replace("|", "¦").replace("`", "'").replace("\n", " ")
-    )
+    return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
     """A column for each field."""
     import pandas as pd
 
-    cells = [[row.cell(column) for column in COLUMNS] for row in rows]
-    pd.DataFrame(cells, columns=list(COLUMNS)).to_csv(path, index=False)
+    cells = [[getattr(row, column) for column in COLUMNS] for row in rows]
+    pd.DataFrame(cells, columns=list(COLUMNS)).to_csv(path, index=False, float_format="%.7g")

@@ -2,16 +2,14 @@
 
 Lines of progress say by which time which step was done (`dialects.py`): the rate is all samples over all seconds after the
 warm-up, whatever the log's length and how often it prints. The launcher's lines give nodes and ranks, the engine's printed
-configuration batch sizes. A log, plain or gzip, is read once, line by line.
+configuration batch sizes.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import re
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import numpy as np
 
 from clap_ds.analysis.dialects import DIALECTS, Dialect, facts_in
 from clap_ds.analysis.record import BY_TIMER, HOST_ALONE, rate_fields
-from clap_ds.analysis.table import Run, is_measurable
+from clap_ds.analysis.table import MOST, Run
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
 
@@ -28,8 +26,6 @@ MAX_WINDOWS = 96
 """Of one start; neighbours are taken together."""
 STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
 """The later ones win: an out-of-memory error also leaves a traceback and a bad return code."""
-_TEXTS = ("directory", "model", "precision", "host_alone")
-"""Kinds of lines that tell a word; others tell a count."""
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -63,10 +59,8 @@ class Start:
         if kind in ("bf16", "fp16"):
             known = self.facts.get("precision", "fp32")
             self.facts["precision"] = kind if word == "True" and known == "fp32" else known
-        elif kind == "torch_autocast":
-            self.facts["precision"] = f"torch_autocast_{word}"
-        elif kind in _TEXTS:
-            self.facts[kind] = word
+        elif not word.isdigit():
+            self.facts["precision" if kind == "torch_autocast" else kind] = word.replace("torch.", "torch_autocast_")
         elif int(word):
             self.facts[kind] = int(word)
 
@@ -94,80 +88,43 @@ class Start:
         return (batch * np.diff(steps[edges]) / window_s).tolist(), window_s.tolist(), average
 
 
-class Scan:
-    """What a log holds: the starts of the training program, in order."""
-
-    def __init__(self) -> None:
-        self.starts = [Start()]
-        self.left_out = 0
-        """Lines of progress that repeat others, or whose rate is cut or impossible."""
-        self.is_empty = True
-        self.is_damaged = False
-        """The gzip file ends too early or is broken."""
-
-    def read(self, line: str) -> None:
-        self.is_empty = False
-        for kind, word in facts_in(line):
-            start = self.starts[-1]
-            if kind in STATES:
-                start.state = max(start.state, kind, key=STATES.index)
-            else:  # after progress it can only be a new start's
-                start = self._restart() if start.points or start.is_broken_off else start
-                start.note(kind, word)
-        for dialect in DIALECTS.values():
-            if dialect.gate in line:
-                self.left_out += line.count(dialect.gate)
-                for numbers in dialect.numbers(line):
-                    self._progress(dialect, numbers)
-
-    def _restart(self) -> Start:
-        """The next start, of the size of the one before until its own lines say otherwise."""
-        own = ("precision", "directory", "memory_gib")
-        self.starts.append(Start({name: fact for name, fact in self.starts[-1].facts.items() if name not in own}))
-        return self.starts[-1]
-
-    def _progress(self, dialect: Dialect, numbers: dict[str, float]) -> None:
-        position = numbers["step"] if "step" in numbers else numbers["samples"]
-        position += numbers.get("epoch", 0) * numbers.get("epoch_samples", 0)
-        value = next(numbers[name] for name in ("average", "step_s", "step_ms") if name in numbers)
-        value /= 1000 if "step_ms" in numbers else 1
-        if not (position > dialect.untimed and is_measurable(value)):
-            return
-        start = self.starts[-1]
-        furthest = start.points[-1][0] if start.points else 0.0
-        if start.dialect not in (None, dialect) or position < furthest / 2:
-            start, furthest = self._restart(), 0.0
-        start.dialect = dialect
-        if "global_batch" in numbers:
-            start.facts["global_batch"] = int(numbers["global_batch"])
-        memory = numbers.get("memory_gib", 0.0)
-        if is_measurable(memory):
-            start.facts["memory_gib"] = max(memory, start.facts.get("memory_gib", 0.0))
-        if position > furthest:  # else it is another rank's line
-            start.points.append((position, value))
-            self.left_out -= 1
+def _read_line(starts: list[Start], line: str) -> None:
+    """Take a line in, of the last start or of a new one."""
+    for kind, word in facts_in(line):
+        last = starts[-1]
+        if kind in STATES:
+            last.state = max(last.state, kind, key=STATES.index)
+        else:  # after progress it can only be a new start's
+            (_restart(starts) if last.points or last.is_broken_off else last).note(kind, word)
+    for dialect in DIALECTS.values():
+        for numbers in dialect.numbers(line):
+            _progress(starts, dialect, numbers)
 
 
-def scan_log(path: Path) -> Scan:
-    """Read a log; UserError where it can't be read."""
-    scan = Scan()
-    try:
-        for line in _lines(path, scan):
-            scan.read(_ANSI.sub("", line) if "\x1b" in line else line)
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
-    return scan
+def _restart(starts: list[Start]) -> Start:
+    """The next start, of the size of the one before until its own lines say otherwise."""
+    own = ("precision", "directory", "memory_gib")
+    starts.append(Start({name: fact for name, fact in starts[-1].facts.items() if name not in own}))
+    return starts[-1]
 
 
-def _lines(path: Path, scan: Scan) -> Iterator[str]:
-    """Of the file, decompressed; carriage returns end lines, too."""
-    with open_regular(path) as file:
-        raw = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
-        try:
-            with io.TextIOWrapper(raw, "utf-8", "replace") as text:
-                yield from text
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            scan.is_damaged = True
+def _progress(starts: list[Start], dialect: Dialect, numbers: dict[str, float]) -> None:
+    position = numbers["step"] if "step" in numbers else numbers["samples"]
+    position += numbers.get("epoch", 0) * numbers.get("epoch_samples", 0)
+    value = next(numbers[name] for name in ("average", "step_s", "step_ms") if name in numbers)
+    value /= 1000 if "step_ms" in numbers else 1
+    if not (position > dialect.untimed and 0 < value < MOST):
+        return
+    start = starts[-1]
+    furthest = start.points[-1][0] if start.points else 0.0
+    if position < furthest / 2:
+        start, furthest = _restart(starts), 0.0
+    start.dialect = dialect
+    if "global_batch" in numbers:
+        start.facts["global_batch"] = int(numbers["global_batch"])
+    start.facts["memory_gib"] = max(numbers.get("memory_gib", 0.0), start.facts.get("memory_gib", 0.0))
+    if position > furthest:  # else it is another rank's line
+        start.points.append((position, value))
 
 
 def read_log(path: Path, warmup_steps: int = 10, gpus: int = 0) -> list[Run]:
@@ -175,23 +132,26 @@ def read_log(path: Path, warmup_steps: int = 10, gpus: int = 0) -> list[Run]:
     or one without a rate of a log that says how it failed.
 
     Where it doesn't say how many GPUs there are (`gpus` of the run is 0), rates and batch are of one of `gpus`, or of all.
-    Raises UserError where the file can't be read, is empty or binary, or has no rate that is possible; says which.
+    Raises UserError where the file can't be read or has no rate that is possible.
     """
-    scan = scan_log(path)
-    found = [start for start in scan.starts if start.points] or [
-        start for start in scan.starts[-1:] if start.is_broken_off
-    ]
+    starts = [Start()]
+    try:
+        with open_regular(path) as file, io.TextIOWrapper(file, "utf-8", "replace") as text:  # "\r" ends lines, too
+            for line in text:
+                _read_line(starts, _ANSI.sub("", line) if "\x1b" in line else line)
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror})") from error
+    found = [start for start in starts if start.points] or [start for start in starts[-1:] if start.is_broken_off]
     if not found:
-        none = f"no throughput lines that can be used, {scan.left_out} damaged or of an impossible rate"
         printed = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
-        raise UserError(f"{path}: {'empty file' if scan.is_empty else f'{none} ({printed})'}")
+        raise UserError(f"{path}: no throughput lines that can be used ({printed})")
     groups: dict[object, list[Start]] = {}
     for start in found:
         groups.setdefault(start.size, []).append(start)
-    return [_run(path, starts, scan, warmup_steps, gpus) for starts in groups.values()]
+    return [_run(path, starts, warmup_steps, gpus) for starts in groups.values()]
 
 
-def _run(path: Path, starts: Sequence[Start], scan: Scan, warmup_steps: int, given_gpus: int) -> Run:
+def _run(path: Path, starts: Sequence[Start], warmup_steps: int, given_gpus: int) -> Run:
     last, facts = starts[-1], starts[-1].facts
     gpus, accumulation = facts.get("gpus") or given_gpus or 1, facts.get("accumulation", 1)
     measured = [start.windows(warmup_steps) for start in starts]
@@ -200,22 +160,20 @@ def _run(path: Path, starts: Sequence[Start], scan: Scan, warmup_steps: int, giv
     averages = [average / gpus for _, _, average in measured if average]
     fields = rate_fields(rates, window_s) or {"samples_per_s_per_gpu": averages[-1] if averages else None}
     rate = fields["samples_per_s_per_gpu"]
-    by_timer = any(start.dialect and not start.dialect.counts_data_wait for start in starts)
+    by_timer = bool(last.dialect and not last.dialect.counts_data_wait)
     noted = {
         BY_TIMER: by_timer,
         HOST_ALONE: by_timer and "host_alone" in facts,
         "too short to drop the warm-up: the running average is given": averages and not rates,
-        "no rate, as the log doesn't state its batch": not rate and last.points and not last.global_batch,
+        "no rate, as the log doesn't state its batch": not rate and last.points,
         f"{len(starts)} starts in the log": len(starts) > 1,
-        f"{scan.left_out} throughput lines left out (repeated, damaged or impossible)": scan.left_out,
-        "the gzip file is cut or damaged": scan.is_damaged,
     }
     micro_batch = facts.get("micro_batch") or last.global_batch // gpus // accumulation
+    names = ("model", "precision", "directory", "nodes", "gpus")
     return Run(
-        source=str(path), kind="log", state=last.state, model=facts.get("model", ""), precision=facts.get("precision", ""),
-        directory=facts.get("directory", ""), nodes=facts.get("nodes", 0), gpus=facts.get("gpus", 0),
+        source=str(path), kind="log", state=last.state, **{name: facts[name] for name in names if name in facts},
         batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
-        memory_peak_gib=max((start.facts.get("memory_gib", 0.0) for start in starts), default=0.0) or None,
+        memory_peak_gib=max(start.facts.get("memory_gib", 0.0) for start in starts) or None,
         engine_samples_per_s_per_gpu=rate if by_timer else None, **fields,
         notes="; ".join(note for note, holds in noted.items() if holds),
     )  # fmt: skip

@@ -149,14 +149,12 @@ class Series:
 
     def foretold_points(self) -> dict[str, float]:
         """Mean error of each law over the hold-outs, in points of efficiency without sign, smallest first; empty without."""
-        cases = self.hold_outs()
-
-        def mean_error(law: str) -> float:
-            foretold = (small.efficiency_percent(small.fit(law).rate(nodes)) for small, nodes, _ in cases)
-            return float(np.mean([abs(found - actual) for found, (*_, actual) in zip(foretold, cases, strict=True)]))
-
-        found = {law: mean_error(law) for law in LAWS} if cases else {}
-        return dict(sorted(found.items(), key=lambda item: item[1]))
+        errors: dict[str, list[float]] = {law: [] for law in LAWS}
+        for small, nodes, actual in self.hold_outs():
+            for law, found in errors.items():
+                found.append(abs(small.efficiency_percent(small.fit(law).rate(nodes)) - actual))
+        means = {law: float(np.mean(found)) for law, found in errors.items() if found}
+        return dict(sorted(means.items(), key=lambda item: item[1]))
 
     def best_law(self) -> str:
         """What foretold the scales best; √n where that can't be told."""
@@ -176,19 +174,20 @@ def series_of(rows: Sequence[Scale]) -> Series:
     sizes, rates above the smallest scale's by more than their ±, and such as no law fits.
     """
     title, measured = rows[0].title, [row for row in rows if row.rate]
-    per_node = {row.gpus / row.nodes for row in measured}
-    is_even = len(per_node) == 1 and max(per_node).is_integer()
-    if rows[0].scaling == "strong" or len({row.nodes for row in measured}) < 2 or not is_even:
-        found = f"found {rows[0].scaling or 'unknown'} scaling on {[(row.nodes, row.gpus) for row in measured]} (nodes, GPUs)"
+    per_node = {divmod(row.gpus, row.nodes) for row in measured}
+    if rows[0].scaling == "strong" or len({row.nodes for row in measured}) < 2 or len(per_node) > 1 or max(per_node)[1]:
+        found = (
+            f"found {rows[0].scaling or 'unknown'} scaling on {', '.join(row.scale for row in measured) or 'no scale'}"
+        )
         raise UserError(f"{title}: expected weak scaling on two node counts or more with as many GPUs each; {found}")
     if above := [row.scale for row in measured if ABOVE_ALL in row.notes]:
         raise UserError(f"{title}: nothing is projected: {ABOVE_ALL} on {above[0]} puts the smallest scale in doubt")
+    halves = [row.relative_half or 0.0 for row in measured]
     rates = tuple((row.nodes, row.rate or 0.0) for row in measured)
-    halves = [(row.samples_per_s_per_gpu_2sigma or 0.0) / (row.rate or 1.0) for row in measured]
-    series = Series(title, rates, int(per_node.pop()), tuple(halves) if all(halves) else ())
-    best = series.fit(series.best_law())
-    furthest = max(abs(series.efficiency_percent(best.rate(nodes) - rate)) for nodes, rate in rates)
+    series = Series(title, rates, per_node.pop()[0], tuple(halves) if all(halves) else ())
+    best = series.best_law()
+    furthest = max(abs(series.efficiency_percent(series.fit(best).rate(nodes) - rate)) for nodes, rate in rates)
     if furthest > WORST_FIT:
-        law = f"the best law, {series.best_law()}, misses what was measured by up to {furthest:.1f} points"
-        raise UserError(f"{title}: nothing is projected: {law}")
+        told = f"the best law, {best}, misses what was measured by up to {furthest:.1f} points"
+        raise UserError(f"{title}: nothing is projected: {told}")
     return series

@@ -107,8 +107,10 @@ _failed = set[Callable[..., Any]]()
 
 
 def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that changes none of its arguments, compiled if the first of them, a tensor, is on a GPU. Without Triton or
-    a C compiler it runs as it is, and rank 0 warns once."""
+    """Call a function that changes none of its arguments, compiled if the first of them, a tensor, is on a GPU.
+
+    Without Triton or a C compiler it runs as it is, and rank 0 warns once.
+    """
     if arguments[0].is_cuda and function not in _failed:
         try:
             return _compiled(function)(*arguments)

@@ -44,8 +44,7 @@ def write(path: Path, text: str | bytes) -> Path:
 def given(**changes: Any) -> Namespace:
     """Values of the options that say what inputs leave out."""
     names = ("nodes", "gpus", "gpus_per_node", "model", "micro_batch", "peak_tflops")
-    counts = {name: [value] for name, value in changes.items() if name in ("nodes", "gpus") and isinstance(value, int)}
-    return Namespace(**{**dict.fromkeys(names), "warmup_steps": 10, "rate": "measured", **changes, **counts})
+    return Namespace(**{**dict.fromkeys(names), "warmup_steps": 10, "rate": "measured", **changes})
 
 
 def run(nodes: int, rate: float | None, **changes: Any) -> Run:

@@ -38,7 +38,7 @@ def test_texts_are_legible_and_within_the_figure(picture: Picture) -> None:
 
 
 def test_formats_and_the_page_that_takes_pictures_in_and_text_as_text(tmp_path: Path, picture: Picture) -> None:
-    for name, start in (("s.png", b"\x89PNG\r\n\x1a\n"), ("s.SVG", b"<?xml"), ("s.pdf", b"%PDF")):
+    for name, start in (("s.png", b"\x89PNG\r\n\x1a\n"), ("s.svg", b"<?xml"), ("s.pdf", b"%PDF")):
         picture.save(tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(start)
     assert struct.unpack(">I", (tmp_path / "s.png").read_bytes()[16:20])[0] == round(200 * COLUMN_WIDTH_INCHES)

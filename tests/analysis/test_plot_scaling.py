@@ -32,7 +32,7 @@ def test_panels_hold_the_tables_numbers_and_the_title_the_answer(tmp_path: Path)
     efficiency, throughput = picture.panels
     error = 100 * 650 / 700 * ((8 / 650) ** 2 + (8 / 700) ** 2) ** 0.5
     assert picture.figure.get_suptitle().replace("\n", " ") == (
-        f"92.9 ± {error:.2f}\xa0% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
+        f"92.9 ± {error:.2f} % efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
     )
     (drawn,) = [container.lines[0].get_xydata().tolist() for container in throughput.containers]
     assert drawn == [[4.0, 2800.0], [8.0, 5440.0], [16.0, 10400.0]]
@@ -44,7 +44,7 @@ def test_panels_hold_the_tables_numbers_and_the_title_the_answer(tmp_path: Path)
     assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.14, 92.86], abs=0.01)
     assert bars[2][1][1] - bars[2][0][1] == pytest.approx(2 * error, abs=0.01)
     named = [text.get_text() for text in picture.figure.legends[0].get_texts()]
-    assert sorted(named) == ["micro", "±: 2σ of 3"]
+    assert named == ["micro"]
 
 
 def test_answers_above_100_percent_are_doubted() -> None:
@@ -56,14 +56,8 @@ def test_answers_above_100_percent_are_doubted() -> None:
 
 def test_a_baseline_of_several_nodes_is_stated() -> None:
     picture = draw(curves(run(2, 200.0), run(4, 180.0)))
-    assert "90.0\xa0% efficiency on 16 GPUs relative to 2 nodes" in picture.figure.get_suptitle().replace("\n", " ")
+    assert "90.0 % efficiency on 16 GPUs relative to 2 nodes" in picture.figure.get_suptitle().replace("\n", " ")
     assert "relative to 2 nodes" in picture.panels[0].get_ylabel()
-
-
-def test_each_repeat_is_a_dot_beside_its_mean() -> None:
-    picture = draw(curves(run(1, 198.0), run(1, 202.0), run(2, 180.0), run(2, 160.0), run(4, 140.0)))
-    dots = [line.get_ydata().tolist() for line in picture.panels[0].lines if line.get_marker() == "."]
-    assert dots == [pytest.approx([99.0, 101.0]), pytest.approx([90.0, 80.0])]
 
 
 def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

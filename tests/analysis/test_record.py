@@ -54,7 +54,7 @@ def test_a_record_of_an_earlier_schema_has_the_rate_of_its_steps(record: Path) -
     run = read_record(summed_up(record, samples_per_s_per_gpu={"median": 9.0, "low": 8.0, "high": 10.0}))
     found = rates(windows, [1 / rate for rate in windows])
     assert (run.rate, run.interval) == tuple(map(pytest.approx, (found["mean"], (found["low"], found["high"]))))
-    assert (run.breakdown_s, "before schema 3" in run.notes) == ({}, True)
+    assert run.breakdown_s == {}
 
 
 def test_what_had_a_presets_name_before_is_another_model(record: Path) -> None:
@@ -74,50 +74,35 @@ def test_a_killed_run_tells_its_rate_from_its_steps(record: Path) -> None:
     assert (run.state, run.gpus, run.uncertainty_from) == ("running", 2, "range of 2 windows of 1 run")
     assert "2 whole windows read from metrics.jsonl" in run.notes
     (record / "metrics.jsonl").unlink()
-    write(record / "summary.json", json.dumps({"state": "out_of_memory", "error": "CUDA out\nof memory"}))
+    write(record / "summary.json", json.dumps({"state": "out_of_memory", "error": "CUDA out of memory"}))
     run = read_record(record)
     assert (run.state, run.error, run.rate, run.batch_per_gpu) == ("out_of_memory", "CUDA out of memory", None, 4)
     assert run.notes == "no complete window was measured"
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("changes", "message"),
     [
-        ({"samples_per_s_per_gpu": RATES | {"low": 1.55}}, {"rate": 1.5, "interval": None}),
-        ({"mfu_model_percent": float("inf"), "breakdown_s": None, "step_time_s": [1]},
-         {"mfu_model_percent": None, "breakdown_s": {}, "step_time_s": None}),
-        ({"num_nodes": 10**400, "preset": ["x"], "device_name": "a\nb", "memory_peak_bytes": 1e300},
-         {"nodes": 0, "model": "", "device": "a b", "memory_peak_gib": None}),
+        ({"samples_per_s_per_gpu": {"mean": float("inf"), "low": 1, "high": 2}}, "samples_per_s_per_gpu is inf"),
+        ({"breakdown_s": [1]}, r"schema\.py"),
+        ({"num_nodes": 1.5}, "nodes is 1.5; expected a whole number"),
+        ({"preset": 3}, "model is 3; expected text"),
+        (None, "not valid JSON"),
     ],
-)  # fmt: skip
-def test_values_that_cannot_be_are_absent_not_numbers(
-    record: Path, changes: dict[str, Any], expected: dict[str, Any]
+)
+def test_a_record_that_is_not_of_its_schema_is_refused(
+    record: Path, changes: dict[str, Any] | None, message: str
 ) -> None:
-    write(record / "environment.json", json.dumps({"versions": 3, "command": {"a": 1}, "hosts": None, "python": "3"}))
-    write(record / "config.json", json.dumps({"clap": [1], "train_micro_batch_size_per_gpu": "4"}))
-    run = read_record(summed_up(record, **CHANGES | changes))
-    assert {name: getattr(run, name) for name in expected} == expected
-    assert run.environment == {"python": "3"}
-
-
-def test_damaged_files_cost_their_own_content(record: Path) -> None:
-    for name in ("summary", "config", "environment"):
-        file = record / f"{name}.json"
-        content = file.read_bytes()
-        for damage in (b"", b"null", b'{"state": "compl'):
-            run = read_record(write(file, damage).parent)
-            assert f"{name}.json is not readable" in run.notes
-            assert (run.gpus, len(run.windows)) == (2, 6)
-        write(file, content)
-    for path in record.iterdir():
-        write(path, b"\xff\xfe\0")
-    with pytest.raises(UserError, match=r"summary\.json"):
+    summed_up(record, **CHANGES | (changes or {}))
+    if changes is None:
+        write(record / "summary.json", '{"state": "compl')
+    with pytest.raises(UserError, match=message):
         read_record(record)
 
 
 def test_damaged_lines_of_steps_are_left_out(tmp_path: Path) -> None:
     good = [{"phase": "train", "step": 1, "loss": 0.5}, {"phase": "train", "step": 2}]
-    bad: list[object] = [{"phase": "train"}, {"phase": ["train"], "step": 1}, [], 3, None]
+    bad: list[object] = [{"phase": "train"}, [], 3, None]
     text = "".join(json.dumps(line) + "\n" for line in (good[0], *bad, good[1]))
     file = write(tmp_path / "metrics.jsonl", text.encode() + b'\xff\xfe\n{"phase": "tra')
     assert read_steps(tmp_path, "train") == good

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import report
-from clap_ds.analysis.table import Row, write_csv
 from clap_ds.config.places import VERSION
 from tests.analysis.samples import DATA, TINY, command, record
 
@@ -74,15 +73,3 @@ def test_a_failed_run_alone_still_makes_a_report(tmp_path: Path, monkeypatch: py
     for part in ("No rate was measured (out_of_memory)", "too &lt;big&gt;", ">100% (most n1:0)</td>"):
         assert part in text
     assert "<big>" not in text
-
-
-def test_a_table_is_held_against_the_published_one_and_not_projected_where_no_law_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [Row(nodes, 4 * nodes, rate, 4 * nodes * rate, model="htsat_tiny_roberta_base", batch_per_gpu=64)
-            for nodes, rate in ((1, 150.0), (2, 60.0), (4, 25.0), (8, 140.3))]  # fmt: skip
-    write_csv(tmp_path / "poor.csv", rows)
-    command(monkeypatch, report.main, tmp_path / "poor.csv", "--output", tmp_path / "out")
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert text.count("nothing is projected: the best law") == 1
-    assert "0.2294 times the 611.625 samples/s/GPU published on 32 GH200." in text

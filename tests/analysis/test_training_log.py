@@ -1,7 +1,6 @@
 """Reading logs: exact against DeepSpeed's own per-step numbers, one rate whatever the log's length and print interval, and
 steady against what happens to real logs."""
 
-import gzip
 import random
 import re
 from pathlib import Path
@@ -126,15 +125,6 @@ def test_prefixes_colours_carriage_returns_and_merged_lines_change_nothing(tmp_p
     assert (run.windows, run.gpus, run.batch_per_gpu, run.state) == (plain.windows, 2, 64, "completed")
 
 
-def test_a_truncated_gzip_keeps_what_it_has(tmp_path: Path) -> None:
-    # Long enough that the cut loses lines, varied enough that it doesn't compress to nothing.
-    packed = gzip.compress(running_log([1.0 + 0.001 * (step * 7919 % 101) for step in range(3000)]).encode())
-    (whole,) = read_log(write(tmp_path / "whole.txt", packed))
-    (cut,) = read_log(write(tmp_path / "cut.gz", packed[: len(packed) // 2]))
-    assert cut.rate == pytest.approx(whole.rate, rel=0.01)
-    assert ("damaged" in whole.notes, "gzip file is cut" in cut.notes) == (False, True)
-
-
 def test_restarts_have_their_own_warm_up_and_sizes_of_their_own_are_runs_of_their_own(tmp_path: Path) -> None:
     (run,) = read_log(write(tmp_path / "r.log", running_log([1.0] * 20) + running_log([2.0] * 20)))
     assert run.windows == pytest.approx([64.0] * 10 + [32.0] * 10)
@@ -148,7 +138,7 @@ def test_restarts_have_their_own_warm_up_and_sizes_of_their_own_are_runs_of_thei
     assert [(run.rate, len(run.windows)) for run in runs] == [(pytest.approx(4.0), 10), (pytest.approx(2.0), 20)]
 
 
-def test_repeated_impossible_and_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+def test_repeated_impossible_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
     good = running_log([1.0] * 16).splitlines(keepends=True)
     bad = [throughput_line(17, value) for value in (0.0, float("-inf"), float("nan"), -5.0)]
     torn = good[-1].replace("CurrSamplesPerSec=64.0,", "CurrSamplesPer[Rank 1] hello Sec=64.0,").replace("=16,", "=18,")
@@ -156,15 +146,13 @@ def test_repeated_impossible_and_damaged_lines_are_counted_and_left_out(tmp_path
     text = "".join([*(f"0: {line}1: {line}" for line in good), *bad, torn, late])  # as two ranks print
     (run,) = read_log(write(tmp_path / "odd.log", text))
     assert run.windows == pytest.approx([64.0] * 6)
-    assert "20 throughput lines left out (repeated, damaged or impossible)" in run.notes
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "empty"),
         (b"\x7fELF\0\0\0\1" * 40, "no throughput lines"),
-        (running_log([1.0] * 9, batch=0).encode(), "7 damaged or of an impossible rate"),
+        (running_log([1.0] * 9, batch=0).encode(), "no throughput lines"),
         (None, "can't be read"),
     ],
 )
