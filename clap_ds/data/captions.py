@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from clap_ds.config.files import parse_json
@@ -12,8 +11,8 @@ from clap_ds.data.broken import BrokenItemError
 
 CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
-MOST_BYTES, MOST_CHARACTERS = 2**20, 2**16
-"""Of the file, and of a caption: tokenizers take seconds for millions of characters, of which a model sees the first few."""
+MOST_BYTES = 2**20
+"""Of the file: tokenizers take seconds for millions of characters, of which a model sees the first few."""
 
 
 def in_words(name: str) -> str:
@@ -26,16 +25,6 @@ def names_in_cell(cell: str) -> list[str]:
     return [name for part in re.split(r"[,;|]", cell) if (name := part.strip())]
 
 
-def joined_names(cells: Iterable[str]) -> str | None:
-    """Find a cell that holds several names, where that is so of half of those with separators: each is known from other cells,
-    too, or they stand without spaces, as in `Bark,Dog`."""
-    names = {cell: {*names_in_cell(cell)} for cell in cells}
-    known = Counter(name for each in names.values() for name in each if re.search(r"[^\W\d]", name))
-    least = {cell: 2 if re.search(r"[,;|]\s", cell) else 1 for cell in names}
-    several = {cell: all(known[name] >= least[cell] for name in each) for cell, each in names.items() if len(each) > 1}
-    return max(several, key=several.__getitem__) if several and 2 * sum(several.values()) >= len(several) else None
-
-
 def captions_of(members: Mapping[str, Any]) -> list[str]:
     """Find the captions among an item's members: `txt`, or `caption` or `text` in `json`; empty ones are left out.
     BrokenItemError where there is none, or what is there can't be read."""
@@ -44,16 +33,14 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
         raise BrokenItemError(f"caption can't be read: a file of {size:,} bytes, expected at most {MOST_BYTES:,}")
     try:
         if "txt" in members:
-            found = bytes(members["txt"]).decode("utf-8-sig")
-        elif "json" in members and isinstance(content := parse_json(bytes(members["json"])), dict):
+            found = members["txt"].decode("utf-8-sig")
+        elif "json" in members and isinstance(content := parse_json(members["json"]), dict):
             found = next((content[name] for name in CAPTION_FIELDS if name in content), None)
     except ValueError as error:
         raise BrokenItemError(f"caption can't be read: {error}") from None
     captions = [found] if isinstance(found, str) else found
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
         raise BrokenItemError("no caption: expected txt, or json with a string or a list of them as caption or text")
-    if (longest := max(map(len, captions), default=0)) > MOST_CHARACTERS:
-        raise BrokenItemError(f"a caption has {longest:,} characters, expected at most {MOST_CHARACTERS:,}")
     if usable := [caption.strip() for caption in captions if caption.strip()]:
         return usable
     raise BrokenItemError("empty caption")
