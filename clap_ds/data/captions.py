@@ -11,8 +11,8 @@ from clap_ds.data.broken import BrokenItemError
 
 CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
-MOST_BYTES, MOST_CHARACTERS = 2**20, 2**16
-"""Of the file, and of a caption: tokenizers take seconds for millions of characters, of which a model sees the first few."""
+MOST_BYTES = 2**20
+"""Of the file: tokenizers take seconds for millions of characters, of which a model sees the first few."""
 
 
 def in_words(name: str) -> str:
@@ -33,16 +33,14 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
         raise BrokenItemError(f"caption can't be read: a file of {size:,} bytes, expected at most {MOST_BYTES:,}")
     try:
         if "txt" in members:
-            found = bytes(members["txt"]).decode("utf-8-sig")
-        elif "json" in members and isinstance(content := parse_json(bytes(members["json"])), dict):
+            found = members["txt"].decode("utf-8-sig")
+        elif "json" in members and isinstance(content := parse_json(members["json"]), dict):
             found = next((content[name] for name in CAPTION_FIELDS if name in content), None)
     except ValueError as error:
         raise BrokenItemError(f"caption can't be read: {error}") from None
     captions = [found] if isinstance(found, str) else found
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
         raise BrokenItemError("no caption: expected txt, or json with a string or a list of them as caption or text")
-    if (longest := max(map(len, captions), default=0)) > MOST_CHARACTERS:
-        raise BrokenItemError(f"a caption has {longest:,} characters, expected at most {MOST_CHARACTERS:,}")
     if usable := [caption.strip() for caption in captions if caption.strip()]:
         return usable
     raise BrokenItemError("empty caption")

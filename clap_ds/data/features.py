@@ -17,12 +17,12 @@ from clap_ds.data.broken import BrokenItemError
 FEATURES = "npy"
 
 
-def read_mel(encoded: bytes | memoryview, row: Tensor, *, rng: random.Random) -> None:
+def read_mel(encoded: bytes, row: Tensor, *, rng: random.Random) -> None:
     """Write a clip's features to `row`, (num_frames, mel_bins) float16, from a NumPy file of at least as many frames, cropped
     at a place drawn from `rng`. BrokenItemError where it is of another dtype or shape, or holds NaN or infinite features."""
     num_frames, mel_bins = row.shape
     size = 10 + int.from_bytes(encoded[8:10], "little")  # of version 1.0, which has every array of few dimensions
-    shape, dtype, in_columns = _numpy_header(bytes(encoded[:size]))
+    shape, dtype, in_columns = _numpy_header(encoded[:size])
     if dtype != np.float16 or in_columns or len(shape) != 2 or shape[1] != mel_bins or shape[0] < num_frames:
         wanted = f"float16, at least {num_frames} frames of {mel_bins} mel bins, by rows"
         raise BrokenItemError(f"features are {dtype} of shape {shape}, expected {wanted}")

@@ -36,6 +36,7 @@ def kind_of_row(row: Tensor) -> Kind:
 def read_clip(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
     """Write a clip to `row`, by its shape: as `read_mel`, `read_fused` or `decode_audio` does. Raises BrokenItemError."""
     if row.ndim == 2:
+        assert isinstance(encoded, bytes)
         read_mel(encoded, row, rng=rng)
     elif row.ndim == 3:
         read_fused(encoded, row, audio=audio, rng=rng)

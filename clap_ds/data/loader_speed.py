@@ -18,7 +18,6 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset, preset_argument
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.shard_files import is_remote
 from clap_ds.data.shard_list import expand_shards, tokenizer_beside
 from clap_ds.data.shard_size import RATES
 from clap_ds.data.shards import ShardPieces
@@ -78,8 +77,6 @@ def run_measure(options: argparse.Namespace) -> None:
             print(f"{workers:7d} {rate:10.1f} {rate / workers:11.1f}", flush=True)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-    if any(map(is_remote, shards)):
-        print("remote files: rates are with the time to fetch those that have no copy here yet")
     at = ", ".join(f"{workers_needed(supplies, rate):,} at {rate:,.0f}" for rate in RATES)
     print(f"cores a GPU, with a margin of {MARGIN - 1:.0%}: {at} samples/s")
     if options.needed_samples_per_s:

@@ -89,7 +89,7 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
 
 def expand_shards(shards: str | list[str]) -> list[str]:
     """Find the tar files a setting names, in order: paths or URLs, with braces (`a-{000..127}.tar`) and wildcards. ValueError
-    where there are none. Of remote tars only the first and the last are looked up."""
+    where there are none. Remote tars are looked up by wildcards alone."""
     patterns = [shards] if isinstance(shards, str) else shards
     names: list[str] = []
     for pattern in patterns:
@@ -100,32 +100,26 @@ def expand_shards(shards: str | list[str]) -> list[str]:
             raise ValueError(f"{FIELD}: {error}") from None
     if not names:
         raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
-    remote = list(filter(shard_files.is_remote, names))
-    missing = [name for name in names if not (shard_files.is_remote(name) or Path(name).is_file())]
-    if missing:
-        found = f"{len(missing)} of the {len(names)} files of {', '.join(patterns)!r} are not there, the first:"
-        if Path(missing[0]).is_dir():
-            found = f"expected tar files, such as '{missing[0]}/*.tar', found the folder"
-        raise ValueError(f"{FIELD}: {found} {missing[0]} (working folder: {Path.cwd()})")
-    for url in dict.fromkeys([*remote[:1], *remote[-1:]]):
-        if problem := shard_files.problem_with(url):
-            raise ValueError(f"{FIELD}: {url} {problem}")
+    for name in names:
+        if not (shard_files.is_remote(name) or Path(name).is_file()):
+            what = "a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "not there"
+            raise ValueError(f"{FIELD}: {name} is {what} (working folder: {Path.cwd()})")
     return names
 
 
 def _matches(name: str) -> list[str]:
     """Find what a name with wildcards stands for, in order; ValueError for nothing."""
-    if not shard_files.is_remote(name):
-        found = [name] if Path(name).exists() or not glob.has_magic(name) else sorted(glob.glob(name))
-    else:
+    found = [name]
+    if shard_files.is_remote(name):
         shard_files.check_url(name)
-        if not ("*" in name or "[" in name):  # a ? in a web address begins its query
-            return [name]
-        fs, path = fsspec.url_to_fs(name)
-        try:
-            found = sorted(str(fs.unstrip_protocol(each)) for each in fs.glob(path))
-        except Exception as error:  # whatever the file system's package raises
-            raise ValueError(f"{name!r} can't be looked up: {type(error).__name__}: {error}") from None
+        if "*" in name or "[" in name:  # a ? in a web address begins its query
+            fs, path = fsspec.url_to_fs(name)
+            try:
+                found = sorted(str(fs.unstrip_protocol(each)) for each in fs.glob(path))
+            except Exception as error:  # whatever the file system's package raises
+                raise ValueError(f"{name!r} can't be looked up: {type(error).__name__}: {error}") from None
+    elif glob.has_magic(name) and not Path(name).exists():
+        found = sorted(glob.glob(name))
     if not found:
         raise ValueError(f"no file matches {name!r} (working folder: {Path.cwd()})")
     return found

@@ -101,7 +101,7 @@ class SourceReader:
     def _read(self, parts: list[Part]) -> Iterator[Item]:
         opened = open_ahead((shard for shard, _, _ in parts), self.cache_bytes)
         for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
-            items = list_items(shard, self.report, open_file=open_file, ask_ahead=True)
+            items = list_items(shard, self.report, open_file)
             yield from items if (first, end) == (0, None) else samples_between(items, first, end)
 
 

@@ -1,6 +1,6 @@
 """`clap-shards size`: what shards take of disks, links and file systems, before any is made.
 
-Sizes of prepared kinds are exact, those of encoded audio follow from typical rates. Without torch.
+Sizes of prepared kinds are exact up to a tar's end, those of encoded audio follow from typical rates. Without torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ ENCODED = {"flac": 105_600, "wav": 192_000, "mp3": 16_000, "ogg": 14_000}
 """Bytes that a second typically takes: of 48 kHz stereo in 16 bits (FLAC 55 % of it), at 128 and 112 kbit/s."""
 RATES = (624.0, 3300.0, 4500.0)
 """Samples per second of one GPU: the published rate, and this project's goals for one H200."""
-READ_BYTES = 2**17
-"""Of a request to the file system: the loader asks for tars in so much at a time."""
 WAV_HEADER, NPY_HEADER = 44, 128
-FOLDER_INODES = 5
-"""The folder, its manifest, its list of broken items, and `.build` with the plan; each tar has a record in `.build` besides."""
 
 
 def clip_bytes(kind: Kind, audio: AudioConfig, seconds: float, encoded: str = "flac") -> int:
@@ -39,13 +35,6 @@ def item_bytes(clip: int) -> int:
     """Count bytes of an item in a tar: a clip and up to 512 bytes of JSON, each after a header and in whole blocks."""
     block = tarfile.BLOCKSIZE
     return block + math.ceil(clip / block) * block + 2 * block
-
-
-def set_bytes(clips: int, tars: int, item: int) -> int:
-    """Count bytes of tars among which clips are shared out evenly. A tar ends with two blocks of zeros, and fills records."""
-    fewer, with_more = divmod(clips, tars)
-    records = [math.ceil((n * item + 2 * tarfile.BLOCKSIZE) / tarfile.RECORDSIZE) for n in (fewer, fewer + 1)]
-    return ((tars - with_more) * records[0] + with_more * records[1]) * tarfile.RECORDSIZE
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
@@ -72,9 +61,7 @@ def run_size(options: argparse.Namespace) -> None:
     width = max(len(label) for label, *_ in rows)
     print("\n".join(label.ljust(width) + "".join(f"{cell:>18}" for cell in cells) for label, *cells in rows))
     print(f"\nRates are for {options.gpus:,} GPU(s), {options.gpus_per_node} on a node, with no item in memory.")
-    print(
-        f"Reads are of 128 KiB. encoded: {options.format}, {ENCODED[options.format]:,} bytes a second. GB = 10⁹ bytes."
-    )
+    print(f"encoded: {options.format}, {ENCODED[options.format]:,} bytes a second. GB = 10⁹ bytes.")
 
 
 def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
@@ -82,12 +69,11 @@ def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
     clips, gpus = options.clips, options.gpus
     clip = clip_bytes(kind, load_preset(options.preset).audio, options.seconds, options.format)
     tars = min(clips, max(1, round(clips * clip / (options.shard_mb * 1e6))))
-    size = set_bytes(clips, tars, item_bytes(clip))
+    size = clips * item_bytes(clip) + tars * tarfile.RECORDSIZE  # at most, of a tar's end
     found = {
         "a clip, in its tar": f"{round(size / clips):,} B",
         "all": amount(size),
         f"tars of about {digits(options.shard_mb)} MB": f"{tars:,}",
-        f"inodes ({2 * clips:,} as single files)": f"{2 * tars + FOLDER_INODES:,}",
     }
     if options.link:
         found[f"copied at {digits(options.link)} Gbit/s in"] = duration(8 * size / (options.link * 1e9))
@@ -97,7 +83,6 @@ def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
         to_node = in_all * min(options.gpus_per_node, gpus) / gpus
         found[f"{at}, bytes"] = f"{amount(in_all)}/s"
         found[f"{at}, to a node"] = f"{amount(to_node)}/s"
-        found[f"{at}, reads to a node"] = f"{digits(to_node / READ_BYTES)}/s"
     return found
 
 

@@ -23,7 +23,7 @@ from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.broken import Broken
 from clap_ds.data.front_end import Kind
 from clap_ds.data.shard_list import FIELD, Source, deal_out, expand_sources, note, share_out
-from clap_ds.data.shard_manifest import kind_of, samples_of, warn_of_absent
+from clap_ds.data.shard_manifest import kind_of, samples_of
 from clap_ds.data.shard_reader import START, Piece, ShardReader
 from clap_ds.data.supply import Supply
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
@@ -52,8 +52,6 @@ class ShardPieces:
         sources = expand_sources(data.shards)
         self.kind = kind_of(sources, spec.model)
         self.prepared: Kind = "waveform" if spec.model.audio.fusion else "mel"
-        if spec.rank == 0:
-            warn_of_absent(shard for source in sources for shard in source.shards)
         self._micro_batch, self.num_workers = spec.micro_batch, data.num_workers
         shares, order = self._share(sources, data, spec, needs_epochs=needs_epochs)
         # Samples of all ranks before this order began; then of this rank since, and rows of the next piece that are in them.

@@ -5,8 +5,6 @@ Contents stay in the tar until they are wanted. Where they lie is remembered, so
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import tarfile
 from collections.abc import Callable, Iterator
@@ -15,7 +13,6 @@ from typing import Any, NamedTuple
 from webdataset.tariterators import group_by_keys
 
 from clap_ds.data.captions import CAPTION_FORMATS
-from clap_ds.data.decoding import Encoded
 from clap_ds.data.items import CLIP_FORMATS
 from clap_ds.data.shard_files import OpenFile, open_shard
 
@@ -26,10 +23,8 @@ Report = Callable[[str, str], None]
 UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError, RecursionError, MemoryError)
 DAMAGE = (*UNREADABLE, OSError)  # what reading a damaged tar, or one that is gone, raises
 
-_READ_AHEAD_BYTES, _ASKED_FOR_BYTES = 2**26, 2**17  # Linux heeds a request up to its own read-ahead, by default 128 KB
-_MOST_READ_AT_ONCE = 2**22
 _HEADER_BUFFER_BYTES = 2**13  # some file systems would have it be megabytes, which each jump to a header would read
-_MOST_ZEROS = 2**24  # behind a tar's end: writers fill a block up
+_MOST_READ_BEHIND = 2**24  # a tar's end, where writers fill a block up
 _MOST_REMEMBERED = 200_000  # items of a process, of some 700 bytes
 
 
@@ -39,14 +34,8 @@ class Place(NamedTuple):
     start: int
     size: int
 
-    def read(self, file: OpenFile) -> Encoded:
-        """Read the content at once, or if it is long map it, for a crop needs little of it. Raises OSError; EOFError where the
-        tar ends within it."""
-        if self.size > _MOST_READ_AT_ONCE:
-            inset = self.start % mmap.ALLOCATIONGRANULARITY
-            length, offset = inset + self.size, self.start - inset
-            with contextlib.suppress(OSError, ValueError):  # a file system that can't; a tar that ends within it
-                return memoryview(mmap.mmap(file.number, length, access=mmap.ACCESS_READ, offset=offset))[inset:]
+    def read(self, file: OpenFile) -> bytes:
+        """Read the content. Raises OSError; EOFError where the tar ends within it."""
         content = file.read(self.start, self.size)
         if len(content) < self.size:
             raise EOFError("the tar ends within it")
@@ -56,22 +45,13 @@ class Place(NamedTuple):
 _remembered: dict[tuple[int, ...], list[Item]] = {}  # by file and version
 
 
-def list_items(
-    shard: str, report: Report, *, open_file: Callable[[], OpenFile] | None = None, ask_ahead: bool = False
-) -> Iterator[Item]:
-    """List the items of a tar (path or URL) in order, their contents left in it. A damaged tar gives what can be read of it.
-    With `ask_ahead` the disk reads what comes next, for the contents will be read soon."""
+def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | None = None) -> Iterator[Item]:
+    """List the items of a tar (path or URL) in order, their contents left in it. A damaged tar gives what can be read of it."""
     try:
         file = open_file() if open_file else open_shard(shard)
         state = os.fstat(file.number)
         version = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
-        asked_for = 0
         for item in _remembered.get(version) or _read_headers(shard, file, version, report):
-            if ask_ahead:
-                end = max(place.start for place in item.values() if isinstance(place, Place)) + _READ_AHEAD_BYTES
-                while asked_for < min(end, state.st_size):
-                    os.posix_fadvise(file.number, asked_for, _ASKED_FOR_BYTES, os.POSIX_FADV_WILLNEED)
-                    asked_for += _ASKED_FOR_BYTES
             yield {**item, "__file__": file}
     except DAMAGE as error:
         expected = "; expected a plain tar, not compressed" if isinstance(error, tarfile.ReadError) else ""
@@ -80,7 +60,7 @@ def list_items(
 
 def read_items(shard: str, report: Report) -> Iterator[Item]:
     """Read the items of a tar as `list_items`, with their contents."""
-    for item in list_items(shard, report, ask_ahead=True):
+    for item in list_items(shard, report):
         try:
             fetch(item)
         except DAMAGE as error:
@@ -124,10 +104,9 @@ def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) ->
                         raise EOFError("unexpected end of data")
                     place = Place(member.offset_data, member.size)
                     yield {"fname": member.name, "data": place, "__url__": shard}
-            if tar.offset >= size:
-                raise EOFError("no end-of-archive mark")
-            if size - tar.offset > _MOST_ZEROS or any(file.read(tar.offset, _MOST_ZEROS)):
-                raise EOFError(f"it ends at byte {tar.offset:,}, and there is more behind that")
+            rest = file.read(tar.offset, _MOST_READ_BEHIND)
+            if not rest or any(rest):
+                raise EOFError(f"no end-of-archive mark, or more than zeros behind it, at byte {tar.offset:,}")
         except UNREADABLE as error:
             tell(EOFError(f"tar is truncated or damaged ({words(error)}); what can be read of it is used"))
 

@@ -23,7 +23,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.broken import Broken
-from clap_ds.data.shard_manifest import kind_of, warn_of_absent
+from clap_ds.data.shard_manifest import kind_of
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text
@@ -83,8 +83,6 @@ class Evaluator:
         tars = list(dict.fromkeys(chain.from_iterable(shards.values())))
         with _about(" and ".join(f"{FIELD}.{task}.shards" for task in shards)):
             self._kind = kind_of([shard_list.Source(tars, 1.0)], self.model_config)
-        if self.ranks.is_first:
-            warn_of_absent(tars)
         self._clips, broken = list_clips(tars, self._kind)
         self._note(broken)
         self._plans: dict[str, Plan] = {}

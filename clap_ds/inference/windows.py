@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +23,7 @@ from clap_ds.data.decoding import Encoded, check_samples, mix, open_audio, repea
 from clap_ds.data.items import read_clip
 from clap_ds.data.resampling import resample_blocks, resampling_ratio
 from clap_ds.data.shard_files import open_shard
-from clap_ds.data.tar_items import DAMAGE, Place, words
+from clap_ds.data.tar_items import DAMAGE, words
 from clap_ds.data.workers import Loader
 from clap_ds.evaluation.clips import Clip, Middle, empty_row
 
@@ -103,7 +102,7 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
             yield Row(name, end_s, end_s, error=error), None
 
     def _windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
-        encoded, path = self._content(source)
+        encoded = self._content(source)
         rate, length = self._audio.sample_rate, self._audio.num_samples
         with open_audio(encoded) as opened:
             ratio, duration_s = resampling_ratio(opened.samplerate, rate), opened.frames / opened.samplerate
@@ -113,23 +112,21 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
             read_clip(encoded, row, audio=self._audio, rng=Middle())
             yield 0.0, duration_s, row
             return
-        with open_audio(path) as opened:
+        with open_audio(encoded) as opened:
             blocks = _mono(opened) if ratio == 1 else resample_blocks(_mono(opened), ratio)
             for start, waveform in _cut(blocks, length, self._hop):
                 yield start / rate, (start + length) / rate, waveform
 
-    def _content(self, source: Source) -> tuple[Encoded, Encoded | str]:
-        """Open a source: its file, mapped where it is long, and it or a path to it, of which no pages stay in memory."""
+    def _content(self, source: Source) -> Encoded:
+        """Open a source: what is encoded, or of a file a path to it."""
         if isinstance(source, Broken):
             raise BrokenItemError(source.reason)
         if isinstance(source, Sound):  # by the same code as files
             subtype = "PCM_16" if source.samples.dtype == np.int16 else "FLOAT"
             soundfile.write(to := io.BytesIO(), source.samples.T, source.sample_rate, format="RF64", subtype=subtype)
-            return (encoded := to.getvalue()), encoded
+            return to.getvalue()
         file = self._open_shard(source.shard if isinstance(source, Clip) else str(source))
-        if isinstance(source, Clip):
-            return (content := source.place.read(file)), content
-        return Place(0, os.fstat(file.number).st_size).read(file), f"/proc/self/fd/{file.number}"
+        return source.place.read(file) if isinstance(source, Clip) else f"/proc/self/fd/{file.number}"
 
 
 def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:

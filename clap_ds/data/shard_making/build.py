@@ -36,7 +36,6 @@ from clap_ds.model.tokenizer import train_tokenizer
 
 
 def add_build_options(parser: argparse.ArgumentParser) -> None:
-    """Add options; for those between SOURCE and FOLDER, parse with `parse_intermixed_args`."""
     parser.add_argument("source", type=Path, metavar="SOURCE", help="CSV, JSONL or folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the shards go: new, empty, or begun before")
     add = parser.add_argument_group("how to read SOURCE (default: found out)").add_argument
@@ -44,7 +43,6 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add("--caption_columns", nargs="+", metavar="NAME", help="of captions; a column of classes makes captions, too")
     more = "of several names between commas, semicolons or bars, as FSD50K's labels: each becomes a list"
     add("--list_column", nargs="+", default=[], metavar="NAME", help=more)
-    add("--encoding", metavar="NAME", help="such as cp1252 (default: UTF-8)")
     add("--audio_root", type=Path, metavar="DIR", help="what paths are relative to (default: SOURCE's folder)")
     add = parser.add_argument_group("what is kept for evaluation").add_argument
     more = "of items, drawn at random (default 0); 1: all, such as a list of test clips"
@@ -83,8 +81,8 @@ def run_build(options: argparse.Namespace) -> int:
     if not usable:
         raise UserError(f"{none_usable(broken)}; --audio_root says what paths are relative to")
     divided = divide(usable, options)
-    convert, least = preparation.clip if preparation else as_it_is, options.min_seconds
-    members = {name: partial(members_of, items, convert, least) for name, items in divided.items()}
+    convert = preparation.clip if preparation else as_it_is
+    members = {name: partial(members_of, items, convert) for name, items in divided.items()}
     shards = fill(options.folder, _plan(divided), members, options, preparation, broken)
     if options.part:
         if not saved.is_file():
@@ -110,15 +108,13 @@ def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
             yield json.dumps(parts, default=str)
 
 
-def members_of(
-    items: Numbered, convert: Callable[[bytes, str], Clip], least: float, broken: list[Named]
-) -> Iterator[Member]:
+def members_of(items: Numbered, convert: Callable[[bytes, str], Clip], broken: list[Named]) -> Iterator[Member]:
     """Give each item of a shard; those that can't be used are added to `broken`."""
     for number, entry in items:
         names = [entry.path, *entry.others]
         try:
             content = read_bytes(entry.path, MOST_OF_A_FILE)
-            clip = convert(content, entry.path.suffix.lower().removeprefix(".")).of_at_least(least)
+            clip = convert(content, entry.path.suffix.lower().removeprefix("."))
         except (BrokenItemError, OSError) as error:
             broken += [(str(path), str(error)) for path in names]
             continue

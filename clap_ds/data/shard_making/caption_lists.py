@@ -21,7 +21,7 @@ from clap_ds.data.captions import in_words, names_in_cell
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl", ".ndjson")
-AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "wav", "filepath", "file_path")
+AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
 COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names together
 
@@ -40,7 +40,7 @@ class Entry:
     more: Row = field(default_factory=dict)
     problem: str | None = None
     size: int = 0  # bytes, where the file was looked at
-    digest: str = ""  # of the file's content, where another is as long
+    digest: str = ""  # of the file's size and, where another is as long, its content
     others: list[Path] = field(default_factory=list)  # files that hold the same
 
     def add(self, other: Entry) -> None:
@@ -73,7 +73,7 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
 def read_paths(source: Path) -> list[Path]:
     """Read the audio files that a list names, in a column of `AUDIO_COLUMNS` or in its only one, which needs no heading.
     Raises UserError as `read_entries`."""
-    rows, names = rows_of(source, None)
+    rows, names = rows_of(source)
     of_audio = [name for name in names if is_of_audio(name)] or names
     if len(of_audio) > 1 and not is_of_audio(of_audio[0]):
         raise UserError(f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are {', '.join(names)}")
@@ -82,17 +82,15 @@ def read_paths(source: Path) -> list[Path]:
     return [source.parent / path for path in paths if path]
 
 
-def rows_of(source: Path, encoding: str | None) -> tuple[list[tuple[int, Row]], list[str]]:
+def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
     """Read a list's rows, each with its line, and the names of its columns; UserError as `read_entries`."""
     if not source.is_file() or source.suffix.lower() not in LIST_SUFFIXES:
         found = "" if source.exists() else ": no such file or folder"
         raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
     try:
-        text = read_bytes(source, MOST_OF_A_FILE).decode(encoding or "utf-8-sig")
-    except (OSError, LookupError, UnicodeError) as error:
-        raise UserError(
-            f"{source} can't be read: {error}; name another encoding by --encoding, such as cp1252"
-        ) from None
+        text = read_bytes(source, MOST_OF_A_FILE).decode("utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{source} can't be read: {error}; expected a list in UTF-8") from None
     rows = list((_jsonl_rows if source.suffix.lower() in (".jsonl", ".ndjson") else _csv_rows)(source, text))
     if not rows:
         raise UserError(f"{source}: no rows in it")
@@ -104,7 +102,7 @@ def is_of_audio(column: str) -> bool:
 
 
 def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
-    rows, names = rows_of(source, options.encoding)
+    rows, names = rows_of(source)
     audio, captions = _columns(source, names, options)
     for line, row in rows:
         if not (path := path_in(row, audio)):
@@ -126,7 +124,7 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
-    """Read rows between commas, tabs or semicolons, whichever is most frequent in the first line. Empty rows don't count."""
+    """Read rows between commas, tabs or semicolons, whichever is most frequent in the first line."""
     csv.field_size_limit(2**31 - 1)
     delimiter = max(",;\t", key=text.lstrip().partition("\n")[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -194,12 +192,12 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
         try:
             row: Any = None
             if text.is_file():
-                row = {"caption": read_bytes(text).decode(options.encoding or "utf-8-sig").splitlines()}
+                row = {"caption": read_bytes(text).decode("utf-8-sig").splitlines()}
             elif described.is_file():
                 row = read_json(described)
             if not isinstance(row, dict):
                 raise ValueError(f"expected {text.name}, or {described.name} with an object, beside it")
             columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))
             yield Entry(path, *_divided(row, columns, options.list_column))
-        except (ValueError, OSError, LookupError) as error:
+        except (ValueError, OSError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")

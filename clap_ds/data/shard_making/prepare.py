@@ -24,12 +24,11 @@ from clap_ds.data.shard_list import expand_shards, tokenizer_beside
 from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
 from clap_ds.data.shard_making.writing import Member, Named, add_work, fill
-from clap_ds.data.shard_manifest import read_manifest, warn_of_absent
+from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_items import read_items
 
 
 def add_prepare_options(parser: argparse.ArgumentParser) -> None:
-    """Add options; for those between SHARDS and FOLDER, parse with `parse_intermixed_args`."""
     more = "tars, by path, pattern or URL as in clap.data.shards"
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help=more)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where these go: new, empty, or begun before")
@@ -42,11 +41,10 @@ def run_prepare(options: argparse.Namespace) -> int:
     preparation = preparation_of(options)
     assert preparation is not None  # of an encoded kind, which isn't among the choices
     tars, folder = _by_name(expand_shards(options.shards)), options.folder
-    warn_of_absent(tars.values())
     for place in dict.fromkeys(tar.rpartition("/")[0] or "." for tar in tars.values()):
         if read_manifest(place).kind == "mel":
             raise UserError(f"{place} holds features; expected audio")
-    members = {name: partial(members_of, tar, preparation, options.min_seconds) for name, tar in tars.items()}
+    members = {name: partial(members_of, tar, preparation) for name, tar in tars.items()}
     shards = fill(folder, tars.values(), members, options, preparation)
     print_amount("part {}/{}".format(*options.part) if options.part else preparation.kind, shards)
     if options.part:
@@ -58,12 +56,12 @@ def run_prepare(options: argparse.Namespace) -> int:
     return print_left_out(folder, shards, [], options.max_left_out)
 
 
-def members_of(tar: str, preparation: Preparation, least: float, broken: list[Named]) -> Iterator[Member]:
+def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member]:
     """Give each item of a tar (path or URL), prepared; what can't be used is added to `broken`."""
     for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
         try:
             captions_of(item)
-            clip = preparation.clip(bytes(choose_clip(item, "encoded"))).of_at_least(least)
+            clip = preparation.clip(choose_clip(item, "encoded"))
         except BrokenItemError as error:
             broken.append((f"{tar}: {item['__key__']}", str(error)))
             continue

@@ -35,18 +35,13 @@ class Clip(NamedTuple):
     content: bytes
     seconds: float
 
-    def of_at_least(self, seconds: float) -> Clip:
-        if self.seconds < seconds:
-            raise BrokenItemError(f"shorter than --min_seconds {seconds:g}: {self.seconds:.3g} s")
-        return self
-
 
 def as_it_is(content: bytes, extension: str) -> Clip:
     """Keep a file as it is or, where training couldn't read it, as FLAC; BrokenItemError where it can't be used."""
     with open_audio(content) as file:
         rate = file.samplerate
         samples = file.read(dtype="float32", always_2d=True)
-        check_whole(content, file, len(samples))
+        check_whole(file, len(samples))
     check_finite(samples)
     check_samples(len(samples), len(samples), not samples.any())
     if extension not in AUDIO_FORMATS:
@@ -78,19 +73,9 @@ class Preparation:
     def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
         """Compute (frames, mel_bins) of what a reader of this WAV would give the model, or of all of it if it is longer."""
         length, hop = self.audio.num_samples, self.audio.hop_size
-        row = torch.empty(max(num_samples, length), dtype=torch.int16)
+        row = torch.empty(length + max(0, num_samples - length) // hop * hop, dtype=torch.int16)
         decode_audio(wav, row, sample_rate=self.audio.sample_rate, rng=random.Random(0))
-        # Clip by clip, so that an hour takes no more memory than ten seconds. Frames near a clip's edges see its reflection
-        # there: those that the next clip has, too, are taken from it.
-        edge = math.ceil(self.audio.stft_window / 2 / hop)
-        assert self.audio.num_frames > 2 * edge, "clips shorter than a window"
-        last = (len(row) - length) // hop
-        features = np.empty((last + self.audio.num_frames, self.audio.mel_bins), dtype=np.float16)
-        for start in [*range(0, last, self.audio.num_frames - 2 * edge), last]:
-            of_clip = self._log_mel(row[None, start * hop : start * hop + length].float().div_(INT16_SCALE))[0]
-            skipped = edge if start else 0
-            features[start + skipped : start + len(of_clip)] = of_clip[skipped:]
-        return features
+        return self._log_mel.of_any_length(row[None].float().div_(INT16_SCALE))[0].half().numpy()
 
 
 def add_preparation_options(parser: argparse.ArgumentParser, kinds: tuple[Kind, ...], **more: Any) -> None:
@@ -114,7 +99,7 @@ def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
         ratio = resampling_ratio(file.samplerate, rate)
         row = torch.from_numpy(np.empty(math.ceil(file.frames * ratio), np.int16))  # torch's error isn't a MemoryError
         length = decode_audio(content, row, sample_rate=rate, rng=random.Random(0))
-        check_whole(content, file, file.frames if length == len(row) else math.floor(length / ratio))
+        check_whole(file, file.frames if length == len(row) else math.floor(length / ratio))
     return row[:length].numpy()
 
 

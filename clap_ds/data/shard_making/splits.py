@@ -10,8 +10,8 @@ from clap_ds.config.errors import UserError
 from clap_ds.data.shard_making.caption_lists import Entry, values_of
 
 TRAIN = ("train", "training")
-HELD_OUT = ("held_out", "held-out", "heldout", "valid", "val", "validation", "test", "dev", "eval", "evaluation")
-SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[3:])})"
+HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")
+SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[1:])})"
 
 Numbered = list[tuple[int, Entry]]
 """Entries with their numbers in the list."""
@@ -55,7 +55,7 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
 
 def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
     """Choose the numbers of the entries that are held out, by a column or about a share of them in the order given. Entries
-    that share a value of `group_column`, or each share one with a third, stay together."""
+    of the same value of `group_column` stay together."""
     if column := options.split_column:
         chosen = {n for n in order if any(name.lower() in HELD_OUT for name in names_in(entries[n], column))}
     elif column := options.fold_column:
@@ -81,14 +81,7 @@ def _drawn(groups: list[list[int]], number: int) -> set[int]:
 
 
 def _groups(entries: list[Entry], order: list[int], column: str | None) -> list[list[int]]:
-    if column is None:
-        return [[number] for number in order]
-    joined: dict[str, frozenset[str]] = {}  # value → all values that items join it with
-    for entry in entries:
-        names = names_in(entry, column)
-        together = frozenset(names).union(*(joined.get(name, ()) for name in names))
-        joined |= dict.fromkeys(together, together)
-    groups: dict[frozenset[str], list[int]] = defaultdict(list)
+    groups: dict[object, list[int]] = defaultdict(list)
     for number in order:
-        groups[joined[names_in(entries[number], column)[0]]].append(number)
+        groups[names_in(entries[number], column)[0] if column else number].append(number)
     return list(groups.values())

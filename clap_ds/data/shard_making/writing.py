@@ -57,11 +57,11 @@ def fill(
 ) -> list[BuiltShard]:
     """Write all shards that aren't there yet, in threads; then the manifest and the list of broken items, `unusable` first.
 
-    With `--part`, write only that part's shards. `plan` is what the shards follow from, beside the preparation and
-    `--min_seconds`. UserError where no item can be used, or the folder holds something else or can't be written.
+    With `--part`, write only that part's shards. `plan` is what the shards follow from, beside the preparation. UserError
+    where no item can be used, or the folder holds something else or can't be written.
     """
     prepared = (preparation.kind, preparation.front_end) if preparation else ()
-    _claim(folder, chain([repr((prepared, options.min_seconds))], plan))
+    _claim(folder, chain([repr(prepared)], plan))
     if options.part:
         part, num_parts = options.part
         shards = {name: members for k, (name, members) in enumerate(shards.items()) if k % num_parts == part - 1}
@@ -86,8 +86,6 @@ def fill(
     write_atomically(folder / BROKEN, "".join(listed))
     records = {shard.name: shard.record for shard in ordered if shard.record}
     write_manifest(folder, ShardManifest(records, *prepared))
-    for left in folder.glob(".*.tar.*"):  # by commands that were killed
-        left.unlink(missing_ok=True)
     if not records:
         raise UserError(none_usable(broken))
     return ordered
@@ -133,7 +131,7 @@ def _finished(folder: Path, name: str) -> BuiltShard | None:
         record = ShardRecord(**content["record"]) if content["record"] else None
         is_whole = record is None or (folder / name).stat().st_size == record.bytes
         return BuiltShard(name, record, [(path, reason) for path, reason in content["broken"]]) if is_whole else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return None
 
 
@@ -164,8 +162,6 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    more = "leave out clips that are shorter (default: none)"
-    parser.add_argument("--min_seconds", type=number(0, 1e6), default=0.0, metavar="S", help=more)
     group = parser.add_argument_group("on many nodes, with the same other options").add_mutually_exclusive_group()
     more = "write part I of N alone, at the same time as others or again; 0/N first looks at the files, once for all"
     group.add_argument("--part", type=_part, metavar="I/N", help=more)
