@@ -70,7 +70,7 @@ def _pool(world_size: int, **options: Any) -> Any:
     return pool
 
 
-one_rank, two_ranks, three_ranks = _pool(1), _pool(2), _pool(3)
+one_rank, two_ranks = _pool(1), _pool(2)
 eight_processes = _pool(8, grouped=False)
 """To be joined in groups of any size up to that."""
 one_gpu, two_gpus = _pool(1, gpu=True), _pool(2, gpu=True)

@@ -24,8 +24,7 @@ def first_pass(
     forward: Forward, model: ClapModel, micro_batches: list[Batch]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """Audio and text features of the whole step, (rows, joint_dim) each, the logit scale and, if there is one, the bias, all
-    leaves that want a gradient; and the state of random numbers before each micro-batch, all of which have one size. Running
-    statistics of the model behind `forward` stay as they are."""
+    leaves that want a gradient; and the state of random numbers before each micro-batch. Running statistics stay."""
     outputs, states = [], []
     kept = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
     for batch in micro_batches:

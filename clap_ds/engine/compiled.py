@@ -37,9 +37,8 @@ def compile_towers(
     """Compile both towers of DeepSpeed's engine, each a graph with its backward pass, and the mel front end, in place, so
     that parameter names stay: before the first step, for batches like this one. A collective.
 
-    Each part goes forward (`cached`: also without gradients) and backward as it will in a step: a backward graph is compiled
-    when it first runs, and in a step a failure there would leave gradients half sent. What fails on one rank runs uncompiled on
-    all.
+    Each part goes forward (`cached`: also without gradients) and backward as it will in a step: a failure there would leave
+    gradients half sent. What fails on one rank runs uncompiled on all.
     """
     # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion where those are below 1 MB.
     torch._dynamo.config.optimize_ddp = False

@@ -1,8 +1,5 @@
-"""An exponential moving average of the weights, which each step updates (Polyak and Juditsky 1992).
-
-It is kept as the optimiser keeps its fp32 weights, so that an update is one kernel or a few, and no host read. Frozen weights
-and buffers (the batch norm's statistics) are the model's own.
-"""
+"""An exponential moving average of the weights, which each step updates (Polyak and Juditsky 1992). It is kept as the optimiser
+keeps its fp32 weights; frozen weights and buffers are the model's own."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

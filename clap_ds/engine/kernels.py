@@ -1,8 +1,5 @@
-"""What computes the audio tower's window attention and MLPs: the owner of `clap.model.attention` and `clap.model.mlp`.
-
-A model is built with what `build_kernels` says. On CUDA `choose_kernels` then gives it this project's Triton kernels for
-`auto`, where they compile and run.
-"""
+"""What computes the audio tower's window attention and MLPs (`clap.model.attention`, `clap.model.mlp`): `build_kernels`' choice
+and then, on CUDA, for `auto` this project's Triton kernels, where they compile and run."""
 
 from __future__ import annotations
 

@@ -68,8 +68,7 @@ def count_by_deepspeed(model: ClapModel, text_tokens: int) -> Count:
 
 
 def profile_by_deepspeed(profiler: FlopsProfiler, forward: Callable[[], object]) -> Count:
-    """What DeepSpeed's profiler counts, and what it leaves out, while `forward` runs its model once. The profiler is ended
-    afterwards, so that a later one starts from nothing."""
+    """What DeepSpeed's profiler counts, and what it leaves out, while `forward` runs its model once."""
     with unseen_by_deepspeed() as unseen:
         profiler.start_profile()
         try:

@@ -10,7 +10,6 @@ from clap_ds.config.secrets import redacted, redacted_all
     [
         ("train.py --hf_token=abc123 --x 1", "train.py --hf_token=[hidden] --x 1"),
         ("train.py --api-key 'abc' y", "train.py --api-key '[hidden]' y"),
-        ("--tokenizer=roberta --text_tokens 77", "--tokenizer=roberta --text_tokens 77"),
         ("https://b.s3/a.tar?X-Amz-Date=1&X-Amz-Signature=f0", "https://b.s3/a.tar?[hidden]"),
         ("https://b/a.tar?sv=1&sig=f0%3D can't be read", "https://b/a.tar?[hidden] can't be read"),
         ("env HF_TOKEN=abc TEXT_TOKENS=7 x", "env HF_TOKEN=[hidden] TEXT_TOKENS=7 x"),

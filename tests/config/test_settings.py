@@ -15,7 +15,6 @@ from clap_ds.config.settings import ClapSettings, load_run
 WriteRun = Callable[..., Path]
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
-    ({"bench": {"windows": "4"}}, r'clap\.bench\.windows: expected a valid integer, found "4"'),
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
     ({"model": {"preset": "htsat_tiny"}}, r"no preset 'htsat_tiny'.*; there are clap_htsat_tiny_r.*; or the path of"),
     ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'shards'"),
@@ -23,14 +22,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"data": {"source": "synthetic", "placment": "host"}}, r"data\.placment: no such field; did you mean 'placement'"),
     ({"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}}, r"text_tokens = 16, found \['99'\]"),
     ({"text_tokens": 600}, r"clap\.text_tokens: micro has positions for 64, found 600"),
-    ({"train": {"samples": 8, "epochs": 1.0}}, r"clap\.train: give samples or epochs, not both"),
     ({"train": {"freeze": ["text"], "lr_scale": {"text": 0.1}}}, r"train\.lr_scale: text is in clap\.train\.freeze"),
     ({"train": {"layer_decay": {"txt": 0.5}}}, r"layer_decay\.txt.*expected 'audio' or 'text', found \"txt\""),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"text_tokens": 4}, r"text_tokens: no such field; did you mean 'clap\.text_tokens'\?"),
     ({"gradient_acumulation_steps": 1}, r"did you mean 'gradient_accumulation_steps'\?"),
-    ({"steps_per_print": 0}, r"steps_per_print: expected greater than 0, found 0"),
     ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: expected 0 \(plain data parallel\), found 3"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r'torch_autocast\.dtype: expected "bfloat16"'),
 ]

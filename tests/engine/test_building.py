@@ -20,7 +20,6 @@ RATES = {
     "text.roberta.encoder.layer.1": 0.1 * 0.8, "text.": 0.1, "": 1.0,
 }  # fmt: skip
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "WarmupDecayLR": {"total_num_steps": 5, "warmup_num_steps": 2},
     "WarmupCosineLR": {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_min_ratio": 0.1},
     "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 3, "cycle_momentum": False},
     "CosineAnnealingLR": {"T_max": 4, "eta_min": 1e-5},

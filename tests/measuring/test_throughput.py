@@ -75,11 +75,8 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert (rate["mean"], rate["low"], rate["high"]) == pytest.approx((80 / 19.5,) * 3)
     assert rate["windows"] == pytest.approx([80 / 19.5] * 3)
     assert rate["window_s"] == pytest.approx([19.5] * 3)
-    assert "coverage" not in rate
     assert summary["samples_per_s"] == pytest.approx(2 * 80 / 19.5)
     assert summary["deepspeed_samples_per_s"] == 7 + 32  # by then
-    assert summary["breakdown_s"] == {"forward": 0.5}
-    assert not summary["deepspeed_times_host_alone"]
     assert summary["step_time_s"] == pytest.approx({"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.5})
     assert summary["data_wait_percent"] == pytest.approx(100 * 2 / 19.5)
     assert summary["memory_peak_bytes"] == 2 * GIB
@@ -92,12 +89,7 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     ]
     assert [line["time_s"] for line in lines] == pytest.approx([long(step) for step in range(1, 33)])
     assert [line["slowest_rank_time_s"] for line in lines] == pytest.approx([1.5 * long(n) for n in range(1, 33)])
-    assert [line["data_wait_s"] for line in lines] == pytest.approx([0.1] * 32)
     assert [line["loss"] for line in lines] == [step + 5 for step in range(1, 33)]  # the mean of both ranks
-    assert {line["memory_bytes"] for line in lines} == {GIB}
     assert [scalar for scalar in found["scalars"] if scalar[0] == "bench/loss"] == [
         ("bench/loss", step + 5, 16 * step) for step in range(1, 33)
     ]
-    rates = [scalar[1:] for scalar in found["scalars"] if scalar[0] == "bench/samples_per_s"]
-    assert [samples for _, samples in rates] == [16 * 12, 16 * 22, 16 * 32]
-    assert [rate for rate, _ in rates] == pytest.approx([160 / 19.5] * 3)

@@ -71,10 +71,3 @@ def whole_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
     audio, text, scale, *bias = zip(*outputs, strict=True)
     ids_NL = torch.cat([batch.input_ids for own in by_rank for batch in own])
     return contrastive_loss(torch.cat(audio), torch.cat(text), scale[0], bias[0][0] if bias else None, ids_NL)
-
-
-def large_batch_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
-    """The same over one large batch that goes forward in one go."""
-    every = [batch.tensors() for own in by_rank for batch in own]
-    whole = [torch.cat(parts) for parts in zip(*every, strict=True)]
-    return contrastive_loss(*model(*whole), None, whole[1])
