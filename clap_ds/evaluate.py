@@ -63,6 +63,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--micro_batch", help=f"clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
     add("--num_workers", type=whole_number(0), metavar="N", help="decoding processes per rank (default: 0)")
     add("--json", help="write the results there, too", type=Path, metavar="FILE")
+    more = "write there, as JSON, each clip's ranks and scores and, of zero-shot, each class's results and the confusion matrix"
+    add("--predictions", help=more, type=Path, metavar="FILE")
     more = "instead of a CHECKPOINT: what --json wrote for each fold; prints the mean and standard deviation of each metric"
     add("--folds", help=more, type=Path, nargs="+", metavar="FILE")
     more = "run with clap.evaluation: JSON, or a packaged one's name"
@@ -79,7 +81,8 @@ def main(ranks: Ranks) -> None:
         raise UserError("expected a CHECKPOINT, or --folds FILE …")
     run = load_run(arguments.deepspeed_config) if arguments.deepspeed_config else None
     settings = evaluation_settings(arguments, run)
-    options.check_output(arguments.json, "--json")
+    for name in ("json", "predictions"):
+        options.check_output(getattr(arguments, name), f"--{name}")
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
     try:
@@ -141,8 +144,9 @@ def evaluate_checkpoint(
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
     model = checkpoint.build_for(device, getattr(torch, DTYPES[precision]))
+    predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_first else None
     try:
-        evaluation = evaluator.evaluate(model)
+        evaluation = evaluator.evaluate(model, predictions)
     except ValueError as error:  # on all ranks alike
         raise UserError(str(error)) from None
     if ranks.is_first:
@@ -150,8 +154,9 @@ def evaluate_checkpoint(
         where |= {"device_name": device_name(device), "precision": precision, "text_tokens": evaluator.text_tokens}
         title = "{model} on {world_size} × {device_name}, {precision}, {text_tokens} text tokens".format_map(where)
         print_evaluation(evaluation, f"{checkpoint.shown}: {title}")
-        if arguments.json:
-            write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
+        for path, content in ((arguments.json, evaluation.to_dict()), (arguments.predictions, predictions)):
+            if path is not None:
+                write_atomically(path, json.dumps({**where, **(content or {})}, indent=1) + "\n")
 
 
 def print_folds(paths: list[Path]) -> None:

@@ -17,8 +17,9 @@ Object = dict[str, Any]
 EMPTY: Object = {}
 _SECTIONS = """activation_checkpointing bf16 checkpoint comet comms_logger compile csv_monitor data_types flops_profiler fp16
 optimizer scheduler tensorboard timers torch_autocast wandb zero_optimization"""
-_VALUES = """communication_data_type dump_state gradient_clipping log_level memory_breakdown wall_clock_breakdown
-zero_allow_untested_optimizer"""
+_VALUES = """communication_data_type dataloader_drop_last disable_allgather disable_python_gc dump_state gradient_allreduce_op
+gradient_clipping gradient_predivide_factor log_level memory_breakdown prescale_gradients seq_parallel_communication_data_type
+wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"""
 DEEPSPEED_FIELDS: dict[str, Any] = {
     **dict.fromkeys(_SECTIONS.split(), (Object, EMPTY)),
     **dict.fromkeys(_VALUES.split(), (Any, None)),

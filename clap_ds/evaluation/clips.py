@@ -92,6 +92,7 @@ class Plan:
     clips: list[int]
     captions: list[list[str]]
     classes: list[list[int]] | None = None
+    names: tuple[str, ...] = ()
 
 
 def plan_retrieval(clips: dict[int, Clip]) -> tuple[Plan, list[Broken]]:
@@ -115,7 +116,7 @@ def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[
     captions = class_captions(classes, settings.templates)
     index = {name: number for number, name in enumerate(classes)}
     of_each = [[index[name] for name in names] for names in found.values()]
-    return Plan(list(found), captions, of_each), broken
+    return Plan(list(found), captions, of_each, (*classes,)), broken
 
 
 def _read(

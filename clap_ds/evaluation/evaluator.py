@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
+from clap_ds.evaluation.predictions import by_class, of_clips
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.ranks.agreement import judged, on_first, together
@@ -97,9 +99,11 @@ class Evaluator:
                 print(f"captions of classes are such as {max(chain(*plan.captions), key=len)!r}", flush=True)
 
     @doing("evaluating")
-    def evaluate(self, model: ClapModel) -> Evaluation:
-        """Compute a model's metrics with chance levels, intervals and counts. A collective; every rank gets the same, or a
-        ValueError where no clip can be decoded, or embeddings aren't finite."""
+    def evaluate(self, model: ClapModel, predictions: dict[str, Any] | None = None) -> Evaluation:
+        """Compute a model's metrics with chance levels, intervals and counts, and fill `predictions` by task.
+
+        A collective: every rank gets the same, or a ValueError if no clip can be decoded, or embeddings aren't finite.
+        """
         audio, failed = self._embed_clips(model)
         if not audio[[number for number in range(len(audio)) if number not in failed]].isfinite().all():
             raise NonFiniteEmbeddingsError("the model's embeddings of clips are NaN or infinite: it has diverged")
@@ -110,11 +114,16 @@ class Evaluator:
             if not used:
                 nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
                 raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
-            features = audio[[plan.clips[place] for place in used]]
+            numbers = [plan.clips[place] for place in used]
+            features, named = audio[numbers], [self._clips[number] for number in numbers]
             captions = plan.captions if plan.classes else [plan.captions[place] for place in used]
             text = self._embed_captions(model, captions)
             if plan.classes is None:
                 counts, measures = {"captions": len(text)}, self._retrieval(model, features, text, captions)
+                if predictions is not None:
+                    at = iter(range(len(text)))
+                    own = [[next(at) for _ in each] for each in captions]
+                    predictions[name] = of_clips(named, own, [*chain(*captions)], features, text)
             else:
                 is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
                 for row, place in zip(is_of_class, used, strict=True):
@@ -122,6 +131,9 @@ class Evaluator:
                 of = features, class_features(captions, text), is_of_class.to(audio.device)
                 measures = metrics.evaluate_zero_shot(*of, self.ranks)
                 counts = {"classes": len(captions)}
+                if predictions is not None:
+                    own = [plan.classes[place] for place in used]
+                    predictions[name] = by_class(of_clips(named, own, plan.names, *of[:2]), plan.names)
             tasks[name] = TaskResult({"clips": len(used), **counts}, measures)
         return Evaluation(tasks, list(self._broken))
 

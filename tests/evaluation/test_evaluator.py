@@ -1,5 +1,6 @@
 """The evaluator on the micro model: the same for any number of ranks, nothing of the model changed, mistakes found at once."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,20 @@ def test_features_are_evaluated_as_the_audio_they_were_made_of(
     both = EvaluationSettings.model_validate({"retrieval": {"shards": encoded}, "zero_shot": {"shards": mel}})
     with pytest.raises(AgreedError, match="mixed"):
         make(both, clip_tokenizer)
+
+
+def test_predictions_are_what_the_metrics_are_of(write_clips: WriteClips, clip_tokenizer: str) -> None:
+    predictions: dict[str, Any] = {}
+    evaluation = make(settings_for(write_clips(9)), clip_tokenizer).evaluate(micro_model(), predictions=predictions)
+    pairs, zero_shot = predictions["retrieval"], json.loads(json.dumps(predictions["zero_shot"]))
+    ranks = [min(each["rank"] for each in clip["of"].values()) for clip in pairs]
+    assert evaluation.metrics["retrieval_audio_to_text_r5"] == np.mean([rank <= 5 for rank in ranks])
+    assert (pairs[4]["clip"][-17:], [*pairs[4]["of"]]) == ("clips-0.tar: 0004", description(4)["caption"])
+    is_best = [clip["of"][KINDS[n % 3]]["rank"] == 1 for n, clip in enumerate(zero_shot["clips"])]
+    assert evaluation.metrics["zero_shot_top1"] == np.mean(is_best)
+    assert zero_shot["classes"] == {kind: {"clips": 3, "top1": np.mean(is_best[n::3])} for n, kind in enumerate(KINDS)}
+    diagonal = [zero_shot["confusion"][kind][sorted(KINDS).index(kind)] for kind in KINDS]
+    assert sum(diagonal) == sum(is_best)
 
 
 def test_the_model_and_the_random_state_stay_as_they_were(write_clips: WriteClips, clip_tokenizer: str) -> None:
