@@ -136,8 +136,8 @@ class RunningJob:
             return False
         if self.arguments.until_done and ending.state == "timeout" and ending.code == 0:
             return True
-        done, most = sum(attempt["requeued"] for attempt in self.attempts), self.site.requeues
-        return is_mended_without(ending) and done < most
+        done = sum(attempt["requeued"] for attempt in self.attempts)
+        return is_mended_without(ending) and done < self.site.requeues
 
     def _start_anew(self) -> None:
         for number in STOPS:

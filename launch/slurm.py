@@ -54,7 +54,7 @@ def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:
     """Which of these hosts SLURM takes for down, failing or not responding, and its word for that."""
     try:
         shown = ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N %T"])
-    except UserError:
+    except (UserError, OSError):
         return {}
     states = dict(line.split()[:2] for line in shown.splitlines())
     return {host: states[host] for host in hosts if re.match(r"down|fail|.*\*$", states.get(host, ""))}
@@ -123,7 +123,7 @@ def job_id() -> str | None:
 
 def signal_step(name: str, number: signal.Signals) -> None:
     """Signal the tasks of this job's step of a name, if it is there."""
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(UserError, OSError):
         for line in ask(["squeue", "--steps", "-h", "-j", str(job_id()), "-o", "%i %j"]).splitlines():
             step, _, its_name = line.partition(" ")
             if its_name == name:

@@ -68,7 +68,6 @@ class Stacks:
 
     rank: int
     host: str
-    pid: int
     doing: str
     step: int
     text: str
