@@ -28,11 +28,11 @@ def test_every_file_is_judged_in_one_process_without_torch(tmp_path: Path) -> No
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     command = [sys.executable, "-X", "importtime", "-m", "clap_ds.check_runs", "--train"]
     command += [str(tmp_path / f"{name}.json") for name in runs]
-    env = {**os.environ, "CC": "no_such_compiler", "CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": ""}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     found = json.loads(done.stdout.removeprefix("clap-check "))
-    assert (found.pop("lacks"), {*found}) == ("", {"python", *PACKAGES})  # a compiler matters where there is a GPU
+    assert {*found} == {"python", *PACKAGES}
     imported = re.findall(r"^import time:.*\| +([^\s.]+)", done.stderr, re.MULTILINE)
     assert not {*imported} & {"torch", "deepspeed", "numpy", "transformers"}
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time")]

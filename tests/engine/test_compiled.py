@@ -1,4 +1,4 @@
-"""Compiled models against the plain one: the micro preset, with Dynamo and AOT Autograd but no code
+"""Compiled and checkpointed models against the plain one: the micro preset, with Dynamo and AOT Autograd but no code
 generator."""
 
 import itertools
@@ -20,7 +20,15 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import pack
 from clap_ds.record.schema import Summary
 from tests.engine.test_engine import DEVICE, TIMER, batches_of, settings
+from tests.model.reference_clap import captions, clips
 from tests.rank_pool import RankPool
+
+
+def outcome(model: ClapModel, *inputs: object) -> tuple[Tensor, ...]:
+    """Embeddings and gradients."""
+    audio, text, scale = model(*inputs)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return audio, text, *torch.autograd.grad((scale * (audio[:, 0] * 2 + text[:, 1])).sum(), trained)
 
 
 def micro(**options: object) -> ClapModel:
@@ -29,6 +37,21 @@ def micro(**options: object) -> ClapModel:
     model = ClapModel(load_preset("micro"), **{**fixed, **options})
     model.audio.batch_norm.momentum = 0.0  # so that steps don't change what the next one computes
     return model.train()
+
+
+def batch(packed: bool, num_tokens: int = 20) -> tuple[object, ...]:
+    model = load_preset("micro")
+    input_ids, mask = captions(3, num_tokens, model.text.vocab_size, seed=0)
+    waveforms = clips(3, model.audio.num_samples, 0)
+    if not packed:
+        return waveforms, input_ids, mask
+    row, packing = pack([(input_ids, mask)])
+    return waveforms, row, None, packing
+
+
+def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + 1e-5
 
 
 def forget() -> None:
@@ -127,3 +150,23 @@ def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(two_ranks: R
 def test_compiled_models_train_the_same_on_gpus(request: pytest.FixtureRequest, gpus: str) -> None:
     for difference, _ in request.getfixturevalue(gpus).run(compared, False):
         assert difference < 1e-3  # TF32 or another order of sums
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_checkpointed_blocks_give_the_same_gradients_and_keep_less(packed: bool) -> None:
+    inputs, kept = batch(packed), []
+    expected = outcome(micro(), *inputs)
+    for towers in ((), ("audio",), ("text",), ("audio", "text")):
+        sizes: list[int] = []
+
+        def note(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model = micro(checkpoint_activations=towers)
+            model(*inputs)
+        kept.append(sum(sizes))
+    assert_same(outcome(model, *inputs), expected)
+    nothing, audio, text, both = kept
+    assert both < min(audio, text) < max(audio, text) < nothing

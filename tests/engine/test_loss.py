@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clap_ds.engine import tiles
-from clap_ds.engine.loss import LOSSES
+from clap_ds.engine.loss import LOSSES, SoftmaxLoss
 from tests.rank_pool import RankPool, in_group_of
 
 MICRO_BATCH, JOINT_DIM = 5, 8
@@ -167,3 +167,27 @@ def test_no_feature_gradient_is_sent(eight_processes: RankPool, tmp_path: Path) 
         ("sigmoid", torch.float32, {"send": 3 * 4 * features}),
     ):
         assert sent(kind, wire_dtype) == [expected] * 4
+
+
+def _early_and_late() -> list[np.ndarray]:
+    class Towers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.audio_projection, self.text_projection = torch.nn.Identity(), torch.nn.Identity()
+
+    towers, early = Towers(), SoftmaxLoss(torch.float64)
+    early.gather_early(towers)
+    audio, text = _features(dist.get_rank(), torch.float64)
+    scalars = _scalars(14.3, torch.float64)
+    with CountedBytes() as counted:
+        features = towers.audio_projection(audio), towers.text_projection(text)
+    assert counted.sent["_allgather_base_"] > 0
+    with torch.no_grad():
+        towers.audio_projection(audio * 2)  # an evaluation in between leaves nothing behind
+    losses = early(*features, *scalars), SoftmaxLoss(torch.float64)(audio, text, *scalars)
+    return [torch.autograd.grad(loss, audio, retain_graph=True)[0].numpy() for loss in losses]
+
+
+def test_features_gathered_under_the_forward_pass_are_the_same(eight_processes: RankPool, tmp_path: Path) -> None:
+    for early, late in _run(eight_processes, tmp_path, 3, _early_and_late):
+        np.testing.assert_array_equal(early, late)
