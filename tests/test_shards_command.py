@@ -21,7 +21,7 @@ OF_FUSION = ["--kind", "mel", "--preset", "clap_htsat_tiny_roberta_base_fused"]
     ("words", "message"),
     [
         (["sizes"], "choose from"),
-        (["measure", "."], "found the folder"),
+        (["measure", "."], "a folder"),
         (["prepare", "a.tar", "out", *OF_FUSION], "feature fusion"),
     ],
 )

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,10 +41,9 @@ def pinned(path: str | os.PathLike[str]) -> Iterator[str]:
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """Read a regular file; raises OSError where it can't be read, or has more than `most` bytes."""
     with open_regular(path) as file:
-        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
-        if content is None or len(content) > most:  # it may grow meanwhile
+        if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
-        return content
+        return file.read(most)
 
 
 def read_lines(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Iterator[bytes]:
@@ -54,13 +53,11 @@ def read_lines(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Ite
             yield line.rstrip(b"\r\n")
 
 
-def parse_json(
-    content: bytes | str, pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
-) -> Any:
+def parse_json(content: bytes | str) -> Any:
     """Parse JSON in UTF-8. Raises ValueError for what can't be read, or couldn't be written as UTF-8 again."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     try:
-        found = json.loads(text, object_pairs_hook=pairs_hook)
+        found = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if "\\u" in text:  # perhaps half of a surrogate pair, of which the error is a ValueError
@@ -74,15 +71,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a ValueError says where it can't be read, holds something else, or has a field twice."""
+    """Read a JSON object; a ValueError says where it can't be read, or holds something else."""
     try:
-        content = parse_json(read_bytes(path), _refuse_duplicates)
+        content = read_json(path)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
-    except OSError as error:
-        raise ValueError(f"{path}: can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object")
     return content
@@ -94,13 +89,6 @@ def read_object(path: Path) -> dict[str, Any]:
         return object_in(path)
     except ValueError as error:
         raise UserError(str(error)) from None
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(found := dict(pairs)) < len(names):
-        raise ValueError(f"field {next(name for name in found if names.count(name) > 1)!r} stands twice in one object")
-    return found
 
 
 def write_object(path: Path, content: Any) -> None:
@@ -123,10 +111,10 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a file, by default in the folder of `path`, that takes its place once all of it is on the disk. Raises OSError
-    where it can't be; what was there stays then."""
-    partial = (folder or path.parent) / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat from host to host
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of `path` once all of it is on the disk. Raises OSError where it can't be; what was
+    there stays then."""
+    partial = path.parent / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat from host to host
     try:
         with partial.open("wb") as file:
             yield file

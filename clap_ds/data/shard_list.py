@@ -133,10 +133,6 @@ def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, 
         numbers = [max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources]
         drawn = [replace(source, shards_per_pass=number) for source, number in zip(sources, numbers, strict=True)]
         return [drawn] * max(num_workers, 1)
-    fewest = min(len(source.shards) for source in sources)
-    if fewest < readers and rank == 0:
-        found = f"{fewest} shards for {world_size} rank(s) × {num_workers} workers"
-        note(f"{found}: several workers read the same ones ({readers} shards would keep all busy)")
     own = range(rank, readers, world_size)
     return [[replace(s, shards=s.shards[reader % len(s.shards) :: readers]) for s in sources] for reader in own]
 

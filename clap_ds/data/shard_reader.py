@@ -1,7 +1,6 @@
 """One worker's part in reading shards: items in an order that can be entered anywhere, decoded and collated to pieces.
 
-The order of a pass follows from the seed, the pass and the place in it alone, and so do an item's crop and caption. Where a
-worker gives a fixed number of samples in each epoch (`Deal`), one of another part stands in for a broken item.
+The order of a pass follows from the seed, the pass and the place in it alone, and so do an item's crop and caption.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ class Piece:
 
 @dataclass(slots=True)
 class SourceReader:
-    """Goes through one worker's share of a source without end."""
-
     source: Source
     shuffle_buffer: int  # items held for shuffling; 0 keeps the order of files and tars
     seed: str  # decides the order, crops and choice of captions

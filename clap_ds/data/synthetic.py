@@ -39,7 +39,7 @@ class SyntheticPieces:
             if data.placement == "device":
                 batch = batch.to(spec.device)
             elif spec.device.type != "cpu":
-                batch = batch.pin_memory()
+                batch = batch.map(Tensor.pin_memory)
             self._batches.append(batch)
         self._num_given = (state or {}).get("batches", 0)
 

@@ -54,8 +54,7 @@ def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | N
         for item in _remembered.get(version) or _read_headers(shard, file, version, report):
             yield {**item, "__file__": file}
     except DAMAGE as error:
-        expected = "; expected a plain tar, not compressed" if isinstance(error, tarfile.ReadError) else ""
-        report(shard, f"tar can't be read: {words(error)}{expected}")
+        report(shard, f"tar (expected plain, not compressed) can't be read: {words(error)}")
 
 
 def read_items(shard: str, report: Report) -> Iterator[Item]:
@@ -87,7 +86,7 @@ def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: 
 
 
 def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) -> Iterator[Item]:
-    """Give all files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut between members, for the end."""
+    """Give all files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut, for the end."""
     with (
         os.fdopen(os.dup(file.number), "rb", _HEADER_BUFFER_BYTES) as stream,
         tarfile.open(fileobj=stream, mode="r:") as tar,

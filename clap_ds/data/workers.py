@@ -17,11 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from clap_ds.ranks.distributed import keep_freed_memory
 
-_LIKELY_CAUSES = {
-    -signal.SIGKILL: "; the host has most likely run out of memory: use fewer workers or a smaller shuffle_buffer",
-    -signal.SIGBUS: "; shared memory (/dev/shm) is most likely full: make it larger or use fewer workers",
-}
-
 T = TypeVar("T")
 
 
@@ -49,7 +44,7 @@ class Loader(Iterator[T], Generic[T]):
                 worker.join(timeout=1)  # the end may show a little later than what it left undone
                 if code := worker.exitcode:
                     self.close()
-                    how = f"{signal.Signals(-code).name}{_LIKELY_CAUSES.get(code, '')}" if code < 0 else f"code {code}"
+                    how = f"{signal.Signals(-code).name} (out of memory?)" if code < 0 else f"code {code}"
                     death = f"a data worker (process {worker.pid}) was ended by {how}"
                     raise ValueError(f"{self._section}.num_workers: {death}") from error
             raise

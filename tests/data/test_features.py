@@ -32,7 +32,7 @@ def test_features_are_cropped_at_frames() -> None:
         (start,) = (start for start in range(3) if np.array_equal(crop, FEATURES[start : start + 10]))
         starts.add(start)
     assert starts == {0, 1, 2}
-    assert np.array_equal(read(memoryview(npy(FEATURES)), num_frames=12), FEATURES)
+    assert np.array_equal(read(npy(FEATURES), num_frames=12), FEATURES)
     large = np.full((10, 4), 65504, np.float16)
     assert np.array_equal(read(npy(large)), large)
     assert np.array_equal(read(npy(-large)), -large)

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import soundfile
 from tqdm import tqdm
 
-from clap_ds.config.files import open_regular, parse_json, read_bytes, write_atomically
+from clap_ds.config.files import open_regular
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry
 
-_MIDDLE_BYTES = 2**16
+_MIDDLE_BYTES = 2**12
 _FRAMES_LOST = 2 * 1152  # what decoding an MP3 may give less than its header states
 
 
-def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
-    """Give entries their files' sizes, problems and digests: those that `save_looks` has `saved` of as many entries, or by
-    looking at each file. Read whole are those alone of which another has the same size and the same middle."""
-    if saved and saved.is_file() and len(seen := parse_json(read_bytes(saved, MOST_OF_A_FILE))) == len(entries):
-        for entry, found in zip(entries, seen, strict=True):
-            entry.size, entry.problem, entry.digest = found
-        return
+def look_at(entries: list[Entry], num_threads: int) -> None:
+    """Give entries their files' sizes, problems and digests. Read whole are those alone of which another has the same size and
+    the same middle."""
     with ThreadPoolExecutor(num_threads) as pool:
         list(tqdm(pool.map(_look, entries), "files", len(entries), unit="file", disable=None))
         for look in (_hash_middle, _hash):
@@ -34,15 +28,11 @@ def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
             list(tqdm(pool.map(look, alike), "duplicates", len(alike), unit="file", disable=None))
 
 
-def save_looks(path: Path, entries: list[Entry]) -> None:
-    write_atomically(path, json.dumps([(entry.size, entry.problem, entry.digest) for entry in entries]))
-
-
 def merge(entries: list[Entry]) -> list[Entry]:
     """Keep of entries whose files hold the same the first alone, which then has all captions and names the others."""
     first_of: dict[object, Entry] = {}
     for entry in entries:
-        if (first := first_of.setdefault(entry.digest or id(entry), entry)) is not entry:
+        if (first := first_of.setdefault(id(entry) if entry.problem else entry.digest, entry)) is not entry:
             first.add(entry)
             first.others.append(entry.path)
     return list(first_of.values())

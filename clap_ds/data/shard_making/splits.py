@@ -22,11 +22,10 @@ def check_columns(entries: list[Entry], options: Namespace) -> None:
     column = options.split_column or options.group_column or options.fold_column
     for entry in entries if column else ():
         said = names_in(entry, column)
-        odd = [name for name in said if options.split_column and name.lower() not in TRAIN + HELD_OUT]
-        if not entry.problem and (odd or not said):
-            found = f"found {odd[0]!r}" if odd else f"found nothing; there are {', '.join(entry.more) or 'none'}"
-            expected = SIDES if options.split_column else "a value"
-            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, {found}")
+        is_odd = options.split_column and any(name.lower() not in TRAIN + HELD_OUT for name in said)
+        if not entry.problem and (is_odd or not said):
+            expected = SIDES if options.split_column else f"a value (there are {', '.join(entry.more)})"
+            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, found {said}")
 
 
 def names_in(entry: Entry, column: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Tars written side by side, each under another name until it is whole; and beside them the manifest and what can't be used.
 
 Each finished tar has a record, so that a command that was stopped goes on with those that have none. A part of the work is
-every Nth shard of the same plan, in the same folder; joining them is resuming.
+every Nth shard; joining them is resuming.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ Members = Callable[[list[Named]], Iterable[Member]]
 
 
 class BuiltShard(NamedTuple):
-    """A finished shard."""
-
     name: str
     record: ShardRecord | None  # None where none of its items could be used, so that there is no tar
     broken: list[Named]  # items left out
@@ -86,6 +84,8 @@ def fill(
     write_atomically(folder / BROKEN, "".join(listed))
     records = {shard.name: shard.record for shard in ordered if shard.record}
     write_manifest(folder, ShardManifest(records, *prepared))
+    for left in folder.glob(".*.tar.*"):  # by commands that were killed
+        left.unlink(missing_ok=True)
     if not records:
         raise UserError(none_usable(broken))
     return ordered
@@ -156,14 +156,14 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
 
 def _part(text: str) -> tuple[int, int]:
     part, slash, num_parts = text.partition("/")
-    if slash and part.isdecimal() and num_parts.isdecimal() and int(part) <= int(num_parts) > 0:
+    if slash and part.isdecimal() and num_parts.isdecimal() and 1 <= int(part) <= int(num_parts):
         return int(part), int(num_parts)
-    raise argparse.ArgumentTypeError(f"expected a part and how many there are, from 1/N to N/N, or 0/N, found {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a part and how many there are, from 1/N to N/N, found {text!r}")
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("on many nodes, with the same other options").add_mutually_exclusive_group()
-    more = "write part I of N alone, at the same time as others or again; 0/N first looks at the files, once for all"
+    more = "write part I of N alone, at the same time as others or again"
     group.add_argument("--part", type=_part, metavar="I/N", help=more)
     more = "when all N parts are written: the manifest, and all that is said of the whole"
     group.add_argument("--join", type=whole_number(), metavar="N", help=more)
