@@ -33,8 +33,7 @@ Part = tuple[str, int, int | None]
 class Deal:
     """Which samples of each epoch a worker gives, where it is known how many every tar has.
 
-    An epoch is the N samples of all tars, laid end to end. Ranks give equally many, a rank's workers one piece each in turn:
-    that says how many of a run's first E·N samples each worker gives. So after E·N samples each has come E times.
+    An epoch is the N samples of all tars, laid end to end. Ranks give equally many, a rank's workers one piece each in turn.
     """
 
     samples: tuple[int, ...]  # of each tar
@@ -80,7 +79,7 @@ class Source:
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
-    """Find the tars that `clap.data.shards` names, with their weights. Errors: see `expand_shards`."""
+    """Find the tars that `clap.data.shards` names, with their weights, as `expand_shards`."""
     if not isinstance(shards, Mapping):
         return [Source(expand_shards(shards), 1.0)]
     total = sum(shards.values())

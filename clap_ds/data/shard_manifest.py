@@ -19,7 +19,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
 from clap_ds.data.shard_files import again, is_remote
 from clap_ds.data.shard_list import FIELD, Source
-from clap_ds.data.tar_items import count_samples
+from clap_ds.data.tar_items import is_sample, list_items
 
 MANIFEST = "manifest.json"
 
@@ -102,4 +102,7 @@ def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int]
     unknown = [tar for tar, record in zip(shards, records, strict=True) if record is None]
     if any(map(is_remote, unknown)) or sum(Path(tar).stat().st_size for tar in unknown) > most_bytes:
         return None
-    return [record.items if record else count_samples(tar) for tar, record in zip(shards, records, strict=True)]
+    return [
+        record.items if record else sum(map(is_sample, list_items(tar, lambda name, reason: None)))
+        for tar, record in zip(shards, records, strict=True)
+    ]

@@ -1,7 +1,6 @@
 """Random batches of the right shapes, so that a benchmark measures the machine and not its disks or decoders.
 
-The audio is white noise, uniform in [-1, 1), in int16 until it is on the device, as real audio is. Captions are random token
-ids framed as RoBERTa frames them.
+The audio is white noise, uniform in [-1, 1). Captions are random token ids framed as RoBERTa frames them.
 """
 
 from __future__ import annotations

@@ -127,10 +127,6 @@ def is_sample(item: Item) -> bool:
     return all(item.keys() & set(formats) for formats in (CLIP_FORMATS, CAPTION_FORMATS))
 
 
-def count_samples(shard: str) -> int:
-    return sum(map(is_sample, list_items(shard, lambda name, reason: None)))
-
-
 def samples_between(items: Iterator[Item], first: int, end: int | None) -> Iterator[Item]:
     """Give a tar's items from one sample's number up to another's, or to its end; what is no sample there, too."""
     number = 0

@@ -32,15 +32,6 @@ def sides(items: list[Entry], share: float = 0.2, **options: Any) -> dict[str, s
     return {side: set(numbers) for side, numbers in of_side.items()}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_share_is_drawn_anew_for_each_seed_alone(seed: int) -> None:
-    items = entries(list(range(40)))
-    found = sides(items, seed=seed)
-    assert len(found["held_out"]) == 8
-    assert found == sides(items, seed=seed) != sides(items, seed=seed + 3)
-    assert sides(items, 0)["held_out"] == set()
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_are_never_divided(seed: int) -> None:
     values = [n % 7 for n in range(37)]

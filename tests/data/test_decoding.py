@@ -81,14 +81,11 @@ FLAC = encode(tone(440, SECOND), SECOND, "FLAC")  # 36 bits from byte 21 on coun
 @pytest.mark.parametrize(
     ("encoded", "reason"),
     [
-        (b"", "can't be decoded"),
         (b"not audio at all" * 100, "can't be decoded"),
-        (encode(tone(440, 16000), 16000, "FLAC")[:8000], "can't be decoded"),
         (encode(np.zeros(0), SECOND, "WAV"), "no samples"),
         (encode(np.array([0.25]), SECOND, "WAV", "FLOAT"), "a single sample"),
         (encode(np.zeros(10), SECOND, "FLAC"), "silent"),
         (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
-        (encode(tone(440, SECOND), 10**9, "WAV"), "sample rate of 1000000000 Hz"),
         (encode(tone(440, SECOND), 1, "WAV"), "sample rate of 1 Hz"),  # hours, as the model hears it
         (FLAC[:21] + bytes([FLAC[21] & 0xF0, 0, 0, 0, 0]) + FLAC[26:], "can't be decoded"),  # as written to a pipe
         # An MP3's length stands at its start, so a part of a file still promises all of it.

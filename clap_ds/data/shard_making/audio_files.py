@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import soundfile
 from tqdm import tqdm
@@ -22,10 +23,10 @@ def look_at(entries: list[Entry], num_threads: int) -> None:
     the same middle."""
     with ThreadPoolExecutor(num_threads) as pool:
         list(tqdm(pool.map(_look, entries), "files", len(entries), unit="file", disable=None))
-        for look in (_hash_middle, _hash):
+        for most in (_MIDDLE_BYTES, MOST_OF_A_FILE):
             number_of = Counter(entry.digest for entry in entries if not entry.problem)
             alike = [entry for entry in entries if not entry.problem and number_of[entry.digest] > 1]
-            list(tqdm(pool.map(look, alike), "duplicates", len(alike), unit="file", disable=None))
+            list(tqdm(pool.map(partial(_hash, most=most), alike), "duplicates", len(alike), unit="file", disable=None))
 
 
 def merge(entries: list[Entry]) -> list[Entry]:
@@ -48,15 +49,11 @@ def _look(entry: Entry) -> None:
         entry.problem = entry.problem or f"audio file can't be read: {error}"
 
 
-def _hash_middle(entry: Entry) -> None:
-    _hash(entry, entry.size // 2, _MIDDLE_BYTES)
-
-
-def _hash(entry: Entry, start: int = 0, size: int = MOST_OF_A_FILE) -> None:
+def _hash(entry: Entry, most: int) -> None:
     try:
         with open_regular(entry.path) as file:
-            file.seek(start)
-            entry.digest = f"{entry.size} {hashlib.sha256(file.read(size)).hexdigest()}"
+            file.seek(max(0, entry.size - most) // 2)
+            entry.digest = f"{entry.size} {hashlib.sha256(file.read(most)).hexdigest()}"
     except OSError as error:
         entry.problem = f"audio file can't be read: {error}"
 

@@ -112,12 +112,9 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                row = parse_json(line)
-            except ValueError as error:
-                raise UserError(f"{source}:{number}: not valid JSON: {getattr(error, 'msg', error)}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{source}:{number}: expected an object, as in each line of a JSONL")
-            yield number, row
+                yield number, {**parse_json(line)}
+            except (ValueError, TypeError) as error:
+                raise UserError(f"{source}:{number}: expected a JSON object: {error}") from None
 
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,10 @@ def run_prepare(options: argparse.Namespace) -> int:
     """Prepare, and return the exit code. UserError or ValueError where the user made a mistake."""
     preparation = preparation_of(options)
     assert preparation is not None  # of an encoded kind, which isn't among the choices
-    tars, folder = _by_name(expand_shards(options.shards)), options.folder
+    names, folder = expand_shards(options.shards), options.folder
+    tars = {name.rpartition("/")[2]: name for name in names}
+    if len(tars) < len(names):
+        raise UserError("some tars have the same name; prepare them into folders of their own")
     members = {name: partial(members_of, tar, preparation) for name, tar in tars.items()}
     shards = fill(folder, tars.values(), members, options, preparation)
     print_amount("part {}/{}".format(*options.part) if options.part else preparation.kind, shards)
@@ -61,13 +64,3 @@ def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Itera
             continue
         others = {name: item[name] for name in item.keys() - {*CLIP_FORMATS} if name[:1] not in ("", "_")}
         yield {"__key__": item["__key__"], clip.extension: clip.content, **others}, clip.seconds
-
-
-def _by_name(tars: Iterable[str]) -> dict[str, str]:
-    named: dict[str, str] = {}
-    for tar in tars:
-        name = tar.rpartition("/")[2]
-        if name in named:
-            raise UserError(f"{named[name]} and {tar} would both become {name}; prepare them into folders of their own")
-        named[name] = tar
-    return named

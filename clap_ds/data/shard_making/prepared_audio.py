@@ -66,7 +66,8 @@ class Preparation:
             raise BrokenItemError("audio is silent: every sample is 0 in 16 bits")
         wav = _encoded(waveform, rate, "WAV")
         if self.kind == "mel":
-            return Clip(FEATURES, _npy(self._features(wav, len(waveform))), len(waveform) / rate)
+            np.save(file := io.BytesIO(), self._features(wav, len(waveform)))
+            return Clip(FEATURES, file.getvalue(), len(waveform) / rate)
         return Clip("wav", wav, len(waveform) / rate)
 
     def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
@@ -104,12 +105,5 @@ def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
 
 
 def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:
-    file = io.BytesIO()
-    soundfile.write(file, samples, rate, format=file_format, subtype="PCM_16")
-    return file.getvalue()
-
-
-def _npy(array: NDArray[Any]) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
+    soundfile.write(file := io.BytesIO(), samples, rate, format=file_format, subtype="PCM_16")
     return file.getvalue()
