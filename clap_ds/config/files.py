@@ -1,7 +1,4 @@
-"""Files that others may have written are read within limits, and files are replaced in one go. Standard library only.
-
-A file in a shared folder may be a pipe, as large as a disk, or JSON that no parser gets through: see `SECURITY.md`.
-"""
+"""Files that others may have written are read within limits (see `SECURITY.md`), and files are replaced in one go."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from clap_ds.config.errors import UserError
 
 MOST_BYTES = 64 * 2**20
 """Of a file that is read whole: the manifest of 100,000 shards has 15 MB."""
-LONGEST_LINE = 2**20
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -46,7 +42,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
         return file.read(most)
 
 
-def read_lines(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Iterator[bytes]:
+def read_lines(path: str | os.PathLike[str], longest: int = 2**20) -> Iterator[bytes]:
     """Read lines of a regular file, without their ends, up to one that is too long. Raises OSError as `open_regular`."""
     with open_regular(path) as file:
         while (line := file.readline(longest + 1)) and len(line) <= longest:
@@ -74,8 +70,6 @@ def object_in(path: Path) -> dict[str, Any]:
     """Read a JSON object; a ValueError says where it can't be read, or holds something else."""
     try:
         content = read_json(path)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content, dict):
@@ -105,15 +99,14 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Replace a file in one go. Raises OSError where it can't be written; what was there stays."""
+    """Replace a file in one go; what was there stays where it can't be written."""
     with replacing(Path(path)) as file:
         file.write(text.encode())
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` once all of it is on the disk. Raises OSError where it can't be; what was
-    there stays then."""
+    """Open a file that takes the place of `path` once all of it is on the disk; else what was there stays."""
     partial = path.parent / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat from host to host
     try:
         with partial.open("wb") as file:

@@ -1,7 +1,4 @@
-"""Windowed-sinc resampling with torchaudio's filters, without the zeros in them: the same samples in a fifth of the time.
-
-Of torchaudio's filters for 44.1 to 48 kHz, all but 14 of 161 taps are zero. Here neighboring filters are one matrix product.
-"""
+"""Windowed-sinc resampling with torchaudio's filters, without the zeros in them: the same samples in a fifth of the time."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from clap_ds.data.shard_files import OpenFile, open_shard
 
 Item = dict[str, Any]
 """Extension → content (bytes, or a `Place` in the tar), with `__key__`, `__url__` and, where there are places, `__file__`."""
-Report = Callable[[str, str], None]
-"""Called for what can't be used, with its name and why."""
+Report = Callable[[str, str], None]  # called for what can't be used, with its name and why
 UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError, RecursionError, MemoryError)
 DAMAGE = (*UNREADABLE, OSError)  # what reading a damaged tar, or one that is gone, raises
 

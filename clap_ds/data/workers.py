@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 class Loader(Iterator[T], Generic[T]):
-    """A `DataLoader` whose workers compute in one thread and leave signals to the rank. torch's global generator stays as it
-    is. `section` of the settings has `num_workers`, `options` are the DataLoader's."""
+    """A `DataLoader` whose workers compute in one thread and leave signals to the rank, and torch's global generator as it is.
+    `section` of the settings has `num_workers`."""
 
     def __init__(self, dataset: Dataset[Any], *, num_workers: int, section: str, **options: Any) -> None:
         self._section = section
@@ -50,7 +50,7 @@ class Loader(Iterator[T], Generic[T]):
             raise
 
     def close(self) -> None:
-        """Stop the workers and wait for them. The iterator's finaliser would, too, but swallow what a signal raises then."""
+        """Stop the workers and wait for them."""
         loaded, self._loaded = self._loaded, iter(())
         getattr(loaded, "_shutdown_workers", lambda: None)()
 

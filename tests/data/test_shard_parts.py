@@ -40,7 +40,7 @@ def test_the_scripts_jobs_make_what_one_command_makes(tmp_path: Path, capsys: py
     assert (do(0, part=3), do(0, part=1), do(0, part=3)) == (0, 0, 0)
     (parts / ".train-00001.tar.0").touch()  # of a part that was killed
     assert do(1) == 2
-    assert "run --part I/3 with I = 2" in capsys.readouterr().err
+    assert "run --part I/3 with I = [2]" in capsys.readouterr().err
     assert do(0, part=2) == 0
     assert "part 2/3: " in capsys.readouterr().out
     assert do(1) == 0

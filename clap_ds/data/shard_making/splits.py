@@ -13,8 +13,7 @@ TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")
 SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[1:])})"
 
-Numbered = list[tuple[int, Entry]]
-"""Entries with their numbers in the list."""
+Numbered = list[tuple[int, Entry]]  # with their numbers in the list
 
 
 def check_columns(entries: list[Entry], options: Namespace) -> None:

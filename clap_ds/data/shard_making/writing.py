@@ -31,12 +31,9 @@ from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, writ
 RECORDS = ".build"  # folder of finished shards' records, beside them
 BROKEN = "broken.jsonl"
 
-Named = tuple[str, str]
-"""Something that can't be used, and why."""
-Member = tuple[dict[str, Any], float]
-"""An item of a tar, its `__key__` and contents by extension, and its seconds of audio."""
-Members = Callable[[list[Named]], Iterable[Member]]
-"""Gives what goes into a shard, and adds what can't be used to the list."""
+Named = tuple[str, str]  # something that can't be used, and why
+Member = tuple[dict[str, Any], float]  # an item of a tar, `__key__` and contents by extension; seconds of audio
+Members = Callable[[list[Named]], Iterable[Member]]  # gives what goes into a shard; adds to the list what can't be used
 
 
 class BuiltShard(NamedTuple):
@@ -67,8 +64,7 @@ def fill(
     waiting = {name: members for name, members in shards.items() if name not in built}
     if options.join and waiting:
         parts = sorted({k % options.join + 1 for k, name in enumerate(shards) if name in waiting})
-        again = f"run --part I/{options.join} with I = {','.join(map(str, parts))}, then join"
-        raise UserError(f"{folder}: {len(waiting)} of {len(shards)} shards are missing; {again}")
+        raise UserError(f"{folder}: shards are missing; run --part I/{options.join} with I = {parts}, then join")
     if built:
         print(f"{len(built)} of {len(shards)} shards are there already", flush=True)
     try:
