@@ -5,6 +5,7 @@ From it an epoch's length is known without a look into the tars, and whether a m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -63,13 +64,15 @@ def read_manifest(folder: str) -> ShardManifest:
         return ShardManifest({})  # object stores refuse what isn't there to those who mayn't list
     except Exception as error:  # whatever the file system's package raises
         raise ValueError(f"{path} can't be read: {error}") from None
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         content = parse_json(found)
         shards = {name: ShardRecord(**record) for name, record in content["shards"].items()}
         front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
-        return ShardManifest(shards, content.get("kind", "encoded"), front_end)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return ShardManifest({})
+        kind = content.get("kind", "encoded")
+        is_one = kind in KINDS and (front_end or kind == "encoded")
+        if is_one and all(0 <= record.items < 2**63 for record in shards.values()):
+            return ShardManifest(shards, kind, front_end)
+    return ShardManifest({})
 
 
 def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:

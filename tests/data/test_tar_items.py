@@ -1,4 +1,3 @@
-import gc
 import gzip
 import os
 import tarfile
@@ -22,17 +21,15 @@ def tar(tmp_path: Path) -> Path:
 
 def test_contents_left_in_the_tar_are_fetched_later(tar: Path) -> None:
     """Even if it is deleted by then. It is closed with the last reference to an item."""
-    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     listed = list(list_items(str(tar), pytest.fail))
     assert all(isinstance(item[extension], Place) for item in listed for extension in ("wav", "txt"))
+    assert len(os.listdir("/proc/self/fd")) > before
     tar.unlink()
     for item in listed:
         fetch(item)
     contents = [marked_item(number) for number in range(3)]
     assert [(item["wav"], item["txt"]) for item in listed] == [(wav, text) for (_, wav), (_, text) in contents]
-    assert len(os.listdir("/proc/self/fd")) > before
-    del listed, item
     assert len(os.listdir("/proc/self/fd")) == before
 
 
