@@ -77,14 +77,14 @@ def read_manifest(folder: str) -> ShardManifest:
 
 def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
     """Tell what a run on these shards reads, by the manifests of their folders. Without one they are `encoded`, and so are
-    mixtures with `waveform`. ValueError for kinds that can't be mixed or aren't known, and for another model's front end."""
+    mixtures with `waveform`. ValueError for kinds that can't be mixed, and for another model's front end."""
     own, kinds = FrontEnd.of(model.audio), dict[str, str]()  # kinds with the last folder of each
     for folder in dict.fromkeys(shard.rpartition("/")[0] or "." for source in sources for shard in source.shards):
         manifest, where = read_manifest(folder), f"{FIELD}: {folder}"
         matters = {"encoded": (), "waveform": ("sample_rate",), "mel": FrontEnd.__slots__}[manifest.kind]
         pairs = [(name, getattr(manifest.front_end, name), getattr(own, name)) for name in matters]
-        if found := [f"{name} is {there}, not {ours}" for name, there, ours in pairs if there != ours]:
-            raise ValueError(f"{where} was prepared for another model than {model.name}: {', '.join(found)}")
+        if others := [f"{name} is {there}, not {ours}" for name, there, ours in pairs if there != ours]:
+            raise ValueError(f"{where} was prepared for another model than {model.name}: {', '.join(others)}")
         kinds[manifest.kind] = folder
     if "mel" in kinds and len(kinds) > 1:
         found = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))

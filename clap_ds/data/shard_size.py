@@ -89,6 +89,4 @@ def digits(value: float) -> str:
 
 
 def amount(size: float) -> str:
-    """Write bytes in the unit that suits, of powers of 1000."""
-    power = next((k for k in range(4) if size < 1000 ** (k + 1)), 4)
-    return f"{digits(size / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+    return f"{digits(size / 1e9)} GB"

@@ -30,7 +30,7 @@ def test_thousand_clips(capsys: pytest.CaptureFixture[str]) -> None:
     assert {label: cells[1] for label, cells in found.items() if " 624 " not in label and " 4,500 " not in label} == {
         "1,000 clips of 10 s": "waveform",
         "a clip, in its tar": "962,068 B",
-        "all": "962 MB",
+        "all": "0.962 GB",
         "tars of about 500 MB": "2",
         "hours to copy at 10 Gbit/s": "0.000214",
         "at 3,300 samples/s a GPU, bytes": "19 GB/s",

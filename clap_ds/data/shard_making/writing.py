@@ -88,8 +88,7 @@ def fill(
 
 
 def none_usable(broken: Sequence[Named]) -> str:
-    examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
-    return f"none of {len(broken)} items can be used, the first: {examples}"
+    return f"none of {len(broken)} items can be used, the first: {': '.join(broken[0])}"
 
 
 def _claim(folder: Path, plan: Iterable[str]) -> None:
