@@ -99,7 +99,8 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """
     batches = dict.fromkeys(run.batch_per_gpu for run in group)
     if len(known := [batch for batch in batches if batch]) < 2:  # a failed run may not state it
-        return [("weak" if known else "", [replace(run, batch_per_gpu=(known or [None])[0]) for run in group])]
+        batch = known[0] if known else None
+        return [("weak" if known else "", [replace(run, batch_per_gpu=batch) for run in group])]
     if len({global_batch(run) for run in group}) == 1:
         return [("strong", list(group))]
     split = [[run for run in group if run.batch_per_gpu == batch] for batch in batches]

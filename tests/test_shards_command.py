@@ -14,7 +14,7 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith(f"usage: clap-shards {name} ")
 
 
-@pytest.mark.parametrize(("words", "message"), [(["sizes"], "choose from"), (["measure", "."], "found the folder")])
+@pytest.mark.parametrize(("words", "message"), [(["sizes"], "choose from"), (["measure", "."], "a folder")])
 def test_mistakes_in_words(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,10 +63,6 @@ class Batch:
         """Pairs `start` to `stop`, as views. For batches on the host: it counts the tokens anew."""
         return Batch(self.audio[start:stop], self.input_ids[start:stop], self.attention_mask[start:stop])
 
-    def pin_memory(self) -> Batch:
-        """In page-locked host memory, which the GPU can copy from while the host goes on."""
-        return self.map(Tensor.pin_memory)
-
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 

@@ -27,8 +27,7 @@ _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of samples that
 _LOUDEST = 1e15  # the square of the sum of a window of such samples still is finite in 32 bits
 _RATES = range(1000, 10**6 + 1)  # Hz; a second of a lower one would become an hour
 
-Encoded = bytes | str
-"""A file's content, or a path to it."""
+Encoded = bytes | str  # a file's content, or a path to it
 
 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:

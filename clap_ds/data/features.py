@@ -41,8 +41,7 @@ def _numpy_header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
     """Read shape, dtype and whether it is in Fortran's order."""
     stream = io.BytesIO(header)
     try:
-        if np.lib.format.read_magic(stream) != (1, 0):
-            raise ValueError
+        np.lib.format.read_magic(stream)
         shape, in_columns, dtype = np.lib.format.read_array_header_1_0(stream)
     except (ValueError, TypeError, SyntaxError, tokenize.TokenError):  # what NumPy's parser makes of damage
         raise BrokenItemError("features aren't a NumPy file of version 1.0") from None

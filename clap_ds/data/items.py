@@ -28,11 +28,6 @@ def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
     raise BrokenItemError(f"no audio ({', '.join(formats)}) among its files: {', '.join(found) or 'none'}")
 
 
-def kind_of_row(row: Tensor) -> Kind:
-    """Tell the kind of item that is read to a row: of features (num_frames, mel_bins) `mel`, else audio."""
-    return "mel" if row.ndim == 2 else "encoded"
-
-
 def read_clip(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
     """Write a clip to `row`, by its shape: as `read_mel`, `read_fused` or `decode_audio` does. Raises BrokenItemError."""
     if row.ndim == 2:

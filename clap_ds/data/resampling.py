@@ -1,7 +1,4 @@
-"""Windowed-sinc resampling with torchaudio's filters, without the zeros in them: the same samples in a fifth of the time.
-
-Of torchaudio's filters for 44.1 to 48 kHz, all but 14 of 161 taps are zero. Here neighboring filters are one matrix product.
-"""
+"""Windowed-sinc resampling with torchaudio's filters, without the zeros in them: the same samples in a fifth of the time."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +17,10 @@ _FILTERS_AT_ONCE = 16  # a product's columns: what a register holds, and few zer
 _SMALLEST_PERIOD = 128  # output samples: long enough that products' rows don't overlap, which BLAS doesn't take
 
 
-class _Filters(NamedTuple):
-    step: int  # input samples
-    num_filters: int  # output samples
-    width: int  # zeros to add on the left
-    parts: list[tuple[int, Tensor]]  # first input sample, taps (taps, filters)
-
-
 @functools.lru_cache(maxsize=32)  # making them takes milliseconds
-def _filters(ratio: Fraction) -> _Filters:
+def _filters(ratio: Fraction) -> tuple[int, int, int, list[tuple[int, Tensor]]]:
+    """Make filters: input samples of a step, output samples, zeros to add on the left, and parts of the first input sample and
+    taps (taps, filters)."""
     step, num_filters = ratio.denominator, ratio.numerator
     original = torchaudio.transforms.Resample(step, num_filters)
     periods, width = -(-_SMALLEST_PERIOD // num_filters), original.width
@@ -41,7 +32,7 @@ def _filters(ratio: Fraction) -> _Filters:
         used = (rows.abs().amax(0) > 1e-12).nonzero()  # beside 1: float32 has no sum that the others would change
         first, last = int(used[0]), int(used[-1])
         parts.append((first, rows[:, first : last + 1].T.contiguous()))
-    return _Filters(step * periods, num_filters * periods, width, parts)
+    return step * periods, num_filters * periods, width, parts
 
 
 def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
@@ -51,7 +42,7 @@ def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
 def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tensor]:
     """Resample as `resample` does of the blocks put together, to the rounding of its sums, in blocks."""
     period = ratio.denominator  # samples after which the filters come again
-    context = -(-_filters(ratio).width // period) * period
+    context = -(-_filters(ratio)[2] // period) * period
     held, before = torch.empty(0), 0  # of the samples held, those before what was given already
     for block in blocks:
         held = torch.cat([held, block])

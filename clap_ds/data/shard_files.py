@@ -112,14 +112,16 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
     folder = cache_folder() / "shards"
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / f"{hashlib.sha256(version.encode()).hexdigest()[:32]}.tar"
+    part = copy.with_suffix(".part")
     with copy.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that one process of the host fetches it
         with contextlib.suppress(FileNotFoundError):
             os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's own time is coarser
             return OpenFile(copy)
-        again(lambda: fs.get_file(path, str(copy.with_suffix(".part"))))
-        copy.with_suffix(".part").replace(copy)
-        file = OpenFile(copy)
+        again(lambda: fs.get_file(path, str(part)))
+        os.utime(part, ns=(time.time_ns(),) * 2)
+        file = OpenFile(part)
+        part.replace(copy)
     with contextlib.suppress(FileNotFoundError):  # where another process makes room, too
         copies = sorted((each.stat().st_mtime_ns, each.stat().st_size, each) for each in folder.glob("*.tar"))
         excess = sum(size for _, size, _ in copies) - cache_bytes

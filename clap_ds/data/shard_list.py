@@ -33,8 +33,7 @@ Part = tuple[str, int, int | None]
 class Deal:
     """Which samples of each epoch a worker gives, where it is known how many every tar has.
 
-    An epoch is the N samples of all tars, laid end to end. Ranks give equally many, a rank's workers one piece each in turn:
-    that says how many of a run's first E·N samples each worker gives. So after E·N samples each has come E times.
+    An epoch is the N samples of all tars, laid end to end. Ranks give equally many, a rank's workers one piece each in turn.
     """
 
     samples: tuple[int, ...]  # of each tar
@@ -80,7 +79,7 @@ class Source:
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
-    """Find the tars that `clap.data.shards` names, with their weights. Errors: see `expand_shards`."""
+    """Find the tars that `clap.data.shards` names, with their weights, as `expand_shards`."""
     if not isinstance(shards, Mapping):
         return [Source(expand_shards(shards), 1.0)]
     total = sum(shards.values())
@@ -133,10 +132,6 @@ def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, 
         numbers = [max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources]
         drawn = [replace(source, shards_per_pass=number) for source, number in zip(sources, numbers, strict=True)]
         return [drawn] * max(num_workers, 1)
-    fewest = min(len(source.shards) for source in sources)
-    if fewest < readers and rank == 0:
-        found = f"{fewest} shards for {world_size} rank(s) × {num_workers} workers"
-        note(f"{found}: several workers read the same ones ({readers} shards would keep all busy)")
     own = range(rank, readers, world_size)
     return [[replace(s, shards=s.shards[reader % len(s.shards) :: readers]) for s in sources] for reader in own]
 

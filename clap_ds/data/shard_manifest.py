@@ -5,6 +5,7 @@ From it an epoch's length is known without a look into the tars, and whether a m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
 from clap_ds.data.shard_files import again, is_remote
 from clap_ds.data.shard_list import FIELD, Source
-from clap_ds.data.tar_items import count_samples
+from clap_ds.data.tar_items import is_sample, list_items
 
 MANIFEST = "manifest.json"
 
@@ -63,25 +64,27 @@ def read_manifest(folder: str) -> ShardManifest:
         return ShardManifest({})  # object stores refuse what isn't there to those who mayn't list
     except Exception as error:  # whatever the file system's package raises
         raise ValueError(f"{path} can't be read: {error}") from None
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         content = parse_json(found)
         shards = {name: ShardRecord(**record) for name, record in content["shards"].items()}
         front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
-        return ShardManifest(shards, content.get("kind", "encoded"), front_end)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return ShardManifest({})
+        kind = content.get("kind", "encoded")
+        is_one = kind in KINDS and (front_end or kind == "encoded")
+        if is_one and all(0 <= record.items < 2**63 for record in shards.values()):
+            return ShardManifest(shards, kind, front_end)
+    return ShardManifest({})
 
 
 def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
     """Tell what a run on these shards reads, by the manifests of their folders. Without one they are `encoded`, and so are
-    mixtures with `waveform`. ValueError for kinds that can't be mixed or aren't known, and for another model's front end."""
+    mixtures with `waveform`. ValueError for kinds that can't be mixed, and for another model's front end."""
     own, kinds = FrontEnd.of(model.audio), dict[str, str]()  # kinds with the last folder of each
     for folder in dict.fromkeys(shard.rpartition("/")[0] or "." for source in sources for shard in source.shards):
         manifest, where = read_manifest(folder), f"{FIELD}: {folder}"
         matters = {"encoded": (), "waveform": ("sample_rate",), "mel": FrontEnd.__slots__}[manifest.kind]
         pairs = [(name, getattr(manifest.front_end, name), getattr(own, name)) for name in matters]
-        if found := [f"{name} is {there}, not {ours}" for name, there, ours in pairs if there != ours]:
-            raise ValueError(f"{where} was prepared for another model than {model.name}: {', '.join(found)}")
+        if others := [f"{name} is {there}, not {ours}" for name, there, ours in pairs if there != ours]:
+            raise ValueError(f"{where} was prepared for another model than {model.name}: {', '.join(others)}")
         kinds[manifest.kind] = folder
     if "mel" in kinds and len(kinds) > 1:
         found = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
@@ -102,4 +105,7 @@ def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int]
     unknown = [tar for tar, record in zip(shards, records, strict=True) if record is None]
     if any(map(is_remote, unknown)) or sum(Path(tar).stat().st_size for tar in unknown) > most_bytes:
         return None
-    return [record.items if record else count_samples(tar) for tar, record in zip(shards, records, strict=True)]
+    return [
+        record.items if record else sum(map(is_sample, list_items(tar, lambda name, reason: None)))
+        for tar, record in zip(shards, records, strict=True)
+    ]

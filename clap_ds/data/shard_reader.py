@@ -1,7 +1,6 @@
 """One worker's part in reading shards: items in an order that can be entered anywhere, decoded and collated to pieces.
 
-The order of a pass follows from the seed, the pass and the place in it alone, and so do an item's crop and caption. Where a
-worker gives a fixed number of samples in each epoch (`Deal`), one of another part stands in for a broken item.
+The order of a pass follows from the seed, the pass and the place in it alone, and so do an item's crop and caption.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import captions_of
-from clap_ds.data.items import choose_clip, kind_of_row, read_clip
+from clap_ds.data.items import choose_clip, read_clip
 from clap_ds.data.shard_files import open_ahead
 from clap_ds.data.shard_list import Part, Source
 from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, list_items, samples_between, words
@@ -52,8 +51,6 @@ class Piece:
 
 @dataclass(slots=True)
 class SourceReader:
-    """Goes through one worker's share of a source without end."""
-
     source: Source
     shuffle_buffer: int  # items held for shuffling; 0 keeps the order of files and tars
     seed: str  # decides the order, crops and choice of captions
@@ -165,7 +162,7 @@ class ShardReader:
         try:
             fetch(item)
             caption = rng.choice(captions_of(item))
-            clip = choose_clip(item, kind_of_row(self._row))
+            clip = choose_clip(item, "mel" if self._row.ndim == 2 else "encoded")
             read_clip(clip, self._row, audio=self.spec.model.audio, rng=rng)
         except (BrokenItemError, *DAMAGE) as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))

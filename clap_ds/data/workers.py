@@ -17,17 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from clap_ds.ranks.distributed import keep_freed_memory
 
-_LIKELY_CAUSES = {
-    -signal.SIGKILL: "; the host has most likely run out of memory: use fewer workers or a smaller shuffle_buffer",
-    -signal.SIGBUS: "; shared memory (/dev/shm) is most likely full: make it larger or use fewer workers",
-}
-
 T = TypeVar("T")
 
 
 class Loader(Iterator[T], Generic[T]):
-    """A `DataLoader` whose workers compute in one thread and leave signals to the rank. torch's global generator stays as it
-    is. `section` of the settings has `num_workers`, `options` are the DataLoader's."""
+    """A `DataLoader` whose workers compute in one thread and leave signals to the rank, and torch's global generator as it is.
+    `section` of the settings has `num_workers`."""
 
     def __init__(self, dataset: Dataset[Any], *, num_workers: int, section: str, **options: Any) -> None:
         self._section = section
@@ -49,13 +44,13 @@ class Loader(Iterator[T], Generic[T]):
                 worker.join(timeout=1)  # the end may show a little later than what it left undone
                 if code := worker.exitcode:
                     self.close()
-                    how = f"{signal.Signals(-code).name}{_LIKELY_CAUSES.get(code, '')}" if code < 0 else f"code {code}"
+                    how = f"{signal.Signals(-code).name} (out of memory?)" if code < 0 else f"code {code}"
                     death = f"a data worker (process {worker.pid}) was ended by {how}"
                     raise ValueError(f"{self._section}.num_workers: {death}") from error
             raise
 
     def close(self) -> None:
-        """Stop the workers and wait for them. The iterator's finaliser would, too, but swallow what a signal raises then."""
+        """Stop the workers and wait for them."""
         loaded, self._loaded = self._loaded, iter(())
         getattr(loaded, "_shutdown_workers", lambda: None)()
 

@@ -21,4 +21,7 @@ def within(limit_s: float, task: Callable[[], T]) -> T:
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return future.result(limit_s)
+    try:
+        return future.result(limit_s)
+    except TimeoutError as error:
+        raise error if future.done() else TimeoutError(f"no answer within {limit_s:g} s") from None

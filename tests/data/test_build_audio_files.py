@@ -54,7 +54,7 @@ def build_one(folder: Path, files: dict[str, bytes]) -> tuple[set[str], dict[str
     return set(items_by_source(folder / "out")), reasons_in(folder / "out")
 
 
-@pytest.mark.parametrize("file_format", ["WAV", "AIFF", "FLAC", "MP3"])
+@pytest.mark.parametrize("file_format", ["FLAC", "MP3"])
 def test_files_whose_end_is_missing_are_left_out(tmp_path: Path, file_format: str) -> None:
     soundfile.write(buffer := io.BytesIO(), NOISE, RATE, format=file_format)
     content, suffix = buffer.getvalue(), file_format.lower()

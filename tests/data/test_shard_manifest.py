@@ -7,7 +7,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.data import shard_manifest
 from clap_ds.data.front_end import FrontEnd, Kind
 from clap_ds.data.shard_list import Source
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, kind_of, read_manifest, samples_of, write_manifest
@@ -40,7 +39,6 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
         "mel": ("mel", own),
         "slow": ("waveform", replace(own, sample_rate=16000)),
         "other": ("mel", replace(own, fmin=0.0, mel_bins=99)),
-        "new": ("codec", None),
     }
     for name, (kind, front_end) in kinds.items():
         marked_tars(tmp_path / name, 2, 1)
@@ -54,26 +52,11 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
     assert kind("wav", "bare") == kind("plain", "wav") == "encoded"
     for names, message in {
         ("wav", "mel"): "can't be mixed",
-        ("slow",): "sample_rate is 16000 in the shards, 48000 in the model",
-        ("other",): "mel_bins is 99 in the shards, 16 in the model, fmin",
-        ("new",): f"{tmp_path}/new/manifest.json says kind 'codec'",
+        ("slow",): "sample_rate is 16000, not 48000",
+        ("other",): "mel_bins is 99, not 16, fmin",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             kind(*names)
-
-
-def test_tars_that_a_manifest_lists_and_that_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["held-0.tar", *(f"train-{number}.tar" for number in range(3))]
-    write_manifest(tmp_path, ShardManifest(dict.fromkeys(names, ShardRecord(1, 0, 0.0, ""))))
-    for name in names[1:]:
-        (tmp_path / name).touch()
-    read = [str(tmp_path / name) for name in names[1:3]]  # a run may leave out what is there
-    shard_manifest.warn_of_absent([*read, "memory://elsewhere/train-0.tar"])
-    assert not capsys.readouterr().err
-    (tmp_path / names[3]).unlink()
-    shard_manifest.warn_of_absent(read)
-    expected = f"warning: 1 of the 3 tars in {tmp_path}/manifest.json are not there, the first: train-2.tar\n"
-    assert capsys.readouterr().err == expected
 
 
 def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,17 +65,10 @@ def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(MemoryFile, "read", lambda *to: _raise(failures.pop()) if failures else read(*to))
     assert read_manifest("memory://flaky").kind == "waveform"
     failures[:] = [ConnectionResetError("reset")] * 5
-    with pytest.raises(ValueError, match=r"failed 5 times, .*reset"):
+    with pytest.raises(ValueError, match="reset"):
         read_manifest("memory://flaky")
     put("memory://other/manifest.json", b'["something else"]')
     assert read_manifest("memory://none") == read_manifest("memory://other") == ShardManifest({})
-
-
-def test_counts_that_no_tar_has_are_refused() -> None:
-    record = f'{{"items": {10**400}, "bytes": 1, "seconds": 1, "sha256": ""}}'
-    put("memory://long/manifest.json", f'{{"shards": {{"a.tar": {record}}}}}'.encode())
-    with pytest.raises(ValueError, match=r"manifest\.json: .*items"):
-        read_manifest("memory://long")
 
 
 def _raise(error: Exception) -> bytes:

@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 
 import soundfile
 from tqdm import tqdm
 
-from clap_ds.config.files import open_regular, parse_json, read_bytes, write_atomically
+from clap_ds.config.files import open_regular
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry
 
-_MIDDLE_BYTES = 2**16
+_MIDDLE_BYTES = 2**12
 _FRAMES_LOST = 2 * 1152  # what decoding an MP3 may give less than its header states
 
 
-def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
-    """Give entries their files' sizes, problems and digests: those that `save_looks` has `saved` of as many entries, or by
-    looking at each file. Read whole are those alone of which another has the same size and the same middle."""
-    if saved and saved.is_file() and len(seen := parse_json(read_bytes(saved, MOST_OF_A_FILE))) == len(entries):
-        for entry, found in zip(entries, seen, strict=True):
-            entry.size, entry.problem, entry.digest = found
-        return
+def look_at(entries: list[Entry], num_threads: int) -> None:
+    """Give entries their files' sizes, problems and digests. Read whole are those alone of which another has the same size and
+    the same middle."""
     with ThreadPoolExecutor(num_threads) as pool:
         list(tqdm(pool.map(_look, entries), "files", len(entries), unit="file", disable=None))
-        for look in (_hash_middle, _hash):
+        for most in (_MIDDLE_BYTES, MOST_OF_A_FILE):
             number_of = Counter(entry.digest for entry in entries if not entry.problem)
             alike = [entry for entry in entries if not entry.problem and number_of[entry.digest] > 1]
-            list(tqdm(pool.map(look, alike), "duplicates", len(alike), unit="file", disable=None))
-
-
-def save_looks(path: Path, entries: list[Entry]) -> None:
-    write_atomically(path, json.dumps([(entry.size, entry.problem, entry.digest) for entry in entries]))
+            list(tqdm(pool.map(partial(_hash, most=most), alike), "duplicates", len(alike), unit="file", disable=None))
 
 
 def merge(entries: list[Entry]) -> list[Entry]:
     """Keep of entries whose files hold the same the first alone, which then has all captions and names the others."""
     first_of: dict[object, Entry] = {}
     for entry in entries:
-        if (first := first_of.setdefault(entry.digest or id(entry), entry)) is not entry:
+        if (first := first_of.setdefault(id(entry) if entry.problem else entry.digest, entry)) is not entry:
             first.add(entry)
             first.others.append(entry.path)
     return list(first_of.values())
@@ -58,15 +49,11 @@ def _look(entry: Entry) -> None:
         entry.problem = entry.problem or f"audio file can't be read: {error}"
 
 
-def _hash_middle(entry: Entry) -> None:
-    _hash(entry, entry.size // 2, _MIDDLE_BYTES)
-
-
-def _hash(entry: Entry, start: int = 0, size: int = MOST_OF_A_FILE) -> None:
+def _hash(entry: Entry, most: int) -> None:
     try:
         with open_regular(entry.path) as file:
-            file.seek(start)
-            entry.digest = f"{entry.size} {hashlib.sha256(file.read(size)).hexdigest()}"
+            file.seek(max(0, entry.size - most) // 2)
+            entry.digest = f"{entry.size} {hashlib.sha256(file.read(most)).hexdigest()}"
     except OSError as error:
         entry.problem = f"audio file can't be read: {error}"
 

@@ -4,10 +4,8 @@
 
 SOURCE is a CSV or JSONL with a column of paths and one or more of captions, or a folder where each audio file has a .txt (one
 caption a line) or .json (field caption) of the same name. Rows of the same file, and files that hold the same, become one item
-with several captions; other columns are kept in the item's json, so that a column of classes can serve zero-shot evaluation.
-`--kind` prepares the audio for a model, so that runs needn't (of shards that are there, `clap-shards prepare` does). A
-build that was stopped resumes when the same command is given again. Rows that can't be read are refused before any work; files
-that can't be used are left out, counted, and listed in `broken.jsonl`.
+with several captions; other columns are kept in the item's json. A build that was stopped resumes by the same command. Rows
+that can't be read are refused before any work; files that can't be used are left out, and listed in `broken.jsonl`.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from clap_ds.config.model_names import preset_names
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.front_end import KINDS
 from clap_ds.data.shard_list import HUB_TOKENIZER
-from clap_ds.data.shard_making.audio_files import look_at, merge, save_looks
+from clap_ds.data.shard_making.audio_files import look_at, merge
 from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry, read_entries
 from clap_ds.data.shard_making.prepared_audio import Clip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
 from clap_ds.data.shard_making.splits import SIDES, Numbered, check_columns, divide
-from clap_ds.data.shard_making.writing import RECORDS, BuiltShard, Member, Named, add_work, fill, none_usable
+from clap_ds.data.shard_making.writing import BuiltShard, Member, Named, add_work, fill, none_usable
 from clap_ds.model.tokenizer import train_tokenizer
 
 
@@ -66,16 +64,16 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
 
 def run_build(options: argparse.Namespace) -> int:
     """Build, and return the exit code. UserError where the user made a mistake, or the folder can't be written."""
-    if sum(map(bool, (options.split_column, options.fold_column, options.held_out or options.group_column))) > 1:
-        raise UserError("--split_column, --fold_column and --held_out each say what is held out; expected one of them")
-    if bool(options.fold_column) != bool(options.held_out_fold) or (options.group_column and not options.held_out):
-        raise UserError("expected --fold_column with --held_out_fold, and --group_column with --held_out")
+    ways = map(bool, (options.split_column, options.fold_column, options.held_out or options.group_column))
+    if sum(ways) > 1 or bool(options.fold_column) != bool(options.held_out_fold):
+        raise UserError(
+            "expected --split_column, --fold_column with --held_out_fold, or --held_out, and one of them alone"
+        )
     preparation = preparation_of(options)
     entries = read_entries(options.source, options)
     check_columns(entries, options)
-    saved = options.folder / RECORDS / "files.json"
-    look_at(entries, options.workers, saved if options.part or options.join else None)
-    listed, entries = entries, merge(entries)
+    look_at(entries, options.workers)
+    entries = merge(entries)
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
@@ -85,8 +83,6 @@ def run_build(options: argparse.Namespace) -> int:
     members = {name: partial(members_of, items, convert) for name, items in divided.items()}
     shards = fill(options.folder, _plan(divided), members, options, preparation, broken)
     if options.part:
-        if not saved.is_file():
-            save_looks(saved, listed)
         print_amount("part {}/{}".format(*options.part), shards)
         return 0
     tokenizer = HUB_TOKENIZER

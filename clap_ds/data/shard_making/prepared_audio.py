@@ -1,7 +1,6 @@
 """What becomes of audio on its way into a shard: a file as it is, the waveform before cropping, or its log-mel features.
 
-These two are made by the functions that decode for a run on `waveforms: int16`. Features of clips not longer than the model's
-differ from the model's own by their rounding to float16 alone.
+These two are made by the functions that decode for a run on `waveforms: int16`.
 """
 
 from __future__ import annotations
@@ -67,15 +66,17 @@ class Preparation:
             raise BrokenItemError("audio is silent: every sample is 0 in 16 bits")
         wav = _encoded(waveform, rate, "WAV")
         if self.kind == "mel":
-            return Clip(FEATURES, _npy(self._features(wav, len(waveform))), len(waveform) / rate)
+            np.save(file := io.BytesIO(), self._features(wav, len(waveform)))
+            return Clip(FEATURES, file.getvalue(), len(waveform) / rate)
         return Clip("wav", wav, len(waveform) / rate)
 
     def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
         """Compute (frames, mel_bins) of what a reader of this WAV would give the model, or of all of it if it is longer."""
         length, hop = self.audio.num_samples, self.audio.hop_size
-        row = torch.empty(length + max(0, num_samples - length) // hop * hop, dtype=torch.int16)
+        row = torch.empty(max(num_samples, length), dtype=torch.int16)
         decode_audio(wav, row, sample_rate=self.audio.sample_rate, rng=random.Random(0))
-        return self._log_mel.of_any_length(row[None].float().div_(INT16_SCALE))[0].half().numpy()
+        whole = row[None, : length + (len(row) - length) // hop * hop]
+        return self._log_mel.of_any_length(whole.float().div_(INT16_SCALE))[0].half().numpy()
 
 
 def add_preparation_options(parser: argparse.ArgumentParser, kinds: tuple[Kind, ...], **more: Any) -> None:
@@ -104,12 +105,5 @@ def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
 
 
 def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:
-    file = io.BytesIO()
-    soundfile.write(file, samples, rate, format=file_format, subtype="PCM_16")
-    return file.getvalue()
-
-
-def _npy(array: NDArray[Any]) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
+    soundfile.write(file := io.BytesIO(), samples, rate, format=file_format, subtype="PCM_16")
     return file.getvalue()

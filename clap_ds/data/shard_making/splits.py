@@ -13,8 +13,7 @@ TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")
 SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[1:])})"
 
-Numbered = list[tuple[int, Entry]]
-"""Entries with their numbers in the list."""
+Numbered = list[tuple[int, Entry]]  # with their numbers in the list
 
 
 def check_columns(entries: list[Entry], options: Namespace) -> None:
@@ -22,11 +21,10 @@ def check_columns(entries: list[Entry], options: Namespace) -> None:
     column = options.split_column or options.group_column or options.fold_column
     for entry in entries if column else ():
         said = names_in(entry, column)
-        odd = [name for name in said if options.split_column and name.lower() not in TRAIN + HELD_OUT]
-        if not entry.problem and (odd or not said):
-            found = f"found {odd[0]!r}" if odd else f"found nothing; there are {', '.join(entry.more) or 'none'}"
-            expected = SIDES if options.split_column else "a value"
-            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, {found}")
+        is_odd = options.split_column and any(name.lower() not in TRAIN + HELD_OUT for name in said)
+        if not entry.problem and (is_odd or not said):
+            expected = SIDES if options.split_column else f"a value (there are {', '.join(entry.more)})"
+            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, found {said}")
 
 
 def names_in(entry: Entry, column: str) -> list[str]:
@@ -64,24 +62,19 @@ def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[
             there = ", ".join(sorted({name for entry in entries for name in names_in(entry, column)})[:20])
             raise UserError(f"--held_out_fold {options.held_out_fold}: no such value in {column!r}; there are {there}")
     else:
-        number, groups = round(options.held_out * len(entries)), _groups(entries, order, options.group_column)
-        chosen = _drawn(groups, max(1, number)) if options.held_out else set()
+        chosen = _drawn(entries, order, options) if options.held_out else set()
     if len(chosen) == len(entries) and options.held_out != 1:
         raise UserError(f"all of {len(entries)} item(s) would be held out, and none left for training")
     return chosen
 
 
-def _drawn(groups: list[list[int]], number: int) -> set[int]:
-    """Draw so many of the groups' members, or the smallest group. A group is taken whole where most of it is wanted."""
-    chosen: set[int] = set()
-    for group in groups:
-        if 2 * (number - len(chosen)) > len(group):
-            chosen.update(group)
-    return chosen or {*min(groups, key=len)}
-
-
-def _groups(entries: list[Entry], order: list[int], column: str | None) -> list[list[int]]:
+def _drawn(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
+    """Draw the share of entries, or the smallest group. A group is taken whole where most of it is wanted."""
     groups: dict[object, list[int]] = defaultdict(list)
     for number in order:
-        groups[names_in(entries[number], column)[0] if column else number].append(number)
-    return list(groups.values())
+        groups[names_in(entries[number], options.group_column)[0] if options.group_column else number].append(number)
+    most, chosen = max(1, round(options.held_out * len(entries))), set[int]()
+    for group in groups.values():
+        if 2 * (most - len(chosen)) > len(group):
+            chosen.update(group)
+    return chosen or {*min(groups.values(), key=len)}
