@@ -77,9 +77,7 @@ _LINES: dict[str, dict[str, str]] = {
     " ...": {
         "gpus": r"(?<![a-z_])world_size" + _DOTS + _COUNT,
         "global_batch": r"train_batch_size" + _DOTS + _COUNT,
-        "bf16": r"bfloat16_(?:config|enabled)" + _DOTS + r"(?:enabled=)?(True|False)",
-        "fp16": r"(?<!b)float16_config" + _DOTS + r"enabled=(True|False)",
-        "torch_autocast": r"torch_autocast_dtype" + _DOTS + r"(torch\.\w+)",
+        "precision": r"\b(b?float16)_(?:config|enabled)" + _DOTS + r"(?:enabled=)?True",
     },
     "gradient_accumulation_steps ": {"accumulation": r"gradient_accumulation_steps" + _DOTS + _COUNT},
     "train_micro_batch_size_per_gpu ": {"micro_batch": r"train_micro_batch_size_per_gpu" + _DOTS + _COUNT},

@@ -2,16 +2,13 @@
 
     python analysis/efficiency.py RUN_OR_LOG… [--rate engine] [--csv table.csv]
 
-Plotting, comparing and projecting start from the table written here. Scaling efficiency is samples/s/GPU over that of the
-smallest scale that was measured (nodes, then GPUs), by this project's clock or, with `--rate engine`, by DeepSpeed's.
-`clap_ds.analysis.repeats` says what repeats are made into, and what ± is.
+Scaling efficiency is samples/s/GPU over that of the smallest scale that was measured (nodes, then GPUs).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,23 +42,16 @@ def scaling_table(runs: Sequence[Run]) -> list[Scale]:
     A series is one model on one kind of GPU at one precision and caption length, of the same settings and code, with the
     batch per GPU constant (weak scaling) or the global batch constant (strong).
     """
-    series = [_by_scale(members) for members in by_series(split_series(runs))]
-    spreads = {
-        device: pooled_spread(scale for scales in series for scale in scales if scale[0].device == device)
-        for device in {run.device for run in runs}
-    }
-    return [row for scales in series for row in _series_rows(scales, spreads)]
+    series = []
+    for members in by_series(split_series(runs)):
+        scales = sorted({(run.nodes, run.gpus) for run in members})
+        series.append([[run for run in members if (run.nodes, run.gpus) == scale] for scale in scales])
+    spread = pooled_spread(scale for scales in series for scale in scales)
+    return [row for scales in series for row in _series_rows(scales, spread)]
 
 
-def _by_scale(runs: Sequence[Run]) -> list[list[Run]]:
-    scales: dict[tuple[int, int], list[Run]] = defaultdict(list)
-    for run in runs:
-        scales[run.nodes, run.gpus].append(run)
-    return [members for _, members in sorted(scales.items())]
-
-
-def _series_rows(scales: Sequence[list[Run]], spreads: Mapping[str, RunSpread | None]) -> list[Scale]:
-    rows = [combine_repeats(members, spreads[members[0].device]) for members in scales]
+def _series_rows(scales: Sequence[list[Run]], spread: RunSpread | None) -> list[Scale]:
+    rows = [combine_repeats(members, spread) for members in scales]
     baseline = next((row for row in rows if row.rate), None)
     engines = next((row.engine_samples_per_s_per_gpu for row in rows if row.engine_samples_per_s_per_gpu), None)
     rows = [_with_efficiency(row, baseline, engines) for row in rows]

@@ -2,9 +2,8 @@
 
     python analysis/plot_run.py RUN_DIRECTORY… --output run.png|svg|pdf
 
-Of a benchmark: its rate, every step's time, and where a step's time goes. Of training: loss, learning rate, logit
-scale, gradient norm, evaluation and speed, from the run's first step where it was resumed; several training runs, such as one
-and its control, share the axes.
+Of a benchmark: its rate, every step's time, and where a step's time goes. Of training: its curves, from the run's first step
+where it was resumed; several training runs share the axes.
 """
 
 from __future__ import annotations
@@ -37,11 +36,8 @@ EVALUATED = 4
 
 
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
-    """Draw one run of the benchmark, or any number of training runs, whatever state they are in.
-
-    The ending of `output` chooses the format: .png, .svg or .pdf. Raises UserError for what are no run directories, have no
-    timed step, and where matplotlib is missing.
-    """
+    """Draw one run of the benchmark, or any number of training runs, in the format of `output`'s ending. UserError for what are
+    no run directories or have no timed step."""
     is_training = read_json(directories[0], "summary").get("command") == "train" or read_steps(directories[0], "train")
     if len(directories) > 1 and not is_training:
         raise UserError("several runs share a picture only where all are of training; plot_scaling.py draws the others")
@@ -57,21 +53,17 @@ def draw_benchmark(directory: Path) -> Picture:
         raise UserError(f"{directory}: no timed windows; the run's state is {run.state!r}")
     picture = Picture((1.6, 0.6))
     times, parts = picture.panels
-    per = f"samples/s/{run.unit.removesuffix('s')}"
-    label = run.uncertainty_from.partition(" of ")[0]
-    between = " ({}: {:,.2f} – {:,.2f})".format(label, *run.interval) if run.interval else ""
-    told = [run.precision, f"batch per rank {run.batch_per_gpu or 'unknown'}"]
-    told += [f"{run.text_tokens} text tokens"] * bool(run.text_tokens)
+    rate = f"{run.rate:,.2f} samples/s/{run.unit.removesuffix('s')}"
+    if run.interval:
+        rate += " ({}: {:,.2f} – {:,.2f})".format(run.uncertainty_from.partition(" of ")[0], *run.interval)
+    told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.text_tokens} text tokens"
     picture.title(
-        f"{run.model_name} on {run.gpus} × {run.device}, {', '.join(told)}: {run.rate:,.2f} {per}{between}, "
-        f"median step {1000 * run.step_time_s:,.0f} ms"
+        f"{run.model_name} on {run.gpus} × {run.device}, {told}: {rate}, median step {1000 * run.step_time_s:,.0f} ms"
     )
     for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("window", COLORS[0], "o", "timed")):
         times.plot(steps[phase], marker, color=color, markersize=3, label=label)
     times.axhline(run.step_time_s, color="black", linewidth=0.8, linestyle="--", label="median")
-    times.set(
-        xlabel="step", ylabel="step time (s)", ylim=(0, 1.1 * max(each.max() for each in steps.values() if len(each)))
-    )
+    times.set(xlabel="step", ylabel="step time (s)", ylim=(0, None))
     times.legend(loc="lower right")
     _draw_parts(picture, parts, [run])
     return picture

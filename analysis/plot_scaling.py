@@ -19,7 +19,7 @@ from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, log_axis, styled
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Scale, by_series, relative_to, unit
-from clap_ds.analysis.weak_scaling import ABOVE_ALL, Series
+from clap_ds.analysis.weak_scaling import Series
 from clap_ds.config.errors import UserError, run_alone
 
 IDEAL: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
@@ -41,9 +41,8 @@ def answer(rows: Sequence[Scale]) -> str:
     if first.gpus == last.gpus:
         return f"{number} samples/s/{of} on {last.scale}"
     percent = last.cell("scaling_efficiency_percent", "scaling_efficiency_2sigma_percent")
-    doubt = " (in doubt: a scale is above 100 % by more than its ±)" * any(ABOVE_ALL in row.notes for row in rows)
     on = " ".join(filter(None, [f"on {last.gpus} {last.unit}", relative_to(rows)]))
-    return f"{percent} % efficiency {on}{doubt}: {number} samples/s/{of}"
+    return f"{percent} % efficiency {on}: {number} samples/s/{of}"
 
 
 @styled()

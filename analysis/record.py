@@ -1,7 +1,7 @@
 """This project's run directory → a run, whatever state the run ended in.
 
-`summary.json` is believed first; what it lacks comes from `config.json` and `environment.json`, and the rates of a run that was
-killed before it could sum up from `metrics.jsonl`. Fields are those of `clap_ds.record.schema`.
+What `summary.json` lacks comes from `config.json` and `environment.json`, and the rates of a run that was killed before it
+could sum up from `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -96,14 +96,13 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[
     """Samples/s/GPU of each whole window in `metrics.jsonl`, and what `step_time_s` in a summary would hold."""
     import pandas as pd
 
-    steps = pd.DataFrame(read_steps(path, "window"), columns=["window", "time_s", "slowest_rank_time_s"])
+    steps = pd.DataFrame(read_steps(path, "window"), columns=["window", "time_s"])
     windows = steps.groupby("window")["time_s"].agg(["size", "sum"])
     windows = windows[windows["size"] == (wanted or windows["size"].max())]
     if windows.empty:
         return [], {}
-    medians = steps[steps["window"].isin(windows.index)].median()
-    step = {"median": float(medians["time_s"]), "slowest_rank_median": float(medians["slowest_rank_time_s"])}
-    return (batch * windows["size"] / windows["sum"]).tolist(), step
+    median = float(steps.loc[steps["window"].isin(windows.index), "time_s"].median())
+    return (batch * windows["size"] / windows["sum"]).tolist(), {"median": median}
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Repeats of one scale → one row: their mean, and how sure it is.
 
 The rate of a scale is the mean over its completed repeats. Its ± is half the 95 % interval by Student's t. The spread of runs
-is pooled over all repeated scales on one kind of device, but a scale that spreads far more than the others has its own. The ±
+is pooled over all repeated scales of the table, but a scale that spreads far more than the others has its own. The ±
 of a scale that ran once is half the interval of its windows, and says nothing of what the next run would do.
 """
 
@@ -35,15 +35,12 @@ _AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_
 
 @dataclass(frozen=True)
 class RunSpread:
-    """How much runs of one configuration differ.
-
-    Attributes:
-        deviation: standard deviation of the logarithm of the rate.
-        degrees: of freedom: runs less scales.
-    """
+    """How much runs of one configuration differ."""
 
     deviation: float
+    """Of the logarithm of the rate."""
     degrees: int
+    """Of freedom: runs less scales."""
     runs: int
 
     def half_width(self, repeats: int) -> float:

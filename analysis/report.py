@@ -19,7 +19,6 @@ from pathlib import Path
 from clap_ds.analysis import efficiency, monitor, plot_run, plot_scaling, project, stragglers
 from clap_ds.analysis.figure import Blocks, Figure, page
 from clap_ds.analysis.runs import input_parser, read_runs
-from clap_ds.analysis.series import short_commit
 from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
@@ -92,7 +91,7 @@ def provenance(runs: Sequence[Run]) -> str:
             "run": run.name, "nodes": run.nodes, "GPUs": run.gpus, "samples/s/GPU": run.cell("samples_per_s_per_gpu"),
             "state": run.state, "device": run.device, **{name: versions.get(name) for name in PACKAGES},
             "Python": environment.get("python"), "driver": environment.get("driver"),
-            "commit": short_commit(environment.get("git_commit") or ""), "hosts": ", ".join(environment.get("hosts") or ()),
+            "commit": (environment.get("git_commit") or "")[:12], "hosts": ", ".join(environment.get("hosts") or ()),
             "finished": run.finished[:19].replace("T", " "),
         }  # fmt: skip
         lines.append({name: str(value or "") for name, value in known.items()})

@@ -25,8 +25,7 @@ PACKAGES = ("clap_ds", "torch", "deepspeed")
 
 
 def split_series(runs: Sequence[Run]) -> list[Run]:
-    """The runs with `scaling` and `variant` filled in, so that those of one series have the same model, GPU, precision, caption
-    length and whatever else makes a difference."""
+    """The runs with `scaling` and `variant` filled in, which with model, GPU, precision and caption length make a series."""
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
         settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCH))  # of a table
@@ -56,16 +55,10 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     for name in sorted(facts, key=lambda name: name.startswith("clap.bench.")):  # how it was measured says least
         if (count := facts.groupby([*naming, name]).ngroups) > told:
             naming, told = [*naming, name], count
-    if not naming:
-        return [("", list(group))]
-    names = [name.removeprefix("clap.") for name in naming]
-    return [
-        (
-            ", ".join(f"{name}={value[:40]}" for name, value in zip(names, values, strict=True)),
-            [group[at] for at in places],
-        )
-        for values, places in ((facts.loc[at[0], naming], at) for at in facts.groupby(naming).indices.values())
-    ]
+    titles = pd.Series([""] * len(group))
+    for name in naming:
+        titles += f", {name.removeprefix('clap.')}=" + facts[name].str[:40]
+    return [(title[2:], [group[at] for at in places]) for title, places in titles.groupby(titles).indices.items()]
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -74,15 +67,10 @@ def _facts(run: Run) -> dict[str, str]:
     found[ACCUMULATION] = run.accumulation
     versions, commit = run.environment.get("versions") or {}, str(run.environment.get("git_commit") or "")
     told = {name: versions.get(name) for name in PACKAGES}
-    told |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": short_commit(commit)}
+    told |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": commit[:12] + commit[40:]}
     told["devices"] = " and ".join(sorted(set(map(str, run.environment.get("device_names") or ()))))
     found |= {name: value for name, value in told.items() if value}
     return {name: _text(value) for name, value in found.items()}
-
-
-def short_commit(commit: str) -> str:
-    """The beginning of a commit, with the + of files that differ from it."""
-    return commit[:12] + "+" * (len(commit) > 12 and commit.endswith("+"))
 
 
 def _text(value: object) -> str:

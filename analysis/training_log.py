@@ -1,8 +1,6 @@
 """Logs of DeepSpeed, open_clip, LAION-CLAP and programs like them → runs.
 
-Lines of progress say by which time which step was done (`dialects.py`): the rate is all samples over all seconds after the
-warm-up, whatever the log's length and how often it prints. The launcher's lines give nodes and ranks, the engine's printed
-configuration batch sizes.
+The rate is all samples over all seconds after the warm-up, whatever the log's length and how often it prints.
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ from clap_ds.analysis.table import MOST, Run
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
 
+WARMUP_STEPS = 10
+"""Of each start, that aren't counted."""
 MAX_WINDOWS = 96
 """Of one start; neighbours are taken together."""
 STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
@@ -54,17 +54,7 @@ class Start:
         of_parts = self.facts.get("micro_batch", 0) * self.facts.get("gpus", 0) * self.facts.get("accumulation", 1)
         return of_parts or self.facts.get("global_batch", 0)
 
-    def note(self, kind: str, word: str) -> None:
-        """Take in a line of the launcher or of the engine's configuration."""
-        if kind in ("bf16", "fp16"):
-            known = self.facts.get("precision", "fp32")
-            self.facts["precision"] = kind if word == "True" and known == "fp32" else known
-        elif not word.isdigit():
-            self.facts["precision" if kind == "torch_autocast" else kind] = word.replace("torch.", "torch_autocast_")
-        elif int(word):
-            self.facts[kind] = int(word)
-
-    def windows(self, warmup_steps: int) -> tuple[list[float], list[float], float | None]:
+    def windows(self) -> tuple[list[float], list[float], float | None]:
         """Of at most `MAX_WINDOWS` stretches after the warm-up samples/s of all GPUs and seconds (in proportion to them where
         the global batch isn't known); and samples/s from the first timed step on."""
         if not (self.points and self.dialect and (self.global_batch or self.dialect.is_cumulative)):
@@ -79,7 +69,7 @@ class Start:
         later = np.append(True, times[1:] > np.maximum.accumulate(times)[:-1])
         steps, times = steps[later], times[later]
         average = float(batch * (steps[-1] - untimed) / times[-1])
-        begin = int(np.searchsorted(steps, max(warmup_steps, 1)))
+        begin = int(np.searchsorted(steps, WARMUP_STEPS))
         steps, times = steps[begin:], times[begin:]
         if len(steps) < 2:
             return [], [], average
@@ -95,7 +85,8 @@ def _read_line(starts: list[Start], line: str) -> None:
         if kind in STATES:
             last.state = max(last.state, kind, key=STATES.index)
         else:  # after progress it can only be a new start's
-            (_restart(starts) if last.points or last.is_broken_off else last).note(kind, word)
+            facts = (_restart(starts) if last.points or last.is_broken_off else last).facts
+            facts[kind] = int(word) if word.isdigit() else word
     for dialect in DIALECTS.values():
         for numbers in dialect.numbers(line):
             _progress(starts, dialect, numbers)
@@ -127,7 +118,7 @@ def _progress(starts: list[Start], dialect: Dialect, numbers: dict[str, float]) 
         start.points.append((position, value))
 
 
-def read_log(path: Path, warmup_steps: int = 10, gpus: int = 0) -> list[Run]:
+def read_log(path: Path, gpus: int = 0) -> list[Run]:
     """Runs of a log: one for each size (nodes, GPUs, batch) that measured something, restarts of the same size taken together;
     or one without a rate of a log that says how it failed.
 
@@ -148,13 +139,13 @@ def read_log(path: Path, warmup_steps: int = 10, gpus: int = 0) -> list[Run]:
     groups: dict[object, list[Start]] = {}
     for start in found:
         groups.setdefault(start.size, []).append(start)
-    return [_run(path, starts, warmup_steps, gpus) for starts in groups.values()]
+    return [_run(path, starts, gpus) for starts in groups.values()]
 
 
-def _run(path: Path, starts: Sequence[Start], warmup_steps: int, given_gpus: int) -> Run:
+def _run(path: Path, starts: Sequence[Start], given_gpus: int) -> Run:
     last, facts = starts[-1], starts[-1].facts
     gpus, accumulation = facts.get("gpus") or given_gpus or 1, facts.get("accumulation", 1)
-    measured = [start.windows(warmup_steps) for start in starts]
+    measured = [start.windows() for start in starts]
     rates = [rate / gpus for of_start, _, _ in measured for rate in of_start]
     window_s = [seconds for _, of_start, _ in measured for seconds in of_start]
     averages = [average / gpus for _, _, average in measured if average]
