@@ -50,7 +50,6 @@ def interval(a: Scale, b: Scale, spread: RunSpread) -> tuple[float, float]:
 
 
 def verdict(a: Scale, b: Scale, spread: RunSpread | None) -> str:
-    """One sentence: faster, slower, or not told apart."""
     ratio = f"B / A = {(b.rate or 0.0) / (a.rate or 1.0):.4f}"
     if not spread:
         return f"{ratio}: not told apart, as nothing was repeated; run each three times"

@@ -41,7 +41,6 @@ class Dialect:
         return "average" in self.pattern.groupindex
 
     def numbers(self, line: str) -> Iterator[dict[str, float]]:
-        """Of each match in a line, by the groups' names."""
         for match in self.pattern.finditer(line) if self.gate in line else ():
             yield {name: float(text) for name, text in match.groupdict().items() if text}
 

@@ -37,11 +37,7 @@ _SPREADS = {
 
 
 def scaling_table(runs: Sequence[Run]) -> list[Scale]:
-    """One row per series and scale, series after series, scales in rising order.
-
-    A series is one model on one kind of GPU at one precision and caption length, of the same settings and code, with the
-    batch per GPU constant (weak scaling) or the global batch constant (strong).
-    """
+    """One row per series (`series.py`) and scale, scales in rising order."""
     series = []
     for members in by_series(split_series(runs)):
         scales = sorted({(run.nodes, run.gpus) for run in members})
@@ -80,13 +76,11 @@ def _with_efficiency(row: Scale, baseline: Scale | None, engines: float | None) 
 
 
 def render(rows: Sequence[Row], target: float | None = None) -> str:
-    """The table as Markdown, one part per series, of the columns that have values, with numbered notes under it; efficiencies
-    below the target are marked."""
+    """The table as Markdown, one part per series, with numbered notes under it; efficiencies below the target are marked."""
     return "\n\n".join(block for members in by_series(rows) for block in _blocks(members, target)) + "\n"
 
 
 def _blocks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
-    """Paragraphs of one series."""
     notes: dict[str, int] = {}
     body = []
     below = [row for row in rows if target and (row.scaling_efficiency_percent or target) < target]

@@ -31,8 +31,8 @@ CURVES = {
     "speed": "samples/s, each step",
 }  # fmt: skip
 NOISY = ("loss", "gradient_norm", "speed")
+PART_COLORS = [COLORS[index] for index in (4, 0, 3, 5, 1, 2)]
 EVALUATED = 4
-"""Metrics of evaluation that are drawn, at most."""
 
 
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
@@ -46,7 +46,6 @@ def draw_runs(directories: Sequence[Path], output: Path) -> None:
 
 @styled()
 def draw_benchmark(directory: Path) -> Picture:
-    """Draw a run of the benchmark; UserError where it has no timed step."""
     run = read_record(directory)
     steps = {phase: _columns(read_steps(directory, phase), "time_s")["time_s"] for phase in ("warmup", "window")}
     if not (run.rate and run.step_time_s) or steps["window"].empty:
@@ -71,7 +70,6 @@ def draw_benchmark(directory: Path) -> Picture:
 
 @styled()
 def draw_breakdown(rows: Sequence[Row]) -> Picture:
-    """Draw the parts of a step at every scale of one series, of which at least one has a breakdown."""
     known = [row for row in rows if row.breakdown_s]
     picture = Picture((0.35 + 0.25 * len(known),))
     _draw_parts(picture, picture.panels[0], known)
@@ -80,21 +78,20 @@ def draw_breakdown(rows: Sequence[Row]) -> Picture:
 
 def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
     """A lying bar for each scale, in milliseconds, its parts named with the last scale's shares."""
-    last = rows[-1].breakdown_s
-    named = {
-        f"{part.replace('_', ' ')} {100 * last.get(part, 0.0) / (sum(last.values()) or 1):.1f}\N{NO-BREAK SPACE}%": [
-            1000 * row.breakdown_s.get(part, 0.0) for row in rows
-        ]
-        for part in STEP_PHASES
-        if any(part in row.breakdown_s for row in rows)  # at 0 %, too: each part keeps its colour
-    }
-    picture.stack(axes, named, [str(row.gpus) for row in rows])
+    last, lefts, bars = rows[-1].breakdown_s, [0.0] * len(rows), [str(row.gpus) for row in rows]
+    for part, color in zip(STEP_PHASES, PART_COLORS, strict=True):
+        if any(part in row.breakdown_s for row in rows):
+            name = f"{part.replace('_', ' ')} {100 * last.get(part, 0.0) / (sum(last.values()) or 1):.1f} %"
+            lengths = [1000 * row.breakdown_s.get(part, 0.0) for row in rows]
+            axes.barh(bars, lengths, left=lefts, label=name, color=color, edgecolor="white", linewidth=0.4)
+            lefts = [left + length for left, length in zip(lefts, lengths, strict=True)]
+    axes.invert_yaxis()
     axes.set(ylabel=rows[0].unit, xlabel="ms a step")
+    picture.name_below(axes, columns=2)
 
 
 @styled()
 def draw_training(directories: Sequence[Path]) -> Picture:
-    """Draw training runs; UserError for one without a step."""
     picture = Picture((1.6,) * 3, columns=2, columns_wide=1.5)
     *curves, evaluation = picture.panels
     for directory, color in zip(directories, cycle(COLORS), strict=False):
@@ -130,7 +127,6 @@ def draw_training(directories: Sequence[Path]) -> Picture:
 
 
 def _columns(lines: Sequence[Mapping[str, Any]], *columns: str) -> pd.DataFrame:
-    """Columns of lines by step."""
     import pandas as pd
 
     return pd.DataFrame(lines, columns=["step", *columns]).set_index("step").astype(float)

@@ -28,10 +28,7 @@ def is_record(path: Path) -> bool:
 
 
 def read_record(path: Path) -> Run:
-    """The run of a run directory; UserError where a file of it is damaged, or none is there.
-
-    Its rate is None where it ended before one window was complete.
-    """
+    """The run of a run directory; UserError where a file of it is damaged, or none is there."""
     summary, config, environment = (read_json(path, name) for name in ("summary", "config", "environment"))
     if not (summary or config or environment):
         raise UserError(f"{path}: no summary.json, config.json or environment.json")

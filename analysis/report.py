@@ -2,8 +2,7 @@
 
     python analysis/report.py RUN_OR_LOG… --output report
 
-Puts together what the other commands of this folder work out, says where each number comes from, and works out nothing itself.
-The page holds its figures and refers to nothing outside.
+Puts together what the other commands of this folder work out, and works out nothing itself.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def assemble(sections: Mapping[str, Iterable[str | Figure]], folder: Path) -> st
         for block in section:
             if isinstance(block, Figure):
                 block.picture.save(folder / block.name)
-                block = f"![{block.caption}]({block.name})"
+                block = f"![]({block.name})\n\n*{block.caption}*"
             blocks.append(block.strip())
     return "\n\n".join(blocks) + "\n"
 

@@ -20,7 +20,6 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.model_names import preset_of
 
 LOG_SUFFIXES = (".log", ".out")
-"""Of files that are looked into where a folder is given."""
 _NAMED = re.compile(r"(?<![a-z0-9])(?:(\d+)[-_]?(nodes?|n|gpus?)|(nodes?|n|gpus?)[-_=]?(\d+))(?![a-z0-9])")
 
 
@@ -112,7 +111,7 @@ def _by_engine(run: Run) -> Run:
     rate = run.engine_samples_per_s_per_gpu
     share = rate and run.rate and rate / run.rate
     tflops, mfu = (value and share and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
-    run = replace(run, samples_per_s_per_gpu=rate, samples_per_s=None, achieved_tflops=tflops, mfu_model_percent=mfu)
+    run = replace(run, samples_per_s_per_gpu=rate, achieved_tflops=tflops, mfu_model_percent=mfu)
     return noted(run, BY_TIMER) if rate else noted(replace(run, interval=None), "no rate by DeepSpeed's timer")
 
 

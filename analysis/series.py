@@ -1,7 +1,6 @@
 """Which runs belong together: repeats have the same configuration, code and hardware, and scales of such runs make a series.
 
-Runs that differ in anything else are series of their own, named by what differs (`gradient_sync=deepspeed`), so that no
-mean is one of different things.
+Runs that differ in anything else are series of their own, named by what differs (`gradient_sync=deepspeed`).
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """
     batches = dict.fromkeys(run.batch_per_gpu for run in group)
     if len(known := [batch for batch in batches if batch]) < 2:  # a failed run may not state it
-        return [("weak" if known else "", [replace(run, batch_per_gpu=(known or [None])[0]) for run in group])]
+        return [("weak" if known else "", [replace(run, batch_per_gpu=max(known, default=None)) for run in group])]
     if len({global_batch(run) for run in group}) == 1:
         return [("strong", list(group))]
     split = [[run for run in group if run.batch_per_gpu == batch] for batch in batches]

@@ -21,7 +21,6 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
 
 WARMUP_STEPS = 10
-"""Of each start, that aren't counted."""
 MAX_WINDOWS = 96
 """Of one start; neighbours are taken together."""
 STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
@@ -31,8 +30,6 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass
 class Start:
-    """One start of the training program."""
-
     facts: dict[str, Any] = field(default_factory=dict)
     """What lines beside progress say, by their kinds in `dialects.py`."""
     dialect: Dialect | None = None
@@ -50,7 +47,6 @@ class Start:
 
     @property
     def global_batch(self) -> int:
-        """0 where it isn't known."""
         of_parts = self.facts.get("micro_batch", 0) * self.facts.get("gpus", 0) * self.facts.get("accumulation", 1)
         return of_parts or self.facts.get("global_batch", 0)
 
@@ -119,11 +115,8 @@ def _progress(starts: list[Start], dialect: Dialect, numbers: dict[str, float]) 
 
 
 def read_log(path: Path, gpus: int = 0) -> list[Run]:
-    """Runs of a log: one for each size (nodes, GPUs, batch) that measured something, restarts of the same size taken together;
-    or one without a rate of a log that says how it failed.
-
-    Where it doesn't say how many GPUs there are (`gpus` of the run is 0), rates and batch are of one of `gpus`, or of all.
-    Raises UserError where the file can't be read or has no rate that is possible.
+    """Runs of a log: one for each size (nodes, GPUs, batch), restarts of the same size taken together; or one without a rate of
+    a log that says how it failed. Where it doesn't tell its GPUs, it has `gpus`. UserError where it has no rate.
     """
     starts = [Start()]
     try:
