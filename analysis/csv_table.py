@@ -13,8 +13,6 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
 from clap_ds.config.model_names import preset_of
 
-WANTED = COLUMNS[:3]
-
 
 def read_table_runs(path: Path) -> list[Run]:
     """The rows of a table of this project or of `published/` as runs, so that its efficiencies and MFU can be worked out again;
@@ -26,9 +24,8 @@ def read_table_runs(path: Path) -> list[Run]:
             frame = pd.read_csv(file, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: no CSV table in UTF-8 ({error})") from None
-    if missing := [name for name in WANTED if name not in frame]:
-        begins = f"a table begins {','.join(WANTED)},…"
-        raise UserError(f"{path}: no column {', '.join(missing)}; {begins}; this one has {', '.join(map(str, frame))}")
+    if missing := [name for name in COLUMNS[:3] if name not in frame]:
+        raise UserError(f"{path}: no column {', '.join(missing)}; this one has {', '.join(map(str, frame))}")
     if frame.empty or not isinstance(frame.index, pd.RangeIndex):
         raise UserError(f"{path}: {'a header and no rows' if frame.empty else 'rows have more cells than the header'}")
     return [_run(path, f"{path}, row {number}", row) for number, row in enumerate(frame.to_dict("records"), start=1)]

@@ -9,7 +9,7 @@ A dialect is a pattern. The names of its groups say what each number is:
     global_batch          samples of a step of all GPUs
     memory_gib            most memory that a GPU had in use so far
 
-Nothing is anchored to a line's start, so prefixes (pdsh, srun) and merged lines don't matter.
+Nothing is anchored to a line's start, so prefixes (pdsh, srun) don't matter.
 """
 
 from __future__ import annotations
@@ -23,13 +23,8 @@ NUMBER = r"(?:\d{1,20}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,3})?)"
 
 @dataclass(frozen=True)
 class Dialect:
-    """Lines of one program that tell its progress.
-
-    Attributes:
-        gate: text that each has once, which is looked for first.
-        untimed: first steps that the program doesn't time.
-        counts_data_wait: whether its times hold the wait for data.
-    """
+    """Lines of one program that tell its progress, each of which has the text `gate`; it doesn't time its first `untimed`
+    steps."""
 
     gate: str
     pattern: re.Pattern[str]

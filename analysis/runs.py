@@ -19,7 +19,6 @@ from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.model_names import preset_of
 
-LOG_SUFFIXES = (".log", ".out")
 _NAMED = re.compile(r"(?<![a-z0-9])(?:(\d+)[-_]?(nodes?|n|gpus?)|(nodes?|n|gpus?)[-_=]?(\d+))(?![a-z0-9])")
 
 
@@ -51,7 +50,7 @@ def _inputs_in(path: Path) -> Iterator[Path]:
     for name in sorted(os.listdir(path)):
         inside = path / name
         is_hidden = name.startswith(".") or inside.is_symlink()  # caches of compiled code, `latest`
-        if not is_hidden and (inside.suffix in LOG_SUFFIXES or inside.is_dir()):
+        if not is_hidden and (inside.suffix in (".log", ".out") or inside.is_dir()):
             yield from _inputs_in(inside)
 
 

@@ -6,7 +6,6 @@ The rate is all samples over all seconds after the warm-up, whatever the log's l
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ MAX_WINDOWS = 96
 """Of one start; neighbours are taken together."""
 STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
 """The later ones win: an out-of-memory error also leaves a traceback and a bad return code."""
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass
@@ -36,10 +34,6 @@ class Start:
     state: str = "unknown"
     points: list[tuple[float, float]] = field(default_factory=list)
     """Of each line of progress how far the run is, in a number that only rises, and its average rate or seconds a step."""
-
-    @property
-    def is_broken_off(self) -> bool:
-        return self.state not in ("unknown", "completed")
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -81,7 +75,7 @@ def _read_line(starts: list[Start], line: str) -> None:
         if kind in STATES:
             last.state = max(last.state, kind, key=STATES.index)
         else:  # after progress it can only be a new start's
-            facts = (_restart(starts) if last.points or last.is_broken_off else last).facts
+            facts = (_restart(starts) if last.points or STATES.index(last.state) > 1 else last).facts
             facts[kind] = int(word) if word.isdigit() else word
     for dialect in DIALECTS.values():
         for numbers in dialect.numbers(line):
@@ -122,10 +116,12 @@ def read_log(path: Path, gpus: int = 0) -> list[Run]:
     try:
         with open_regular(path) as file, io.TextIOWrapper(file, "utf-8", "replace") as text:  # "\r" ends lines, too
             for line in text:
-                _read_line(starts, _ANSI.sub("", line) if "\x1b" in line else line)
+                _read_line(starts, line)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from error
-    found = [start for start in starts if start.points] or [start for start in starts[-1:] if start.is_broken_off]
+    found = [start for start in starts if start.points] or [
+        start for start in starts[-1:] if STATES.index(start.state) > 1
+    ]
     if not found:
         printed = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
         raise UserError(f"{path}: no throughput lines that can be used ({printed})")
