@@ -38,14 +38,17 @@ _STYLE: Any = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """For what draws, as a decorator, too: this project's style; UserError without matplotlib or pandas."""
+    """For what draws, as a decorator, too: this project's style; UserError without matplotlib or pandas, and for what it can't draw."""
     try:
         import matplotlib as mpl
         import pandas as pd  # noqa: F401, for those who draw
     except ImportError as error:
         raise UserError(f"figures need {error.name}, which is not installed: pip install 'clap-ds[analysis]'") from None
-    with mpl.rc_context(_STYLE):
-        yield
+    try:
+        with mpl.rc_context(_STYLE):
+            yield
+    except ValueError as error:
+        raise UserError(f"can't be drawn: {error}") from error
 
 
 class Picture:
@@ -79,11 +82,8 @@ class Picture:
 
     @styled()
     def save(self, path: Path) -> None:
-        """Write the figure in the format that its name ends in, such as .png, .svg or .pdf; UserError for another."""
-        try:
-            self.figure.savefig(path)
-        except ValueError as error:
-            raise UserError(f"{path}: can't be drawn: {error}") from None
+        """Write the figure in the format that its name ends in, such as .png, .svg or .pdf."""
+        self.figure.savefig(path)
 
 
 class Figure(NamedTuple):
@@ -109,9 +109,11 @@ def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs") -> None:
 
 def log_axis(axes: Axes) -> None:
     """A logarithmic vertical axis of what is drawn already, with plain numbers: as many as fit without touching."""
+    from matplotlib.ticker import LogLocator
+
     axes.set_yscale("log", subs=())
     low, high = axes.get_ylim()
-    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=9)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=9))
     axes.yaxis.set_major_formatter("{x:,g}")
 
 

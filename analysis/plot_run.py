@@ -108,10 +108,10 @@ def draw_training(directories: Sequence[Path]) -> Picture:
             axes.plot(steps[name].rolling(max(width, 1)).mean(), color=color, label=directory.name)
         lines = read_steps(directory, "evaluation", history=history)
         _draw_evaluations(evaluation, lines, color if len(directories) > 1 else None)
-    names = ("preset", "world_size", "device_name", "precision", "global_batch", "state")
-    preset, ranks, device, precision, batch, state = (summary.get(name) or "?" for name in names)
+    names = ("preset", "world_size", "device_name", "precision", "global_batch")
+    preset, ranks, device, precision, batch = (summary.get(name) or "?" for name in names)
     picture.title(
-        f"{preset} on {ranks} × {device}, {precision}, global batch {batch}: {steps['samples'].max():,.0f} samples, {state}"
+        f"{preset} on {ranks} × {device}, {precision}, global batch {batch}: {steps['samples'].max():,.0f} samples"
     )
     for axes, label in zip(picture.panels, [*CURVES.values(), "evaluation, 0 to 1"], strict=True):
         axes.set(xlabel="step", ylabel=label)

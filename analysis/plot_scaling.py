@@ -23,7 +23,6 @@ from clap_ds.analysis.weak_scaling import Series
 from clap_ds.config.errors import UserError, run_alone
 
 IDEAL: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
-Curves = Mapping[str, Sequence[Scale]]
 
 
 def read_curves(options: argparse.Namespace) -> dict[str, list[Scale]]:
@@ -46,7 +45,7 @@ def answer(rows: Sequence[Scale]) -> str:
 
 
 @styled()
-def draw(curves: Curves) -> Picture:
+def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     """Draw efficiency over throughput with their ± and the ideal line, under the answer."""
     picture = Picture((2.6, 1.3), share_x=True)
     answers = {label: answer(rows) for label, rows in curves.items()}
@@ -65,8 +64,7 @@ def draw(curves: Curves) -> Picture:
     all_rows = [row for rows in curves.values() for row in rows]
     gpu_axis(throughput, [row.gpus for row in all_rows], unit(*(row.device for row in all_rows)))
     efficiency.axhline(100, **IDEAL)
-    relative = {relative_to(rows) for rows in curves.values()}
-    efficiency.set_ylabel("\n".join(["scaling efficiency (%)", *filter(None, relative)]))
+    efficiency.set_ylabel("\n".join(["scaling efficiency (%)", *filter(None, {*map(relative_to, curves.values())})]))
     log_axis(throughput)
     throughput.set_ylabel("samples/s (log)")
     throughput.legend()

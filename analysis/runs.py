@@ -108,8 +108,8 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
 def _by_engine(run: Run) -> Run:
     """With the engine's rate in place of the measured one, and what follows from the rate."""
     rate = run.engine_samples_per_s_per_gpu
-    share = rate and run.rate and rate / run.rate
-    tflops, mfu = (value and share and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
+    share = rate / run.rate if rate and run.rate else None
+    tflops, mfu = (share and value and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
     run = replace(run, samples_per_s_per_gpu=rate, achieved_tflops=tflops, mfu_model_percent=mfu)
     return noted(run, BY_TIMER) if rate else noted(replace(run, interval=None), "no rate by DeepSpeed's timer")
 

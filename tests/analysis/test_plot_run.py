@@ -51,7 +51,7 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
 
 
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
-    picture = draw_training([training(tmp_path / "run", state="failed")])
+    picture = draw_training([training(tmp_path / "run")])
     loss, rate, _, norm, speed, evaluation = picture.panels
     every, mean = (line.get_xydata().tolist() for line in loss.lines if len(line.get_xydata()))
     assert every == [[step, 2 / step] for step in range(1, 51)]
@@ -62,7 +62,7 @@ def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     drawn = {line.get_label(): line.get_xydata().tolist() for line in evaluation.lines if line.get_linestyle() == "-"}
     assert drawn == {"zero shot top1": [[25, 0.5]], "retrieval audio to text R@1": [[25, 0.1]]}
     assert [line.get_ydata()[0] for line in evaluation.lines if line.get_linestyle() == ":"] == [0.25]  # chance
-    assert picture.figure.get_suptitle().replace("\n", " ").endswith(": 400 samples, failed")
+    assert picture.figure.get_suptitle().replace("\n", " ").endswith(": 400 samples")
 
 
 def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
