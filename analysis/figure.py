@@ -38,7 +38,7 @@ _STYLE: Any = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """For what draws, as a decorator, too: this project's style; UserError without matplotlib or pandas, and for what it can't draw."""
+    """For what draws, as a decorator, too: this project's style; UserError without matplotlib and for what it can't draw."""
     try:
         import matplotlib as mpl
         import pandas as pd  # noqa: F401, for those who draw
