@@ -2,9 +2,8 @@
 
     python analysis/compare.py A B
 
-A and B are each a folder of runs, a run directory, a log or a table; rows are paired where model and scale agree. Whether B is
-faster is told by how much repeats differ among themselves, on all scales of both. Single runs aren't told apart: the windows of
-one run say nothing of what the next run of the same configuration will do.
+A and B are each a folder of runs, a run directory, a log or a table; rows are paired where model, variant and scale agree.
+Whether B is faster is told by how much repeats differ among themselves, on all scales of both: single runs aren't told apart.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ room for that."""
 
 
 def pairs(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Scale, RunSpread | None]]:
-    """Rows of A and B of the same model, nodes and GPUs (two single rows whatever they are), and how much repeats differ on all
-    scales of both, None where nothing was repeated; UserError where no two that have a rate are alike."""
+    """Rows of A and B that are alike (two single rows whatever they are), and how much repeats differ, None where nothing was
+    repeated; UserError where no two are."""
     sides = [scaling_table(runs) for runs in (a_runs, b_runs)]
     spread = pooled_spread(row.runs for rows in sides for row in rows)
     a_rows, b_rows = ([row for row in rows if row.rate] for rows in sides)
     if len(a_rows) == len(b_rows) == 1:
         return [(a_rows[0], b_rows[0], spread)]
-    found = []
-    for a in a_rows:
-        partners = [b for b in b_rows if (b.model, b.nodes, b.gpus) == (a.model, a.nodes, a.gpus)]
-        partners.sort(key=lambda b: (b.variant != a.variant, b.scaling != a.scaling))
-        found += [(a, b, spread) for b in partners[:1]]
+    names = ("model", "variant", "nodes", "gpus")
+    found = [
+        (a, b, spread) for a in a_rows for b in b_rows if all(getattr(a, name) == getattr(b, name) for name in names)
+    ]
     if not found:
         raise UserError("A and B: no model and scale in common that have a rate")
     return found
@@ -52,7 +50,6 @@ def interval(a: Scale, b: Scale, spread: RunSpread) -> tuple[float, float]:
 
 
 def verdict(a: Scale, b: Scale, spread: RunSpread | None) -> str:
-    """One sentence: faster, slower, or not told apart."""
     ratio = f"B / A = {(b.rate or 0.0) / (a.rate or 1.0):.4f}"
     if not spread:
         return f"{ratio}: not told apart, as nothing was repeated; run each three times"
@@ -64,8 +61,10 @@ def verdict(a: Scale, b: Scale, spread: RunSpread | None) -> str:
 
 
 def main() -> None:
-    options = input_parser("Compare two sets of runs: how much faster is B than A.", "A", "B").parse_args()
-    for a, b, spread in pairs(*(read_runs([path], options) for path in (options.A, options.B))):
+    options = input_parser("Compare two sets of runs, A and B: how much faster is B than A.").parse_args()
+    if len(options.inputs) != 2:
+        raise UserError(f"expected two inputs, A and B; found {len(options.inputs)}")
+    for a, b, spread in pairs(*(read_runs([path], options) for path in options.inputs)):
         titles = dict.fromkeys(f"{row.title}, {row.scale}" for row in (a, b))
         rates = [row.cell("samples_per_s_per_gpu", "samples_per_s_per_gpu_2sigma") for row in (a, b)]
         told = f"A {rates[0]} and B {rates[1]} samples/s/{a.unit[:-1]}. {verdict(a, b, spread)}."

@@ -13,8 +13,6 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
 from clap_ds.config.model_names import preset_of
 
-WANTED = COLUMNS[:3]
-
 
 def read_table_runs(path: Path) -> list[Run]:
     """The rows of a table of this project or of `published/` as runs, so that its efficiencies and MFU can be worked out again;
@@ -26,9 +24,8 @@ def read_table_runs(path: Path) -> list[Run]:
             frame = pd.read_csv(file, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: no CSV table in UTF-8 ({error})") from None
-    if missing := [name for name in WANTED if name not in frame]:
-        begins = f"a table begins {','.join(WANTED)},…"
-        raise UserError(f"{path}: no column {', '.join(missing)}; {begins}; this one has {', '.join(map(str, frame))}")
+    if missing := [name for name in COLUMNS[:3] if name not in frame]:
+        raise UserError(f"{path}: no column {', '.join(missing)}; this one has {', '.join(map(str, frame))}")
     if frame.empty or not isinstance(frame.index, pd.RangeIndex):
         raise UserError(f"{path}: {'a header and no rows' if frame.empty else 'rows have more cells than the header'}")
     return [_run(path, f"{path}, row {number}", row) for number, row in enumerate(frame.to_dict("records"), start=1)]
@@ -42,23 +39,16 @@ def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
     if not (run.nodes and run.gpus):
         raise UserError(f"{where}: nodes or gpus is empty")
     known: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
-    rate, spread, total = run.rate, run.samples_per_s_per_gpu_2sigma, run.samples_per_s
-    if rate and total:
-        # Both columns round one number: where they agree, the middle of what both allow is nearer to it than either.
-        rate, agree = _middle(rate, total / run.gpus, run.gpus)
-        known |= {"samples_per_s_per_gpu": rate, "samples_per_s": total if agree else None}
-    if rate and spread is not None:
-        known["interval"] = (rate - spread, rate + spread)
+    rate, half = run.rate, run.samples_per_s_per_gpu_2sigma
+    if rate and run.samples_per_s:
+        known["samples_per_s_per_gpu"] = rate = _middle(rate, run.samples_per_s, run.gpus)
+    if rate and half is not None:
+        known["interval"] = (rate - half, rate + half)
     return replace(run, **known)
 
 
-def _middle(rate: float, of_all: float, gpus: int) -> tuple[float, bool]:
-    """A rate from its two columns, of one GPU and of all GPUs by their number, and whether they agree."""
-    halves = _half_digit(rate), _half_digit(of_all * gpus) / gpus
-    low, high = max(rate - halves[0], of_all - halves[1]), min(rate + halves[0], of_all + halves[1])
-    return ((low + high) / 2, True) if low <= high else (rate, False)
-
-
-def _half_digit(number: float) -> float:
-    """Half a unit of the last decimal that a number is printed with: 0.05 of 97.3."""
-    return 0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2])
+def _middle(rate: float, total: float, gpus: int) -> float:
+    """A rate of its two columns, of one GPU and of all: where they agree, the middle of what the last digits of both allow."""
+    half, of_total = (0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2]) for number in (rate, total))
+    low, high = max(rate - half, (total - of_total) / gpus), min(rate + half, (total + of_total) / gpus)
+    return (low + high) / 2 if low <= high else rate

@@ -9,7 +9,7 @@ A dialect is a pattern. The names of its groups say what each number is:
     global_batch          samples of a step of all GPUs
     memory_gib            most memory that a GPU had in use so far
 
-Nothing is anchored to a line's start, so prefixes (pdsh, srun) and merged lines don't matter.
+Nothing is anchored to a line's start, so prefixes (pdsh, srun) don't matter.
 """
 
 from __future__ import annotations
@@ -23,13 +23,8 @@ NUMBER = r"(?:\d{1,20}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,3})?)"
 
 @dataclass(frozen=True)
 class Dialect:
-    """Lines of one program that tell its progress.
-
-    Attributes:
-        gate: text that each has once, which is looked for first.
-        untimed: first steps that the program doesn't time.
-        counts_data_wait: whether its times hold the wait for data.
-    """
+    """Lines of one program that tell its progress, each of which has the text `gate`; it doesn't time its first `untimed`
+    steps."""
 
     gate: str
     pattern: re.Pattern[str]
@@ -41,7 +36,6 @@ class Dialect:
         return "average" in self.pattern.groupindex
 
     def numbers(self, line: str) -> Iterator[dict[str, float]]:
-        """Of each match in a line, by the groups' names."""
         for match in self.pattern.finditer(line) if self.gate in line else ():
             yield {name: float(text) for name, text in match.groupdict().items() if text}
 
@@ -77,9 +71,7 @@ _LINES: dict[str, dict[str, str]] = {
     " ...": {
         "gpus": r"(?<![a-z_])world_size" + _DOTS + _COUNT,
         "global_batch": r"train_batch_size" + _DOTS + _COUNT,
-        "bf16": r"bfloat16_(?:config|enabled)" + _DOTS + r"(?:enabled=)?(True|False)",
-        "fp16": r"(?<!b)float16_config" + _DOTS + r"enabled=(True|False)",
-        "torch_autocast": r"torch_autocast_dtype" + _DOTS + r"(torch\.\w+)",
+        "precision": r"\b(b?float16)_(?:config|enabled)" + _DOTS + r"(?:enabled=)?True",
     },
     "gradient_accumulation_steps ": {"accumulation": r"gradient_accumulation_steps" + _DOTS + _COUNT},
     "train_micro_batch_size_per_gpu ": {"micro_batch": r"train_micro_batch_size_per_gpu" + _DOTS + _COUNT},

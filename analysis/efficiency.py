@@ -2,16 +2,13 @@
 
     python analysis/efficiency.py RUN_OR_LOG… [--rate engine] [--csv table.csv]
 
-Plotting, comparing and projecting start from the table written here. Scaling efficiency is samples/s/GPU over that of the
-smallest scale that was measured (nodes, then GPUs), by this project's clock or, with `--rate engine`, by DeepSpeed's.
-`clap_ds.analysis.repeats` says what repeats are made into, and what ± is.
+Scaling efficiency is samples/s/GPU over that of the smallest scale that was measured (nodes, then GPUs).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,28 +37,17 @@ _SPREADS = {
 
 
 def scaling_table(runs: Sequence[Run]) -> list[Scale]:
-    """One row per series and scale, series after series, scales in rising order.
-
-    A series is one model on one kind of GPU at one precision and caption length, of the same settings and code, with the
-    batch per GPU constant (weak scaling) or the global batch constant (strong).
-    """
-    series = [_by_scale(members) for members in by_series(split_series(runs))]
-    spreads = {
-        device: pooled_spread(scale for scales in series for scale in scales if scale[0].device == device)
-        for device in {run.device for run in runs}
-    }
-    return [row for scales in series for row in _series_rows(scales, spreads)]
+    """One row per series (`series.py`) and scale, scales in rising order."""
+    series = []
+    for members in by_series(split_series(runs)):
+        scales = sorted({(run.nodes, run.gpus) for run in members})
+        series.append([[run for run in members if (run.nodes, run.gpus) == scale] for scale in scales])
+    spread = pooled_spread(scale for scales in series for scale in scales)
+    return [row for scales in series for row in _series_rows(scales, spread)]
 
 
-def _by_scale(runs: Sequence[Run]) -> list[list[Run]]:
-    scales: dict[tuple[int, int], list[Run]] = defaultdict(list)
-    for run in runs:
-        scales[run.nodes, run.gpus].append(run)
-    return [members for _, members in sorted(scales.items())]
-
-
-def _series_rows(scales: Sequence[list[Run]], spreads: Mapping[str, RunSpread | None]) -> list[Scale]:
-    rows = [combine_repeats(members, spreads[members[0].device]) for members in scales]
+def _series_rows(scales: Sequence[list[Run]], spread: RunSpread | None) -> list[Scale]:
+    rows = [combine_repeats(members, spread) for members in scales]
     baseline = next((row for row in rows if row.rate), None)
     engines = next((row.engine_samples_per_s_per_gpu for row in rows if row.engine_samples_per_s_per_gpu), None)
     rows = [_with_efficiency(row, baseline, engines) for row in rows]
@@ -90,13 +76,11 @@ def _with_efficiency(row: Scale, baseline: Scale | None, engines: float | None) 
 
 
 def render(rows: Sequence[Row], target: float | None = None) -> str:
-    """The table as Markdown, one part per series, of the columns that have values, with numbered notes under it; efficiencies
-    below the target are marked."""
+    """The table as Markdown, one part per series, with numbered notes under it; efficiencies below the target are marked."""
     return "\n\n".join(block for members in by_series(rows) for block in _blocks(members, target)) + "\n"
 
 
 def _blocks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
-    """Paragraphs of one series."""
     notes: dict[str, int] = {}
     body = []
     below = [row for row in rows if target and (row.scaling_efficiency_percent or target) < target]

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 COLUMN_WIDTH_INCHES = 3.3
 LINE_INCHES = 0.16
 COLORS = ("#2040d0", "#b5520a", "#8a8a8a", "#1c1c28", "#f5c211", "#5ab4f5")
-STACK_COLORS = [COLORS[index] for index in (4, 0, 3, 5, 1, 2)]
 SERIES_STYLES: list[Mapping[str, Any]] = [
     {"color": color, "marker": marker} for color, marker in zip(COLORS, "os^DvP", strict=True)
 ]
-"""As matplotlib's `plot` takes them; taken in order, then again."""
 _STYLE: Any = {
     "font.size": 8, "figure.titlesize": 8, "figure.titleweight": "bold", "axes.titlesize": 8, "axes.labelsize": 8,
     "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 7, "legend.frameon": False, "axes.linewidth": 0.6,
@@ -40,19 +38,20 @@ _STYLE: Any = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """For what draws, as a decorator, too: this project's style; UserError without matplotlib or pandas."""
+    """For what draws, as a decorator, too: this project's style; UserError without matplotlib and for what it can't draw."""
     try:
         import matplotlib as mpl
         import pandas as pd  # noqa: F401, for those who draw
     except ImportError as error:
         raise UserError(f"figures need {error.name}, which is not installed: pip install 'clap-ds[analysis]'") from None
-    with mpl.rc_context(_STYLE):
-        yield
+    try:
+        with mpl.rc_context(_STYLE):
+            yield
+    except ValueError as error:
+        raise UserError(f"can't be drawn: {error}") from error
 
 
 class Picture:
-    """A figure of panels."""
-
     @styled()
     def __init__(
         self, heights: Sequence[float] = (1.7,), columns: int = 1, columns_wide: float = 1, share_x: bool = False
@@ -81,22 +80,10 @@ class Picture:
     def _grow(self, lines: int) -> None:
         self.figure.set_figheight(self.figure.get_figheight() + LINE_INCHES * lines)
 
-    def stack(self, axes: Axes, parts: Mapping[str, Sequence[float]], bars: Sequence[str]) -> None:
-        """Lying bars, the first on top, of `parts` side by side, named under the figure."""
-        lefts = [0.0] * len(bars)
-        for (part, lengths), color in zip(parts.items(), STACK_COLORS, strict=False):
-            axes.barh(bars, lengths, left=lefts, label=part, color=color, edgecolor="white", linewidth=0.4)
-            lefts = [left + length for left, length in zip(lefts, lengths, strict=True)]
-        axes.invert_yaxis()
-        self.name_below(axes, columns=2)
-
     @styled()
     def save(self, path: Path) -> None:
-        """Write the figure in the format that its name ends in, such as .png, .svg or .pdf; UserError for another."""
-        try:
-            self.figure.savefig(path)
-        except ValueError as error:
-            raise UserError(f"{path}: can't be drawn: {error}") from None
+        """Write the figure in the format that its name ends in, such as .png, .svg or .pdf."""
+        self.figure.savefig(path)
 
 
 class Figure(NamedTuple):
@@ -108,7 +95,6 @@ class Figure(NamedTuple):
 
 
 Blocks = Iterator[str | Figure]
-"""Of a section: Markdown and figures."""
 
 
 def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs") -> None:
@@ -123,30 +109,26 @@ def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs") -> None:
 
 def log_axis(axes: Axes) -> None:
     """A logarithmic vertical axis of what is drawn already, with plain numbers: as many as fit without touching."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
-    axes.set_yscale("log")
+    axes.set_yscale("log", subs=())
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=9))
     axes.yaxis.set_major_formatter("{x:,g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def page(title: str, markdown: str, folder: Path) -> str:
-    """One HTML page that refers to nothing outside itself: a picture of the Markdown, `![caption](name)`, is that PNG of the
-    folder, and its caption."""
+    """One HTML page with the Markdown's pictures, `![](name.png)` of the folder, in itself; it loads nothing from outside."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
         raise UserError("HTML needs markdown-it-py, which is not installed: pip install 'clap-ds[analysis]'") from None
 
-    def figure(match: re.Match[str]) -> str:
-        data = b64encode((folder / match[2]).read_bytes()).decode()
-        return f'<figure><img src="data:image/png;base64,{data}"><figcaption>{match[1]}</figcaption></figure>'
+    def embedded(match: re.Match[str]) -> str:
+        return f'src="data:image/png;base64,{b64encode((folder / match[1]).read_bytes()).decode()}"'
 
-    text_alone = MarkdownIt("js-default", {"html": False, "linkify": False}).disable(["image", "link", "autolink"])
-    body = re.sub(r"<p>!\[(.*?)\]\(([a-z]+[\w-]*\.png)\)</p>", figure, text_alone.render(markdown))
-    return _PAGE.replace("TITLE", html.escape(title)).replace("BODY", body)
+    body = MarkdownIt("js-default", {"html": False}).disable(["link", "autolink"]).render(markdown)
+    return _PAGE.replace("TITLE", html.escape(title)).replace("BODY", re.sub(r'src="([\w-]+\.png)"', embedded, body))
 
 
 _PAGE = """<!doctype html>

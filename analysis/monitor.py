@@ -22,7 +22,6 @@ CHECKS = {
     "≥ 85 °C": ("temperature_c >= 85", ["temperature_c"]),
     "PCIe > 20 GB/s": ("pcie_rx_gb_per_s > 20", ["pcie_rx_gb_per_s"]),
 }
-"""What is flagged, in samples that have these fields."""
 
 
 def load_samples(run_directory: Path) -> pd.DataFrame:

@@ -2,9 +2,8 @@
 
     python analysis/plot_run.py RUN_DIRECTORY… --output run.png|svg|pdf
 
-Of a benchmark: its rate, every step's time, and where a step's time goes. Of training: loss, learning rate, logit
-scale, gradient norm, evaluation and speed, from the run's first step where it was resumed; several training runs, such as one
-and its control, share the axes.
+Of a benchmark: its rate, every step's time, and where a step's time goes. Of training: its curves, from the run's first step
+where it was resumed; several training runs share the axes.
 """
 
 from __future__ import annotations
@@ -32,16 +31,13 @@ CURVES = {
     "speed": "samples/s, each step",
 }  # fmt: skip
 NOISY = ("loss", "gradient_norm", "speed")
+PART_COLORS = [COLORS[index] for index in (4, 0, 3, 5, 1, 2)]
 EVALUATED = 4
-"""Metrics of evaluation that are drawn, at most."""
 
 
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
-    """Draw one run of the benchmark, or any number of training runs, whatever state they are in.
-
-    The ending of `output` chooses the format: .png, .svg or .pdf. Raises UserError for what are no run directories, have no
-    timed step, and where matplotlib is missing.
-    """
+    """Draw one run of the benchmark, or any number of training runs, in the format of `output`'s ending. UserError for what are
+    no run directories or have no timed step."""
     is_training = read_json(directories[0], "summary").get("command") == "train" or read_steps(directories[0], "train")
     if len(directories) > 1 and not is_training:
         raise UserError("several runs share a picture only where all are of training; plot_scaling.py draws the others")
@@ -50,28 +46,23 @@ def draw_runs(directories: Sequence[Path], output: Path) -> None:
 
 @styled()
 def draw_benchmark(directory: Path) -> Picture:
-    """Draw a run of the benchmark; UserError where it has no timed step."""
     run = read_record(directory)
     steps = {phase: _columns(read_steps(directory, phase), "time_s")["time_s"] for phase in ("warmup", "window")}
     if not (run.rate and run.step_time_s) or steps["window"].empty:
         raise UserError(f"{directory}: no timed windows; the run's state is {run.state!r}")
     picture = Picture((1.6, 0.6))
     times, parts = picture.panels
-    per = f"samples/s/{run.unit.removesuffix('s')}"
-    label = run.uncertainty_from.partition(" of ")[0]
-    between = " ({}: {:,.2f} – {:,.2f})".format(label, *run.interval) if run.interval else ""
-    told = [run.precision, f"batch per rank {run.batch_per_gpu or 'unknown'}"]
-    told += [f"{run.text_tokens} text tokens"] * bool(run.text_tokens)
+    rate = f"{run.rate:,.2f} samples/s/{run.unit.removesuffix('s')}"
+    if run.interval:
+        rate += " ({}: {:,.2f} – {:,.2f})".format(run.uncertainty_from.partition(" of ")[0], *run.interval)
+    told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.text_tokens} text tokens"
     picture.title(
-        f"{run.model_name} on {run.gpus} × {run.device}, {', '.join(told)}: {run.rate:,.2f} {per}{between}, "
-        f"median step {1000 * run.step_time_s:,.0f} ms"
+        f"{run.model_name} on {run.gpus} × {run.device}, {told}: {rate}, median step {1000 * run.step_time_s:,.0f} ms"
     )
     for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("window", COLORS[0], "o", "timed")):
         times.plot(steps[phase], marker, color=color, markersize=3, label=label)
     times.axhline(run.step_time_s, color="black", linewidth=0.8, linestyle="--", label="median")
-    times.set(
-        xlabel="step", ylabel="step time (s)", ylim=(0, 1.1 * max(each.max() for each in steps.values() if len(each)))
-    )
+    times.set(xlabel="step", ylabel="step time (s)", ylim=(0, None))
     times.legend(loc="lower right")
     _draw_parts(picture, parts, [run])
     return picture
@@ -79,7 +70,6 @@ def draw_benchmark(directory: Path) -> Picture:
 
 @styled()
 def draw_breakdown(rows: Sequence[Row]) -> Picture:
-    """Draw the parts of a step at every scale of one series, of which at least one has a breakdown."""
     known = [row for row in rows if row.breakdown_s]
     picture = Picture((0.35 + 0.25 * len(known),))
     _draw_parts(picture, picture.panels[0], known)
@@ -88,21 +78,20 @@ def draw_breakdown(rows: Sequence[Row]) -> Picture:
 
 def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
     """A lying bar for each scale, in milliseconds, its parts named with the last scale's shares."""
-    last = rows[-1].breakdown_s
-    named = {
-        f"{part.replace('_', ' ')} {100 * last.get(part, 0.0) / (sum(last.values()) or 1):.1f}\N{NO-BREAK SPACE}%": [
-            1000 * row.breakdown_s.get(part, 0.0) for row in rows
-        ]
-        for part in STEP_PHASES
-        if any(part in row.breakdown_s for row in rows)  # at 0 %, too: each part keeps its colour
-    }
-    picture.stack(axes, named, [str(row.gpus) for row in rows])
+    last, lefts, bars = rows[-1].breakdown_s, [0.0] * len(rows), [str(row.gpus) for row in rows]
+    for part, color in zip(STEP_PHASES, PART_COLORS, strict=True):
+        if any(part in row.breakdown_s for row in rows):
+            name = f"{part.replace('_', ' ')} {100 * last.get(part, 0.0) / (sum(last.values()) or 1):.1f} %"
+            lengths = [1000 * row.breakdown_s.get(part, 0.0) for row in rows]
+            axes.barh(bars, lengths, left=lefts, label=name, color=color, edgecolor="white", linewidth=0.4)
+            lefts = [left + length for left, length in zip(lefts, lengths, strict=True)]
+    axes.invert_yaxis()
     axes.set(ylabel=rows[0].unit, xlabel="ms a step")
+    picture.name_below(axes, columns=2)
 
 
 @styled()
 def draw_training(directories: Sequence[Path]) -> Picture:
-    """Draw training runs; UserError for one without a step."""
     picture = Picture((1.6,) * 3, columns=2, columns_wide=1.5)
     *curves, evaluation = picture.panels
     for directory, color in zip(directories, cycle(COLORS), strict=False):
@@ -119,10 +108,10 @@ def draw_training(directories: Sequence[Path]) -> Picture:
             axes.plot(steps[name].rolling(max(width, 1)).mean(), color=color, label=directory.name)
         lines = read_steps(directory, "evaluation", history=history)
         _draw_evaluations(evaluation, lines, color if len(directories) > 1 else None)
-    names = ("preset", "world_size", "device_name", "precision", "global_batch", "state")
-    preset, ranks, device, precision, batch, state = (summary.get(name) or "?" for name in names)
+    names = ("preset", "world_size", "device_name", "precision", "global_batch")
+    preset, ranks, device, precision, batch = (summary.get(name) or "?" for name in names)
     picture.title(
-        f"{preset} on {ranks} × {device}, {precision}, global batch {batch}: {steps['samples'].max():,.0f} samples, {state}"
+        f"{preset} on {ranks} × {device}, {precision}, global batch {batch}: {steps['samples'].max():,.0f} samples"
     )
     for axes, label in zip(picture.panels, [*CURVES.values(), "evaluation, 0 to 1"], strict=True):
         axes.set(xlabel="step", ylabel=label)
@@ -138,7 +127,6 @@ def draw_training(directories: Sequence[Path]) -> Picture:
 
 
 def _columns(lines: Sequence[Mapping[str, Any]], *columns: str) -> pd.DataFrame:
-    """Columns of lines by step."""
     import pandas as pd
 
     return pd.DataFrame(lines, columns=["step", *columns]).set_index("step").astype(float)

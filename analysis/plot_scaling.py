@@ -19,11 +19,10 @@ from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, log_axis, styled
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Scale, by_series, relative_to, unit
-from clap_ds.analysis.weak_scaling import ABOVE_ALL, Series
+from clap_ds.analysis.weak_scaling import Series
 from clap_ds.config.errors import UserError, run_alone
 
 IDEAL: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
-Curves = Mapping[str, Sequence[Scale]]
 
 
 def read_curves(options: argparse.Namespace) -> dict[str, list[Scale]]:
@@ -41,13 +40,12 @@ def answer(rows: Sequence[Scale]) -> str:
     if first.gpus == last.gpus:
         return f"{number} samples/s/{of} on {last.scale}"
     percent = last.cell("scaling_efficiency_percent", "scaling_efficiency_2sigma_percent")
-    doubt = " (in doubt: a scale is above 100 % by more than its ±)" * any(ABOVE_ALL in row.notes for row in rows)
     on = " ".join(filter(None, [f"on {last.gpus} {last.unit}", relative_to(rows)]))
-    return f"{percent} % efficiency {on}{doubt}: {number} samples/s/{of}"
+    return f"{percent} % efficiency {on}: {number} samples/s/{of}"
 
 
 @styled()
-def draw(curves: Curves) -> Picture:
+def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
     """Draw efficiency over throughput with their ± and the ideal line, under the answer."""
     picture = Picture((2.6, 1.3), share_x=True)
     answers = {label: answer(rows) for label, rows in curves.items()}
@@ -66,8 +64,7 @@ def draw(curves: Curves) -> Picture:
     all_rows = [row for rows in curves.values() for row in rows]
     gpu_axis(throughput, [row.gpus for row in all_rows], unit(*(row.device for row in all_rows)))
     efficiency.axhline(100, **IDEAL)
-    relative = {relative_to(rows) for rows in curves.values()}
-    efficiency.set_ylabel("\n".join(["scaling efficiency (%)", *filter(None, relative)]))
+    efficiency.set_ylabel("\n".join(["scaling efficiency (%)", *filter(None, {*map(relative_to, curves.values())})]))
     log_axis(throughput)
     throughput.set_ylabel("samples/s (log)")
     throughput.legend()

@@ -2,8 +2,7 @@
 
     python analysis/project.py RUN_OR_TABLE… [--output projection.png|svg|pdf]
 
-Three laws are fitted to each series (`clap_ds.analysis.weak_scaling`). The one that foretells the measured scales best from
-smaller ones is projected, with a 95 % band over all of them, to four times the GPUs measured.
+Of three laws (`weak_scaling.py`), the one that foretells the measured scales best from smaller ones is projected.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ ABOUT_BAND = (
 
 
 def render(series: Series) -> str:
-    """The whole answer as Markdown."""
     title, told = f"## Projection of {series.title}", f"**{headline(series)}.**"
     return "\n\n".join([title, told, *_scaling(series), *_hold_outs(series)]) + "\n"
 

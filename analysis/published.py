@@ -13,7 +13,6 @@ from typing import Any
 
 PUBLISHED_DIR = Path(__file__).with_name("published")
 FORWARD_GFLOPS: Mapping[str, float] = {"htsat_tiny_roberta_base": 111.20, "htsat_base_roberta_base": 130.09}
-"""Claimed forward cost per sample."""
 GH200_PEAK_TFLOPS = 989.0
 _SETUP = {
     "device": "GH200", "peak_tflops": GH200_PEAK_TFLOPS, "precision": "amp_bf16", "scaling": "weak", "state": "published",

@@ -1,7 +1,7 @@
 """This project's run directory → a run, whatever state the run ended in.
 
-`summary.json` is believed first; what it lacks comes from `config.json` and `environment.json`, and the rates of a run that was
-killed before it could sum up from `metrics.jsonl`. Fields are those of `clap_ds.record.schema`.
+What `summary.json` lacks comes from `config.json` and `environment.json`, and the rates of a run that was killed before it
+could sum up from `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ def is_record(path: Path) -> bool:
 
 
 def read_record(path: Path) -> Run:
-    """The run of a run directory; UserError where a file of it is damaged, or none is there.
-
-    Its rate is None where it ended before one window was complete.
-    """
+    """The run of a run directory; UserError where a file of it is damaged, or none is there."""
     summary, config, environment = (read_json(path, name) for name in ("summary", "config", "environment"))
     if not (summary or config or environment):
         raise UserError(f"{path}: no summary.json, config.json or environment.json")
@@ -97,14 +94,13 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[
     """Samples/s/GPU of each whole window in `metrics.jsonl`, and what `step_time_s` in a summary would hold."""
     import pandas as pd
 
-    steps = pd.DataFrame(read_steps(path, "window"), columns=["window", "time_s", "slowest_rank_time_s"])
+    steps = pd.DataFrame(read_steps(path, "window"), columns=["window", "time_s"])
     windows = steps.groupby("window")["time_s"].agg(["size", "sum"])
     windows = windows[windows["size"] == (wanted or windows["size"].max())]
     if windows.empty:
         return [], {}
-    medians = steps[steps["window"].isin(windows.index)].median()
-    step = {"median": float(medians["time_s"]), "slowest_rank_median": float(medians["slowest_rank_time_s"])}
-    return (batch * windows["size"] / windows["sum"]).tolist(), step
+    median = float(steps.loc[steps["window"].isin(windows.index), "time_s"].median())
+    return (batch * windows["size"] / windows["sum"]).tolist(), {"median": median}
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

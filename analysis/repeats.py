@@ -1,8 +1,7 @@
 """Repeats of one scale → one row: their mean, and how sure it is.
 
-The rate of a scale is the mean over its completed repeats. Its ± is half the 95 % interval by Student's t. The spread of runs
-is pooled over all repeated scales on one kind of device, but a scale that spreads far more than the others has its own. The ±
-of a scale that ran once is half the interval of its windows, and says nothing of what the next run would do.
+± is half the 95 % interval by Student's t. The spread of runs is pooled over all repeated scales of the table, but a scale that
+spreads far more than the others has its own. The ± of a scale that ran once is half the interval of its windows.
 """
 
 from __future__ import annotations
@@ -35,15 +34,12 @@ _AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_
 
 @dataclass(frozen=True)
 class RunSpread:
-    """How much runs of one configuration differ.
-
-    Attributes:
-        deviation: standard deviation of the logarithm of the rate.
-        degrees: of freedom: runs less scales.
-    """
+    """How much runs of one configuration differ."""
 
     deviation: float
+    """Of the logarithm of the rate."""
     degrees: int
+    """Of freedom: runs less scales."""
     runs: int
 
     def half_width(self, repeats: int) -> float:
@@ -59,7 +55,6 @@ class RunSpread:
         return self.deviation**2 > _by_chance(self.degrees, degrees) * others
 
     def label(self) -> str:
-        """What an interval of `COVERAGE` is from, in words."""
         differ = f"runs of one scale differ by {100 * self.deviation:.2g} %"
         return f"95 % by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
 
@@ -79,7 +74,6 @@ def counted(runs: Sequence[Run]) -> list[Run]:
 
 
 def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
-    """Of scales' runs; None where none has two that count."""
     groups = [[math.log(run.rate) for run in counted(runs) if run.rate] for runs in scales]
     repeated = [logs for logs in groups if len(logs) > 1]
     if not repeated:
@@ -96,14 +90,14 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
     for name in _AVERAGED:
         values = [value for run in used if (value := getattr(run, name)) is not None]
         known[name] = fmean(values) if values else None
-    rate, total = known["samples_per_s_per_gpu"], used[0].samples_per_s if len(used) == 1 else None
+    rate = known["samples_per_s_per_gpu"]
     peak = next(filter(None, (run.peak_tflops for run in used)), None)
     mfu = published_mfu_percent(first.model, rate, peak) if rate else None
     half, half_from = _uncertainty(used, spread)
     states = Counter(run.state for run in runs)
     row = Scale(
         runs=tuple(used), **known, mfu_percent=mfu, peak_tflops=peak,
-        samples_per_s=total or (rate * first.gpus if rate else None), samples_per_s_per_gpu_2sigma=half,
+        samples_per_s=rate and rate * first.gpus, samples_per_s_per_gpu_2sigma=half,
         uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
         state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
@@ -115,7 +109,6 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
 
 
 def _uncertainty(used: Sequence[Run], pooled: RunSpread | None) -> tuple[float | None, str]:
-    """(±, what it is) of the mean of the runs that count."""
     if pooled and (own := pooled_spread([used])):
         spread = own if own.stands_out_of(pooled) else pooled
         return fmean(run.rate or 0.0 for run in used) * spread.half_width(len(used)), spread.label()

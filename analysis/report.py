@@ -2,15 +2,14 @@
 
     python analysis/report.py RUN_OR_LOG… --output report
 
-Puts together what the other commands of this folder work out, says where each number comes from, and works out nothing itself.
-The page holds its figures and refers to nothing outside.
+Puts together what the other commands of this folder work out, and works out nothing itself.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -19,7 +18,6 @@ from pathlib import Path
 from clap_ds.analysis import efficiency, monitor, plot_run, plot_scaling, project, stragglers
 from clap_ds.analysis.figure import Blocks, Figure, page
 from clap_ds.analysis.runs import input_parser, read_runs
-from clap_ds.analysis.series import short_commit
 from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
@@ -92,28 +90,15 @@ def provenance(runs: Sequence[Run]) -> str:
             "run": run.name, "nodes": run.nodes, "GPUs": run.gpus, "samples/s/GPU": run.cell("samples_per_s_per_gpu"),
             "state": run.state, "device": run.device, **{name: versions.get(name) for name in PACKAGES},
             "Python": environment.get("python"), "driver": environment.get("driver"),
-            "commit": short_commit(environment.get("git_commit") or ""), "hosts": ", ".join(environment.get("hosts") or ()),
+            "commit": (environment.get("git_commit") or "")[:12], "hosts": ", ".join(environment.get("hosts") or ()),
             "finished": run.finished[:19].replace("T", " "),
         }  # fmt: skip
         lines.append({name: str(value or "") for name, value in known.items()})
         if command := environment.get("command"):
-            commands[f"- `{shlex.join(redacted_words(command))}`"] = None
+            commands[f"- Command: `{shlex.join(redacted_words(command))}`"] = None
     header = [name for name in lines[0] if any(line[name] for line in lines)]
     text = markdown_table(header, [[line[name] for name in header] for line in lines])
-    return "\n\n".join([text, *(["Commands:", "\n".join(commands)] if commands else [])])
-
-
-def assemble(sections: Mapping[str, Iterable[str | Figure]], folder: Path) -> str:
-    """The sections as Markdown, each under its heading, with their figures written to `folder`."""
-    blocks: list[str] = []
-    for heading, section in sections.items():
-        blocks.append(f"## {heading}")
-        for block in section:
-            if isinstance(block, Figure):
-                block.picture.save(folder / block.name)
-                block = f"![{block.caption}]({block.name})"
-            blocks.append(block.strip())
-    return "\n\n".join(blocks) + "\n"
+    return "\n\n".join([text, *filter(None, ["\n".join(commands)])])
 
 
 def main() -> None:
@@ -137,8 +122,15 @@ def main() -> None:
         sections["Who made the others wait"] = waited
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / "table.csv", rows)
-    made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"
-    markdown = f"# {TITLE}\n\n{made}\n\n{assemble(sections, folder)}"
+    blocks = [f"# {TITLE}", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"]
+    for heading, section in sections.items():
+        blocks.append(f"## {heading}")
+        for block in section:
+            if isinstance(block, Figure):
+                block.picture.save(folder / block.name)
+                block = f"![]({block.name})\n\n*{block.caption}*"
+            blocks.append(block.strip())
+    markdown = "\n\n".join(blocks) + "\n"
     (folder / "report.md").write_text(markdown, encoding="utf-8")
     (folder / "report.html").write_text(page(TITLE, markdown, folder), encoding="utf-8")
     print(f"wrote {folder / 'report.html'}, report.md and table.csv beside it")

@@ -1,8 +1,4 @@
-"""Reads runs from what there is: this project's run directories, logs, and tables of either.
-
-The one way to measured numbers, and to their options, for every command here. A run directory's counts come from its
-record; a log's from the launcher's or the engine's lines, else from the options or from its name.
-"""
+"""Reads runs from what there is: this project's run directories, logs, and tables of either."""
 
 from __future__ import annotations
 
@@ -23,8 +19,6 @@ from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.model_names import preset_of
 
-LOG_SUFFIXES = (".log", ".out")
-"""Of files that are looked into where a folder is given."""
 _NAMED = re.compile(r"(?<![a-z0-9])(?:(\d+)[-_]?(nodes?|n|gpus?)|(nodes?|n|gpus?)[-_=]?(\d+))(?![a-z0-9])")
 
 
@@ -56,41 +50,36 @@ def _inputs_in(path: Path) -> Iterator[Path]:
     for name in sorted(os.listdir(path)):
         inside = path / name
         is_hidden = name.startswith(".") or inside.is_symlink()  # caches of compiled code, `latest`
-        if not is_hidden and (inside.suffix in LOG_SUFFIXES or inside.is_dir()):
+        if not is_hidden and (inside.suffix in (".log", ".out") or inside.is_dir()):
             yield from _inputs_in(inside)
 
 
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:
-    """Runs of one input."""
+    """Runs of one input. Nodes or GPUs that a log doesn't tell its name may, or its folder's: `n2.log`, `nodes_4/slurm.out`."""
     if is_record(path):
         run = read_record(path)
-        return [_by_own_log(path, run, given.warmup_steps) if given.rate == "engine" else run]
+        return [_by_own_log(path, run) if given.rate == "engine" else run]
     if path.suffix == ".csv":
         return read_table_runs(path)
-    named = {} if given.nodes or given.gpus else _named_counts(path)
-    nodes, per_node = given.nodes or named.get("nodes", 0), given.gpus_per_node or 0
-    gpus = given.gpus or named.get("gpus") or nodes * per_node
-    found = read_log(path, given.warmup_steps, gpus)
-    if not named or all(run.nodes for run in found):
+    nodes, gpus, per_node = given.nodes or 0, given.gpus or 0, given.gpus_per_node or 0
+    match = None if nodes or gpus else _NAMED.search(f"{path.name}/{path.absolute().parent.name}".lower())
+    if match and (match[2] or match[3]).startswith("g"):
+        gpus = int(match[1] or match[4])
+    elif match:
+        nodes = int(match[1] or match[4])
+    gpus = gpus or nodes * per_node
+    found = read_log(path, gpus)
+    if not match or all(run.nodes for run in found):
         return found
-    nodes = 0 if per_node else nodes
-    scaled = (replace(run, nodes=run.nodes or nodes, gpus=run.gpus or gpus) for run in found)
+    scaled = (replace(run, nodes=run.nodes or (0 if per_node else nodes), gpus=run.gpus or gpus) for run in found)
     return [noted(run, "scale by the log's name") for run in scaled]
 
 
-def _named_counts(path: Path) -> dict[str, int]:
-    """Nodes or GPUs that a log's name tells, or its folder's: `n2.log`, `4nodes/slurm.out`, `gpus-16.out`."""
-    for name in (path.name.lower(), path.absolute().parent.name.lower()):
-        if match := _NAMED.search(name):
-            return {"gpus" if (match[2] or match[3]).startswith("g") else "nodes": int(match[1] or match[4])}
-    return {}
-
-
-def _by_own_log(path: Path, run: Run, warmup_steps: int) -> Run:
+def _by_own_log(path: Path, run: Run) -> Run:
     """A run directory's run with the rate and the interval that the engine's lines in its log give, where there are some."""
     names = ("engine_samples_per_s_per_gpu", "interval", "windows", "uncertainty_from")
     with suppress(UserError):
-        log = read_log(path / "rank0.log", warmup_steps, run.gpus)[-1]
+        log = read_log(path / "rank0.log", run.gpus)[-1]
         if log.engine_samples_per_s_per_gpu:
             return replace(run, **{name: getattr(log, name) for name in names})
     return replace(run, interval=None, windows=(), uncertainty_from="")
@@ -106,11 +95,10 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
         raise UserError(
             f"{run.source}: {found}; give --nodes and --gpus, or --gpus_per_node, where it doesn't state them"
         )
-    batch = run.batch_per_gpu or (given.micro_batch and given.micro_batch * run.accumulation)
+    batch = run.batch_per_gpu
     of_log = batch / run.rate if run.kind == "log" and run.rate and batch else None
     run = replace(
-        run, nodes=int(nodes), gpus=gpus, batch_per_gpu=batch,
-        micro_batch=run.micro_batch or (batch and batch // run.accumulation),
+        run, nodes=int(nodes), gpus=gpus, micro_batch=run.micro_batch or (batch and batch // run.accumulation),
         step_time_s=run.step_time_s or of_log, model=preset_of(run.model or given.model or ""),
         peak_tflops=run.peak_tflops or given.peak_tflops,
     )  # fmt: skip
@@ -120,31 +108,22 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
 def _by_engine(run: Run) -> Run:
     """With the engine's rate in place of the measured one, and what follows from the rate."""
     rate = run.engine_samples_per_s_per_gpu
-    share = rate and run.rate and rate / run.rate
-    tflops, mfu = (value and share and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
-    run = replace(run, samples_per_s_per_gpu=rate, samples_per_s=None, achieved_tflops=tflops, mfu_model_percent=mfu)
+    share = rate / run.rate if rate and run.rate else None
+    tflops, mfu = (share and value and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
+    run = replace(run, samples_per_s_per_gpu=rate, achieved_tflops=tflops, mfu_model_percent=mfu)
     return noted(run, BY_TIMER) if rate else noted(replace(run, interval=None), "no rate by DeepSpeed's timer")
 
 
-KINDS = "run directories, logs, folders of them, sweeps, tables"
-
-
-def input_parser(description: str, *inputs: str) -> argparse.ArgumentParser:
-    """Options of a command that reads runs: `inputs`, as many as are given, or those named here, one each; and what to assume
-    where they don't say (`given` of `read_runs`)."""
+def input_parser(description: str) -> argparse.ArgumentParser:
+    """Options of a command that reads runs: `inputs`, and what to assume where they don't say (`given` of `read_runs`)."""
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
-    for name in inputs:
-        add(name, type=Path, help=KINDS)
-    if not inputs:
-        add("inputs", nargs="+", type=Path, help=KINDS)
+    add("inputs", nargs="+", type=Path, help="run directories, logs, folders of them, sweeps, tables")
     add("--nodes", type=whole_number(), help="of inputs that don't state it")
     add("--gpus", type=whole_number(), help="of inputs that don't state it, all nodes together")
     add("--gpus_per_node", type=whole_number(), help="for inputs that don't state nodes or GPUs")
     told = "samples/s by this project's clock (default), or by DeepSpeed's timer, as its log lines have it"
     add("--rate", choices=("measured", "engine"), default="measured", help=told)
     add("--model", type=preset_of, help="of logs: a preset, or as published (HTSAT-tiny-Roberta-base)")
-    add("--micro_batch", type=whole_number(), help="samples per GPU and micro-step where not stated")
-    add("--peak_tflops", type=positive, help="dense peak of one GPU where not stated")
-    add("--warmup_steps", type=int, default=10, help="steps of a log to drop at each start (default 10)")
+    add("--peak_tflops", type=positive, help="dense peak of one GPU where not stated, for MFU")
     return parser

@@ -1,7 +1,6 @@
 """Which runs belong together: repeats have the same configuration, code and hardware, and scales of such runs make a series.
 
-Runs that differ in anything else are series of their own, named by what differs (`gradient_sync=deepspeed`), so that no
-mean is one of different things.
+Runs that differ in anything else are series of their own, named by what differs (`gradient_sync=deepspeed`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ PACKAGES = ("clap_ds", "torch", "deepspeed")
 
 
 def split_series(runs: Sequence[Run]) -> list[Run]:
-    """The runs with `scaling` and `variant` filled in, so that those of one series have the same model, GPU, precision, caption
-    length and whatever else makes a difference."""
+    """The runs with `scaling` and `variant` filled in, which with model, GPU, precision and caption length make a series."""
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
         settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCH))  # of a table
@@ -56,16 +54,10 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     for name in sorted(facts, key=lambda name: name.startswith("clap.bench.")):  # how it was measured says least
         if (count := facts.groupby([*naming, name]).ngroups) > told:
             naming, told = [*naming, name], count
-    if not naming:
-        return [("", list(group))]
-    names = [name.removeprefix("clap.") for name in naming]
-    return [
-        (
-            ", ".join(f"{name}={value[:40]}" for name, value in zip(names, values, strict=True)),
-            [group[at] for at in places],
-        )
-        for values, places in ((facts.loc[at[0], naming], at) for at in facts.groupby(naming).indices.values())
-    ]
+    titles = pd.Series([""] * len(group))
+    for name in naming:
+        titles += f", {name.removeprefix('clap.')}=" + facts[name].str[:40]
+    return [(title[2:], [group[at] for at in places]) for title, places in titles.groupby(titles).indices.items()]
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -74,15 +66,10 @@ def _facts(run: Run) -> dict[str, str]:
     found[ACCUMULATION] = run.accumulation
     versions, commit = run.environment.get("versions") or {}, str(run.environment.get("git_commit") or "")
     told = {name: versions.get(name) for name in PACKAGES}
-    told |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": short_commit(commit)}
+    told |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": commit[:12] + commit[40:]}
     told["devices"] = " and ".join(sorted(set(map(str, run.environment.get("device_names") or ()))))
     found |= {name: value for name, value in told.items() if value}
     return {name: _text(value) for name, value in found.items()}
-
-
-def short_commit(commit: str) -> str:
-    """The beginning of a commit, with the + of files that differ from it."""
-    return commit[:12] + "+" * (len(commit) > 12 and commit.endswith("+"))
 
 
 def _text(value: object) -> str:
@@ -99,8 +86,7 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """
     batches = dict.fromkeys(run.batch_per_gpu for run in group)
     if len(known := [batch for batch in batches if batch]) < 2:  # a failed run may not state it
-        batch = known[0] if known else None
-        return [("weak" if known else "", [replace(run, batch_per_gpu=batch) for run in group])]
+        return [("weak" if known else "", [replace(run, batch_per_gpu=max(known, default=None)) for run in group])]
     if len({global_batch(run) for run in group}) == 1:
         return [("strong", list(group))]
     split = [[run for run in group if run.batch_per_gpu == batch] for batch in batches]

@@ -19,32 +19,25 @@ from clap_ds.record.schema import STEP_PHASES
 
 @dataclass(frozen=True)
 class Row:
-    """One scale of one series (a model on a kind of GPU, weak or strong scaling). Field order is column order.
-
-    What is not known is None, an empty text or, for counts of nodes and GPUs, 0; never NaN.
-    """
+    """One scale of one series. Field order is column order. What is not known is None, "" or, for nodes and GPUs, 0."""
 
     nodes: int = 0
     gpus: int = 0
     samples_per_s_per_gpu: float | None = None
     samples_per_s: float | None = None
     mfu_percent: float | None = None
-    """In the published convention."""
     scaling_efficiency_percent: float | None = None
     samples_per_s_per_gpu_2sigma: float | None = None
     scaling_efficiency_2sigma_percent: float | None = None
     """Where both scales of the ratio were repeated."""
     uncertainty_from: str = ""
     repeats: int = 0
-    """Runs with a rate."""
     baseline_nodes: int | None = None
     """Of the scale that efficiencies and speed-up are relative to."""
     speedup: float | None = None
     engine_samples_per_s_per_gpu: float | None = None
-    """By DeepSpeed's timer, which leaves out the wait for data."""
     engine_efficiency_percent: float | None = None
     achieved_tflops: float | None = None
-    """Of one GPU, by the FLOPs of the work really done."""
     mfu_model_percent: float | None = None
     """By the FLOPs of the work really done."""
     model: str = ""
@@ -53,14 +46,11 @@ class Row:
     device: str = ""
     precision: str = ""
     peak_tflops: float | None = None
-    """Dense peak of one GPU."""
     text_tokens: int | None = None
     variant: str = ""
     """What its runs have that others in the same table haven't: `gradient_sync=deepspeed, batch per GPU 64`."""
     micro_batch: int | None = None
-    """Samples of one GPU in one forward pass."""
     batch_per_gpu: int | None = None
-    """Samples each GPU contributes to one optimiser step."""
     global_batch: int | None = None
     step_time_s: float | None = None
     slowest_rank_step_time_s: float | None = None
@@ -75,7 +65,6 @@ class Row:
     optimizer_s: float | None = None
     state: str = ""
     notes: str = ""
-    """Joined by semicolons."""
 
     @property
     def rate(self) -> float | None:
@@ -93,7 +82,6 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The series in words."""
         tokens = f"{self.text_tokens} text tokens" if self.text_tokens else ""
         scaling = f"{self.scaling} scaling" if self.scaling else ""
         parts = self.model_name, self.device, self.precision, tokens, self.variant, scaling
@@ -139,9 +127,7 @@ class Run(Row):
     interval: tuple[float, float] | None = None
     """Of the rate; `uncertainty_from` says what it is."""
     windows: tuple[float, ...] = ()
-    """Samples/s/GPU of each."""
     accumulation: int = 1
-    """Micro-batches per optimiser step."""
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     finished: str = ""
@@ -155,8 +141,6 @@ class Run(Row):
 
 @dataclass(frozen=True)
 class Scale(Row):
-    """A row with the runs it was made of, repeats of each other."""
-
     runs: tuple[Run, ...] = ()
     """Those that count: with a rate, and completed where any did."""
 
@@ -181,12 +165,10 @@ def checked(row: _Row, where: str) -> _Row:
 
 
 def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """Rows of each series, in order."""
     return [[row for row in rows if row.series == series] for series in dict.fromkeys(row.series for row in rows)]
 
 
 def noted(row: _Row, note: str) -> _Row:
-    """With one more note, once."""
     return replace(row, notes="; ".join(dict.fromkeys(filter(None, [*row.notes.split("; "), note]))))
 
 
@@ -197,7 +179,6 @@ def relative_to(rows: Sequence[Row]) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -212,7 +193,6 @@ def significant(value: float, least_decimals: int = 0) -> str:
 
 
 def format_cell(column: str, value: Any) -> str:
-    """A cell's text; empty for None."""
     if value is None or column in COUNTS or column in TEXTS:
         return "" if value is None else str(value)
     if column.endswith("_percent") or column in ("speedup", "memory_peak_gib"):
@@ -229,7 +209,6 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """A column for each field."""
     import pandas as pd
 
     cells = [[getattr(row, column) for column in COLUMNS] for row in rows]

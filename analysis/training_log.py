@@ -1,14 +1,11 @@
 """Logs of DeepSpeed, open_clip, LAION-CLAP and programs like them → runs.
 
-Lines of progress say by which time which step was done (`dialects.py`): the rate is all samples over all seconds after the
-warm-up, whatever the log's length and how often it prints. The launcher's lines give nodes and ranks, the engine's printed
-configuration batch sizes.
+The rate is all samples over all seconds after the warm-up, whatever the log's length and how often it prints.
 """
 
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,17 +19,15 @@ from clap_ds.analysis.table import MOST, Run
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
 
+WARMUP_STEPS = 10
 MAX_WINDOWS = 96
 """Of one start; neighbours are taken together."""
 STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
 """The later ones win: an out-of-memory error also leaves a traceback and a bad return code."""
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @dataclass
 class Start:
-    """One start of the training program."""
-
     facts: dict[str, Any] = field(default_factory=dict)
     """What lines beside progress say, by their kinds in `dialects.py`."""
     dialect: Dialect | None = None
@@ -41,30 +36,15 @@ class Start:
     """Of each line of progress how far the run is, in a number that only rises, and its average rate or seconds a step."""
 
     @property
-    def is_broken_off(self) -> bool:
-        return self.state not in ("unknown", "completed")
-
-    @property
     def size(self) -> tuple[int, ...]:
         return tuple(self.facts.get(name, 0) for name in ("nodes", "gpus", "micro_batch", "accumulation"))
 
     @property
     def global_batch(self) -> int:
-        """0 where it isn't known."""
         of_parts = self.facts.get("micro_batch", 0) * self.facts.get("gpus", 0) * self.facts.get("accumulation", 1)
         return of_parts or self.facts.get("global_batch", 0)
 
-    def note(self, kind: str, word: str) -> None:
-        """Take in a line of the launcher or of the engine's configuration."""
-        if kind in ("bf16", "fp16"):
-            known = self.facts.get("precision", "fp32")
-            self.facts["precision"] = kind if word == "True" and known == "fp32" else known
-        elif not word.isdigit():
-            self.facts["precision" if kind == "torch_autocast" else kind] = word.replace("torch.", "torch_autocast_")
-        elif int(word):
-            self.facts[kind] = int(word)
-
-    def windows(self, warmup_steps: int) -> tuple[list[float], list[float], float | None]:
+    def windows(self) -> tuple[list[float], list[float], float | None]:
         """Of at most `MAX_WINDOWS` stretches after the warm-up samples/s of all GPUs and seconds (in proportion to them where
         the global batch isn't known); and samples/s from the first timed step on."""
         if not (self.points and self.dialect and (self.global_batch or self.dialect.is_cumulative)):
@@ -79,7 +59,7 @@ class Start:
         later = np.append(True, times[1:] > np.maximum.accumulate(times)[:-1])
         steps, times = steps[later], times[later]
         average = float(batch * (steps[-1] - untimed) / times[-1])
-        begin = int(np.searchsorted(steps, max(warmup_steps, 1)))
+        begin = int(np.searchsorted(steps, WARMUP_STEPS))
         steps, times = steps[begin:], times[begin:]
         if len(steps) < 2:
             return [], [], average
@@ -95,7 +75,8 @@ def _read_line(starts: list[Start], line: str) -> None:
         if kind in STATES:
             last.state = max(last.state, kind, key=STATES.index)
         else:  # after progress it can only be a new start's
-            (_restart(starts) if last.points or last.is_broken_off else last).note(kind, word)
+            facts = (_restart(starts) if last.points or STATES.index(last.state) > 1 else last).facts
+            facts[kind] = int(word) if word.isdigit() else word
     for dialect in DIALECTS.values():
         for numbers in dialect.numbers(line):
             _progress(starts, dialect, numbers)
@@ -127,34 +108,33 @@ def _progress(starts: list[Start], dialect: Dialect, numbers: dict[str, float]) 
         start.points.append((position, value))
 
 
-def read_log(path: Path, warmup_steps: int = 10, gpus: int = 0) -> list[Run]:
-    """Runs of a log: one for each size (nodes, GPUs, batch) that measured something, restarts of the same size taken together;
-    or one without a rate of a log that says how it failed.
-
-    Where it doesn't say how many GPUs there are (`gpus` of the run is 0), rates and batch are of one of `gpus`, or of all.
-    Raises UserError where the file can't be read or has no rate that is possible.
+def read_log(path: Path, gpus: int = 0) -> list[Run]:
+    """Runs of a log: one for each size (nodes, GPUs, batch), restarts of the same size taken together; or one without a rate of
+    a log that says how it failed. Where it doesn't tell its GPUs, it has `gpus`. UserError where it has no rate.
     """
     starts = [Start()]
     try:
         with open_regular(path) as file, io.TextIOWrapper(file, "utf-8", "replace") as text:  # "\r" ends lines, too
             for line in text:
-                _read_line(starts, _ANSI.sub("", line) if "\x1b" in line else line)
+                _read_line(starts, line)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from error
-    found = [start for start in starts if start.points] or [start for start in starts[-1:] if start.is_broken_off]
+    found = [start for start in starts if start.points] or [
+        start for start in starts[-1:] if STATES.index(start.state) > 1
+    ]
     if not found:
         printed = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
         raise UserError(f"{path}: no throughput lines that can be used ({printed})")
     groups: dict[object, list[Start]] = {}
     for start in found:
         groups.setdefault(start.size, []).append(start)
-    return [_run(path, starts, warmup_steps, gpus) for starts in groups.values()]
+    return [_run(path, starts, gpus) for starts in groups.values()]
 
 
-def _run(path: Path, starts: Sequence[Start], warmup_steps: int, given_gpus: int) -> Run:
+def _run(path: Path, starts: Sequence[Start], given_gpus: int) -> Run:
     last, facts = starts[-1], starts[-1].facts
     gpus, accumulation = facts.get("gpus") or given_gpus or 1, facts.get("accumulation", 1)
-    measured = [start.windows(warmup_steps) for start in starts]
+    measured = [start.windows() for start in starts]
     rates = [rate / gpus for of_start, _, _ in measured for rate in of_start]
     window_s = [seconds for _, of_start, _ in measured for seconds in of_start]
     averages = [average / gpus for _, _, average in measured if average]

@@ -49,7 +49,6 @@ class Law:
     slope_s: float
 
     def rate(self, nodes: int) -> float:
-        """Samples/s/GPU."""
         return float(1 / (self.start_s + self.slope_s * growth(nodes, self.shape)))
 
 
@@ -65,14 +64,12 @@ class Series:
 
     @property
     def name(self) -> str:
-        """Of the model alone."""
         return self.title.partition(",")[0]
 
     def efficiency_percent(self, rate: float) -> float:
         return 100 * rate / self.rates[0][1]
 
     def first(self, count: int) -> Series:
-        """Of its smallest scales."""
         return replace(self, rates=self.rates[:count], errors=self.errors[:count])
 
     def fit(self, law: str) -> Law:
@@ -129,7 +126,6 @@ class Series:
         return inverse, inverse @ target, missed - missed.mean()
 
     def _drawn_s(self, shape: float, nodes: int, drawn: Floats, drift: Floats) -> Floats:
-        """Seconds of a sample on `nodes` by parameters that were drawn."""
         largest = self.rates[-1][0]
         inside = growth(min(nodes, largest), shape)
         beyond = np.maximum(drawn[:, 1], 0.0) * (growth(nodes, shape) - inside)
@@ -157,7 +153,6 @@ class Series:
         return dict(sorted(means.items(), key=lambda item: item[1]))
 
     def best_law(self) -> str:
-        """What foretold the scales best; √n where that can't be told."""
         return next(iter(self.foretold_points()), USUAL)
 
     @property

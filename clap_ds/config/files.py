@@ -50,14 +50,22 @@ def read_lines(path: str | os.PathLike[str], longest: int = 2**20) -> Iterator[b
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON in UTF-8. Raises ValueError for what can't be read, or couldn't be written as UTF-8 again."""
+    """Parse JSON in UTF-8. Raises ValueError for a field given twice, and for what can't be read or written as UTF-8 again."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if "\\u" in text:  # perhaps half of a surrogate pair, of which the error is a ValueError
         json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"field {next(name for name in found if names.count(name) > 1)!r} stands twice in one object")
     return found
 
 

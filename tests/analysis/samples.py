@@ -43,8 +43,8 @@ def write(path: Path, text: str | bytes) -> Path:
 
 def given(**changes: Any) -> Namespace:
     """Values of the options that say what inputs leave out."""
-    names = ("nodes", "gpus", "gpus_per_node", "model", "micro_batch", "peak_tflops")
-    return Namespace(**{**dict.fromkeys(names), "warmup_steps": 10, "rate": "measured", **changes})
+    names = ("nodes", "gpus", "gpus_per_node", "model", "peak_tflops")
+    return Namespace(**{**dict.fromkeys(names), "rate": "measured", **changes})
 
 
 def run(nodes: int, rate: float | None, **changes: Any) -> Run:

@@ -211,11 +211,3 @@ def test_scales_below_the_target_are_marked_and_notes_numbered() -> None:
         True,
     ) * 3
     assert "no scale is below it" in render(scaling_table([run(1, 100.0), run(2, 90.0)]), target=90)
-
-
-def test_an_error_has_the_decimals_of_its_value_and_ranks_their_name() -> None:
-    text = render(scaling_table([run(1, 623.71, interval=(623.71 - 1e-12, 623.71 + 1e-12), uncertainty_from="x")]))
-    assert " 623.7 ± 0.0 " in text
-    for device, unit in (("GH200", "GPU"), ("AMD EPYC", "rank")):
-        header = render(scaling_table([run(1, 5.0, device=device)])).splitlines()[2]
-        assert {f"{unit}s", f"samples/s/{unit} ±"} <= {cell.strip() for cell in header.split("|")}

@@ -1,16 +1,14 @@
 """Runs as pictures: drawn from their records, refused with words where there is nothing to draw."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clap_ds.analysis import plot_run
 from clap_ds.analysis.plot_run import draw_benchmark, draw_breakdown, draw_runs, draw_training
 from clap_ds.analysis.table import Row
 from clap_ds.config.errors import UserError
-from tests.analysis.samples import command, record
+from tests.analysis.samples import record
 
 COMMON = {"state": "completed", "preset": "micro", "world_size": 2, "num_nodes": 1, "device_name": "a CPU"}
 
@@ -53,7 +51,7 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
 
 
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
-    picture = draw_training([training(tmp_path / "run", state="failed")])
+    picture = draw_training([training(tmp_path / "run")])
     loss, rate, _, norm, speed, evaluation = picture.panels
     every, mean = (line.get_xydata().tolist() for line in loss.lines if len(line.get_xydata()))
     assert every == [[step, 2 / step] for step in range(1, 51)]
@@ -64,7 +62,7 @@ def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     drawn = {line.get_label(): line.get_xydata().tolist() for line in evaluation.lines if line.get_linestyle() == "-"}
     assert drawn == {"zero shot top1": [[25, 0.5]], "retrieval audio to text R@1": [[25, 0.1]]}
     assert [line.get_ydata()[0] for line in evaluation.lines if line.get_linestyle() == ":"] == [0.25]  # chance
-    assert picture.figure.get_suptitle().replace("\n", " ").endswith(": 400 samples, failed")
+    assert picture.figure.get_suptitle().replace("\n", " ").endswith(": 400 samples")
 
 
 def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
@@ -73,17 +71,7 @@ def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
     assert [bar.get_width() for bar in forward] == [100] * 3
     assert [(bar.get_x(), bar.get_width()) for bar in backward] == [(100, 200), (100, 400), (100, 800)]
     named = {text.get_text() for text in picture.figure.legends[0].get_texts()}
-    assert named == {"backward 88.9\xa0%", "forward 11.1\xa0%"}
-
-
-@pytest.mark.parametrize("make", [benchmark, training])
-def test_the_command_draws_a_record_with_null_fields(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Path]
-) -> None:
-    folder = make(tmp_path / "a $run$ of _{5", preset=None, device_name="$x", precision=None, global_batch=None)
-    others = [make(tmp_path / "_b")] if make is training else []
-    command(monkeypatch, plot_run.main, folder, *others, "--output", tmp_path / "run.svg")
-    assert "<svg" in (tmp_path / "run.svg").read_text()
+    assert named == {"backward 88.9 %", "forward 11.1 %"}
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.plot_scaling import answer, draw, draw_projection, read_curves
+from clap_ds.analysis.plot_scaling import draw, draw_projection, read_curves
 from clap_ds.analysis.record import read_record
 from clap_ds.analysis.table import Row, Run, Scale, by_series, write_csv
 from clap_ds.analysis.weak_scaling import series_of
@@ -45,13 +45,6 @@ def test_panels_hold_the_tables_numbers_and_the_title_the_answer(tmp_path: Path)
     assert bars[2][1][1] - bars[2][0][1] == pytest.approx(2 * error, abs=0.01)
     named = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert named == ["micro"]
-
-
-def test_answers_above_100_percent_are_doubted() -> None:
-    for last, error, doubted in ((590.0, 30.0, True), (590.0, 60.0, False), (505.0, 0.0, False)):
-        intervals = [error and (rate - error, rate + error) for rate in (500.0, last)]
-        rows = scaling_table([run(1, 500.0, interval=intervals[0]), run(4, last, interval=intervals[1])])
-        assert ("in doubt: a scale is above 100 %" in answer(rows)) == doubted
 
 
 def test_a_baseline_of_several_nodes_is_stated() -> None:

