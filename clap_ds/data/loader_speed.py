@@ -37,7 +37,6 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
     add, positive, tiny = parser.add_argument, whole_number(), "htsat_tiny_roberta_base"
     add("shards", nargs="+", metavar="TARS", help="paths, patterns or URLs, as in clap.data.shards")
     add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"of the model (default {tiny})")
-    add("--micro_batch", type=positive, default=64, metavar="B", help="samples put together (default 64)")
     add("--max_workers", type=positive, metavar="N", help="most workers to try (default: cores, at most 16)")
     add("--seconds", type=number(0.1, 3600), default=10.0, metavar="S", help="per number of workers (default 10)")
 
@@ -48,7 +47,7 @@ def run_measure(options: argparse.Namespace) -> None:
     tokenizer = tokenizer_beside(options.shards[0])
     model = load_preset(options.preset)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
-    spec = BatchSpec(model, min(_TEXT_TOKENS, model.text.max_tokens), options.micro_batch, 0, 1, 0, device)
+    spec = BatchSpec(model, min(_TEXT_TOKENS, model.text.max_tokens), 64, 0, 1, 0, device)
     try:
         shards = expand_shards(options.shards)
         print("workers  samples/s  per worker")

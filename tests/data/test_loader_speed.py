@@ -15,7 +15,7 @@ def measure(*words: object) -> int:
 def test_measures_more_and_more_workers(tmp_path: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     tars = marked_tars(tmp_path, 2, 8)
     (tmp_path / "tokenizer").symlink_to(tokenizer_dir)
-    words = ["--preset", "micro", "--micro_batch", 4, "--seconds", 0.1]
+    words = ["--preset", "micro", "--seconds", 0.1]
     assert measure(tars, *words, "--max_workers", 3) == 0
     printed = capsys.readouterr().out
     rows = [list(map(float, line.split())) for line in printed.splitlines() if re.match(r" +\d", line)]

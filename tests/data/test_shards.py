@@ -113,17 +113,6 @@ def test_a_worker_without_a_usable_item_stops_the_run(
     assert not (set(multiprocessing.active_children()) - others)
 
 
-def test_half_an_item_does_not_reach_the_next_tar(tmp_path: Path, open_source: OpenSource) -> None:
-    """A tar ends with audio without its caption, and the next, of three, starts with an item of the same name; one vanishes."""
-    first = write_tar(tmp_path / "first.tar", [*marked_item(1), marked_item(2)[0]])
-    second = write_tar(tmp_path / "second.tar", [("0002.txt", b"tone 3"), ("0002.wav", wav(np.full(480, 0.004)))])
-    third = write_tar(tmp_path / "third.tar", marked_item(5))
-    with open_source([str(first), str(second), str(third)], micro_batch=2) as source:
-        third.unlink()
-        assert numbers_in(source, 2) == [1, 3, 1, 3]
-        assert source.statistics()["num_broken_items"] == 2  # the item that has no caption, and the tar that is gone
-
-
 def test_mixtures_give_each_source_its_share(tmp_path: Path, open_source: OpenSource) -> None:
     """Weights 1 to 3, though the lighter source has five times the items; each source goes on with its own passes."""
     mixture = {marked_tars(tmp_path / "a", 2, 25): 1.0, marked_tars(tmp_path / "b", 2, 5, first=100): 3.0}

@@ -197,6 +197,7 @@ FOUR = [member for number in range(4) for member in clip_members(number, descrip
         ("zero_shot", HUM, {}, "zero_shot.classes: expected at least 2 classes"),
         ("zero_shot", FOUR, {"class_field": "label"}, "zero_shot.shards: expected clips with 'label'"),
         ("zero_shot", FOUR, {"classes": {"hum": ["x"], "click": ["y"]}}, "zero_shot.classes: .* 'hiss'"),
+        ("zero_shot", FOUR, {"shards": "nowhere-{0..3}.tar"}, "zero_shot.shards: .*is not there"),
         (None, FOUR, {}, "tokenizer: missing"),
     ],
 )

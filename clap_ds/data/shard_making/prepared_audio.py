@@ -51,7 +51,7 @@ def as_it_is(content: bytes, extension: str) -> Clip:
 
 class Preparation:
     """Makes audio files what `front_end` calls `waveform` or `mel`. For `mel`, short clips are repeated to the model's length
-    first, as for training; of longer ones what is beyond the last whole hop is left out."""
+    first; of longer ones what is beyond the last whole hop is left out."""
 
     def __init__(self, kind: Kind, audio: AudioConfig) -> None:
         self.kind, self.audio, self.front_end = kind, audio, FrontEnd.of(audio)
