@@ -62,7 +62,7 @@ def draw_benchmark(directory: Path) -> Picture:
     for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("window", COLORS[0], "o", "timed")):
         times.plot(steps[phase], marker, color=color, markersize=3, label=label)
     times.axhline(run.step_time_s, color="black", linewidth=0.8, linestyle="--", label="median")
-    times.set(xlabel="step", ylabel="step time (s)", ylim=(0, None))
+    times.set(xlabel="step", ylabel="step time (s)", ylim=(0, 1.1 * times.dataLim.ymax))
     times.legend(loc="lower right")
     _draw_parts(picture, parts, [run])
     return picture

@@ -85,7 +85,7 @@ class Row:
         tokens = f"{self.text_tokens} text tokens" if self.text_tokens else ""
         scaling = f"{self.scaling} scaling" if self.scaling else ""
         parts = self.model_name, self.device, self.precision, tokens, self.variant, scaling
-        return ", ".join(filter(None, parts))
+        return plain_text(", ".join(filter(None, parts)))
 
     @property
     def scale(self) -> str:
@@ -202,10 +202,16 @@ def format_cell(column: str, value: Any) -> str:
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table padded to read well in a terminal too; cells to the right, empty ones as dashes."""
-    cells = [[cell.replace("|", "¦").replace("\n", " ") or "–" for cell in row] for row in rows]
+    cells = [[plain_text(cell) or "–" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = [header, ["-" * (width - 1) + ":" for width in widths], *cells]
     return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
+
+
+def plain_text(text: str) -> str:
+    """Text of a record or a log, which anybody may have written, as Markdown that is no picture, link or markup."""
+    text = text.replace("](", "] (").replace("|", "¦").replace("`", "'").replace("\n", " ")
+    return re.sub(r"<(?=[a-zA-Z/!?])", "‹", text)
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:

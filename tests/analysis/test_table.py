@@ -53,5 +53,7 @@ def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Pat
     assert contradicting.rate == 10.0
 
 
-def test_markdown_shows_gaps_as_dashes() -> None:
+def test_markdown_shows_gaps_as_dashes_and_no_markup_of_others() -> None:
+    row = Row(1, 4, model="![x](http://a.b)", device="<img src=a>|`b`\n")
+    assert row.title == "![x] (http://a.b), ‹img src=a>¦'b' "
     assert markdown_table(("a", "bb"), [("1", "")]).splitlines() == ["| a | bb |", "| : | -: |", "| 1 |  – |"]
