@@ -1,5 +1,5 @@
 #!/bin/bash
-# Shards made on many nodes, as two SLURM jobs: an array of N parts with a node each, and the join.
+# Shards made on many nodes, as three SLURM jobs: a look at the files, an array of N parts with a node each, and the join.
 # In a shell with the environment active, with a folder that all nodes see:
 #     SBATCH_TIMELIMIT=4:00:00 launch/shards.sh 16 build clips.csv shards --held_out 0.01
 # Account and partition are sbatch's, too: SBATCH_ACCOUNT, SBATCH_PARTITION. The same line again does what is missing.
@@ -11,5 +11,6 @@ num_parts=$1 words=("${@:2}") command="clap-shards ${words[*]@Q}"
 queue() {  # words of this part of the work, then options of sbatch
     sbatch --parsable --nodes=1 --exclusive --mem=0 --kill-on-invalid-dep=yes "${@:2}" <<< "#!/bin/bash"$'\n'"exec $command $1"
 }
-parts=$(queue "--part \$SLURM_ARRAY_TASK_ID/$num_parts" --job-name=shards --array="1-$num_parts")
+look=$(queue "--part 0/$num_parts" --job-name=shards-look)
+parts=$(queue "--part \$SLURM_ARRAY_TASK_ID/$num_parts" --job-name=shards --array="1-$num_parts" --dependency="afterok:${look%%;*}")
 queue "--join $num_parts" --job-name=shards-join --dependency="afterany:${parts%%;*}"

@@ -1,4 +1,7 @@
-"""Files that others may have written are read within limits (see `SECURITY.md`), and files are replaced in one go."""
+"""Files that others may have written are read within limits, and files are replaced in one go. Standard library only.
+
+A file in a shared folder may be a pipe, as large as a disk, or JSON that no parser gets through: see `SECURITY.md`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +19,7 @@ from clap_ds.config.errors import UserError
 
 MOST_BYTES = 64 * 2**20
 """Of a file that is read whole: the manifest of 100,000 shards has 15 MB."""
+LONGEST_LINE = 2**20
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -37,35 +41,30 @@ def pinned(path: str | os.PathLike[str]) -> Iterator[str]:
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """Read a regular file; raises OSError where it can't be read, or has more than `most` bytes."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
+        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+        if content is None or len(content) > most:  # it may grow meanwhile
             raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
-        return file.read(most)
+        return content
 
 
-def read_lines(path: str | os.PathLike[str], longest: int = 2**20) -> Iterator[bytes]:
+def read_lines(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Iterator[bytes]:
     """Read lines of a regular file, without their ends, up to one that is too long. Raises OSError as `open_regular`."""
     with open_regular(path) as file:
         while (line := file.readline(longest + 1)) and len(line) <= longest:
             yield line.rstrip(b"\r\n")
 
 
-def parse_json(content: bytes | str) -> Any:
-    """Parse JSON in UTF-8. Raises ValueError for a field given twice, and for what can't be read or written as UTF-8 again."""
+def parse_json(
+    content: bytes | str, pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
+) -> Any:
+    """Parse JSON in UTF-8. Raises ValueError for what can't be read, or couldn't be written as UTF-8 again."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     try:
-        found = json.loads(text, object_pairs_hook=_without_duplicates)
+        found = json.loads(text, object_pairs_hook=pairs_hook)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if "\\u" in text:  # perhaps half of a surrogate pair, of which the error is a ValueError
         json.dumps(found, ensure_ascii=False).encode()
-    return found
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"field {next(name for name in found if names.count(name) > 1)!r} stands twice in one object")
     return found
 
 
@@ -75,11 +74,15 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a ValueError says where it can't be read, or holds something else."""
+    """Read a JSON object; a ValueError says where it can't be read, holds something else, or has a field twice."""
     try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        content = parse_json(read_bytes(path), _refuse_duplicates)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object")
     return content
@@ -91,6 +94,13 @@ def read_object(path: Path) -> dict[str, Any]:
         return object_in(path)
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if len(found := dict(pairs)) < len(names):
+        raise ValueError(f"field {next(name for name in found if names.count(name) > 1)!r} stands twice in one object")
+    return found
 
 
 def write_object(path: Path, content: Any) -> None:
@@ -107,15 +117,16 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Replace a file in one go; what was there stays where it can't be written."""
+    """Replace a file in one go. Raises OSError where it can't be written; what was there stays."""
     with replacing(Path(path)) as file:
         file.write(text.encode())
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` once all of it is on the disk; else what was there stays."""
-    partial = path.parent / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat from host to host
+def replacing(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
+    """Open a file, by default in the folder of `path`, that takes its place once all of it is on the disk. Raises OSError
+    where it can't be; what was there stays then."""
+    partial = (folder or path.parent) / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat from host to host
     try:
         with partial.open("wb") as file:
             yield file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -63,6 +62,10 @@ class Batch:
         """Pairs `start` to `stop`, as views. For batches on the host: it counts the tokens anew."""
         return Batch(self.audio[start:stop], self.input_ids[start:stop], self.attention_mask[start:stop])
 
+    def pin_memory(self) -> Batch:
+        """In page-locked host memory, which the GPU can copy from while the host goes on."""
+        return self.map(Tensor.pin_memory)
+
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
@@ -113,8 +116,8 @@ def to_int16(waveforms: Tensor) -> Tensor:
 
 
 def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:
-    """Put the rows of `pieces` into one batch on `device`, asynchronously from page-locked memory. It shares no memory on the
-    host with them but captions. A single piece keeps its packed captions, as synthetic batches come again."""
+    """Put the rows of `pieces` into one batch on `device`, asynchronously from page-locked memory. It shares no audio,
+    and a single piece keeps its packed captions, as synthetic batches come again."""
     if len(pieces) == 1:
         if pack_captions:
             pieces[0].pack()
@@ -137,7 +140,6 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
     return whole
 
 
-@functools.cache
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor if device.type == "cpu" else tensor.pin_memory()).to(device, non_blocking=True)
 

@@ -11,8 +11,6 @@ from clap_ds.data.broken import BrokenItemError
 
 CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
-MOST_BYTES = 2**20
-"""Of the file: tokenizers take seconds for millions of characters, of which a model sees the first few."""
 
 
 def in_words(name: str) -> str:
@@ -26,11 +24,8 @@ def names_in_cell(cell: str) -> list[str]:
 
 
 def captions_of(members: Mapping[str, Any]) -> list[str]:
-    """Find the captions among an item's members: `txt`, or `caption` or `text` in `json`; empty ones are left out.
-    BrokenItemError where there is none, or what is there can't be read."""
+    """Find the captions among an item's members: `txt`, or `caption` or `text` in `json`. BrokenItemError for none."""
     found: Any = None
-    if (size := max([len(members[name]) for name in CAPTION_FORMATS if name in members], default=0)) > MOST_BYTES:
-        raise BrokenItemError(f"caption can't be read: a file of {size:,} bytes, expected at most {MOST_BYTES:,}")
     try:
         if "txt" in members:
             found = members["txt"].decode("utf-8-sig")

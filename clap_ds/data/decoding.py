@@ -24,19 +24,21 @@ AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
 
 _MP3_LEAD_IN_SECONDS = 30
 _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of samples that int16 holds
+_MOST_SEARCHED = 2**24  # frames: hours of silence take a megabyte of FLAC, and gigabytes of memory
 _LOUDEST = 1e15  # the square of the sum of a window of such samples still is finite in 32 bits
 _RATES = range(1000, 10**6 + 1)  # Hz; a second of a lower one would become an hour
 
-Encoded = bytes | str  # a file's content, or a path to it
+Encoded = bytes | str
+"""A file's content, or a path to it."""
 
 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
     """Write a clip as the model takes it to `row`: mono, at `sample_rate` (Hz), as long as `row`. Return its length before
     repeating.
 
-    Longer audio is cropped at a place drawn from `rng`. Shorter audio is repeated as often as it fits, then padded with zeros
-    (LAION-CLAP's "repeatpad"). `row` is contiguous on the CPU, float32 of full scale ±1 or int16 (see `to_int16`).
-    BrokenItemError where nothing can be decoded, or a whole clip is silent.
+    Longer audio is cropped at a place drawn from `rng`, or about its loudest sample where that place is silent. Shorter audio
+    is repeated as often as it fits, then padded with zeros (LAION-CLAP's "repeatpad"). `row` is contiguous on the CPU, float32
+    of full scale ±1 or int16 (see `to_int16`). BrokenItemError where nothing can be decoded or heard.
     """
     found = decode_part(encoded, row, sample_rate=sample_rate, rng=rng)
     repeat(row.numpy(), found)
@@ -52,7 +54,8 @@ def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.
         mixed = target[:expected] if ratio == 1 else np.empty(expected, np.float32)
         start = rng.randint(0, file.frames - expected)
         found, is_silent = mix(_read_at(file, start, expected), mixed)
-        is_silent = is_silent and expected == file.frames
+        if expected < file.frames and found and is_silent:
+            found, is_silent = mix(_about_loudest(file, expected), mixed)
     check_samples(found, expected, is_silent)
     if ratio != 1:
         waveform = resample(torch.from_numpy(mixed[:found]), ratio)[: len(target)]
@@ -103,9 +106,17 @@ def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[
     return samples[lead_in:]
 
 
+def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.float32]:
+    """Read `num_frames` about the loudest frame of the file's first `_MOST_SEARCHED`: (frames, channels)."""
+    file.seek(0)
+    samples: NDArray[np.float32] = file.read(min(file.frames, _MOST_SEARCHED), "float32", always_2d=True)
+    loudest = int(np.abs(samples).max(axis=1).argmax())
+    start = min(max(0, loudest - num_frames // 2), max(0, len(samples) - num_frames))
+    return samples[start : start + num_frames]
+
+
 def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
-    """Write the mean of the channels of frames (frames, channels), float32 or int16, to `mixed` (frames,), int16 or float32.
-    Returns how many frames there were, and whether each was 0."""
+    """Write the mean of the channels of (frames, channels) to `mixed` (frames,); return their number, and whether all are 0."""
     target = mixed[: len(frames)]
     if frames.dtype == mixed.dtype == np.int16 and frames.shape[1] == 1:
         target[:] = frames[:, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from contextlib import closing
 
 import torch
@@ -17,13 +18,13 @@ from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_list import expand_shards, tokenizer_beside
 from clap_ds.data.shard_size import RATES
 from clap_ds.data.shards import ShardPieces
-from clap_ds.data.supply import MARGIN, Supply
+from clap_ds.data.supply import MARGIN, Supply, verdict
 
 _TEXT_TOKENS = 77
 
 
 def measure(data: ShardData, spec: BatchSpec, seconds: float) -> Supply:
-    """Load one rank's share for some time, after a micro-batch that isn't counted. ValueError where shards don't do."""
+    """Load one rank's share for some time, after a micro-batch that isn't counted."""
     with closing(ShardPieces(data, spec)) as pieces:
         next(pieces)  # starts the workers
         samples, begun = 0, time.perf_counter()
@@ -33,30 +34,47 @@ def measure(data: ShardData, spec: BatchSpec, seconds: float) -> Supply:
         return Supply(samples / elapsed, data.num_workers, pieces.kind, pieces.prepared)
 
 
+def workers_needed(supplies: Sequence[Supply], needed: float) -> int:
+    """Return how many workers give `MARGIN` times the samples per second that are needed, if need be extrapolated."""
+    enough = (supply.num_workers for supply in supplies if supply.samples_per_s >= MARGIN * needed)
+    return next(enough, supplies[-1].workers_for(needed))
+
+
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
     add, positive, tiny = parser.add_argument, whole_number(), "htsat_tiny_roberta_base"
     add("shards", nargs="+", metavar="TARS", help="paths, patterns or URLs, as in clap.data.shards")
     add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"of the model (default {tiny})")
-    add("--max_workers", type=positive, metavar="N", help="most workers to try (default: cores, at most 16)")
+    beside = "folder or hub name (default: the folder tokenizer beside TARS, or RoBERTa's)"
+    add("--tokenizer", metavar="T", help=beside)
+    add("--micro_batch", type=positive, default=64, metavar="B", help="samples put together (default 64)")
+    add("--max_workers", type=positive, metavar="N", help="most workers to try (default: cores per rank, at most 16)")
     add("--seconds", type=number(0.1, 3600), default=10.0, metavar="S", help="per number of workers (default 10)")
+    add("--ranks_per_host", type=positive, default=1, metavar="R", help="(default 1)")
+    needed = "that one rank's step needs, as a benchmark on synthetic data reaches them"
+    add("--needed_samples_per_s", type=number(0.001, 1e9), metavar="X", help=needed)
 
 
 def run_measure(options: argparse.Namespace) -> None:
     """Measure and print; UserError for shards that can't be read."""
-    most = options.max_workers or min(16, len(os.sched_getaffinity(0)))
-    tokenizer = tokenizer_beside(options.shards[0])
+    ranks, cores = options.ranks_per_host, len(os.sched_getaffinity(0))
+    most = options.max_workers or max(1, min(16, cores // ranks))
+    tokenizer = options.tokenizer or tokenizer_beside(options.shards[0])
     model = load_preset(options.preset)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
-    spec = BatchSpec(model, min(_TEXT_TOKENS, model.text.max_tokens), 64, 0, 1, 0, device)
+    spec = BatchSpec(model, min(_TEXT_TOKENS, model.text.max_tokens), options.micro_batch, 0, ranks, 0, device)
+    supplies: list[Supply] = []
     try:
         shards = expand_shards(options.shards)
         print("workers  samples/s  per worker")
         for workers in sorted({2**power for power in range(most.bit_length())} | {most}):
             data = ShardData(source="shards", shards=shards, tokenizer=tokenizer, num_workers=workers)
-            supply = measure(data, spec, options.seconds)
+            supplies.append(supply := measure(data, spec, options.seconds))
             rate = supply.samples_per_s
             print(f"{workers:7d} {rate:10.1f} {rate / workers:11.1f}", flush=True)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-    at = ", ".join(f"{supply.workers_for(rate):,} at {rate:,.0f}" for rate in RATES)
+    at = ", ".join(f"{workers_needed(supplies, rate):,} at {rate:,.0f}" for rate in RATES)
     print(f"cores a GPU, with a margin of {MARGIN - 1:.0%}: {at} samples/s")
+    if options.needed_samples_per_s:
+        best = max(supplies, key=lambda supply: supply.samples_per_s)
+        print(verdict(best, options.needed_samples_per_s, ranks_per_host=ranks, cores=cores))

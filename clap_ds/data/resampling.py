@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,15 @@ _FILTERS_AT_ONCE = 16  # a product's columns: what a register holds, and few zer
 _SMALLEST_PERIOD = 128  # output samples: long enough that products' rows don't overlap, which BLAS doesn't take
 
 
+class _Filters(NamedTuple):
+    step: int  # input samples
+    num_filters: int  # output samples
+    width: int  # zeros to add on the left
+    parts: list[tuple[int, Tensor]]  # first input sample, taps (taps, filters)
+
+
 @functools.lru_cache(maxsize=32)  # making them takes milliseconds
-def _filters(ratio: Fraction) -> tuple[int, int, int, list[tuple[int, Tensor]]]:
-    """Make filters: input samples of a step, output samples, zeros to add on the left, and parts of the first input sample and
-    taps (taps, filters)."""
+def _filters(ratio: Fraction) -> _Filters:
     step, num_filters = ratio.denominator, ratio.numerator
     original = torchaudio.transforms.Resample(step, num_filters)
     periods, width = -(-_SMALLEST_PERIOD // num_filters), original.width
@@ -32,7 +38,7 @@ def _filters(ratio: Fraction) -> tuple[int, int, int, list[tuple[int, Tensor]]]:
         used = (rows.abs().amax(0) > 1e-12).nonzero()  # beside 1: float32 has no sum that the others would change
         first, last = int(used[0]), int(used[-1])
         parts.append((first, rows[:, first : last + 1].T.contiguous()))
-    return step * periods, num_filters * periods, width, parts
+    return _Filters(step * periods, num_filters * periods, width, parts)
 
 
 def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
@@ -42,7 +48,7 @@ def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
 def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tensor]:
     """Resample as `resample` does of the blocks put together, to the rounding of its sums, in blocks."""
     period = ratio.denominator  # samples after which the filters come again
-    context = -(-_filters(ratio)[2] // period) * period
+    context = -(-_filters(ratio).width // period) * period
     held, before = torch.empty(0), 0  # of the samples held, those before what was given already
     for block in blocks:
         held = torch.cat([held, block])

@@ -68,9 +68,12 @@ def again(attempt: Callable[[], T]) -> T:
     for number in range(4):
         try:
             return attempt()
-        except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError):
+        except (PermissionError, IsADirectoryError, NotADirectoryError):
             raise
-        except Exception:  # every file system's package has its own
+        except Exception as error:  # every file system's package has its own
+            # fsspec says of everything that goes wrong with HTTP that a file isn't found, and the cause says why.
+            if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, FileNotFoundError | None):
+                raise
             time.sleep(FIRST_WAIT_S * 2**number)
     return attempt()
 
@@ -105,23 +108,26 @@ def _open(opened: Future[OpenFile], shard: str, cache_bytes: float) -> None:
 
 
 def _open_copy(url: str, cache_bytes: float) -> OpenFile:
-    """Open the copy that is named by a shard's URL, size and version, so that one that has changed is fetched anew."""
+    """Open the copy of a shard, which is named by all that its file system says of it: one that has changed is fetched anew."""
     fs, path = fsspec.url_to_fs(url)
     fs.invalidate_cache(path)
-    version = again(lambda: f"{url} {fs.size(path)} {fs.ukey(path)}")
+    info = again(lambda: fs.info(path))
     folder = cache_folder() / "shards"
     folder.mkdir(parents=True, exist_ok=True)
-    copy = folder / f"{hashlib.sha256(version.encode()).hexdigest()[:32]}.tar"
+    copy = folder / f"{hashlib.sha256(repr((url, info)).encode()).hexdigest()[:32]}.tar"
     part = copy.with_suffix(".part")
     with copy.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that one process of the host fetches it
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's own time is coarser
-            return OpenFile(copy)
-        again(lambda: fs.get_file(path, str(part)))
-        os.utime(part, ns=(time.time_ns(),) * 2)
-        file = OpenFile(part)
-        part.replace(copy)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's own time is coarser
+                return OpenFile(copy)
+            again(lambda: fs.get_file(path, str(part)))
+            if info.get("size") not in (None, part.stat().st_size):
+                raise OSError(f"broke off after {part.stat().st_size:,} bytes")
+            file = OpenFile(part.replace(copy))
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process forked meanwhile has it open, too
     with contextlib.suppress(FileNotFoundError):  # where another process makes room, too
         copies = sorted((each.stat().st_mtime_ns, each.stat().st_size, each) for each in folder.glob("*.tar"))
         excess = sum(size for _, size, _ in copies) - cache_bytes

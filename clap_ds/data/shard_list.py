@@ -24,16 +24,16 @@ HUB_TOKENIZER = "FacebookAI/roberta-base"
 
 _FEWEST_IN_A_PASS = 8  # shards drawn with replacement before the shuffle buffer is emptied
 
-
 Part = tuple[str, int, int | None]
 """A tar, the number of the first of its samples that is read, and of the first that isn't: None where that is to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Which samples of each epoch a worker gives, where it is known how many every tar has.
+    """Which samples of each epoch a worker gives.
 
-    An epoch is the N samples of all tars, laid end to end. Ranks give equally many, a rank's workers one piece each in turn.
+    An epoch is the N samples of all tars, laid end to end. Ranks give equally many, a rank's workers one piece each in turn:
+    that says how many of a run's first E·N samples each worker gives. So after E·N samples each has come E times.
     """
 
     samples: tuple[int, ...]  # of each tar
@@ -79,7 +79,7 @@ class Source:
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
-    """Find the tars that `clap.data.shards` names, with their weights, as `expand_shards`."""
+    """Find the tars that `clap.data.shards` names, with their weights. Errors: see `expand_shards`."""
     if not isinstance(shards, Mapping):
         return [Source(expand_shards(shards), 1.0)]
     total = sum(shards.values())
@@ -87,8 +87,7 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
 
 
 def expand_shards(shards: str | list[str]) -> list[str]:
-    """Find the tar files a setting names, in order: paths or URLs, with braces (`a-{000..127}.tar`) and wildcards. ValueError
-    where there are none. Remote tars are looked up by wildcards alone."""
+    """Find the tar files a setting names, in order: paths or URLs, with braces and wildcards. ValueError for none."""
     patterns = [shards] if isinstance(shards, str) else shards
     names: list[str] = []
     for pattern in patterns:
@@ -125,8 +124,7 @@ def _matches(name: str) -> list[str]:
 
 
 def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, num_workers: int) -> list[list[Source]]:
-    """Share out which whole tars each worker of a rank reads of every source: with `epochs` each is one worker's, or where they
-    are too few several workers'; with `replacement` every worker draws from all of them."""
+    """Share out which whole tars each worker of a rank reads of every source; with `replacement` it draws from all of them."""
     readers = world_size * max(num_workers, 1)
     if sampling == "replacement":
         numbers = [max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources]
@@ -139,8 +137,7 @@ def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, 
 def deal_out(
     source: Source, samples: list[int], spec: BatchSpec, num_workers: int, piece_size: int, *, shuffled: bool
 ) -> list[list[Source]]:
-    """Deal out what each worker of a rank reads of a source whose tars have so many samples each: see `Deal`. They are laid
-    end to end in their order or, `shuffled`, in one that is drawn once for a seed."""
+    """Deal out what each worker of a rank reads of a source whose tars have so many samples each, in an order drawn once."""
     tars = list(zip(source.shards, samples, strict=True))
     if shuffled:
         random.Random(f"seed {spec.seed}, tars").shuffle(tars)

@@ -51,6 +51,8 @@ class Piece:
 
 @dataclass(slots=True)
 class SourceReader:
+    """Goes through one worker's share of a source without end."""
+
     source: Source
     shuffle_buffer: int  # items held for shuffling; 0 keeps the order of files and tars
     seed: str  # decides the order, crops and choice of captions

@@ -1,7 +1,4 @@
-"""`clap-shards size`: what shards take of disks, links and file systems, before any is made.
-
-Sizes of prepared kinds are exact up to a tar's end, those of encoded audio follow from typical rates. Without torch.
-"""
+"""`clap-shards size`: what shards take of disks, links and file systems, before any is made. Without torch."""
 
 from __future__ import annotations
 
@@ -48,6 +45,8 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=ENCODED, default="flac", help=f"of encoded clips; bytes a second: {rates} (default flac)")
     add("--shard_mb", type=rate, default=500.0, metavar="MB", help="size of a tar, about (default 500)")
     add("--link", type=rate, metavar="GBIT", help="Gbit/s of the link to copy them over")
+    add("--disk_mb_per_s", type=rate, default=1000.0, metavar="MB", help="at which they are written (default 1000)")
+    add("--rate", type=rate, nargs="+", default=RATES, metavar="R", help="samples/s of one GPU (624 3300 4500)")
     add("--gpus", type=count, default=4, metavar="N", help="in all (default 4)")
     add("--gpus_per_node", type=count, default=4, metavar="N", help="(default 4)")
 
@@ -74,8 +73,9 @@ def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
         f"tars of about {digits(options.shard_mb)} MB": f"{tars:,}",
     }
     if options.link:
-        found[f"hours to copy at {digits(options.link)} Gbit/s"] = digits(8 * size / (options.link * 1e9) / 3600)
-    for rate in RATES:
+        found[f"copied at {digits(options.link)} Gbit/s in"] = duration(8 * size / (options.link * 1e9))
+    found[f"written at {digits(options.disk_mb_per_s)} MB/s in"] = duration(size / (options.disk_mb_per_s * 1e6))
+    for rate in options.rate:
         in_all, at = rate * gpus * size / clips, f"at {digits(rate)} samples/s a GPU"
         to_node = in_all * min(options.gpus_per_node, gpus) / gpus
         found[f"{at}, bytes"] = f"{amount(in_all)}/s"
@@ -89,4 +89,13 @@ def digits(value: float) -> str:
 
 
 def amount(size: float) -> str:
-    return f"{digits(size / 1e9)} GB"
+    """Write bytes in the unit that suits, of powers of 1000."""
+    power = next((k for k in range(4) if size < 1000 ** (k + 1)), 4)
+    return f"{digits(size / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{digits(seconds / length)} {unit}"
+    return f"{digits(seconds)} s"

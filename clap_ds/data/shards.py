@@ -1,7 +1,6 @@
 """Real audio and captions from WebDataset tars, decoded in worker processes.
 
-Workers send small pieces of a micro-batch; their audio lies in memory that the processes share and use again and again. Why a
-worker gave up is in its last piece, for an exception would arrive as a traceback.
+Workers send small pieces of a micro-batch, as 616 ten-second clips are 1.2 GB, in memory that is used again and again.
 """
 
 from __future__ import annotations
@@ -85,9 +84,12 @@ class ShardPieces:
             num_workers=self.num_workers, section="clap.data", batch_size=None,
             **({"prefetch_factor": ahead, "multiprocessing_context": "fork"} if self.num_workers else {}),
         )  # fmt: skip
-        if spec.device.type == "cuda" and lock_pages(self._memory):
-            # Not by `close`, which follows errors, too: CUDA may wait for all that other ranks have left undone.
-            weakref.finalize(self, unlock_pages, self._memory).atexit = False
+        if spec.device.type == "cuda":
+            if lock_pages(self._memory):
+                # Not by `close`, which follows errors, too: CUDA may wait for all that other ranks have left undone.
+                weakref.finalize(self, unlock_pages, self._memory).atexit = False
+            else:
+                note("clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU hold the host up")
 
     def _share(
         self, sources: list[Source], data: ShardData, spec: BatchSpec, *, needs_epochs: bool
@@ -125,7 +127,8 @@ class ShardPieces:
         origin = state.get("origin", 0) + state.get("samples", 0) * before.get("ranks", spec.world_size)
         self._state["origin"] = origin
         if spec.rank == 0:
-            other = ", ".join(f"{name} (then {before.get(name)}, now {order[name]})" for name in changed)
+            values = {name: f" (then {before.get(name)}, now {order[name]})" for name in changed if name != "shards"}
+            other = ", ".join(name + values.get(name, "") for name in changed)
             note(f"resuming after {origin:,} samples in a new order, because of other {other}")
 
     def __next__(self) -> list[Batch]:
@@ -154,7 +157,8 @@ class ShardPieces:
         if piece.captions is None:
             self.close()
             examples = "; ".join(map(str, islice(self._broken.values(), NUM_EXAMPLES)))
-            raise ValueError(f"{FIELD}: {piece.failure}; {len(self._broken)} broken, the first: {examples or 'none'}")
+            found = f"{len(self._broken)} broken, the first: {examples}" if examples else "they hold no items"
+            raise ValueError(f"{FIELD}: {piece.failure}; {found}")
         ids, mask = map(torch.from_numpy, piece.captions)
         batch = Batch(self._memory[piece.worker, piece.place], ids, mask)
         self._made += len(batch) if piece.made_in_s else 0
@@ -171,6 +175,7 @@ class ShardPieces:
         return dict(self._state)
 
     def statistics(self) -> dict[str, Any]:
+        """Count broken items and damaged tars once each; samples are None where nobody knows how many there are."""
         return {
             "source": "shards",
             "kind": self.kind,

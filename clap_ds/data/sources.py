@@ -29,8 +29,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         self._state = pieces.state()
 
     def __next__(self) -> Batch:
-        """Return the next batch; work queued on the current stream afterwards sees it complete. ValueError where the shards
-        hold nothing that can be used, or a worker process died."""
+        """Return the next batch; work queued on the current stream afterwards sees it complete."""
         batch, done, self._state = self._ahead or self._take()
         self._ahead = None
         if done:

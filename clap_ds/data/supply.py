@@ -30,11 +30,16 @@ def verdict(supply: Supply, needed: float, *, ranks_per_host: int, cores: int) -
         share = needed / supply.samples_per_s
         return f"clap.data.num_workers: 0: reading in the training process makes each step {share:.0%} longer"
     wanted = supply.workers_for(needed)
-    can = f"clap.data: {supply.num_workers} worker(s) can give {supply.samples_per_s:,.0f} clips/s"
-    found = f"{can}, the step of their rank takes {needed:,.0f}"
+    found = (
+        f"clap.data: {supply.num_workers} worker(s) can give {supply.samples_per_s:,.0f} clips/s,"
+        f" the step of their rank takes {needed:,.0f}"
+    )
     if wanted <= supply.num_workers:
         return f"{found}: enough"
-    enough = "enough" if (wanted + 1) * ranks_per_host <= cores else "NOT enough"
-    has = f"{wanted * ranks_per_host} beside {ranks_per_host} training process(es) on {cores} cores: {enough}"
+    waits = "it will wait" if needed > supply.samples_per_s else f"less than {MARGIN - 1:.0%} more"
+    in_all = wanted * ranks_per_host
+    enough = "enough" if in_all + ranks_per_host <= cores else "NOT enough"
+    has = f"{in_all} worker(s) beside {ranks_per_host} training process(es) on this host's {cores} cores: {enough}"
     less = f"; prepared shards take less (clap-shards prepare --kind {supply.prepared})"
-    return f"{found}: num_workers {wanted} would do ({has}){less if supply.kind != supply.prepared else ''}"
+    prepare = "" if supply.kind == supply.prepared else less
+    return f"{found}: {waits}. clap.data.num_workers {wanted} would do ({has}){prepare}"

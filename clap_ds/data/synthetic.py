@@ -1,7 +1,4 @@
-"""Random batches of the right shapes, so that a benchmark measures the machine and not its disks or decoders.
-
-The audio is white noise, uniform in [-1, 1). Captions are random token ids framed as RoBERTa frames them.
-"""
+"""Random batches of the right shapes, so that a benchmark measures the machine and not its disks or decoders."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class SyntheticPieces:
             if data.placement == "device":
                 batch = batch.to(spec.device)
             elif spec.device.type != "cpu":
-                batch = batch.map(Tensor.pin_memory)
+                batch = batch.pin_memory()
             self._batches.append(batch)
         self._num_given = (state or {}).get("batches", 0)
 

@@ -1,7 +1,4 @@
-"""The items of one tar: what its members of the same name hold, as WebDataset groups them. Nothing is decoded here.
-
-Contents stay in the tar until they are wanted. Where they lie is remembered, so that later passes read no headers.
-"""
+"""The items of one tar: what its members of the same name hold, as WebDataset groups them. Nothing is decoded here."""
 
 from __future__ import annotations
 
@@ -18,7 +15,8 @@ from clap_ds.data.shard_files import OpenFile, open_shard
 
 Item = dict[str, Any]
 """Extension → content (bytes, or a `Place` in the tar), with `__key__`, `__url__` and, where there are places, `__file__`."""
-Report = Callable[[str, str], None]  # called for what can't be used, with its name and why
+Report = Callable[[str, str], None]
+"""Called for what can't be used, with its name and why."""
 UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError, RecursionError, MemoryError)
 DAMAGE = (*UNREADABLE, OSError)  # what reading a damaged tar, or one that is gone, raises
 
@@ -53,7 +51,8 @@ def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | N
         for item in _remembered.get(version) or _read_headers(shard, file, version, report):
             yield {**item, "__file__": file}
     except DAMAGE as error:
-        report(shard, f"tar (expected plain, not compressed) can't be read: {words(error)}")
+        expected = "; expected a plain tar, not compressed" if isinstance(error, tarfile.ReadError) else ""
+        report(shard, f"tar can't be read: {words(error)}{expected}")
 
 
 def read_items(shard: str, report: Report) -> Iterator[Item]:
@@ -85,7 +84,7 @@ def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: 
 
 
 def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) -> Iterator[Item]:
-    """Give all files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut, for the end."""
+    """Give all files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut between members, for the end."""
     with (
         os.fdopen(os.dup(file.number), "rb", _HEADER_BUFFER_BYTES) as stream,
         tarfile.open(fileobj=stream, mode="r:") as tar,
@@ -124,6 +123,10 @@ def fetch(item: Item) -> None:
 def is_sample(item: Item) -> bool:
     """Tell whether an item has audio or features, and what a caption can be in: only such are counted."""
     return all(item.keys() & set(formats) for formats in (CLIP_FORMATS, CAPTION_FORMATS))
+
+
+def count_samples(shard: str) -> int:
+    return sum(map(is_sample, list_items(shard, lambda name, reason: None)))
 
 
 def samples_between(items: Iterator[Item], first: int, end: int | None) -> Iterator[Item]:

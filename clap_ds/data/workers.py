@@ -17,12 +17,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from clap_ds.ranks.distributed import keep_freed_memory
 
+_LIKELY_CAUSES = {
+    -signal.SIGKILL: "; the host has most likely run out of memory: use fewer workers or a smaller shuffle_buffer",
+    -signal.SIGBUS: "; shared memory (/dev/shm) is most likely full: make it larger or use fewer workers",
+}
+
 T = TypeVar("T")
 
 
 class Loader(Iterator[T], Generic[T]):
-    """A `DataLoader` whose workers compute in one thread and leave signals to the rank, and torch's global generator as it is.
-    `section` of the settings has `num_workers`."""
+    """A `DataLoader` whose workers compute in one thread and leave signals to the rank. torch's global generator stays as it
+    is. `section` of the settings has `num_workers`, `options` are the DataLoader's."""
 
     def __init__(self, dataset: Dataset[Any], *, num_workers: int, section: str, **options: Any) -> None:
         self._section = section
@@ -44,20 +49,19 @@ class Loader(Iterator[T], Generic[T]):
                 worker.join(timeout=1)  # the end may show a little later than what it left undone
                 if code := worker.exitcode:
                     self.close()
-                    how = f"{signal.Signals(-code).name} (out of memory?)" if code < 0 else f"code {code}"
+                    how = f"{signal.Signals(-code).name}{_LIKELY_CAUSES.get(code, '')}" if code < 0 else f"code {code}"
                     death = f"a data worker (process {worker.pid}) was ended by {how}"
                     raise ValueError(f"{self._section}.num_workers: {death}") from error
             raise
 
     def close(self) -> None:
-        """Stop the workers and wait for them."""
+        """Stop the workers and wait for them. The iterator's finaliser would, too, but swallow what a signal raises then."""
         loaded, self._loaded = self._loaded, iter(())
         getattr(loaded, "_shutdown_workers", lambda: None)()
 
 
 def _start_worker(worker: int) -> None:
-    """Set up a worker process. Launchers send SIGTERM to a rank's whole process tree: a worker lets the first one pass, for its
-    rank still has a step to finish, and obeys the next."""
+    """Set up a worker process. It lets a first SIGTERM pass, for its rank still has a step to finish, and obeys the next."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

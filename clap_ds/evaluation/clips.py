@@ -20,7 +20,7 @@ from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.data.broken import Broken, BrokenItemError
-from clap_ds.data.captions import CAPTION_FORMATS, MOST_BYTES, captions_of, in_words
+from clap_ds.data.captions import CAPTION_FORMATS, captions_of, in_words
 from clap_ds.data.front_end import Kind
 from clap_ds.data.items import choose_clip, read_clip
 from clap_ds.data.shard_files import open_shard
@@ -60,10 +60,8 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
     for shard in shards:
         for item in list_items(shard, report):
             try:
-                texts = {extension: item[extension] for extension in CAPTION_FORMATS if extension in item}
-                if any(place.size > MOST_BYTES for place in texts.values()):
-                    raise BrokenItemError(f"its text has more than {MOST_BYTES:,} bytes")
-                described = {extension: bytes(place.read(item["__file__"])) for extension, place in texts.items()}
+                texts = [extension for extension in CAPTION_FORMATS if extension in item]
+                described = {extension: item[extension].read(item["__file__"]) for extension in texts}
                 clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
             except (BrokenItemError, *DAMAGE) as error:
                 report(f"{shard}: {item['__key__']}", words(error))

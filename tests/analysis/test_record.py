@@ -87,7 +87,7 @@ def test_a_killed_run_tells_its_rate_from_its_steps(record: Path) -> None:
         ({"breakdown_s": [1]}, r"schema\.py"),
         ({"num_nodes": 1.5}, "nodes is 1.5; expected a whole number"),
         ({"preset": 3}, "model is 3; expected text"),
-        (None, "Unterminated"),
+        (None, "not valid JSON"),
     ],
 )
 def test_a_record_that_is_not_of_its_schema_is_refused(

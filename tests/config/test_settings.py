@@ -50,7 +50,7 @@ def test_all_mistakes_are_shown_at_once(write_run: WriteRun) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1,\n  "b": }', r"run\.json: Expecting value: line 2 column 8"),
+        ('{"a": 1,\n  "b": }', r"run\.json:2:8: not valid JSON"),
         ('{"a": 1, "a": 2}', r"field 'a' stands twice"),
         ('{"clap": 3}', r"clap: expected a valid dictionary .*, found 3"),
         ('{"train_batch_size": 4}', r"gradient_clipping: missing; DeepSpeed would clip to 1\.0 in bf16"),

@@ -15,7 +15,7 @@ from tests.data.tars import wav
 NOISE = np.random.default_rng(0).uniform(-0.5, 0.5, 8 * RATE)
 
 
-def test_files_that_are_the_same_are_one_item(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_the_same_are_one_item(tmp_path: Path) -> None:
     """By whatever path they are reached; captions and other columns of all of them are kept."""
     more = "./audio/../audio/clip 00.wav,again,2\nlink/clip 01.wav,linked,2\ncopy.wav,copied,3\n"
     path = write_list(tmp_path, 3, more)
@@ -23,8 +23,6 @@ def test_files_that_are_the_same_are_one_item(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "link").symlink_to("audio")
     (tmp_path / "copy.wav").write_bytes((tmp_path / "audio" / "clip 01.wav").read_bytes())
     assert run(path, tmp_path / "out") == 0
-    printed = capsys.readouterr().out
-    assert f"copy.wav (= {tmp_path}/audio/clip 01.wav)" in printed
     found = {name: json.loads(item["json"]) for name, item in items_by_source(tmp_path / "out").items()}
     assert {name: (each["caption"], each["take"]) for name, each in found.items()} == {
         "clip 00.wav": (["a tone clip 00.wav", "again"], ["1", "2"]),
@@ -33,16 +31,12 @@ def test_files_that_are_the_same_are_one_item(tmp_path: Path, capsys: pytest.Cap
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), {"pipe": "isn't a regular", "/dev/zero": "isn't a regular", "gone": "No such"}.items()
-)
-def test_only_regular_files_are_read(tmp_path: Path, kind: str, reason: str) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     """A pipe that nobody writes to would be waited for without end."""
-    path = write_list(tmp_path, 2, "audio/odd.wav,odd\n")
-    os.mkfifo(tmp_path / "audio" / "pipe")
-    (tmp_path / "audio" / "odd.wav").symlink_to(kind)
+    path = write_list(tmp_path, 2, "audio/pipe.wav,x\naudio/gone.wav,x\n")
+    os.mkfifo(tmp_path / "audio" / "pipe.wav")
     assert run(path, tmp_path / "out") == 0
-    assert reason in reasons_in(tmp_path / "out")["odd.wav"]
+    assert reasons_in(tmp_path / "out").keys() == {"pipe.wav", "gone.wav"}
 
 
 def build_one(folder: Path, files: dict[str, bytes]) -> tuple[set[str], dict[str, str]]:
@@ -54,7 +48,7 @@ def build_one(folder: Path, files: dict[str, bytes]) -> tuple[set[str], dict[str
     return set(items_by_source(folder / "out")), reasons_in(folder / "out")
 
 
-@pytest.mark.parametrize("file_format", ["FLAC", "MP3"])
+@pytest.mark.parametrize("file_format", ["WAV", "FLAC", "MP3"])
 def test_files_whose_end_is_missing_are_left_out(tmp_path: Path, file_format: str) -> None:
     soundfile.write(buffer := io.BytesIO(), NOISE, RATE, format=file_format)
     content, suffix = buffer.getvalue(), file_format.lower()

@@ -32,7 +32,15 @@ def sides(items: list[Entry], share: float = 0.2, **options: Any) -> dict[str, s
     return {side: set(numbers) for side, numbers in of_side.items()}
 
 
-@pytest.mark.parametrize("seed", range(5))
+def test_a_share_is_drawn_anew_for_each_seed_alone() -> None:
+    items = entries(list(range(40)))
+    found = sides(items, seed=0)
+    assert len(found["held_out"]) == 8
+    assert found == sides(items, seed=0) != sides(items, seed=3)
+    assert sides(items, 0)["held_out"] == set()
+
+
+@pytest.mark.parametrize("seed", range(2))
 def test_groups_are_never_divided(seed: int) -> None:
     values = [n % 7 for n in range(37)]
     held_out = sides(entries(values), seed=seed, group_column="speaker")["held_out"]
@@ -59,9 +67,7 @@ def test_a_fold_is_held_out() -> None:
     ("values", "options", "message"),
     [
         (["a"], {}, r"all of 1 item\(s\) would be held out"),
-        (["a"] * 9, {"group_column": "speaker"}, "all of 9"),
-        (["train", "development"], {"split_column": "speaker"}, r"found \['development'\]"),
-        (["a", ""], {"group_column": "speaker"}, r"found \[\]"),
+        (["train", "development"], {"split_column": "speaker"}, "found 'development'"),
         (["a"], {"group_column": "who"}, "there are speaker"),
         (["a", "b"], {"shards": 2}, "--shards 2 is more than the 1 items"),
     ],

@@ -15,11 +15,7 @@ from clap_ds.data.captions import captions_of
         ({"json": json.dumps({"text": ["a bell", "", "a gong"]}).encode()}, ["a bell", "a gong"]),
         ({}, "no caption: expected txt"),
         ({"json": b'["a bell"]'}, "no caption"),
-        ({"json": b'{"caption": ["a", null]}'}, "no caption"),
         ({"json": b'{"caption": '}, "can't be read: Expecting value"),
-        ({"txt": b"\xff\xfe\x00"}, "can't be read: .*utf-8"),
-        ({"json": b'{"caption": "a\\ud800"}'}, "can't be read: .*surrogates"),
-        ({"txt": b"a" * 10_000_000}, "10,000,000 bytes, expected at most 1,048,576"),
         ({"txt": b" \n"}, "empty caption"),
     ],
 )

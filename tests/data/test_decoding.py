@@ -37,9 +37,9 @@ def tone(frequency: float, sample_rate: int, seconds: float = 1.0) -> np.ndarray
 RNG = np.random.default_rng(0)
 NOISE = RNG.normal(0, 0.3, (70_000, 6)).clip(-1, 1)
 FILES = {
-    **{f"FLAC of {n} channel(s)": encode(NOISE[:, :n], SECOND, "FLAC", "PCM_16") for n in (1, 2, 3)},
-    **{f"WAV of {n} channel(s)": encode(NOISE[:, :n], SECOND, "WAV", "PCM_16") for n in (1, 2, 6)},
-    **{f"FLAC of {rate} Hz": encode(NOISE[:, :2], rate, "FLAC", "PCM_16") for rate in (8000, 44100, 96000)},
+    **{f"FLAC of {n} channel(s)": encode(NOISE[:, :n], SECOND, "FLAC", "PCM_16") for n in (1, 2)},
+    **{f"WAV of {n} channel(s)": encode(NOISE[:, :n], SECOND, "WAV", "PCM_16") for n in (1, 6)},
+    **{f"FLAC of {rate} Hz": encode(NOISE[:, :2], rate, "FLAC", "PCM_16") for rate in (44100, 96000)},
     "FLAC of 24 bits": encode(NOISE, SECOND, "FLAC", "PCM_24"),
     "MP3": encode(tone(440, SECOND, 3) + 0.2 * tone(1234, SECOND, 3), SECOND, "MP3"),
     "Ogg Vorbis": encode(NOISE[:, :2], SECOND, "OGG", "VORBIS"),
@@ -69,31 +69,35 @@ def test_rows_are_what_libsndfile_numpy_and_torchaudio_make(name: str) -> None:
         assert (in_16_bits - to_int16(found)).abs().max() <= 1
 
 
-@pytest.mark.parametrize("file_format", ["WAV", "FLAC"])
-def test_crops_come_from_anywhere(file_format: str) -> None:
-    encoded = encode(np.arange(1000, dtype=np.int16), SECOND, file_format, "PCM_16")
+def test_crops_come_from_anywhere() -> None:
+    encoded = encode(np.arange(1000, dtype=np.int16), SECOND, "FLAC", "PCM_16")
     assert {int(decode(encoded, 990, seed, torch.int16)[0]) for seed in range(100)} == set(range(11))
 
 
-FLAC = encode(tone(440, SECOND), SECOND, "FLAC")  # 36 bits from byte 21 on count its samples
+def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
+    samples = np.zeros(40 * 48, dtype=np.float32)
+    samples[[70, 1500]] = 0.25, -0.5
+    encoded = encode(samples, SECOND, "FLAC")
+    crops = [decode(encoded, num_samples=10, seed=seed).tolist() for seed in range(50)]
+    assert all(any(crop) for crop in crops)
+    assert [0.0] * 5 + [-0.5] + [0.0] * 4 in crops
+    assert decode(encoded, num_samples=10, dtype=torch.int16).tolist() == [2**15 * each for each in crops[0]]
 
 
 @pytest.mark.parametrize(
     ("encoded", "reason"),
     [
         (b"not audio at all" * 100, "can't be decoded"),
-        (encode(np.zeros(0), SECOND, "WAV"), "no samples"),
+        (encode(tone(440, 16000), 16000, "FLAC")[:8000], "can't be decoded"),
         (encode(np.array([0.25]), SECOND, "WAV", "FLOAT"), "a single sample"),
         (encode(np.zeros(10), SECOND, "FLAC"), "silent"),
         (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
         (encode(tone(440, SECOND), 1, "WAV"), "sample rate of 1 Hz"),  # hours, as the model hears it
-        (FLAC[:21] + bytes([FLAC[21] & 0xF0, 0, 0, 0, 0]) + FLAC[26:], "can't be decoded"),  # as written to a pipe
         # An MP3's length stands at its start, so a part of a file still promises all of it.
         (encode(np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND), SECOND, "MP3")[:20000], "breaks off"),
     ],
     ids=itertools.count(),  # encoded audio may hold the time
 )
 def test_unusable_audio_is_refused_with_a_reason(encoded: bytes, reason: str) -> None:
-    for dtype in (torch.float32, torch.int16):
-        with pytest.raises(BrokenItemError, match=reason):
-            decode(encoded, num_samples=4 * SECOND, dtype=dtype)
+    with pytest.raises(BrokenItemError, match=reason):
+        decode(encoded, num_samples=4 * SECOND)

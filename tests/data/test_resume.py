@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.data.conftest import OpenSource
-from tests.data.tars import marked_tars, numbers_in, put, wav, write_tar
+from tests.data.tars import marked_tars, numbers_in, wav, write_tar
 
 NUM_BATCHES = 14
 
@@ -42,7 +42,6 @@ MIXTURE = {"{0,1}.tar": 3.0, "{2,3}.tar": 1.0}
         ("*.tar", [1, 6], {"micro_batch": 40, "num_workers": 2}),  # cuts pieces of 32
         (MIXTURE, [1, 7], {"num_workers": 2, "sampling": "epochs", "shuffle_buffer": 9}),
         (MIXTURE, [1, 7], {"num_workers": 2, "sampling": "replacement", "shuffle_buffer": 9}),
-        ("memory://resume/b.tar", [3], {"shuffle_buffer": 9}),
         (None, [2], {"num_batches": 3}),  # synthetic data
     ],
 )
@@ -50,7 +49,6 @@ def test_interrupted_equals_uninterrupted(
     shards: Path, open_source: OpenSource, names: Any, stops: list[int], settings: dict[str, Any]
 ) -> None:
     """Over several passes, with broken items and a cut tar; and it ends in the same state."""
-    put("memory://resume/b.tar", (shards / "3.tar").read_bytes())
     if isinstance(names, dict):
         names = {str(shards / name): weight for name, weight in names.items()}
     elif names == "*.tar":

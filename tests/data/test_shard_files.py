@@ -1,3 +1,4 @@
+import threading
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -44,12 +45,25 @@ def test_each_is_fetched_once_until_the_least_recently_used_makes_room(
     assert content(urls[1]) == b"other" * 1000
 
 
+def test_what_breaks_off_is_no_copy(urls: list[str], shard_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "get_file", lambda self, path, local: Path(local).write_bytes(b"begun"))
+        with pytest.raises(OSError, match="broke off after 5 bytes"):
+            open_shard(urls[1])
+    assert not list(shard_cache.glob("*.tar"))
+    assert content(urls[1]) == bytes([1]) * SIZE
+
+
 def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: Mock, tmp_path: Path) -> None:
     (tmp_path / "local.tar").write_bytes(b"local")
     opened = open_ahead([*urls[:2], str(tmp_path / "local.tar"), "memory://cache/gone.tar"], 1e9)
     name, first = next(opened)
     assert (name, first().read(0, 1)) == (urls[0], b"\0")
     (name, second), (_, local), (_, gone) = opened
+    for thread in threading.enumerate():
+        if thread.daemon and thread is not threading.current_thread():
+            thread.join(0.5)
+    assert fetched.call_count == 2, "before it is asked for"
     assert [each().read(0, 1) for each in (second, local)] == [b"\1", b"l"]
     with pytest.raises(FileNotFoundError):
         gone()

@@ -60,10 +60,10 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
 
 
 def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    put("memory://flaky/manifest.json", b'{"shards": {"a": {"items": 1, "bytes": 1, "seconds": 1, "sha256": ""}}}')
+    put("memory://flaky/manifest.json", b'{"shards": {}, "kind": "waveform"}')
     read, failures = MemoryFile.read, [ConnectionResetError("reset")] * 4
     monkeypatch.setattr(MemoryFile, "read", lambda *to: _raise(failures.pop()) if failures else read(*to))
-    assert read_manifest("memory://flaky").shards.keys() == {"a"}
+    assert read_manifest("memory://flaky").kind == "waveform"
     failures[:] = [ConnectionResetError("reset")] * 5
     with pytest.raises(ValueError, match="reset"):
         read_manifest("memory://flaky")

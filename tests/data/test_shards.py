@@ -153,7 +153,7 @@ def test_killed_worker_stops_the_run_with_a_message(tmp_path: Path, open_source:
         worker = (set(multiprocessing.active_children()) - others).pop()
         os.kill(worker.pid, signal.SIGKILL)
         time.sleep(0.5)
-        message = rf"clap\.data\.num_workers: .* {worker.pid}\) was ended by SIGKILL .*memory"
+        message = rf"clap\.data\.num_workers: .* {worker.pid}\) was ended by SIGKILL; .*memory"
         with pytest.raises(ValueError, match=message):
             numbers_in(source, 1000)
     assert not (set(multiprocessing.active_children()) - others)

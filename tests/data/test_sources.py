@@ -59,7 +59,7 @@ def test_batches_copied_ahead_are_complete(num_pieces: int) -> None:
     device, size = torch.device("cuda"), 96 // num_pieces
     expected = [random_batch(96, seed, num_audio_samples=200_000) for seed in range(6)]
     starts, given = range(0, 96, size), [*expected, expected[0]]
-    pieces = [[batch.rows(start, start + size).map(torch.Tensor.pin_memory) for start in starts] for batch in given]
+    pieces = [[batch.rows(start, start + size).pin_memory() for start in starts] for batch in given]
     work, sums = torch.rand(4096, 4096, device=device), []
     with BatchSource(RecordedPieces(pieces), device, copy_ahead=True) as source:
         for number in range(len(expected)):

@@ -4,6 +4,7 @@ from itertools import combinations, islice
 import pytest
 import torch
 
+from clap_ds.config.model import ClapConfig
 from clap_ds.data.batch import Batch
 from tests.data.conftest import OpenSource
 
@@ -26,3 +27,23 @@ def test_batches_are_the_same_for_a_seed_and_a_rank_alone(draw: Draw) -> None:
     for first, second in combinations(batches, 2):
         pairs = zip(first.tensors()[:2], second.tensors()[:2], strict=True)
         assert all(bool((ours != theirs).any(1).all()) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize(
+    ("setting", "shares"),
+    [(None, {12: 1.0}), (2, {2: 1.0}), ({"3": 1.0, "8": 6.0, "12": 3.0, "5": 0.0}, {3: 0.1, 8: 0.6, 12: 0.3})],
+)
+def test_captions_are_framed_as_roberta_frames_them(
+    draw: Draw, micro: ClapConfig, setting: object, shares: dict[int, float]
+) -> None:
+    (batch,) = draw(micro_batch=2000, caption_lengths=setting)
+    assert batch.input_ids.shape == batch.attention_mask.shape == (2000, 12)
+    assert batch.input_ids.max() < micro.text.vocab_size
+    lengths = batch.attention_mask.sum(1)
+    assert set(lengths.tolist()) == set(shares)
+    assert batch.num_tokens == lengths.sum()
+    for length, share in shares.items():
+        assert abs((lengths == length).double().mean() - share) <= 5 * (share * (1 - share) / 2000) ** 0.5  # 5 sigma
+    for ids, length in zip(batch.input_ids[:50].tolist(), lengths.tolist(), strict=False):
+        assert (ids[0], ids[length - 1], ids[length:]) == (0, 2, [1] * (12 - length))
+        assert all(token > 3 for token in ids[1 : length - 1])

@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from pathlib import Path
+from typing import Literal
 
 import soundfile
 from tqdm import tqdm
 
-from clap_ds.config.files import open_regular
+from clap_ds.config.files import open_regular, parse_json, read_bytes, write_atomically
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry
 
-_MIDDLE_BYTES = 2**12
+_OF_A_STREAM = 0x7FFF0000  # sizes from here on stand in WAVs written to a pipe: sox 0x7FFFF000, ffmpeg 0xFFFFFFFF
 _FRAMES_LOST = 2 * 1152  # what decoding an MP3 may give less than its header states
 
 
-def look_at(entries: list[Entry], num_threads: int) -> None:
-    """Give entries their files' sizes, problems and digests. Read whole are those alone of which another has the same size and
-    the same middle."""
+def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
+    """Give entries their files' sizes, problems and, where another is as long, digests: as `saved`, or by looking at each."""
+    if saved and saved.is_file() and len(seen := parse_json(read_bytes(saved, MOST_OF_A_FILE))) == len(entries):
+        for entry, found in zip(entries, seen, strict=True):
+            entry.size, entry.problem, entry.digest = found
+        return
     with ThreadPoolExecutor(num_threads) as pool:
         list(tqdm(pool.map(_look, entries), "files", len(entries), unit="file", disable=None))
-        for most in (_MIDDLE_BYTES, MOST_OF_A_FILE):
-            number_of = Counter(entry.digest for entry in entries if not entry.problem)
-            alike = [entry for entry in entries if not entry.problem and number_of[entry.digest] > 1]
-            list(tqdm(pool.map(partial(_hash, most=most), alike), "duplicates", len(alike), unit="file", disable=None))
+        number_of = Counter(entry.size for entry in entries if not entry.problem)
+        alike = [entry for entry in entries if not entry.problem and number_of[entry.size] > 1]
+        list(tqdm(pool.map(_hash, alike), "duplicates", len(alike), unit="file", disable=None))
+
+
+def save_looks(path: Path, entries: list[Entry]) -> None:
+    write_atomically(path, json.dumps([(entry.size, entry.problem, entry.digest) for entry in entries]))
 
 
 def merge(entries: list[Entry]) -> list[Entry]:
     """Keep of entries whose files hold the same the first alone, which then has all captions and names the others."""
     first_of: dict[object, Entry] = {}
     for entry in entries:
-        if (first := first_of.setdefault(id(entry) if entry.problem else entry.digest, entry)) is not entry:
+        if (first := first_of.setdefault(entry.digest or id(entry), entry)) is not entry:
             first.add(entry)
             first.others.append(entry.path)
     return list(first_of.values())
@@ -44,21 +52,23 @@ def _look(entry: Entry) -> None:
         entry.size = entry.path.stat().st_size
         if not entry.path.is_file():
             entry.problem = entry.problem or "isn't a regular file"
-        entry.digest = str(entry.size)
     except (OSError, ValueError) as error:  # the latter of a path with a zero byte
         entry.problem = entry.problem or f"audio file can't be read: {error}"
 
 
-def _hash(entry: Entry, most: int) -> None:
+def _hash(entry: Entry) -> None:
     try:
         with open_regular(entry.path) as file:
-            file.seek(max(0, entry.size - most) // 2)
-            entry.digest = f"{entry.size} {hashlib.sha256(file.read(most)).hexdigest()}"
+            entry.digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         entry.problem = f"audio file can't be read: {error}"
 
 
-def check_whole(file: soundfile.SoundFile, num_decoded: int) -> None:
-    """Raise BrokenItemError for a FLAC or an MP3 of which fewer frames could be decoded than its header states."""
+def check_whole(content: bytes, file: soundfile.SoundFile, num_decoded: int) -> None:
+    """Raise BrokenItemError for a file whose header states more bytes, or frames, than there are."""
+    order: Literal["little", "big"] = "big" if content[:4] == b"FORM" else "little"
+    stated = int.from_bytes(content[4:8], order) if content[:4] in (b"RIFF", b"FORM") else 0
+    if len(content) < stated < _OF_A_STREAM:
+        raise BrokenItemError(f"audio breaks off: {len(content)} of {stated} bytes are there")
     if file.format in ("FLAC", "MP3") and num_decoded < file.frames - _FRAMES_LOST:
         raise BrokenItemError(f"audio breaks off: {num_decoded} of {file.frames} samples could be decoded")

@@ -3,9 +3,8 @@
     clap-shards build clips.csv shards --held_out 0.05
 
 SOURCE is a CSV or JSONL with a column of paths and one or more of captions, or a folder where each audio file has a .txt (one
-caption a line) or .json (field caption) of the same name. Rows of the same file, and files that hold the same, become one item
-with several captions; other columns are kept in the item's json. A build that was stopped resumes by the same command. Rows
-that can't be read are refused before any work; files that can't be used are left out, and listed in `broken.jsonl`.
+caption a line) or .json (field caption) of the same name. Files that hold the same become one item with several captions; other
+columns are kept in the item's json. Files that can't be used are left out, counted, and listed in `broken.jsonl`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from clap_ds.config.model_names import preset_names
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.front_end import KINDS
 from clap_ds.data.shard_list import HUB_TOKENIZER
-from clap_ds.data.shard_making.audio_files import look_at, merge
-from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry, read_entries
+from clap_ds.data.shard_making.audio_files import look_at, merge, save_looks
+from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, read_entries
 from clap_ds.data.shard_making.prepared_audio import Clip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
 from clap_ds.data.shard_making.splits import SIDES, Numbered, check_columns, divide
-from clap_ds.data.shard_making.writing import BuiltShard, Member, Named, add_work, fill, none_usable
+from clap_ds.data.shard_making.writing import RECORDS, BuiltShard, Member, Named, add_work, fill, none_usable
 from clap_ds.model.tokenizer import train_tokenizer
 
 
@@ -42,12 +41,13 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     more = "of several names between commas, semicolons or bars, as FSD50K's labels: each becomes a list"
     add("--list_column", nargs="+", default=[], metavar="NAME", help=more)
     add("--audio_root", type=Path, metavar="DIR", help="what paths are relative to (default: SOURCE's folder)")
-    add = parser.add_argument_group("what is kept for evaluation").add_argument
+    group = parser.add_argument_group("what is kept for evaluation")
+    add, add_one = group.add_argument, group.add_mutually_exclusive_group().add_argument
     more = "of items, drawn at random (default 0); 1: all, such as a list of test clips"
-    add("--held_out", type=arguments.number(0, 1), default=0.0, metavar="SHARE", help=more)
+    add_one("--held_out", type=arguments.number(0, 1), default=0.0, metavar="SHARE", help=more)
     add("--group_column", metavar="NAME", help="recording, speaker, …: items of one value stay on one side")
-    add("--split_column", metavar="NAME", help=f"instead of these: says of each item {SIDES}")
-    add("--fold_column", metavar="NAME", help="or: of the fold that each item is of, as ESC-50's and UrbanSound8K's")
+    add_one("--split_column", metavar="NAME", help=f"instead of these: says of each item {SIDES}")
+    add_one("--fold_column", metavar="NAME", help="or: of the fold that each item is of, as ESC-50's")
     add("--held_out_fold", metavar="FOLD", help="the fold of that column that is held out")
     add = parser.add_argument_group("shards").add_argument
     more = "size of a shard, about, by the size of SOURCE's files (default 500)"
@@ -63,17 +63,15 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_build(options: argparse.Namespace) -> int:
-    """Build, and return the exit code. UserError where the user made a mistake, or the folder can't be written."""
-    ways = map(bool, (options.split_column, options.fold_column, options.held_out or options.group_column))
-    if sum(ways) > 1 or bool(options.fold_column) != bool(options.held_out_fold):
-        raise UserError(
-            "expected --split_column, --fold_column with --held_out_fold, or --held_out, and one of them alone"
-        )
+    """Build, and return the exit code."""
+    if bool(options.fold_column) != bool(options.held_out_fold) or (options.group_column and not options.held_out):
+        raise UserError("expected --fold_column with --held_out_fold, and --group_column with --held_out")
     preparation = preparation_of(options)
     entries = read_entries(options.source, options)
     check_columns(entries, options)
-    look_at(entries, options.workers)
-    entries = merge(entries)
+    saved = options.folder / RECORDS / "files.json"
+    look_at(entries, options.workers, saved if options.part or options.join else None)
+    listed, entries = entries, merge(entries)
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
@@ -83,6 +81,8 @@ def run_build(options: argparse.Namespace) -> int:
     members = {name: partial(members_of, items, convert) for name, items in divided.items()}
     shards = fill(options.folder, _plan(divided), members, options, preparation, broken)
     if options.part:
+        if not saved.is_file():
+            save_looks(saved, listed)
         print_amount("part {}/{}".format(*options.part), shards)
         return 0
     tokenizer = HUB_TOKENIZER
@@ -91,7 +91,7 @@ def run_build(options: argparse.Namespace) -> int:
         captions = (caption for entry in usable for caption in entry.captions)
         vocab_size = train_tokenizer(captions, options.folder / "tokenizer", vocab_size=options.train_tokenizer)
         print(f"tokenizer of {vocab_size} tokens for a model trained from nothing")
-    _report(options.folder, shards, entries, tokenizer, options.preset)
+    _report(options.folder, shards, tokenizer, options.preset)
     return print_left_out(options.folder, shards, broken, options.max_left_out)
 
 
@@ -121,11 +121,9 @@ def members_of(items: Numbered, convert: Callable[[bytes, str], Clip], broken: l
         yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": said}, clip.seconds
 
 
-def _report(folder: Path, shards: list[BuiltShard], entries: list[Entry], tokenizer: str, preset: str | None) -> None:
+def _report(folder: Path, shards: list[BuiltShard], tokenizer: str, preset: str | None) -> None:
     more = {}
     has_train = print_amount("train", [shard for shard in shards if shard.name.startswith("train")])
     if print_amount("held_out", [shard for shard in shards if shard.name.startswith("held_out")]):
         more["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
-    if same := [f"{other} (= {entry.path})" for entry in entries for other in entry.others]:
-        print(f"{len(same)} file(s) hold the same as another, and are one item with it: {', '.join(same[:8])}")
     print_settings(f"{folder}/train-*.tar" if has_train else None, tokenizer, preset, more)

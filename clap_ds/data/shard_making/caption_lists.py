@@ -16,7 +16,7 @@ from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import parse_json, read_bytes, read_json
 from clap_ds.data.captions import in_words, names_in_cell
 
-AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif", ".au", ".caf", ".w64")
+AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
@@ -37,7 +37,7 @@ class Entry:
     more: Row = field(default_factory=dict)
     problem: str | None = None
     size: int = 0  # bytes, where the file was looked at
-    digest: str = ""  # of the file's size and, where another is as long, its content
+    digest: str = ""  # of the file's content, where another is as long
     others: list[Path] = field(default_factory=list)  # files that hold the same
 
     def add(self, other: Entry) -> None:
@@ -56,8 +56,7 @@ def values_of(row: Row, name: str) -> list[Any]:
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
-    """Read the audio files of a folder or a list, by `options` of the command; rows of the same path are one entry. UserError
-    for a source that is missing, empty, in another encoding, or lacks a column."""
+    """Read the audio files of a folder or a list, by `options` of the command; rows of the same path are one entry."""
     merged: dict[Path, Entry] = {}
     for entry in (_read_folder if source.is_dir() else _read_list)(source, options):
         if (first := merged.setdefault(entry.path, entry)) is not entry:
@@ -68,8 +67,7 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
 
 
 def read_paths(source: Path) -> list[Path]:
-    """Read the audio files that a list names, in a column of `AUDIO_COLUMNS` or in its only one, which needs no heading.
-    Raises UserError as `read_entries`."""
+    """Read the audio files that a list names, in a column of `AUDIO_COLUMNS` or in its only one, which needs no heading."""
     rows, names = rows_of(source)
     of_audio = [name for name in names if is_of_audio(name)] or names
     if len(of_audio) > 1 and not is_of_audio(of_audio[0]):
@@ -80,7 +78,7 @@ def read_paths(source: Path) -> list[Path]:
 
 
 def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
-    """Read a list's rows, each with its line, and the names of its columns; UserError as `read_entries`."""
+    """Read a list's rows, each with its line, and the names of its columns."""
     if not source.is_file() or source.suffix.lower() not in LIST_SUFFIXES:
         found = "" if source.exists() else ": no such file or folder"
         raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
@@ -112,9 +110,12 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield number, {**parse_json(line)}
-            except (ValueError, TypeError) as error:
-                raise UserError(f"{source}:{number}: expected a JSON object: {error}") from None
+                row = parse_json(line)
+            except ValueError as error:
+                raise UserError(f"{source}:{number}: not valid JSON: {getattr(error, 'msg', error)}") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{source}:{number}: expected an object, as in each line of a JSONL")
+            yield number, row
 
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
@@ -158,8 +159,7 @@ def path_in(row: Row, audio: str) -> str:
 
 
 def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[list[str], Row]:
-    """Divide a row into captions, each once, and what else is said. Columns of classes are both (`in_words`). Text in columns
-    of `lists` becomes one of names."""
+    """Divide a row into captions and what else is said: columns of classes are both. Text in columns of `lists` becomes one."""
     row = {name: names_in_cell(cell) if name in lists and isinstance(cell, str) else cell for name, cell in row.items()}
     texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
     more = {name: value for name, value in row.items() if name not in columns or not _CAPTION_COLUMN.fullmatch(name)}

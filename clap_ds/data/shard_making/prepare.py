@@ -2,15 +2,16 @@
 
     clap-shards prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
 
-Each tar becomes one of the same name, with the same items in the same order; all but the audio stays as it is, and so does a
-folder `tokenizer` beside the tars. It resumes, and leaves out what can't be used, as `clap-shards build` does.
+Each tar becomes one of the same name, with the same items in the same order; all but their audio stays as it is. Items that
+can't be used are left out, counted, and listed in `broken.jsonl`.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from clap_ds.data.shard_list import expand_shards, tokenizer_beside
 from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, preparation_of
 from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
 from clap_ds.data.shard_making.writing import Member, Named, add_work, fill
+from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_items import read_items
 
 
@@ -34,13 +36,13 @@ def add_prepare_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_prepare(options: argparse.Namespace) -> int:
-    """Prepare, and return the exit code. UserError or ValueError where the user made a mistake."""
+    """Prepare, and return the exit code."""
     preparation = preparation_of(options)
     assert preparation is not None  # of an encoded kind, which isn't among the choices
-    names, folder = expand_shards(options.shards), options.folder
-    tars = {name.rpartition("/")[2]: name for name in names}
-    if len(tars) < len(names):
-        raise UserError("some tars have the same name; prepare them into folders of their own")
+    tars, folder = _by_name(expand_shards(options.shards)), options.folder
+    for place in dict.fromkeys(tar.rpartition("/")[0] or "." for tar in tars.values()):
+        if read_manifest(place).kind == "mel":
+            raise UserError(f"{place} holds features; expected audio")
     members = {name: partial(members_of, tar, preparation) for name, tar in tars.items()}
     shards = fill(folder, tars.values(), members, options, preparation)
     print_amount("part {}/{}".format(*options.part) if options.part else preparation.kind, shards)
@@ -64,3 +66,13 @@ def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Itera
             continue
         others = {name: item[name] for name in item.keys() - {*CLIP_FORMATS} if name[:1] not in ("", "_")}
         yield {"__key__": item["__key__"], clip.extension: clip.content, **others}, clip.seconds
+
+
+def _by_name(tars: Iterable[str]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for tar in tars:
+        name = re.sub(r"\.(tar|tgz)\b.*", "", tar.rpartition("/")[2]) + ".tar"
+        if name in named:
+            raise UserError(f"{named[name]} and {tar} would both become {name}; prepare them into folders of their own")
+        named[name] = tar
+    return named

@@ -1,7 +1,4 @@
-"""What becomes of audio on its way into a shard: a file as it is, the waveform before cropping, or its log-mel features.
-
-These two are made by the functions that decode for a run on `waveforms: int16`.
-"""
+"""What becomes of audio on its way into a shard: a file as it is, the waveform before cropping, or its log-mel features."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def as_it_is(content: bytes, extension: str) -> Clip:
     with open_audio(content) as file:
         rate = file.samplerate
         samples = file.read(dtype="float32", always_2d=True)
-        check_whole(file, len(samples))
+        check_whole(content, file, len(samples))
     check_finite(samples)
     check_samples(len(samples), len(samples), not samples.any())
     if extension not in AUDIO_FORMATS:
@@ -50,8 +47,7 @@ def as_it_is(content: bytes, extension: str) -> Clip:
 
 
 class Preparation:
-    """Makes audio files what `front_end` calls `waveform` or `mel`. For `mel`, short clips are repeated to the model's length
-    first; of longer ones what is beyond the last whole hop is left out."""
+    """Makes audio files what `front_end` calls `waveform` or `mel`, of which short clips are repeated first."""
 
     def __init__(self, kind: Kind, audio: AudioConfig) -> None:
         self.kind, self.audio, self.front_end = kind, audio, FrontEnd.of(audio)
@@ -66,8 +62,7 @@ class Preparation:
             raise BrokenItemError("audio is silent: every sample is 0 in 16 bits")
         wav = _encoded(waveform, rate, "WAV")
         if self.kind == "mel":
-            np.save(file := io.BytesIO(), self._features(wav, len(waveform)))
-            return Clip(FEATURES, file.getvalue(), len(waveform) / rate)
+            return Clip(FEATURES, _npy(self._features(wav, len(waveform))), len(waveform) / rate)
         return Clip("wav", wav, len(waveform) / rate)
 
     def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
@@ -75,8 +70,8 @@ class Preparation:
         length, hop = self.audio.num_samples, self.audio.hop_size
         row = torch.empty(max(num_samples, length), dtype=torch.int16)
         decode_audio(wav, row, sample_rate=self.audio.sample_rate, rng=random.Random(0))
-        whole = row[None, : length + (len(row) - length) // hop * hop]
-        return self._log_mel.of_any_length(whole.float().div_(INT16_SCALE))[0].half().numpy()
+        whole = length + (len(row) - length) // hop * hop
+        return self._log_mel.of_any_length(row[None, :whole].float().div_(INT16_SCALE))[0].half().numpy()
 
 
 def add_preparation_options(parser: argparse.ArgumentParser, kinds: tuple[Kind, ...], **more: Any) -> None:
@@ -100,10 +95,17 @@ def _decode(content: bytes, rate: int) -> NDArray[np.int16]:
         ratio = resampling_ratio(file.samplerate, rate)
         row = torch.from_numpy(np.empty(math.ceil(file.frames * ratio), np.int16))  # torch's error isn't a MemoryError
         length = decode_audio(content, row, sample_rate=rate, rng=random.Random(0))
-        check_whole(file, file.frames if length == len(row) else math.floor(length / ratio))
+        check_whole(content, file, file.frames if length == len(row) else math.floor(length / ratio))
     return row[:length].numpy()
 
 
 def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:
-    soundfile.write(file := io.BytesIO(), samples, rate, format=file_format, subtype="PCM_16")
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=file_format, subtype="PCM_16")
+    return file.getvalue()
+
+
+def _npy(array: NDArray[Any]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
     return file.getvalue()

@@ -22,8 +22,7 @@ def print_amount(title: str, shards: Sequence[BuiltShard]) -> bool:
 
 
 def print_left_out(folder: Path, shards: Sequence[BuiltShard], unusable: Sequence[Named], most: float) -> int:
-    """Print what was left out, with the first reasons, and return the exit code: 1 where it is more than the share `most` of
-    all."""
+    """Print what was left out, and return the exit code: 1 where it is more than the share `most` of all."""
     left_out = [*unusable, *(each for shard in shards for each in shard.broken)]
     share = len(left_out) / (len(left_out) + sum(shard.record.items for shard in shards if shard.record))
     if left_out:

@@ -13,7 +13,8 @@ TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")
 SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[1:])})"
 
-Numbered = list[tuple[int, Entry]]  # with their numbers in the list
+Numbered = list[tuple[int, Entry]]
+"""Entries with their numbers in the list."""
 
 
 def check_columns(entries: list[Entry], options: Namespace) -> None:
@@ -21,10 +22,11 @@ def check_columns(entries: list[Entry], options: Namespace) -> None:
     column = options.split_column or options.group_column or options.fold_column
     for entry in entries if column else ():
         said = names_in(entry, column)
-        is_odd = options.split_column and any(name.lower() not in TRAIN + HELD_OUT for name in said)
-        if not entry.problem and (is_odd or not said):
-            expected = SIDES if options.split_column else f"a value (there are {', '.join(entry.more)})"
-            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, found {said}")
+        odd = [name for name in said if options.split_column and name.lower() not in TRAIN + HELD_OUT]
+        if not entry.problem and (odd or not said):
+            found = f"found {odd[0]!r}" if odd else f"found nothing; there are {', '.join(entry.more) or 'none'}"
+            expected = SIDES if options.split_column else "a value"
+            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, {found}")
 
 
 def names_in(entry: Entry, column: str) -> list[str]:
@@ -32,8 +34,7 @@ def names_in(entry: Entry, column: str) -> list[str]:
 
 
 def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
-    """Divide entries, in random order, among shards by their file names, `held_out-….tar` and `train-….tar`: `options.shards`
-    of the latter, or of about `options.shard_mb` of encoded audio. UserError for a side or a shard without items."""
+    """Divide entries, in random order, among shards by their file names; UserError for a side or a shard without items."""
     order = list(range(len(entries)))
     random.Random(options.seed).shuffle(order)
     chosen = held_out(entries, order, options)
@@ -52,8 +53,7 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
 
 
 def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
-    """Choose the numbers of the entries that are held out, by a column or about a share of them in the order given. Entries
-    of the same value of `group_column` stay together."""
+    """Choose the numbers of the entries that are held out, by a column or about a share of them in the order given."""
     if column := options.split_column:
         chosen = {n for n in order if any(name.lower() in HELD_OUT for name in names_in(entries[n], column))}
     elif column := options.fold_column:
@@ -62,19 +62,24 @@ def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[
             there = ", ".join(sorted({name for entry in entries for name in names_in(entry, column)})[:20])
             raise UserError(f"--held_out_fold {options.held_out_fold}: no such value in {column!r}; there are {there}")
     else:
-        chosen = _drawn(entries, order, options) if options.held_out else set()
+        number, groups = round(options.held_out * len(entries)), _groups(entries, order, options.group_column)
+        chosen = _drawn(groups, max(1, number)) if options.held_out else set()
     if len(chosen) == len(entries) and options.held_out != 1:
         raise UserError(f"all of {len(entries)} item(s) would be held out, and none left for training")
     return chosen
 
 
-def _drawn(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
-    """Draw the share of entries, or the smallest group. A group is taken whole where most of it is wanted."""
+def _drawn(groups: list[list[int]], number: int) -> set[int]:
+    """Draw so many of the groups' members, or the smallest group. A group is taken whole where most of it is wanted."""
+    chosen: set[int] = set()
+    for group in groups:
+        if 2 * (number - len(chosen)) > len(group):
+            chosen.update(group)
+    return chosen or {*min(groups, key=len)}
+
+
+def _groups(entries: list[Entry], order: list[int], column: str | None) -> list[list[int]]:
     groups: dict[object, list[int]] = defaultdict(list)
     for number in order:
-        groups[names_in(entries[number], options.group_column)[0] if options.group_column else number].append(number)
-    most, chosen = max(1, round(options.held_out * len(entries))), set[int]()
-    for group in groups.values():
-        if 2 * (most - len(chosen)) > len(group):
-            chosen.update(group)
-    return chosen or {*min(groups.values(), key=len)}
+        groups[names_in(entries[number], column)[0] if column else number].append(number)
+    return list(groups.values())

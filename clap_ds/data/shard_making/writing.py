@@ -1,7 +1,6 @@
 """Tars written side by side, each under another name until it is whole; and beside them the manifest and what can't be used.
 
-Each finished tar has a record, so that a command that was stopped goes on with those that have none. A part of the work is
-every Nth shard; joining them is resuming.
+Each finished tar has a record: a command that was stopped, or joins parts, goes on with those that have none.
 """
 
 from __future__ import annotations
@@ -31,12 +30,17 @@ from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, writ
 RECORDS = ".build"  # folder of finished shards' records, beside them
 BROKEN = "broken.jsonl"
 
-Named = tuple[str, str]  # something that can't be used, and why
-Member = tuple[dict[str, Any], float]  # an item of a tar, `__key__` and contents by extension; seconds of audio
-Members = Callable[[list[Named]], Iterable[Member]]  # gives what goes into a shard; adds to the list what can't be used
+Named = tuple[str, str]
+"""Something that can't be used, and why."""
+Member = tuple[dict[str, Any], float]
+"""An item of a tar, its `__key__` and contents by extension, and its seconds of audio."""
+Members = Callable[[list[Named]], Iterable[Member]]
+"""Gives what goes into a shard, and adds what can't be used to the list."""
 
 
 class BuiltShard(NamedTuple):
+    """A finished shard."""
+
     name: str
     record: ShardRecord | None  # None where none of its items could be used, so that there is no tar
     broken: list[Named]  # items left out
@@ -50,11 +54,8 @@ def fill(
     preparation: Preparation | None,
     unusable: Sequence[Named] = (),
 ) -> list[BuiltShard]:
-    """Write all shards that aren't there yet, in threads; then the manifest and the list of broken items, `unusable` first.
-
-    With `--part`, write only that part's shards. `plan` is what the shards follow from, beside the preparation. UserError
-    where no item can be used, or the folder holds something else or can't be written.
-    """
+    """Write all shards of this part that aren't there yet; of the whole also the manifest and the list of broken items,
+    `unusable` first. `plan` is what the shards follow from, beside the preparation."""
     prepared = (preparation.kind, preparation.front_end) if preparation else ()
     _claim(folder, chain([repr(prepared)], plan))
     if options.part:
@@ -64,7 +65,8 @@ def fill(
     waiting = {name: members for name, members in shards.items() if name not in built}
     if options.join and waiting:
         parts = sorted({k % options.join + 1 for k, name in enumerate(shards) if name in waiting})
-        raise UserError(f"{folder}: shards are missing; run --part I/{options.join} with I = {parts}, then join")
+        again = f"run --part I/{options.join} with I = {','.join(map(str, parts))}, then join"
+        raise UserError(f"{folder}: {len(waiting)} of {len(shards)} shards are missing; {again}")
     if built:
         print(f"{len(built)} of {len(shards)} shards are there already", flush=True)
     try:
@@ -80,15 +82,14 @@ def fill(
     write_atomically(folder / BROKEN, "".join(listed))
     records = {shard.name: shard.record for shard in ordered if shard.record}
     write_manifest(folder, ShardManifest(records, *prepared))
-    for left in folder.glob(".*.tar.*"):  # by commands that were killed
-        left.unlink(missing_ok=True)
     if not records:
         raise UserError(none_usable(broken))
     return ordered
 
 
 def none_usable(broken: Sequence[Named]) -> str:
-    return f"none of {len(broken)} items can be used, the first: {': '.join(broken[0])}"
+    examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
+    return f"none of {len(broken)} items can be used, the first: {examples}"
 
 
 def _claim(folder: Path, plan: Iterable[str]) -> None:
@@ -151,14 +152,14 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
 
 def _part(text: str) -> tuple[int, int]:
     part, slash, num_parts = text.partition("/")
-    if slash and part.isdecimal() and num_parts.isdecimal() and 1 <= int(part) <= int(num_parts):
+    if slash and part.isdecimal() and num_parts.isdecimal() and int(part) <= int(num_parts) > 0:
         return int(part), int(num_parts)
-    raise argparse.ArgumentTypeError(f"expected a part and how many there are, from 1/N to N/N, found {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a part and how many there are, from 1/N to N/N, or 0/N, found {text!r}")
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("on many nodes, with the same other options").add_mutually_exclusive_group()
-    more = "write part I of N alone, at the same time as others or again"
+    more = "write part I of N alone, at the same time as others or again; 0/N first looks at the files, once for all"
     group.add_argument("--part", type=_part, metavar="I/N", help=more)
     more = "when all N parts are written: the manifest, and all that is said of the whole"
     group.add_argument("--join", type=whole_number(), metavar="N", help=more)
