@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +17,8 @@ from typing import Any, TypeVar
 import psutil
 
 from clap_ds.analysis.table import markdown_table
-from clap_ds.config.files import write_atomically, write_object
+from clap_ds.config.changes import with_field
+from clap_ds.config.files import read_json, write_atomically, write_object
 from clap_ds.config.places import commit, work_folder
 
 T = TypeVar("T")
@@ -31,8 +34,7 @@ def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def show(output: Path | None, text: str, figures: Any) -> None:
-    """Print the text; where there is a file for it, keep it with the command and commit that made it, the figures in a JSON
-    beside it."""
+    """Print the text; where there is a file for it, keep it there with the command and commit, figures in a JSON beside it."""
     print(text, flush=True)
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +57,7 @@ def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def in_turns(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[str, list[T]]:
-    """What each action returns in each round. They take turns, every second round in reverse; `warm_up` rounds before are
-    dropped."""
+    """What each action returns in each round, every second one in reverse order, after `warm_up` rounds."""
     found: dict[str, list[T]] = {name: [] for name in actions}
     for number in range(warm_up + rounds):
         for name in list(actions)[:: -1 if number % 2 else 1]:
@@ -69,19 +70,23 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> str:
-    """Run a command with its output in `log`, and end what it started when it or its time is over. How it ended: `completed`,
-    `exit code 3` or `stopped after 60 s`."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
+def run_config(content: dict[str, Any], command: Sequence[str], folder: Path, limit_s: float) -> dict[str, Any]:
+    """Run a command, its output in `output.log` of a new folder, where `config.json` is the run that it is about and run
+    directories go, and end what it started when it or its time is over. Its row: `state` (`completed`, `exit code 3`, `stopped
+    after 60 s`), `seconds`, in `note` why it isn't complete, and what its run says."""
+    folder.mkdir(parents=True)
+    output = {"root": str(folder), "label": "run"}
+    write_object(folder / "config.json", with_field(content, "clap.output", output))
+    log, began_s, row = folder / "output.log", time.monotonic(), dict[str, Any]()
+    with log.open("wb") as file:
         process = psutil.Popen(
-            command, cwd=work_folder(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command, cwd=work_folder(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
     try:
         code = process.wait(limit_s)
-        return f"exit code {code}" if code else "completed"
+        state = f"exit code {code}" if code else "completed"
     except psutil.TimeoutExpired:
-        return f"stopped after {limit_s:.0f} s"
+        state = f"stopped after {limit_s:.0f} s"
     finally:
         family = process.children(recursive=True) if process.is_running() else []
         with contextlib.suppress(ProcessLookupError):
@@ -91,3 +96,14 @@ def run_for(command: Sequence[str], log: Path, limit_s: float | None = None) -> 
         for each in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
+    for path in folder.glob("run-*/summary.json"):
+        row = read_json(path)
+        row |= {f"{kind}_gb": (row.get(f"memory_{kind}_bytes") or 0) / 1e9 for kind in ("peak", "reserved_peak")}
+    note = "" if state == "completed" else (row.get("error") or _last_error(log)).replace("|", "/")
+    return {**row, "state": state, "seconds": time.monotonic() - began_s, "note": note}
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\berror: |Error\b", line)]
+    return (errors or lines or ["no output"])[-1].removeprefix("error: ")[:200]

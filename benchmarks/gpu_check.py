@@ -2,9 +2,8 @@
 
     python -m benchmarks.gpu_check 1 [--minutes 9] [--output FOLDER]
 
-Each step runs by itself: one that fails, hangs or finds no time left is a row of the table like any other. After each,
-`call1.md` has the table so far, `call1.tar.xz` what the steps left, `efficiencies.json` what plans take, and `caches.tar.xz`
-what was compiled, with which another call begins. docs/cluster.md says what each call measures.
+Each step runs by itself: one that fails, hangs or finds no time left is a row like any other. docs/cluster.md says what each
+call measures and leaves.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import exit_on_sigterm, run_for, show, table
-from benchmarks.variants import last_error
+from benchmarks.common import exit_on_sigterm, run_config, show, table
 from clap_ds.config.changes import parse_assignment, read_config, with_field
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.files import write_object
 from clap_ds.config.places import code_folder, work_folder
 from clap_ds.flop_count.peaks import peak_for
 from clap_ds.ranks.accelerator import choose_accelerator, nvidia_smi
 
 
 class Step(NamedTuple):
-    """Seconds it may take, the run it is about (a configuration's name and changes of it), and its command after `python`."""
+    """The run is a configuration's name and changes of it, the command what follows `python`."""
 
     most_s: float
     run: str = "htsat_tiny"
@@ -95,45 +92,31 @@ FEWEST_S = 20.0
 BULKY = (".tar", ".ttir", ".ttgir", ".llir", ".source")
 COLUMNS = (
     "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.1f}"
-    " | range {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f} | peak memory, GB {memory_gb:.1f}"
-    " | reserved, GB {reserved_gb:.1f} | compiling, s {compile_s:.0f}"
+    " | range {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f} | peak memory, GB {peak_gb:.1f}"
+    " | reserved, GB {reserved_peak_gb:.1f} | compiling, s {compile_s:.0f}"
     " | exposed communication, s {breakdown_s[exposed_communication]:.4f} | losses off by {loss_difference:.1e} | note {note}"
 )
 
 
 def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, Any]:
-    """Run one step in a new folder and show its output. Returns the table's row: state, seconds, why it isn't complete
-    (`note`), and what its run says."""
+    """Run one step in a new folder and show its output. Returns the table's row."""
     places: dict[str, Any] = {"gpu": gpu, "call": folder.parent, "folder": folder, "config": folder / "config.json"}
-
-    def words(text: str) -> list[str]:
-        return [re.sub(r"\{(\w+)\}", lambda found: str(places[found[1]]), word) for word in shlex.split(text)]
-
-    name, *assignments = words(step.run)
+    name, *assignments = shlex.split(step.run.replace("{call}", str(folder.parent)))
     content = read_config(Path(name))
     for assignment in (*SHORT.split(), *assignments):
         content = with_field(content, *parse_assignment(assignment))
-    folder.mkdir(parents=True)
     places["micro_batch"] = content["train_micro_batch_size_per_gpu"]
-    write_object(places["config"], with_field(content, "clap.output", {"root": str(folder), "label": "run"}))
-    command, log, began_s = words(step.command), folder / "output.log", time.monotonic()
+    command = [word.format_map(places) for word in shlex.split(step.command)]
     print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)
-    state = run_for([sys.executable, *command], log, limit_s)
-    print(log.read_text(errors="replace"), flush=True)
-    row: dict[str, Any] = {"step": folder.name, "state": state, "seconds": time.monotonic() - began_s}
-    if state != "completed":
-        row["note"] = last_error(log).replace("|", "/")
-    for path in folder.glob("run-*/summary.json"):
-        row = json.loads(path.read_text()) | row
-        for shown, field in {"memory_gb": "memory_peak_bytes", "reserved_gb": "memory_reserved_peak_bytes"}.items():
-            row |= {shown: row[field] / 1e9} if row.get(field) else {}
+    row = {"step": folder.name, **run_config(content, [sys.executable, *command], folder, limit_s)}
+    print((folder / "output.log").read_text(errors="replace"), flush=True)
     for path in folder.glob("run-*/metrics.jsonl"):
         row["losses"] = [json.loads(line)["loss"] for line in path.read_text().splitlines() if '"loss"' in line]
     return row
 
 
 def archive(folder: Path, target: Path) -> None:
-    """Replace an archive of a folder where something in it is newer; shards and what a compiler goes through are left out."""
+    """Renew an archive of a folder, without shards and what a compiler goes through, where something in it is newer."""
     if target.exists() and all(path.stat().st_mtime < target.stat().st_mtime for path in folder.rglob("*")):
         return
     with tarfile.open(part := target.with_name(f".{target.name}"), "w:xz", preset=0) as tar:
@@ -149,10 +132,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: results/<device>")
     options = parser.parse_args(argv)
     deadline_s = time.monotonic() + 60 * options.minutes
-    if not (found := nvidia_smi()):
-        raise UserError("no NVIDIA GPU on this machine: nvidia-smi names none")
-    if choose_accelerator() == "cpu":
-        raise UserError("CUDA_VISIBLE_DEVICES or DS_ACCELERATOR keeps this from the GPUs")
+    if not (found := nvidia_smi()) or choose_accelerator() == "cpu":
+        raise UserError("no NVIDIA GPU for this: nvidia-smi, CUDA_VISIBLE_DEVICES and DS_ACCELERATOR tell")
     device = found[0].split(",")[0].strip()
     gpu = getattr(peak_for(device), "name", "") or device
     exit_on_sigterm()

@@ -4,13 +4,11 @@
     python -m benchmarks.plan_validation --deepspeed_config RUN                # two steps under torch.profiler, one rank
     python -m benchmarks.plan_validation --profiles FOLDER --output results/h200/efficiencies.md
 
-Each row of `published_rates.csv` is a published run. Its training step is recorded on fake tensors, as plans record this
-engine's: a model of `transformers` with the published sizes, precision, kind of attention and optimizer. No row has a factor
-of its own. LAION's rows have the loop that its SpecAugment is.
-
-Where a recorded step differs from the published code: query, key and value are three products where timm's and GPT-2's code has
-one; what NVIDIA's code has as one kernel (LAMB, apex's layer norm) is torch's; Swin and HTSAT pad images by nothing, in a copy;
-causal attention counts what it leaves out; gradients travel for free; a loop in Python takes as long as its launches.
+Each row of `published_rates.csv` is a published run. Its training step is recorded on fake tensors: a model of `transformers`
+with the published sizes, precision, kind of attention and optimizer, LAION's with the loop that its SpecAugment is. Unlike the
+published code, query, key and value are three products where timm's and GPT-2's has one; what NVIDIA's has as one kernel (LAMB,
+apex's layer norm) is torch's; Swin and HTSAT pad images by nothing, in a copy; causal attention counts what it leaves out;
+gradients travel for free.
 
 What is profiled stays in the run directory as `profile.json`. It is joined to the operations of the same run's plan by their
 names and inputs' shapes, which gives the share of the data sheet's rates that each class of operations reaches.
@@ -134,48 +132,23 @@ def step_of(row: dict[str, Any]) -> list[tuple[Operation, float]]:
 
 
 def compared(row: dict[str, Any], operations: Sequence[tuple[Operation, float]]) -> dict[str, Any]:
-    """The row with the rates that are predicted for these operations, and the middle one's ratio to the published one. Of
-    LAION's rows also what a sample takes, and of that the copies of the masked spectrograms' gradient."""
+    """The row with the rates that are predicted for these operations, and the middle one's ratio to the published one."""
     gpu, num_samples = gpu_named(row["device"]), row["batch"] * row["accumulation"]
     predicted = {case: num_samples / seconds_by_part(operations, rates_of(gpu, case))["step"] for case in CASES}
-    found = {**row, "predicted_rate": predicted, "ratio": predicted["middle"] / row["rate"]}
-    if row["class"] == "ClapModel":
-        frames, bins = load_preset(row["model"]).audio.feature_shape
-        written = 4 * row["batch"] * frames * bins
-        copies = [
-            each for each, _ in operations
-            if each.backward and each.name == "aten.copy_" and [size for _, size in each.written] == [written]
-        ]  # fmt: skip
-        copies_s = sum(map(rates_of(gpu, "middle").seconds, copies))
-        found |= {
-            "copies": len(copies),
-            "copies_gb_a_sample": sum(each.bytes_moved for each in copies) / num_samples / 1e9,
-        }
-        found |= {"published_ms": 1000 / row["rate"], "predicted_ms": 1000 / predicted["middle"]}
-        found |= {"copies_ms": 1000 * copies_s / num_samples}
-    return found
+    return {**row, "predicted_rate": predicted, "ratio": predicted["middle"] / row["rate"]}
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:
     covered = sum(row["predicted_rate"]["low"] <= row["rate"] <= row["predicted_rate"]["high"] for row in rows)
-    return "\n\n".join([
-        f"# The plan beside published training rates\n\n{table(RATES, rows)}",
-        f"Ratio: predicted over published. Median **{median(row['ratio'] for row in rows):.2f}** of {len(rows)} rows;"
-        f" {covered} rates are in their interval.",
-        *(
-            "{model}: published {published_ms:.2f} ms a sample, predicted {predicted_ms:.2f}, {unexplained:.2f} unexplained. Of"
-            " the predicted {copies_ms:.2f} are {copies:,} copies of the batch's gradient, {copies_gb_a_sample:.2f} GB a"
-            " sample, behind SpecAugment's loop; without them {without:.2f} would be unexplained.".format(
-                **row, unexplained=(gap := row["published_ms"] - row["predicted_ms"]), without=gap + row["copies_ms"]
-            )
-            for row in rows if "copies" in row
-        ),
-    ])  # fmt: skip
+    return (
+        f"# The plan beside published training rates\n\n{table(RATES, rows)}\n\nRatio: predicted over published. Median"
+        f" **{median(row['ratio'] for row in rows):.2f}** of {len(rows)} rows; {covered} rates are in their interval."
+    )
 
 
 def profile(session: Any) -> None:
-    """Profile steps of a session and leave them as `profile.json`: of each operation its caller's place in the list, its name,
-    its inputs' shapes, and its own kernels with their microseconds (on a CPU its own time)."""
+    """Leave steps of a session as `profile.json`: of each operation its caller's place in the list, its name, its inputs'
+    shapes, and its own kernels with their microseconds (on a CPU its own time)."""
     timer, on_cpu = PhaseTimer(session.device, instrumented=False), session.device.type == "cpu"
     for _ in range(WARM_UP):
         session.engine.step(session.batches, timer)
@@ -196,13 +169,8 @@ def join(
     profiled: Any, planned: Iterable[tuple[Operation, float]], ideal_s: Callable[[Operation], float]
 ) -> dict[str, dict[str, float]]:
     """By class of operations, the longest first: the share of the data sheet's rates that is reached, and seconds and kernels a
-    step. What the plan doesn't have is there by its name and without a share.
-
-    Args:
-        profiled: what `profile` left.
-        planned: the plan's operations and how often a step does each; Inductor's kernels are joined all together.
-        ideal_s: of one of them at the data sheet's rates.
-    """
+    step, of what `profile` left. What the plan doesn't have is there by its name and without a share; Inductor's kernels are
+    joined all together. `ideal_s` is of one operation at the data sheet's rates."""
     known, ideal = defaultdict[Any, list[Operation]](list), defaultdict[str, float](float)
     for operation, times in planned:
         if operation.launches and class_of(operation) == FUSED:
@@ -232,28 +200,20 @@ def join(
     }  # fmt: skip
 
 
-def read(path: Path, gpu: Gpu | None) -> tuple[str, bool, dict[str, Any]]:
-    """A profile's device, whether towers were compiled, and its classes joined to the plan of the run it lies with."""
-    run, summary = load_run(path.with_name("config.json"), 1), read_json(path.with_name("summary.json"))
-    device = summary["device_name"]
-    if not (gpu := gpu or peak_for(device)) or not gpu.memory_tbytes_per_s:
-        raise UserError(f"{path}: no rates for {device!r} are known; give --gpu with the name clap-plan has for it")
-    kernels = {field: chosen["kernel"] for field, chosen in summary.get("kernels", {}).items()}
-    run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
-    step = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda")
-    planned = [each for each in step.recorded.operations if not each.is_collective]
-    is_compiled = "compiled" in summary
-    work = [(each, step.times(each)) for each in (fused(planned) if is_compiled else planned)]
-    if not (found := join(read_json(path), work, rates_of(gpu, "middle").ideal_s)):
-        raise UserError(f"{path}: no kernel's time is in it; expected CUPTI to let torch.profiler see the GPU's")
-    return device, is_compiled, found
-
-
 def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
-    """Shares of all profiles below a folder; a UserError where there is none, or nothing is known of its device."""
+    """Shares of all profiles below a folder, each joined to the plan of the run it lies with; a UserError where there is none,
+    or nothing is known of its device."""
     texts, classes, device = list[str](), dict[str, Any](), ""
     for path in sorted(folder.rglob("profile.json"), key=lambda path: path.stat().st_mtime):
-        device, is_compiled, found = read(path, gpu)
+        run, summary = load_run(path.with_name("config.json"), 1), read_json(path.with_name("summary.json"))
+        device, is_compiled = summary["device_name"], "compiled" in summary
+        if not (known := gpu or peak_for(device)) or not known.memory_tbytes_per_s:
+            raise UserError(f"{path}: no rates for {device!r} are known; give --gpu with the name clap-plan has for it")
+        kernels = {field: chosen["kernel"] for field, chosen in summary.get("kernels", {}).items()}
+        run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
+        work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(compiled=is_compiled)
+        if not (found := join(read_json(path), work, rates_of(known, "middle").ideal_s)):
+            raise UserError(f"{path}: no kernel's time is in it; expected CUPTI to let torch.profiler see the GPU's")
         rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]
         texts += [f"## {path.parent}\n\n{table(CLASSES, rows)}"]
         # Inductor's kernels are told by the compiled run, the others by the eager one, which has all of them.

@@ -1,11 +1,9 @@
 """Implementations of CLAP's training step that hold the same weights and take the same batch: this project's,
-`transformers.ClapModel`'s, and the training loops of open_clip and LAION-CLAP. `benchmarks.peers` times them."""
+transformers' towers, and the training loops of open_clip and LAION-CLAP. `benchmarks.peers` times them."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.config.errors import UserError
-from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.batch import Batch
@@ -31,22 +28,6 @@ from clap_ds.weights.hf_config import config_to_transformers
 from clap_ds.weights.names import State
 
 import transformers  # isort: skip  (after torchaudio_compat)
-
-LOOPS: dict[str, type[LogMel]] = {"open_clip": LogMel, "LAION-CLAP": ConvolutionMel}
-"""Their front ends: torchlibrosa's Fourier transform in LAION-CLAP is a convolution."""
-
-
-def expressible_preset(preset: str) -> str:
-    """The preset, or LAION's of that name (`clap_…`), whichever has a pooling and heads that `transformers.ClapModel` has; a
-    UserError where neither does."""
-    for name in (preset, f"clap_{preset}"):
-        with suppress(ValueError):
-            config = load_preset(name)
-            heads = (config.audio.projection, config.text.projection)
-            has_heads = all(head.bias and head.hidden_dim == config.joint_dim for head in heads)
-            if has_heads and config.text.pooling == "cls_pooler":
-                return name
-    raise UserError(f"--preset {preset}: transformers.ClapModel has no such pooling or heads; expected --against loops")
 
 
 def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
@@ -67,13 +48,11 @@ class EngineSide:
         weights: that it begins with, in `transformers`' names.
     """
 
-    def __init__(
-        self, arguments: argparse.Namespace, preset: str, precision: str, batch: Batch, *, spec_augment: bool
-    ) -> None:
+    def __init__(self, arguments: argparse.Namespace, precision: str, batch: Batch, *, spec_augment: bool) -> None:
         from clap_ds.engine.building import build_model
         from clap_ds.engine.engine import ClapEngine
 
-        model = {"preset": preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": spec_augment}
+        model = {"preset": arguments.preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": spec_augment}
         settings: dict[str, Any] = {"text_tokens": arguments.text_tokens, "text": arguments.text, "model": model}
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0, "log_level": "error",
@@ -87,11 +66,10 @@ class EngineSide:
 
     def step(self, batch: Batch) -> dict[str, float]:
         """As `Side.step`; the loss is in `forward`, all else of the engine's in `step` alone."""
-        timer, device = PhaseTimer(batch.device, instrumented=True), batch.device
-        whole_s = seconds(lambda: self.losses.append(float(self.engine.step(iter([batch]), timer))), device)
+        timer = PhaseTimer(batch.device, instrumented=True)
+        whole_s = seconds(lambda: self.losses.append(float(self.engine.step(iter([batch]), timer))), batch.device)
         parts = timer.seconds
-        forward_s = parts["forward"] + parts["loss"]
-        return {"front_end": 0.0, **parts, "forward": forward_s, "step": whole_s}
+        return {**parts, "forward": parts["forward"] + parts["loss"], "step": whole_s}
 
 
 class MasterAdamW:
@@ -117,40 +95,41 @@ class MasterAdamW:
 
 
 class Side:
-    """A model of transformers with weights of ours, in a loop of its own.
+    """A peer with weights of ours.
 
     Args:
-        model: gives both embeddings and the logit scale of features, ids and mask.
+        weights: in `transformers`' names.
+        kind: `open_clip` or `LAION-CLAP`, as their training loops are (LAION's is fp16, which CPUs are slow at; here it is
+            bf16), or `transformers`: its towers with this project's front end and torch's fused AdamW.
         low: how bf16 is used: `autocast`, `cast` with fp32 masters, or `none` of it.
-        mel: the front end.
-        make_optimizer: whose `step()` also drops the gradients.
     """
 
     def __init__(
-        self,
-        model: Any,
-        weights: State,
-        low: str,
-        mel: LogMel,
-        device: torch.device,
-        make_optimizer: Callable[..., Any],
+        self, config: ClapConfig, weights: State, kind: str, low: str, device: torch.device, *, spec_augment: bool
     ) -> None:
+        sizes: Any = config_to_transformers(config)
+        sizes.audio_config.drop_path_rate = 0.0
+        for tower in (sizes.audio_config, sizes.text_config):
+            tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
+        model: Any = LoopModel(config, sizes, spec_augment=spec_augment)
         model.load_state_dict(weights, strict=False)
         # Its text attention goes through SDPA on CUDA and is eager on CPU, where SDPA's bf16 backward is several times slower.
         model.text_model.config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
         self.model = model.train().to(device, torch.bfloat16 if low == "cast" else None)
+        make_optimizer = MasterAdamW if kind == "transformers" else LoopAdamW
         self.optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad])
-        self.low, self.mel, self.losses = low, mel.to(device), list[float]()
+        self.mel = (ConvolutionMel if kind == "LAION-CLAP" else LogMel)(config.audio).to(device)
+        if kind == "transformers" and device.type == "cpu":
+            convert(self.mel)
+        self.low, self.losses = low, list[float]()
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """One training step: seconds of each of its parts and of the whole, the device synchronised between them."""
+        """Seconds of each part of a training step and of the whole, the device synchronised between them."""
         timer = PhaseTimer(batch.device, instrumented=True)
         mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
-        with torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"):
-            with timer("front_end"):
-                features = self.mel(batch.audio)[:, None].to(next(self.model.parameters()).dtype)
-            with timer("forward"):
-                loss = softmax_loss(*self.model(features, batch.input_ids, mask))
+        with timer("forward"), torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"):
+            features = self.mel(batch.audio)[:, None].to(next(self.model.parameters()).dtype)
+            loss = softmax_loss(*self.model(features, batch.input_ids, mask))
         with timer("backward"):
             loss.backward()
         with timer("optimizer"):
@@ -163,31 +142,6 @@ def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     logits = scale * audio.float() @ text.float().T
     target = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-
-
-def sizes_of(config: ClapConfig) -> Any:
-    """In transformers' names, without dropout and stochastic depth."""
-    found: Any = config_to_transformers(config)
-    found.audio_config.drop_path_rate = 0.0
-    for tower in (found.audio_config, found.text_config):
-        tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
-    return found
-
-
-class TransformersModel(transformers.ClapModel):
-    """`transformers.ClapModel`, called as `LoopModel` is. Its window attention has only the eager form."""
-
-    def forward(self, features: Tensor, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-        output = super().forward(input_features=features, input_ids=input_ids, attention_mask=mask)
-        return output.audio_embeds, output.text_embeds, self.logit_scale_a.float().exp()
-
-
-def transformers_side(config: ClapConfig, weights: State, low: str, device: torch.device) -> Side:
-    """`transformers.ClapModel` at its best: with this project's front end and torch's fused AdamW."""
-    mel = LogMel(config.audio)
-    if device.type == "cpu":
-        convert(mel)
-    return Side(TransformersModel(sizes_of(config)), weights, low, mel, device, MasterAdamW)
 
 
 def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
@@ -241,11 +195,3 @@ class LoopAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         self.zero_grad()
-
-
-def loop_side(
-    config: ClapConfig, weights: State, low: str, device: torch.device, loop: str, *, spec_augment: bool
-) -> Side:
-    """The training loop of open_clip or LAION-CLAP. LAION's is fp16, which CPUs are slow at; here it is bf16."""
-    model = LoopModel(config, sizes_of(config), spec_augment=spec_augment)
-    return Side(model, weights, low, LOOPS[loop](config.audio), device, LoopAdamW)

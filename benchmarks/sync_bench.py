@@ -41,8 +41,8 @@ COMPUTE_PER_ALLREDUCE = 1.5
 METHODS, KINDS = ("deepspeed", "overlapped"), ("sending", "silent")
 COLUMNS = (
     "link, Mbit/s {rate_mbit:g} | gradients, MB {megabytes:.1f}"
-    " | DeepSpeed as it is {deepspeed[exposed_ms]:.0f} [{deepspeed[low]:.0f}, {deepspeed[high]:.0f}]"
-    " | overlapped {overlapped[exposed_ms]:.0f} [{overlapped[low]:.0f}, {overlapped[high]:.0f}]"
+    " | DeepSpeed as it is {deepspeed[median]:.0f} [{deepspeed[low]:.0f}, {deepspeed[high]:.0f}]"
+    " | overlapped {overlapped[median]:.0f} [{overlapped[low]:.0f}, {overlapped[high]:.0f}]"
     " | overlapped / DeepSpeed {ratio:.0%}"
 )
 SUBNET = "10.98.0"
@@ -60,18 +60,18 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float) -> Tensor:
         time.sleep(forward_s)
-        ctx.forward_s, ctx.shape = forward_s, weight.shape
+        ctx.forward_s, ctx.weight = forward_s, weight
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> Any:
         time.sleep(2 * ctx.forward_s)
-        return gradient[0], torch.full(ctx.shape, float(gradient[0].sum())), None
+        return gradient[0], torch.ones_like(ctx.weight), None
 
 
 class EmulatedModel(nn.Module):
-    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled: in all `forward_s` in a
-    forward pass and twice that in a backward pass."""
+    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled: `forward_s` forward and
+    twice that backward."""
 
     def __init__(self, forward_s: float = 0.0) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def _step_by(method: str, model: nn.Module) -> Callable[[bool], None]:
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    """Seconds an action takes all ranks together."""
+    """Of all ranks together."""
     dist.barrier()
     return seconds(lambda: (action(), dist.barrier()), torch.device("cpu"))
 
@@ -134,10 +134,13 @@ def _worker(rounds: int) -> None:
     distributed.leave(0)
 
 
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
 @contextmanager
 def shaped_hosts() -> Iterator[list[str]]:
-    """Names of two namespaces, each with one interface `eth0`, for the length of a `with` block. A UserError where there is no
-    root or no iproute2, or the kernel refuses."""
+    """Names of two namespaces, each with one interface `eth0`; a UserError where there is no root or no iproute2."""
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise UserError("network namespaces need root, and ip and tc of the package iproute2")
     hosts = [f"clap{os.getpid()}-{number}" for number in (1, 2)]
@@ -154,46 +157,23 @@ def shaped_hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
-def shape(hosts: Sequence[str], rate_mbit: float) -> None:
-    """Let every host send at `rate_mbit`."""
-    for host in hosts:
-        _run(f"tc -n {host} qdisc replace dev eth0 root tbf rate {rate_mbit}mbit burst 512kbit latency 200ms")
-
-
-def run_ranks(hosts: Sequence[str], command: Sequence[str]) -> str:
-    """Run a rank on each host, pinned to a core, with the launcher's variables set; rank 0's standard output, or a UserError
-    where a rank failed."""
+def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, Any]:
+    """Run all methods at one rate, a rank on each host, pinned to a core; each one's exposed milliseconds with an interval."""
     processes = []
     for rank, host in enumerate(hosts):
+        _run(f"tc -n {host} qdisc replace dev eth0 root tbf rate {rate_mbit}mbit burst 512kbit latency 200ms")
         words = f"ip netns exec {host} taskset -c {rank % (os.cpu_count() or 1)} env RANK={rank}".split()
-        processes.append(subprocess.Popen([*words, *VARIABLES, *command], stdout=subprocess.PIPE, text=True))
-    try:
-        outputs = [process.communicate()[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+        worker = [sys.executable, "-m", "benchmarks.sync_bench", "--worker", "--rounds", str(rounds)]
+        processes.append(subprocess.Popen([*words, *VARIABLES, *worker], stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate()[0] for process in processes]
     if any(codes := [process.returncode for process in processes]):
         raise UserError(f"ranks ended with exit codes {codes}")
-    return outputs[0]
-
-
-def _run(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{command}: {done.stderr.strip()}")
-
-
-def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, Any]:
-    """Run all methods on two hosts at one rate; each one's exposed milliseconds with an interval."""
-    shape(hosts, rate_mbit)
-    worker = [sys.executable, "-m", "benchmarks.sync_bench", "--worker", "--rounds", str(rounds)]
-    found = json.loads(run_ranks(hosts, worker).splitlines()[-1])
+    found = json.loads(outputs[0].splitlines()[-1])
     row: dict[str, Any] = {"rate_mbit": rate_mbit, "megabytes": found["num_bytes"] / 1e6}
     for name in METHODS:
         pairs = zip(*(found["seconds"][f"{name} {kind}"] for kind in KINDS), strict=True)
-        exposed = median_interval([1000 * (sending - silent) for sending, silent in pairs])
-        row[name] = {"exposed_ms": exposed.median, "low": exposed.low, "high": exposed.high}
-    return {**row, "ratio": row["overlapped"]["exposed_ms"] / row["deepspeed"]["exposed_ms"]}
+        row[name] = vars(median_interval([1000 * (sending - silent) for sending, silent in pairs]))
+    return {**row, "ratio": row["overlapped"]["median"] / row["deepspeed"]["median"]}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -207,9 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     exit_on_sigterm()
     with shaped_hosts() as hosts:
         rows = [_measure(hosts, rate_mbit, arguments.rounds) for rate_mbit in arguments.rates_mbit]
-    title = (
-        "Exposed communication: a step that sends its gradients less one that keeps them; median with its interval, ms"
-    )
+    title = "Exposed communication: a step that sends its gradients less one that keeps them; median, interval, ms"
     show(arguments.output, f"{title}\n\n{table(COLUMNS, rows)}", rows)
 
 

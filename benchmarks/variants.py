@@ -9,19 +9,18 @@ fit or takes too long is a row like any other. Output, settings and run director
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import exit_on_sigterm, make_parser, run_for, show, table
+from benchmarks.common import exit_on_sigterm, make_parser, run_config, show, table
 from clap_ds.config.changes import parse_assignment, parse_varied, read_config, with_field
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.files import write_object
 from clap_ds.config.places import PACKAGE, work_folder
 
 BENCH = [sys.executable, "-m", "clap_ds.ranks.start", str(PACKAGE / "bench.py"), "--deepspeed_config"]
@@ -31,37 +30,8 @@ COLUMNS = (
     "settings {title} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
     " | interval {samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f}"
     " | its coverage {samples_per_s_per_gpu[coverage]:.1%} | ratio {ratio:.3f}"
-    " | memory, GB {memory_gb:.2f} | seconds {seconds:.0f} | state {state} | note {note}"
+    " | memory, GB {peak_gb:.2f} | seconds {seconds:.0f} | state {state} | note {note}"
 )
-
-
-def run_bench(content: dict[str, Any], settings: Mapping[str, Any], folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run a benchmark with some settings changed, its output in `output.log` of a folder, its run directory beside that. Its
-    row: `settings`, `state` (`failed` where the run has none), `seconds`, rate and memory, or why not in `note`."""
-    for name, value in {**settings, "clap.output": {"root": str(folder.parent), "label": folder.name}}.items():
-        content = with_field(content, name, value)
-    config, log = folder / "config.json", folder / "output.log"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_object(config, content)
-    began_s = time.monotonic()
-    ending = run_for([*BENCH, str(config)], log, limit_s)
-    row = {"settings": dict(settings), "state": "failed", "seconds": time.monotonic() - began_s, "note": ""}
-    found = sorted(folder.parent.glob(f"{folder.name}-*/summary.json"), key=lambda path: path.stat().st_mtime)
-    summary = json.loads(found[-1].read_text()) if found else {}
-    if ending == summary.get("state") == "completed":
-        figures = {name: summary.get(name) for name in ("samples_per_s_per_gpu", "memory_peak_bytes")}
-        return {**row, "state": "completed", **figures}
-    if summary.get("state") not in (None, "completed", "running"):
-        row["state"] = summary["state"]
-    note = ending if ending.startswith("stopped") else summary.get("error") or last_error(log)
-    return {**row, "note": note.replace("|", "/")}
-
-
-def last_error(log: Path) -> str:
-    """What a run's output ends with."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\berror: |Error\b", line)]
-    return (errors or lines or ["no output"])[-1].removeprefix("error: ")[:200]
 
 
 def title(settings: Mapping[str, Any]) -> str:
@@ -73,8 +43,7 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     rates = [(row.get("samples_per_s_per_gpu") or {}).get("mean") for row in rows]
     first = next(filter(None, rates), 1.0)
     return table(COLUMNS, [
-        {**row, "title": title(row["settings"]), "memory_gb": (row.get("memory_peak_bytes") or 0) / 1e9}
-        | ({"ratio": rate / first} if rate else {})
+        {**row, "title": title(row["settings"])} | ({"ratio": rate / first} if rate else {})
         for row, rate in zip(rows, rates, strict=True)
     ])  # fmt: skip
 
@@ -103,7 +72,10 @@ def main(argv: list[str] | None = None) -> int:
     for number, values in enumerate(itertools.product(*varied.values()), start=1):
         settings = dict(zip(varied, values, strict=True))
         print(f"{number}  {title(settings)}, in {folder}", flush=True)
-        rows.append(run_bench(content, settings, folder.resolve() / f"{number:02}", arguments.limit_s))
+        own = folder.resolve() / f"{number:02}"
+        changed = functools.reduce(lambda before, each: with_field(before, *each), settings.items(), content)
+        row = run_config(changed, [*BENCH, str(own / "config.json")], own, arguments.limit_s)
+        rows.append({"settings": settings, **row})
         show(arguments.output or folder / "variants.md", format_table(rows), rows)
     return int(all(row["state"] != "completed" for row in rows))
 

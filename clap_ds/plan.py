@@ -2,8 +2,7 @@
 
     clap-plan --deepspeed_config RUN --gpu h100-sxm --nodes 1 4 16 --gpus_per_node 4 [--find_micro_batch] [--json]
 
-A training step is recorded on tensors without contents; GPUs' rates are shares of their data sheets', how efficiency falls with
-scale is from the published runs. docs/planning.md says what to trust.
+docs/planning.md says how, and what to trust.
 """
 
 from __future__ import annotations
@@ -11,16 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import defaultdict
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from clap_ds.analysis.published import PUBLISHED_DIR, PUBLISHED_TABLES
 from clap_ds.analysis.table import markdown_table, significant
 from clap_ds.analysis.weak_scaling import USUAL, Law, Series
 from clap_ds.config.arguments import positive, whole_number
-from clap_ds.config.batch_sizes import GLOBAL_BATCH, MICRO_BATCH
+from clap_ds.config.batch_sizes import GLOBAL_BATCH
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.flop_count.peaks import Gpu, gpu_named
@@ -41,8 +43,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--gpu", required=True, help="such as h100-sxm; a wrong name lists them")
     add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help="scales (default: 1)")
     add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="default: 4")
-    add("--micro_batch", type=whole_number(), metavar="B", help="in place of the run's")
-    add("--text_tokens", type=whole_number(2), metavar="L", help="caption length in place of the run's")
     add("--find_micro_batch", action="store_true", help="look for the largest multiple of 8 that fits")
     add("--samples", type=positive, help="samples to train on, each pass counted")
     add("--json", action="store_true", help="print JSON")
@@ -50,61 +50,42 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Plan and print; a UserError for a bad configuration, GPU or caption length."""
+    """Plan and print; a UserError for a bad configuration or GPU, or a batch of one scale for several."""
     arguments = parse_arguments(argv)
     gpu = gpu_named(arguments.gpu)
-    run = _changed(load_run(arguments.deepspeed_config, min(arguments.nodes) * arguments.gpus_per_node), arguments)
+    run = load_run(arguments.deepspeed_config, min(arguments.nodes) * arguments.gpus_per_node)
+    if GLOBAL_BATCH in run.deepspeed and len(set(arguments.nodes)) > 1:
+        raise UserError(f"{run.path}: {GLOBAL_BATCH} holds at one scale; expected one of --nodes")
     os.environ["DS_ACCELERATOR"] = "cpu"  # whatever this machine has, nothing is computed
     report = make_plan(run, gpu, arguments)
     print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
 
 
-def _changed(run: RunSettings, arguments: argparse.Namespace) -> RunSettings:
-    """The run with the options' micro-batch and caption length."""
-    clap, deepspeed, tokens = run.clap, dict(run.deepspeed), arguments.text_tokens
-    if tokens:
-        if tokens > (longest := clap.preset().text.max_tokens):
-            raise UserError(f"--text_tokens {tokens}: {clap.preset().name} has positions for {longest}")
-        data = clap.data.model_copy(update={"caption_lengths": None}) if clap.data.source == "synthetic" else clap.data
-        clap = clap.model_copy(update={"text_tokens": tokens, "data": data})
-    if arguments.micro_batch:
-        deepspeed[MICRO_BATCH] = arguments.micro_batch
-        deepspeed.pop(GLOBAL_BATCH, None)
-    elif GLOBAL_BATCH in deepspeed and len(set(arguments.nodes)) > 1:
-        raise UserError(f"{run.path}: {GLOBAL_BATCH} holds at one scale; expected one of --nodes, or --micro_batch")
-    return RunSettings(run.path, clap, deepspeed)
-
-
 def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The JSON report."""
+    """The JSON report: memory at the largest scale, a step's time at the smallest."""
     from clap_ds.planning.memory import largest_micro_batch, memory_parts
-    from clap_ds.planning.step import check_plannable, trace_loss, trace_step
+    from clap_ds.planning.step import trace_step
 
-    check_plannable(run)
     nodes = sorted(set(arguments.nodes))
     smallest, largest = (count * arguments.gpus_per_node for count in (nodes[0], nodes[-1]))
-    few, many = (trace_loss(run, run.micro_batch, ranks).peak_bytes for ranks in (smallest, largest))
-    own, found = trace_step(run, run.micro_batch, world_size=smallest), None
+    step_of = cache(partial(trace_step, run))
 
-    def memory(step: Step) -> dict[str, float]:
-        """By part at the largest scale, where the loss takes more than at the smallest, which is recorded."""
-        return memory_parts(step, largest, max(0, many - few) * step.micro_batch // run.micro_batch)
+    def memory(micro_batch: int) -> dict[str, float]:
+        return memory_parts(step_of(micro_batch, largest), largest)
 
-    def peak_gib(micro_batch: int) -> float:
-        return sum(memory(trace_step(run, micro_batch, world_size=smallest)).values())
-
+    own, parts, found = step_of(run.micro_batch, smallest), memory(run.micro_batch), None
     if arguments.find_micro_batch:
-        found = largest_micro_batch(peak_gib, run.micro_batch, gpu.memory_gib)
-    parts, speed, model = memory(own), _speed(own, gpu, compiled=run.clap.compile != "off"), run.clap.model
+        found = largest_micro_batch(lambda size: sum(memory(size).values()), run.micro_batch, gpu.memory_gib)
+    speed, model = _speed(own, gpu, compiled=run.clap.compile != "off"), run.clap.model
     ran = {operation.name for operation in own.recorded.operations}
     return {
         "predicted": True, "preset": run.clap.preset().name, "precision": run.precision, "gpu": gpu.name,
         "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
         "attention": "triton" if "clap_ds.window_attention" in ran else model.attention.replace("auto", "sdpa"),
         "mlp": "triton" if "clap_ds.mlp" in ran else "torch", "compile": run.clap.compile.replace("auto", "towers"),
-        "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()), **speed,
+        "memory_gpus": largest, "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()),
         "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
-        "parameters": own.num_parameters,
+        "step_gpus": smallest, **speed, "parameters": own.num_parameters,
         "scales": _scales(own.num_samples, speed["step_s"]["step"], nodes, arguments),
         "assumed": _assumed(gpu, speed["classes"]),
     }  # fmt: skip
@@ -112,13 +93,15 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
 def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
     """Of one GPU of the smallest scale, what it sends left out."""
-    from clap_ds.planning.efficiency import efficiencies_of
-    from clap_ds.planning.roofline import CASES, fused, rates_of, seconds_by_class, seconds_by_part
+    from clap_ds.planning.efficiency import class_of, efficiencies_of
+    from clap_ds.planning.roofline import CASES, rates_of, seconds_by_part
 
-    recorded = [each for each in step.recorded.operations if not each.is_collective]
-    operations = [(each, step.times(each)) for each in (fused(recorded) if compiled else recorded)]
+    operations, by_class, middle = step.work(compiled=compiled), defaultdict[str, float](float), rates_of(gpu, "middle")
+    for each, times in operations:
+        if seconds := times * middle.seconds(each):
+            by_class[class_of(each)] += seconds
+    shares = efficiencies_of(gpu)
     by_case = {case: seconds_by_part(operations, rates_of(gpu, case)) for case in CASES}
-    by_class, shares = seconds_by_class(operations, rates_of(gpu, "middle")), efficiencies_of(gpu)
     return {
         "classes": {name: {"kernels_s": seconds, **asdict(shares[name])} for name, seconds in by_class.items()},
         "samples_per_s_per_gpu": {case: step.num_samples / parts["step"] for case, parts in by_case.items()},
@@ -132,31 +115,25 @@ def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
 def _scales(
     num_samples: int, step_s: dict[str, float], nodes: list[int], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Return rates and efficiency at each number of nodes, by the law that predicted the published runs best.
-
-    A step grows by as many seconds as in these runs, by as large a share, or (the middle) by the mean of both. The range of
-    an efficiency covers each of these with each of the step's times.
-    """
-    import numpy as np
-
+    """Rates and efficiency at each number of nodes, by the law that foretold the published runs best. Ranges are of all step
+    times, each growing by as many seconds as in these runs and by as large a share; the middle time grows by half of each."""
     table = np.loadtxt(PUBLISHED_DIR / f"{GROWS_AS}.csv", delimiter=",", skiprows=1, usecols=(0, 2))
     published = Series(GROWS_AS, tuple((int(count), float(rate)) for count, rate in table)).fit(USUAL)
-    published_s, grown_s = (
-        PUBLISHED_TABLES[GROWS_AS]["batch_per_gpu"] * each for each in (published.start_s, published.slope_s)
-    )
-    rows = []
+    batch = PUBLISHED_TABLES[GROWS_AS]["batch_per_gpu"]
+
+    def law(case: str, in_seconds: float) -> Law:
+        growth = in_seconds * batch + (1 - in_seconds) * step_s[case] / published.start_s
+        return Law(published.shape, step_s[case] / num_samples, growth * published.slope_s / num_samples)
+
+    middle, laws, rows = law("middle", 0.5), [law(case, each) for case in step_s for each in (0, 1)], []
     for count in nodes:
-        rates, efficiency, gpus = dict[str, float](), dict[str, float](), count * arguments.gpus_per_node
-        for case, own_s in step_s.items():
-            share = own_s / published_s
-            for growth, times in (("seconds", 1.0), ("share", share), ("middle", (1 + share) / 2)):
-                law = Law(published.shape, own_s / num_samples, times * grown_s / num_samples)
-                efficiency[f"{case} {growth}"] = 100 * law.rate(count) / law.rate(nodes[0])
-            rates[case] = law.rate(count)
+        rate, rates, gpus = middle.rate(count), [each.rate(count) for each in laws], count * arguments.gpus_per_node
+        efficiencies = [100 * each.rate(count) / each.rate(nodes[0]) for each in laws]
         row: dict[str, Any] = {
-            "nodes": count, "gpus": gpus, "efficiency_percent": efficiency["middle middle"],
-            "efficiency_percent_range": [min(efficiency.values()), max(efficiency.values())], "samples_per_s_per_gpu": rates,
-            "samples_per_s": gpus * rates["middle"],
+            "nodes": count, "gpus": gpus, "efficiency_percent": 100 * rate / middle.rate(nodes[0]),
+            "efficiency_percent_range": [min(efficiencies), max(efficiencies)],
+            "samples_per_s_per_gpu": {"low": min(rates), "middle": rate, "high": max(rates)},
+            "samples_per_s": gpus * rate,
         }  # fmt: skip
         if arguments.samples:
             row["hours"] = arguments.samples / row["samples_per_s"] / 3600
@@ -170,7 +147,7 @@ def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
 
     shares = [
         f"{name} {100 * each['low']:.0f}–{100 * each['high']:.0f} % ({1000 * each['kernels_s']:.0f} ms; {each['source']})"
-        for name, each in list(classes.items())[:MOST_CLASSES]
+        for name, each in sorted(classes.items(), key=lambda item: -item[1]["kernels_s"])[:MOST_CLASSES]
     ]
     return [
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
@@ -186,14 +163,13 @@ def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
 def render(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     rate, scales = report["samples_per_s_per_gpu"], report["scales"]
+    largest = f"; largest micro-batch {size}" if (size := report["largest_micro_batch"]) else ""
     title = (
         "## Predicted, nothing measured: {preset} on {gpu}, {precision}, micro-batch {micro_batch}, {text_tokens} text"
-        " tokens, {text}\n\n{attention} attention, {mlp} MLPs, compile {compile}: **{verdict}**, {peak_memory_gib:.1f} of"
-        " {device_memory_gib:.1f} GiB with {most:,} GPUs; **{middle:,.0f} samples/s/GPU** ({low:,.0f}–{high:,.0f}) before"
-        " anything is sent."
-    ).format(verdict="fits" if report["fits"] else "does NOT fit", most=scales[-1]["gpus"], **rate, **report)
-    if report["largest_micro_batch"]:
-        title += f"\n\nLargest micro-batch that fits: {report['largest_micro_batch']}."
+        " tokens, {text}\n\n{attention} attention, {mlp} MLPs, compile {compile}.\n\n{memory_gpus:,} GPUs: **{verdict}**,"
+        " {peak_memory_gib:.1f} of {device_memory_gib:.1f} GiB{largest}.\n\n{step_gpus:,} GPUs: **{middle:,.0f}"
+        " samples/s/GPU** ({low:,.0f}–{high:,.0f}) before anything is sent."
+    ).format(verdict="fits" if report["fits"] else "does NOT fit", largest=largest, **rate, **report)
     memory = [[part, f"{gib:.2f}"] for part, gib in report["memory_gib"].items() if gib >= 0.005]
     times = [[part, *(f"{1000 * cases[case]:.1f}" for case in cases)] for part, cases in report["step_s"].items()]
     extra = [name for name in ("hours", "gpu_hours") if name in scales[0]]
@@ -206,8 +182,8 @@ def render(report: dict[str, Any]) -> str:
     ]  # fmt: skip
     return "\n\n".join([
         title,
-        markdown_table(["memory at the peak", "GiB"], memory),
-        markdown_table(["step", "ms at low rates", "middle", "high"], times),
+        markdown_table([f"memory at the peak, {report['memory_gpus']:,} GPUs", "GiB"], memory),
+        markdown_table([f"step, {report['step_gpus']:,} GPUs", "ms at low rates", "middle", "high"], times),
         markdown_table(header, rows),
         "{gigabytes_moved:.0f} GB moved and {kernels:,} kernels a step, {tflop:.1f} TFLOP.".format(**report),
         "Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"]),

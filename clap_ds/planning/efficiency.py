@@ -77,7 +77,7 @@ _NAMES = {
     "reduction": "sum mean amax amin max min var std linalg_vector_norm logsumexp",
     "strided copy": "clone roll cat stack constant_pad_nd slice select embedding index gather upsample_bicubic2d",
     "scatter": "embedding_dense index_put _index_put_impl index_add scatter_add",
-    "fused kernel": "fused",
+    FUSED: "fused",
 }
 _CLASSES = {name: each for each, names in _NAMES.items() for name in names.split()}
 
@@ -88,7 +88,7 @@ def class_of(operation: Operation) -> str:
     name, is_backward, _ = kind.rstrip("_").partition("_backward")
     found = "optimizer" if name.startswith(("_foreach", "_fused")) else _CLASSES.get(name, "element-wise")
     if space == "compiled":
-        found = "fused kernel"
+        found = FUSED
     elif found == "product":
         (rows, inner), (_, columns) = operation.shapes[-2:]
         first, second, longest = sorted((rows, inner, columns))
@@ -101,10 +101,8 @@ def class_of(operation: Operation) -> str:
 
 
 def efficiencies_of(gpu: Gpu) -> dict[str, Efficiency]:
-    """The table for a GPU, with what was measured on such a one in place of its own.
-
-    Time above the data sheet's is instructions' and latencies', which more bandwidth or larger tensor cores don't shorten.
-    """
+    """The table for a GPU, with what was measured on such a one in place of its own. Time above the data sheet's is
+    instructions' and latencies', which more bandwidth or larger tensor cores don't shorten."""
     found = {}
     for name, each in TABLE.items():
         of, reference = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.comm import comm
 from deepspeed.utils import groups
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._composable.replicate import _ReplicateState
 from torch.nn.parallel import distributed as ddp
@@ -57,7 +57,8 @@ def faked_by(fakes: FakeTensorMode) -> Iterator[None]:
         mock.patch.dict(vars(comm), cdb=None),
         mock.patch.dict(os.environ, LOCAL_RANK="0"),
         mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False),
-        mock.patch.object(nn.Module, "_apply", _apply),
+        # By which modules change dtype, and which can't where something refers to a parameter.
+        mock.patch.object(torch.utils, "swap_tensors", lambda own, new: setattr(own, "data", new.data)),
         mock.patch.object(cached_step, "restore_random_state"),
         mock.patch.object(ddp, "_verify_param_shape_across_processes"),
         mock.patch.object(ddp, "_sync_module_states"),
@@ -73,16 +74,5 @@ def _register_hooks(state: Any) -> None:
     def send(gradients: Tensor) -> torch.futures.Future[Tensor]:
         return dist.all_reduce(gradients, async_op=True).get_future().then(lambda future: future.value()[0])
 
-    given = [arguments for arguments, _ in state._comm_hook_args]
-    for hook in given or [(None, lambda _, bucket: send(bucket.buffer()))]:
+    for hook, _ in state._comm_hook_args or [((None, lambda _, bucket: send(bucket.buffer())), {})]:
         state._ddp.register_comm_hook(*hook)
-
-
-@torch.no_grad()
-def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply`, which would swap fake parameters for new ones, and can't where something refers to them."""
-    for child in self.children():
-        child._apply(function)
-    for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
-        tensor.data = function(tensor)
-    return self

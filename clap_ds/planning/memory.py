@@ -17,11 +17,9 @@ MULTIPLE, LEAP, MOST_TRIES = 8, 4, 8
 _NAMES = {"audio": "audio activations", "text": "text activations"}
 
 
-def memory_parts(step: Step, world_size: int, loss_bytes: int = 0) -> dict[str, float]:
-    """GiB by part at the peak, largest first; their sum is the peak. `loss_bytes` are those that the loss needs beyond what
-    was recorded, of more ranks."""
+def memory_parts(step: Step, world_size: int) -> dict[str, float]:
+    """GiB by part at the peak, largest first; their sum is the peak."""
     found = {_NAMES.get(part, part): num_bytes / GIB for part, num_bytes in step.recorded.at_peak.items()}
-    found["loss"] = found.get("loss", 0.0) + loss_bytes / GIB
     found["fragmentation (assumed)"] = FRAGMENTATION * sum(found.values())
     found["context and libraries (assumed)"] = CONTEXT_GIB + NCCL_GIB * (world_size > 1)
     return dict(sorted(found.items(), key=lambda item: -item[1]))

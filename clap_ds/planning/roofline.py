@@ -25,8 +25,8 @@ ROW_SUMS = ("aten.sum", "aten.native_layer_norm_backward")
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """FLOPs a second by dtype, bytes a second by the data sheet, the share of these by class of operation (1 for others), the
-    least time of a kernel, and the host's time to launch one."""
+    """By the data sheet, but for the share of it that classes of operations reach (others 1), the least time of a kernel and
+    the host's time to launch one."""
 
     flops_per_s: Mapping[torch.dtype, float]
     bytes_per_s: float
@@ -35,7 +35,7 @@ class DeviceRates:
     share_of: Mapping[str, float] = field(default_factory=dict)
 
     def ideal_s(self, operation: Operation) -> float:
-        """Of one operation at the data sheet's rates; 0 of views, and of collectives, which are another's business."""
+        """Of one operation at the data sheet's rates; 0 of views and of collectives."""
         if not operation.launches or operation.is_collective:
             return 0.0
         compute_s = operation.flops / self.flops_per_s[operation.dtype or torch.float32] if operation.flops else 0.0
@@ -101,12 +101,3 @@ def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: Device
         direction = " backward" if operation.backward else " forward"
         found[operation.part + direction * (operation.part in TOWERS)] += done_s - before_s
     return {**found, "step": sum(found.values())}
-
-
-def seconds_by_class(operations: Iterable[tuple[Operation, float]], rates: DeviceRates) -> dict[str, float]:
-    """Seconds of kernels, each run so many times, by class of operation, most first."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for operation, times in operations:
-        if seconds := times * rates.seconds(operation):
-            found[class_of(operation)] += seconds
-    return dict(sorted(found.items(), key=lambda item: -item[1]))

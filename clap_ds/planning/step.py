@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,14 +27,13 @@ from clap_ds.data.batch import Batch, join
 from clap_ds.engine.building import build_model
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.kernels import FIELDS
-from clap_ds.engine.loss import LOSSES, build_loss
 from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.model import text
-from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import lay_out, pack
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import faked_by, rank_of
-from clap_ds.planning.trace import Formula, Operation, Recorded, trace
+from clap_ds.planning.roofline import fused
+from clap_ds.planning.trace import Operation, Recorded, trace
 from clap_ds.record.clock import PhaseTimer
 
 CPU = torch.device("cpu")
@@ -51,40 +51,30 @@ class Step:
     parameters."""
 
     recorded: Recorded
-    micro_batch: int
     num_samples: int
     repeats: float
     num_parameters: int
 
-    def times(self, operation: Operation) -> float:
-        """How often the step does an operation."""
-        return 1 if operation.part in ("gradients", "optimizer") else self.repeats
-
-
-def check_plannable(run: RunSettings) -> None:
-    """Raises UserError for another optimizer than AdamW."""
-    kind = run.deepspeed.get("optimizer", {}).get("type", "")
-    if kind.lower() not in ("adam", "adamw"):
-        raise UserError(f"{run.path}: optimizer.type: plans are made for AdamW, found {kind!r}")
+    def work(self, *, compiled: bool) -> list[tuple[Operation, float]]:
+        """Operations without collectives, each with how often the step does it; as compiled towers have them, or one by one."""
+        own = [each for each in self.recorded.operations if not each.is_collective]
+        operations = fused(own) if compiled else own
+        return [(each, 1 if each.part in ("gradients", "optimizer") else self.repeats) for each in operations]
 
 
 def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
     """Real tokens of a batch's captions: synthetic ones' as many of each length as the run's histogram expects; others are
     taken to be full."""
-    setting = getattr(run.clap.data, "caption_lengths", None)
-    if not isinstance(setting, dict):
-        return [setting or run.clap.text_tokens] * num_captions
-    lengths: list[int] = []
-    total, passed = sum(setting.values()), 0.0
-    for length, weight in sorted(setting.items(), key=lambda item: int(item[0])):
-        passed += weight / total
-        lengths += [int(length)] * (round(passed * num_captions) - len(lengths))
-    return lengths
+    setting = getattr(run.clap.data, "caption_lengths", None) or run.clap.text_tokens
+    histogram = setting if isinstance(setting, dict) else {setting: 1}
+    lengths, weights = zip(*sorted((int(length), weight) for length, weight in histogram.items()), strict=True)
+    places = (np.arange(num_captions) + 0.5) / num_captions
+    return [lengths[each] for each in np.searchsorted(np.cumsum(weights) / sum(weights), places)]
 
 
-def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda: bool = True) -> Step:
-    """Record a step of a run checked by `check_plannable`, with this micro-batch in place of its own, on one of so many ranks;
-    as on a GPU, else as a CPU does it by torch's operations."""
+def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda: bool = True) -> Step:
+    """Record a step of a run with this micro-batch in place of its own, on one of so many ranks; as on a GPU, or as a CPU does
+    it by torch's operations. A UserError for another optimizer than AdamW."""
     run = _without_side_effects(run, micro_batch)
     number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "cached"
     num_traced = number if cached else min(number, 2)  # every further one is like the second
@@ -97,8 +87,9 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
         if cuda and getattr(run.clap.model, field) == "auto" and has_triton_package():
             model.audio.use_triton(field)
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     lengths = caption_lengths(run, micro_batch)
-    packed, layout, formulas = _packed(run, lengths, fakes)
+    packed, layout = _packed(run, lengths, fakes)
     with (
         rank_of(world_size),
         mock.patch.object(text, "lay_out", return_value=layout),  # the engine's own depends on values
@@ -106,9 +97,10 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
     ):
         engine = ClapEngine(run, model, CPU)
         batches = _batches(run, micro_batch, sum(lengths), packed, cuda=cuda)
-        with trace(parts, formulas) as recorded, like_cuda() if cuda else nullcontext():
+        with trace(parts) as recorded, like_cuda() if cuda else nullcontext():
             timer = cast("PhaseTimer", lambda phase: recorded.part(PARTS[phase]))
-            _note_gradients(model, recorded)
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(lambda each: recorded.hold([each.grad], "gradients"))
             engine.set_accumulation_steps(1)
             with engine.sync.off():  # after a step that sends, torch's reducer orders its buckets anew, by values
                 engine.step(batches, timer)
@@ -118,28 +110,17 @@ def trace_step(run: RunSettings, micro_batch: int, *, world_size: int = 1, cuda:
             recorded.restart()
             engine.set_accumulation_steps(num_traced)
             engine.step(batches, timer)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Step(recorded, micro_batch, micro_batch * number, number / num_traced, trained)
-
-
-def trace_loss(run: RunSettings, micro_batch: int, world_size: int) -> Recorded:
-    """Record the loss alone, forward and backward, as it is with so many ranks."""
-    size, joint_dim = micro_batch, run.clap.preset().joint_dim
-    if run.clap.train.accumulation == "cached":
-        size *= run.gradient_accumulation_steps
-    with rank_of(world_size), like_cuda(), FakeTensorMode(), trace() as recorded:
-        features = [torch.empty(size, joint_dim, requires_grad=True) for _ in range(2)]
-        scalars = [torch.empty(1, requires_grad=True) for _ in range(1 + LOSSES[run.clap.loss.kind].needs_bias)]
-        with recorded.part("loss"):
-            build_loss(run.clap.loss, run.precision)(*features, *scalars).backward()
-    return recorded
+    return Step(recorded, micro_batch * number, number / num_traced, sum(each.numel() for each in trained))
 
 
 def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
     """The run as the engine is given it: by torch's operations, AdamW by the project's, and none of DeepSpeed's monitors."""
+    optimizer = run.deepspeed.get("optimizer", {"type": ""})
+    if optimizer["type"].lower() not in ("adam", "adamw"):
+        raise UserError(f"{run.path}: optimizer.type: plans are made for AdamW, found {optimizer['type']!r}")
     model = run.clap.model.model_copy(update={"text_from_hub": False})
     clap = run.clap.model_copy(update={"model": model, "cpu_kernels": "off", "fused_adam": "torch"})
-    params = run.deepspeed["optimizer"].get("params", {})
+    params = optimizer.get("params", {})
     config = {
         **{name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed},
         "optimizer": {"type": "AdamW", "params": {name: params[name] for name in OPTIONS if name in params}},
@@ -155,29 +136,14 @@ def _state(optimizer: Any) -> Iterator[Tensor]:
         yield from state.values()
 
 
-def _note_gradients(model: ClapModel, recorded: Recorded) -> None:
-    def note(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        recorded.hold([parameter.grad], "gradients")
-
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(note)
-
-
-def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tuple[Any, Any, dict[str, Formula]]:
-    """Where a run packs captions: a batch's row and packing, their layout, and FLOPs that depend on how long captions are, of
-    which torch's formulas know the longest alone."""
+def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tuple[Any, Any]:
+    """Where a run packs captions: a batch's row and packing, and their layout."""
     if run.clap.text == "padded":
-        return None, None, {}
+        return None, None
     mask = (torch.arange(run.clap.text_tokens) < torch.tensor(lengths)[:, None]).long()
     row, packing = pack([(torch.ones_like(mask), mask)])
-    sizes = run.clap.preset().text
-    products = 4 * sizes.hidden_size * sum(n**2 for n in packing.bounds.diff().tolist())
-    layout = lay_out(packing, len(row), sizes.first_position)
-    packed, layout = tree_map_only(Tensor, fakes.from_tensor, ((row, packing), layout))
-    factors = {"torch_attn._varlen_attn": 1, "torch_attn._varlen_attn_backward": 2.5}
-    return packed, layout, {name: lambda *_, factor=factor, **__: factor * products for name, factor in factors.items()}
+    layout = lay_out(packing, len(row), run.clap.preset().text.first_position)
+    return tree_map_only(Tensor, fakes.from_tensor, ((row, packing), layout))
 
 
 def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *, cuda: bool) -> Iterator[Batch]:

@@ -4,9 +4,8 @@
         run()
     recorded.total("flops", part="audio"); recorded.peak_bytes
 
-Under `FakeTensorMode` nothing is computed and nothing allocated, and values that the host reads are 0; without it the same is
-recorded of a real run. A storage lives until the last tensor on it is gone. FLOPs are by `torch.utils.flop_counter`'s
-formulas, with FFTs added here.
+Under `FakeTensorMode` nothing is computed and nothing allocated, and values that the host reads are 0. A storage lives until
+the last tensor on it is gone. FLOPs are by `torch.utils.flop_counter`'s formulas, with FFTs added here.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import bisect
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +25,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from clap_ds.flop_count.analytic import fft_flops
 
-OTHER = "other"
-Formula = Callable[..., float]
-COLLECTIVES = ("c10d", "_c10d_functional")
 _OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
 """Don't read what they write to."""
 _NO_KERNEL = frozenset({
@@ -47,9 +43,7 @@ class Operation:
     """One dispatched operation.
 
     Attributes:
-        part: of the traced code; in the backward pass, of what is differentiated.
-        backward: whether autograd ran it, recomputation included.
-        flops: two for each multiply-add of products, convolutions and FFTs; 0 of others.
+        part: of the traced code; in the backward pass (recomputation included), of what is differentiated.
         read, written: storages by number, and bytes of each as they lie in memory. Empty where nothing is launched.
         dtype: of its first floating-point input or result.
         shapes: of its tensor arguments in order, as torch.profiler's `record_shapes` has them without empty entries.
@@ -71,7 +65,7 @@ class Operation:
 
     @property
     def is_collective(self) -> bool:
-        return self.name.partition(".")[0] in COLLECTIVES
+        return self.name.startswith(("c10d.", "_c10d_functional."))
 
 
 @dataclass(slots=True)
@@ -79,20 +73,14 @@ class _Storage:
     number: int
     reference: weakref.ref[Any]
     num_bytes: int
-    part: str | None = None
-    """What it counts as; None before it counts."""
+    part: str | None = None  # None before it counts
 
 
 class Recorded(TorchDispatchMode):
-    """Records what is dispatched while it is entered.
+    """Records what is dispatched while it is entered: operations in their order, bytes of storages alive now, and the most at
+    any time, also by part."""
 
-    Attributes:
-        operations: in the order in which they were dispatched.
-        live_bytes, peak_bytes: of storages alive now, and the most at any time.
-        at_peak: bytes by part at that time.
-    """
-
-    def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.live_bytes = self.peak_bytes = 0
@@ -100,32 +88,26 @@ class Recorded(TorchDispatchMode):
         self._live: defaultdict[str, int] = defaultdict(int)
         self._storages: dict[int, _Storage] = {}
         self._num_storages = 0
-        self._entered = [(0, OTHER)]
-        self._formulas = FORMULAS | dict(formulas or {})
+        self._entered = [(0, "other")]
 
     def total(self, what: str, *, part: str | None = None, backward: bool | None = None) -> int:
-        """Sum of one of `Operation`'s numbers, collectives left out, over those of a part or of one direction."""
-        own = (each for each in self.operations if not each.is_collective)
-        return sum(
-            int(getattr(each, what)) for each in own if part in (None, each.part) and backward in (None, each.backward)
-        )
+        """Sum of one of `Operation`'s numbers, without collectives."""
+        own = [each for each in self.operations if part in (None, each.part) and backward in (None, each.backward)]
+        return sum(int(getattr(each, what)) for each in own if not each.is_collective)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What is dispatched within, and its backward pass, is that part's."""
         before = self.enter(name)
-        try:
-            yield
-        finally:
-            self.enter(before)
+        yield
+        self.enter(before)
 
     def enter(self, name: str) -> str:
-        """Begin a part; returns the one before."""
         self._entered.append((torch.autograd._get_sequence_nr(), name))
         return self._entered[-2][1]
 
-    def hold(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count tensors as live and as allocated by a part, whether they were counted before or not."""
+    def hold(self, tensors: Iterable[Any], part: str) -> None:
+        """Count tensors as live and as a part's, whether they were counted before or not."""
         for tensor in tensors:
             storage = self._storage(tensor)
             self._count(storage, -1)
@@ -133,7 +115,7 @@ class Recorded(TorchDispatchMode):
             self._count(storage, 1)
 
     def restart(self) -> None:
-        """Forget what was done, but not what it left: the peak is measured from what is live now."""
+        """Forget what was done; the peak is measured from what is live now."""
         self.operations.clear()
         self.peak_bytes, self.at_peak = self.live_bytes, dict(self._live)
 
@@ -156,11 +138,11 @@ class Recorded(TorchDispatchMode):
         is_view = func.is_view or torch.Tag.inplace_view in func.tags  # such as transpose_
         launches = not (is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
         dtype = next((t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point), None)
-        formula = self._formulas.get(name) or flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
         moved = (read, written) if launches else ((), ())
-        given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-        shapes = tuple(tuple(tensor.shape) for tensor in given if tensor.dim())
+        given = (*args, *kwargs.values())
+        shapes = tuple(tuple(each.shape) for each in given if isinstance(each, Tensor) and each.dim())
         self.operations.append(Operation(name, part, backward, flops, *moved, launches, dtype, shapes))
         for storage in map(self._storage, outputs):
             if storage.part is None and storage.number > before:
@@ -169,9 +151,7 @@ class Recorded(TorchDispatchMode):
         return result
 
     def _where(self) -> tuple[str, bool]:
-        """Part and direction of what runs now."""
-        node = torch._C._current_autograd_node()
-        if node is None:
+        if (node := torch._C._current_autograd_node()) is None:
             return self._entered[-1][1], False
         place = bisect.bisect_right(self._entered, node._sequence_nr(), key=lambda entry: entry[0])
         return self._entered[place - 1][1], True
@@ -190,8 +170,7 @@ class Recorded(TorchDispatchMode):
         return known
 
     def _forget(self, key: int, _: object) -> None:
-        if (storage := self._storages.pop(key, None)) is not None:
-            self._count(storage, -1)
+        self._count(self._storages.pop(key), -1)
 
     def _count(self, storage: _Storage, sign: int) -> None:
         if storage.part is not None:
@@ -202,16 +181,9 @@ class Recorded(TorchDispatchMode):
 
 
 @contextmanager
-def trace(
-    parts: Mapping[str, Iterable[nn.Module]] | None = None, formulas: Mapping[str, Formula] | None = None
-) -> Iterator[Recorded]:
-    """Record what is dispatched within.
-
-    Args:
-        parts: name → modules whose forward and backward passes are that part.
-        formulas: FLOPs of operations by name, from a call's arguments, in place of torch's.
-    """
-    recorded, before = Recorded(formulas), list[str]()
+def trace(parts: Mapping[str, Iterable[nn.Module]] | None = None) -> Iterator[Recorded]:
+    """Record what is dispatched within; `parts` are name → modules whose forward and backward passes are that part."""
+    recorded, before = Recorded(), list[str]()
     with ExitStack() as stack:
         for name, modules in (parts or {}).items():
             for module in modules:
@@ -227,7 +199,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; those that lie in one place, as expanded ones do, once."""
+    """Of a tensor's elements; those that lie in one place, as expanded ones do, once."""
     strided = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(size for size, stride in strided if stride) * tensor.itemsize if tensor.numel() else 0
 
@@ -238,10 +210,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return _tensors([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
 
 
-def _fft(input: Tensor, dims: list[int], *_: Any, **__: Any) -> float:
-    points = math.prod(input.shape[dim] for dim in dims)
-    return input.numel() / points * fft_flops(points)
-
-
-FORMULAS: dict[str, Formula] = {"aten._fft_r2c": _fft}
-"""FLOPs that torch's registry doesn't have."""
+@register_flop_formula(torch.ops.aten._fft_r2c)
+def _fft(shape: tuple[int, ...], dims: list[int], *_: Any, **__: Any) -> float:
+    points = math.prod(shape[dim] for dim in dims)
+    return math.prod(shape) / points * fft_flops(points)

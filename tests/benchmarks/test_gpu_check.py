@@ -37,8 +37,8 @@ def test_steps_that_fail_or_find_no_time_are_rows_like_any_other(here: Path, mon
     monkeypatch.setattr(gpu_check, "CALLS", {1: steps})
     assert gpu_check.main(["1", "--output", str(here / "out")]) == 1
     rows = json.loads((here / "runs" / "gpu_check" / "h100-80gb-hbm3" / "call1" / "table.json").read_text())
-    assert [(row["step"], row["state"], row.get("note")) for row in rows] == [
-        ("good", "completed", None),
+    assert [(row["step"], row["state"], row["note"]) for row in rows] == [
+        ("good", "completed", ""),
         ("bad", "exit code 1", "ValueError: a/b"),
     ]
     assert "exit code 1" in (here / "out" / "call1.md").read_text()

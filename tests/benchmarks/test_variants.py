@@ -56,9 +56,9 @@ def test_failures_are_rows_with_their_reason(run: Callable[..., int], tmp_path: 
     assert run("--vary", "clap.compile=off,towers,memory,slow", "--limit_s", "3") == 0
     assert [(row["state"], row["note"]) for row in rows(tmp_path)] == [
         ("completed", ""),
-        ("failed", "no compiler here"),
-        ("out_of_memory", "out of memory at micro-batch 4"),
-        ("failed", "stopped after 3 s"),
+        ("exit code 1", "no compiler here"),
+        ("exit code 1", "out of memory at micro-batch 4"),
+        ("stopped after 3 s", "no output"),
     ]
     with pytest.raises(UserError, match="new or empty"):
         run("--vary", "clap.compile=towers")
