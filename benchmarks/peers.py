@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--rounds", type=int, default=8)
     add("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     arguments = parser.parse_args(argv)
-    device = initialize(Ranks.from_environment(), compile_cpu_collective=False)
+    device = initialize(Ranks.from_environment())
     text = (
         f"# {load_preset(arguments.preset).title} on {device_name(device)}\n\n{torch.get_num_threads()} threads, micro-batch"
         f" {arguments.micro_batch}, {arguments.text_tokens} text tokens, {arguments.text}; torch {torch.__version__}."

@@ -129,7 +129,7 @@ def evaluate_checkpoint(
     from clap_ds.record.hardware import device_name
     from clap_ds.weights.load import load_weights
 
-    device = initialize(ranks, compile_cpu_collective=False)
+    device = initialize(ranks)
     expected = load_preset(arguments.preset) if arguments.preset else run.clap.preset() if run else None
     checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.raw))
     said = run.clap.text_tokens if run and "text_tokens" in run.clap.model_fields_set else None

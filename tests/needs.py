@@ -20,10 +20,10 @@ PACKAGES = {
     **dict.fromkeys(("unshare", "nsenter", "setpriv"), "util-linux"),
     **dict.fromkeys(("ip", "tc"), "iproute2"),
     **{"munged": "munge", "pdsh": "pdsh", "sshd": "openssh-server", "ssh-keygen": "openssh-client"},
-    **{"numactl": "numactl", "pkill": "procps", "chromium": "chromium", "g++": "g++"},
+    **{"numactl": "numactl", "pkill": "procps", "g++": "g++"},
 }
 """Debian's package of each program."""
-CLUSTER = tuple(name for name in PACKAGES if name not in ("chromium", "g++"))
+CLUSTER = tuple(name for name in PACKAGES if name != "g++")
 BESIDE = {"slurm-wlm": ("slurm-wlm-basic-plugins",)}
 """Packages that another only recommends."""
 EVERYTHING = "CLAP_TEST_EVERYTHING"

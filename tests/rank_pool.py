@@ -60,7 +60,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, g
     if grouped:
         from clap_ds.ranks import distributed
 
-        distributed.initialize(distributed.Ranks.from_environment(), compile_cpu_collective=False)
+        distributed.initialize(distributed.Ranks.from_environment())
     while True:
         function, arguments = pipe.recv()
         try:

@@ -36,7 +36,7 @@ from clap_ds.record.schema import Environment
 def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
     """Meet the other ranks; this rank's device. Raises UserError, on every rank for a mistake found on any."""
     timeout_s = 300 if run.clap.debug.enabled else distributed.COLLECTIVE_TIMEOUT_S
-    device = distributed.initialize(ranks, compile_cpu_collective=False, collective_timeout_s=timeout_s)
+    device = distributed.initialize(ranks, collective_timeout_s=timeout_s)
     with quiet_deepspeed(), agreed():
         check_deepspeed_sections(run.deepspeed, run.path)
     return device

@@ -40,7 +40,7 @@ def main(ranks: Ranks) -> None:
         answer["software"] = {"code": code_digest(), **versions}
     write_object(folder / f"rank-{ranks.rank}.json", answer)
     try:
-        device = initialize(ranks, compile_cpu_collective=False, collective_timeout_s=TIMEOUT_S)
+        device = initialize(ranks, collective_timeout_s=TIMEOUT_S)
         from clap_ds.measuring.links import measure  # torch may be what is missing
 
         measured = measure(float(megabytes), ranks, device)

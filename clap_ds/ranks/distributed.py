@@ -138,14 +138,8 @@ def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
     return replace(ranks, hosts=ranks.hosts or hosts)
 
 
-def initialize(
-    ranks: Ranks, *, compile_cpu_collective: bool, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
-) -> torch.device:
-    """Join the process group and choose this rank's device; a UserError where it has none, or the port to meet at is taken.
-
-    Args:
-        compile_cpu_collective: have DeepSpeed compile its shared-memory collective for CPU ranks (a minute at first use).
-    """
+def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S) -> torch.device:
+    """Join the process group and choose this rank's device; a UserError where it has none, or the port to meet at is taken."""
     device = choose_device(ranks.rank, ranks.local_rank)
 
     import deepspeed
@@ -159,8 +153,7 @@ def initialize(
             # Ranks that each use every core slow each other down, in the optimizer by up to 80 times.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
         keep_freed_memory()
-        if not compile_cpu_collective:
-            deepspeed.ops.__compatible_ops__ = {}  # looking into it would try the compiler on every operation
+        deepspeed.ops.__compatible_ops__ = {}  # looking into it would try the compiler on every operation
     # Otherwise gloo connects every rank with every other, in each of its groups: sockets as the square of the ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo" if device.type == "cpu" else "nccl"

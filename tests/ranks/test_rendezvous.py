@@ -13,7 +13,7 @@ import sys
 from clap_ds.ranks import rendezvous
 from clap_ds.ranks.distributed import Ranks, initialize, run_command
 rendezvous.SAY_S = 1.0
-run_command(lambda ranks: print(initialize(ranks, compile_cpu_collective=False)))
+run_command(lambda ranks: print(initialize(ranks)))
 """
 
 

@@ -46,7 +46,7 @@ def receive_signals():
 
 ranks, path = Ranks.from_environment(), Path(sys.argv[1])
 if ranks.world_size > 1:
-    initialize(ranks, compile_cpu_collective=False)
+    initialize(ranks)
 failure.speak_in(path, ranks.rank, "node")
 watch.start(path, ranks.rank, "node")
 for number in range(1, 9):
