@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import psutil
 
 from clap_ds.analysis.table import markdown_table
-from clap_ds.config.changes import with_field
+from clap_ds.config.changes import parse_assignment, read_config, with_field
 from clap_ds.config.files import read_json, write_atomically, write_object
 from clap_ds.config.places import commit, work_folder
 
@@ -54,6 +55,13 @@ def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
         return ""
 
     return markdown_table(list(cells), [[cell(template, row) for template in cells.values()] for row in rows])
+
+
+def changed(config: Path, assignments: Iterable[str]) -> dict[str, Any]:
+    """A run's JSON with fields set as `NAME=VALUE` says."""
+    return functools.reduce(
+        lambda run, text: with_field(run, *parse_assignment(text)), assignments, read_config(config)
+    )
 
 
 def in_turns(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[str, list[T]]:

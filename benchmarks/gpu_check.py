@@ -23,8 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import exit_on_sigterm, run_config, show, table
-from clap_ds.config.changes import parse_assignment, read_config, with_field
+from benchmarks.common import changed, exit_on_sigterm, run_config, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import code_folder, work_folder
 from clap_ds.flop_count.peaks import peak_for
@@ -93,8 +92,7 @@ BULKY = (".tar", ".ttir", ".ttgir", ".llir", ".source")
 COLUMNS = (
     "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.1f}"
     " | range {samples_per_s_per_gpu[low]:,.1f}–{samples_per_s_per_gpu[high]:,.1f} | peak memory, GB {peak_gb:.1f}"
-    " | reserved, GB {reserved_peak_gb:.1f} | compiling, s {compile_s:.0f}"
-    " | exposed communication, s {breakdown_s[exposed_communication]:.4f} | losses off by {loss_difference:.1e} | note {note}"
+    " | reserved, GB {reserved_peak_gb:.1f} | compiling, s {compile_s:.0f} | losses off by {loss_difference:.1e} | note {note}"
 )
 
 
@@ -102,9 +100,7 @@ def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, An
     """Run one step in a new folder and show its output. Returns the table's row."""
     places: dict[str, Any] = {"gpu": gpu, "call": folder.parent, "folder": folder, "config": folder / "config.json"}
     name, *assignments = shlex.split(step.run.replace("{call}", str(folder.parent)))
-    content = read_config(Path(name))
-    for assignment in (*SHORT.split(), *assignments):
-        content = with_field(content, *parse_assignment(assignment))
+    content = changed(Path(name), [*SHORT.split(), *assignments])
     places["micro_batch"] = content["train_micro_batch_size_per_gpu"]
     command = [word.format_map(places) for word in shlex.split(step.command)]
     print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)

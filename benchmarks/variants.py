@@ -9,17 +9,16 @@ fit or takes too long is a row like any other. Output, settings and run director
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import exit_on_sigterm, make_parser, run_config, show, table
-from clap_ds.config.changes import parse_assignment, parse_varied, read_config, with_field
+from benchmarks.common import changed, exit_on_sigterm, make_parser, run_config, show, table
+from clap_ds.config.changes import parse_varied
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import PACKAGE, work_folder
 
@@ -27,25 +26,18 @@ BENCH = [sys.executable, "-m", "clap_ds.ranks.start", str(PACKAGE / "bench.py"),
 """A run's command, on all GPUs of this machine, before the name of its JSON."""
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (
-    "settings {title} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
+    "settings {settings} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
     " | interval {samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f}"
     " | its coverage {samples_per_s_per_gpu[coverage]:.1%} | ratio {ratio:.3f}"
     " | memory, GB {peak_gb:.2f} | seconds {seconds:.0f} | state {state} | note {note}"
 )
 
 
-def title(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={each if isinstance(each, str) else json.dumps(each)}" for name, each in settings.items())
-
-
-def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown, a row each; ratios are to the first that has a rate."""
+def format_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Ratios are to the first that has a rate."""
     rates = [(row.get("samples_per_s_per_gpu") or {}).get("mean") for row in rows]
     first = next(filter(None, rates), 1.0)
-    return table(COLUMNS, [
-        {**row, "title": title(row["settings"])} | ({"ratio": rate / first} if rate else {})
-        for row, rate in zip(rows, rates, strict=True)
-    ])  # fmt: skip
+    return table(COLUMNS, [row | {"ratio": rate and rate / first} for row, rate in zip(rows, rates, strict=True)])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,22 +52,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set says otherwise."
     exit_on_sigterm()
     arguments = parser.parse_args(argv)
-    content = read_config(arguments.config)
-    for assignment in (*SHORT, *arguments.set):
-        content = with_field(content, *parse_assignment(assignment))
-    varied = dict(parse_varied(text) for text in arguments.vary)
+    varied = [
+        [f"{name}={each if isinstance(each, str) else json.dumps(each)}" for each in values]
+        for name, values in map(parse_varied, arguments.vary)
+    ]
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder = arguments.folder or work_folder() / "runs" / "variants" / f"{arguments.config.stem}-{stamp}"
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--folder {folder}: expected a new or empty folder")
     rows: list[dict[str, Any]] = []
-    for number, values in enumerate(itertools.product(*varied.values()), start=1):
-        settings = dict(zip(varied, values, strict=True))
-        print(f"{number}  {title(settings)}, in {folder}", flush=True)
+    for number, settings in enumerate(itertools.product(*varied), start=1):
         own = folder.resolve() / f"{number:02}"
-        changed = functools.reduce(lambda before, each: with_field(before, *each), settings.items(), content)
-        row = run_config(changed, [*BENCH, str(own / "config.json")], own, arguments.limit_s)
-        rows.append({"settings": settings, **row})
+        print(f"{number}  {', '.join(settings)}, in {own}", flush=True)
+        run = changed(arguments.config, [*SHORT, *arguments.set, *settings])
+        row = run_config(run, [*BENCH, str(own / "config.json")], own, arguments.limit_s)
+        rows.append({"settings": ", ".join(settings), **row})
         show(arguments.output or folder / "variants.md", format_table(rows), rows)
     return int(all(row["state"] != "completed" for row in rows))
 

@@ -143,8 +143,6 @@ def _scales(
 
 
 def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
-    from clap_ds.planning.memory import CONTEXT_GIB, FRAGMENTATION, NCCL_GIB
-
     shares = [
         f"{name} {100 * each['low']:.0f}–{100 * each['high']:.0f} % ({1000 * each['kernels_s']:.0f} ms; {each['source']})"
         for name, each in sorted(classes.items(), key=lambda item: -item[1]["kernels_s"])[:MOST_CLASSES]
@@ -153,8 +151,6 @@ def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
         f"reached of these rates: {'; '.join(shares)}; others by clap_ds/planning/efficiency.py",
-        "compiled towers: what lies between products is one kernel that reads and writes once; memory as without",
-        f"beyond tensors: {CONTEXT_GIB:g} GiB of context, {NCCL_GIB:g} of NCCL, {100 * FRAGMENTATION:g} % of fragmentation",
         f"with more nodes a step grows as {USUAL}, as the published runs' ({GROWS_AS}): by as many seconds, or by as large a"
         " share; data is always there in time",
     ]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.plan_validation import STEPS, compared, main, published_rows, step_of
+from benchmarks.plan_validation import STEPS, compared, main, published_rows, render, step_of
 from clap_ds.config.errors import UserError
+from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
 from clap_ds.flop_count.peaks import GPUS
 from clap_ds.planning.efficiency import FUSED, TABLE
@@ -47,6 +48,14 @@ def test_every_kind_of_row_can_be_recorded(row: dict[str, Any]) -> None:
     assert 1.4 < flops[1] / flops[0] <= 2.5  # some need no gradient, some are computed again
     assert any(each.name == "fused" for each, _ in work) == (row["compiled"] == "yes")
     assert any("scaled_dot_product" in each.name for each, _ in work) == (row["attention"] == "sdpa")
+    if row["class"] == "ClapModel":
+        found = compared(row, work)
+        frames, bins = load_preset("micro").audio.feature_shape
+        assert found["copies"] == 4 * row["batch"]
+        assert found["copies_gb_a_sample"] == pytest.approx(4 * 2 * row["batch"] * frames * bins * 4 / 1e9)
+        assert 0 < found["copies_ms"] < found["predicted_ms"]
+        unexplained = found["published_ms"] - found["predicted_ms"]
+        assert f"{unexplained:.2f} unexplained" in render([found])
 
 
 def invent(folder: Path, what: str, share: float) -> None:
