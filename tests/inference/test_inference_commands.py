@@ -15,7 +15,7 @@ import clap_ds
 from clap_ds import embed, label, search
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import load_preset
-from clap_ds.inference.vectors import Block, read_table
+from clap_ds.inference.vectors import About, Block, read_table, write_table
 from clap_ds.model.clap import ClapModel
 from tests import processes
 from tests.data.tars import marked_items, write_tar
@@ -121,3 +121,20 @@ def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -
         (here / f"{name}.parquet").write_bytes((here / "vectors.parquet").read_bytes())
     exec(PYTHON[1], {})
     assert len(table("vectors.parquet").file) == 2 * 12
+
+
+def test_the_probe_of_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names, rng = np.array([f"audio/{n}.wav" for n in range(60)]), np.random.default_rng(0)
+    vectors = np.eye(8, dtype=np.float32)[np.arange(60) % 3] + rng.normal(0, 0.1, (60, 8)).astype(np.float32)
+    vectors[7] = np.nan
+    about = About("m", "f", 8, "mean", 0.0, "fp32", None, None, "0")
+    with open("esc50.parquet", "wb") as file:
+        write_table(file, about, [Block(names, *np.zeros((2, 60)), np.array([""] * 60), vectors)])
+    (meta := tmp_path / "ESC-50-master" / "meta").mkdir(parents=True)
+    rows = "".join(f"{n}.wav,{n // 12 + 1},{'abc'[n % 3]}\n" for n in range(60))
+    (meta / "esc50.csv").write_text("filename,fold,category\n" + rows)
+    exec(PYTHON[2], {})
+    assert capsys.readouterr().out == "100.00% ± 0.00% over 5 folds, 59 clips\n"
