@@ -68,6 +68,7 @@ class Stacks:
 
     rank: int
     host: str
+    pid: int
     doing: str
     step: int
     text: str

@@ -99,7 +99,7 @@ class Watch:
 
     def _note(self, doing: str) -> None:
         """Write the file's first line, always of the same length."""
-        content = {"rank": self._rank, "host": self._host, "doing": doing, "step": self._steps}
+        content = {"rank": self._rank, "host": self._host, "pid": os.getpid(), "doing": doing, "step": self._steps}
         with suppress(OSError):  # a full disk
             os.pwrite(self._file, f"{json.dumps(content):<{FIRST_LINE_BYTES - 1}}\n".encode(), 0)
             os.fsync(self._file)  # other hosts are to see it

@@ -39,7 +39,7 @@ class Left:
 
     def stacks(self, rank: int, text: str = "", step: int = 7, at: float = 0.0, host: str = "") -> None:
         path, doing = self.run / "stacks" / f"rank{rank}.txt", STILL if text.startswith("Timeout") else STEPPING
-        first = {"rank": rank, "host": host or HOSTS[rank], "doing": doing, "step": step}
+        first = {"rank": rank, "host": host or HOSTS[rank], "pid": 1, "doing": doing, "step": step}
         path.write_text(f"{json.dumps(first)}  \n{text}")
         os.utime(path, (BEGUN + at, BEGUN + at))
 
