@@ -19,9 +19,11 @@ from torch import Tensor
 from clap_ds.data.batch import INT16_SCALE, to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.resampling import resample, resampling_ratio
+from clap_ds.data.whole_files import check_whole
 
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
 
+_FRAMES_LOST = 2 * 1152  # what decoding an MP3 may give less than its header states
 _MP3_LEAD_IN_SECONDS = 30
 _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of samples that int16 holds
 _MOST_SEARCHED = 2**24  # frames: hours of silence take a megabyte of FLAC, and gigabytes of memory
@@ -69,6 +71,8 @@ def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
     """Open an encoded file for decoding; raises BrokenItemError where that fails, inside the `with` too."""
     try:
         with soundfile.SoundFile(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as file:
+            with io.BytesIO(encoded) if isinstance(encoded, bytes) else open(encoded, "rb") as again:
+                check_whole(again)
             if file.samplerate not in _RATES:
                 raise BrokenItemError(f"audio has a sample rate of {file.samplerate} Hz: expected 1 kHz to 1 MHz")
             yield file
@@ -80,10 +84,10 @@ def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
 
 
 def check_samples(found: int, expected: int, is_silent: bool) -> None:
-    """Raise BrokenItemError for so many samples of no use to training, or far fewer than `expected`."""
+    """Raise BrokenItemError for so many samples of no use to training, or fewer than `expected` as the file is cut."""
     if expected < 2:
         raise BrokenItemError("audio holds a single sample" if expected else "audio holds no samples")
-    if found < max(1, expected // 2):
+    if found < max(1, expected // 2, expected - _FRAMES_LOST):
         raise BrokenItemError(f"audio breaks off: {found} of {expected} samples could be decoded")
     if is_silent:
         raise BrokenItemError("audio is silent: every sample is 0")

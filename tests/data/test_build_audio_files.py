@@ -1,14 +1,21 @@
 """Audio files on their way into shards: what is never opened, what is one item, and what is left out as its end is missing."""
 
+import contextlib
 import io
 import json
 import os
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
+import torch
 
+from clap_ds.config.model import load_preset
+from clap_ds.data.broken import BrokenItemError
+from clap_ds.data.decoding import decode_audio
+from clap_ds.inference.windows import read_windows
 from tests.data.builds import RATE, items_by_source, reasons_in, run, tone, write_list
 from tests.data.tars import wav
 
@@ -48,15 +55,44 @@ def build_one(folder: Path, files: dict[str, bytes]) -> tuple[set[str], dict[str
     return set(items_by_source(folder / "out")), reasons_in(folder / "out")
 
 
-@pytest.mark.parametrize("file_format", ["WAV", "FLAC", "MP3"])
-def test_files_whose_end_is_missing_are_left_out(tmp_path: Path, file_format: str) -> None:
-    soundfile.write(buffer := io.BytesIO(), NOISE, RATE, format=file_format)
-    content, suffix = buffer.getvalue(), file_format.lower()
-    cuts = {"whole": content, "most": content[: len(content) * 19 // 20], "third": content[: len(content) // 3]}
-    used, reasons = build_one(tmp_path, {f"{name}.{suffix}": cut for name, cut in cuts.items()})
-    assert used == {f"whole.{suffix}"}
-    assert len(reasons) == 2
+def encoded(file_format: str, subtype: str | None = None) -> bytes:
+    soundfile.write(buffer := io.BytesIO(), NOISE, RATE, format=file_format, subtype=subtype)
+    return buffer.getvalue()
+
+
+def streamed(*sizes: int) -> bytes:
+    """A WAV with these sizes, of the file and of its samples, in its header."""
+    start, samples = encoded("WAV").split(b"data", 1)
+    of_file, of_samples = (size.to_bytes(4, "little") for size in sizes)
+    return start[:4] + of_file + start[8:] + b"data" + of_samples + samples[4:]
+
+
+FORMATS = {
+    "wav": encoded("WAV"), "rf64.wav": encoded("RF64"), "aiff": encoded("AIFF"), "flac": encoded("FLAC"),
+    "mp3": encoded("MP3"), "ogg": encoded("OGG", "VORBIS"), "opus": encoded("OGG", "OPUS"),
+}  # fmt: skip
+WHOLE = {f"whole.{name}": content for name, content in FORMATS.items()}
+WHOLE |= {"before a cut chunk.wav": encoded("WAV") + b"LIST" + 99 * b"\x01"}
+SIZES = ((8, 0), (0, 256_000), (0, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x7FFFF024, 0x7FFFF000))  # as from pipes
+WHOLE |= {f"stream {number}.wav": streamed(*sizes) for number, sizes in enumerate(SIZES)}
+CUT = {
+    f"{part}.{name}": content[: int(len(content) * part)]
+    for name, content in FORMATS.items() for part in (0.33, 0.95, 0.99 if name not in ("mp3", "flac") else 0.9)
+}  # fmt: skip
+
+
+def test_files_whose_end_is_missing_are_of_no_use_wherever_they_are_read(tmp_path: Path) -> None:
+    used, reasons = build_one(tmp_path, WHOLE | CUT)
+    assert used == WHOLE.keys()
+    assert reasons.keys() == CUT.keys()
     assert all("breaks off" in reason or "lost sync" in reason for reason in reasons.values())
+    audio = load_preset("micro").audio
+    paths = [tmp_path / name for name in WHOLE | CUT]
+    rows = [row for row, _ in read_windows(paths, audio, "each", 0, num_workers=0, ahead=1)]
+    assert {Path(row.source).name for row in rows if row.error} == CUT.keys()
+    for name, content in (WHOLE | CUT).items():
+        with pytest.raises(BrokenItemError) if name in CUT else contextlib.nullcontext():
+            decode_audio(content, torch.zeros(9 * RATE), sample_rate=RATE, rng=random.Random(0))
 
 
 def test_other_audio_of_no_use_is_left_out_and_what_training_cannot_read_becomes_flac(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Audio files before and while they go into shards: regular files only, each content once, and none whose end is missing."""
+"""Audio files before and while they go into shards: regular files only, each content once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
 
-import soundfile
 from tqdm import tqdm
 
 from clap_ds.config.files import open_regular, parse_json, read_bytes, write_atomically
-from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry
-
-_OF_A_STREAM = 0x7FFF0000  # sizes from here on stand in WAVs written to a pipe: sox 0x7FFFF000, ffmpeg 0xFFFFFFFF
-_FRAMES_LOST = 2 * 1152  # what decoding an MP3 may give less than its header states
 
 
 def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
@@ -62,13 +56,3 @@ def _hash(entry: Entry) -> None:
             entry.digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         entry.problem = f"audio file can't be read: {error}"
-
-
-def check_whole(content: bytes, file: soundfile.SoundFile, num_decoded: int) -> None:
-    """Raise BrokenItemError for a file whose header states more bytes, or frames, than there are."""
-    order: Literal["little", "big"] = "big" if content[:4] == b"FORM" else "little"
-    stated = int.from_bytes(content[4:8], order) if content[:4] in (b"RIFF", b"FORM") else 0
-    if len(content) < stated < _OF_A_STREAM:
-        raise BrokenItemError(f"audio breaks off: {len(content)} of {stated} bytes are there")
-    if file.format in ("FLAC", "MP3") and num_decoded < file.frames - _FRAMES_LOST:
-        raise BrokenItemError(f"audio breaks off: {num_decoded} of {file.frames} samples could be decoded")
