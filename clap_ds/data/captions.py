@@ -12,6 +12,8 @@ from clap_ds.data.broken import BrokenItemError
 CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
 
+_FEWEST = 0.02  # different captions of a clip
+
 
 def in_words(name: str) -> str:
     """Write a class's name as captions have it: `low_hum` is "low hum". A text with spaces stays."""
@@ -39,3 +41,11 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
     if usable := [caption.strip() for caption in captions if caption.strip()]:
         return usable
     raise BrokenItemError("empty caption")
+
+
+def monotony(num_different: int, num_clips: int) -> str:
+    """Describe captions that hardly differ: all are the same, or they are fewer than 2 % of the clips. Else an empty text."""
+    if num_clips < 2 or num_different >= max(2, _FEWEST * num_clips):
+        return ""
+    check = "a model learns from captions that differ; check that they are of the right column or field"
+    return f"only {num_different:,} different caption(s) among {num_clips:,} clips: {check}"

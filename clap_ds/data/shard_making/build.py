@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from clap_ds.config.files import read_bytes
 from clap_ds.config.model import load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.data.broken import BrokenItemError
+from clap_ds.data.captions import monotony
 from clap_ds.data.front_end import KINDS
 from clap_ds.data.shard_list import HUB_TOKENIZER
 from clap_ds.data.shard_making.audio_files import look_at, merge, save_looks
@@ -76,6 +78,8 @@ def run_build(options: argparse.Namespace) -> int:
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
         raise UserError(f"{none_usable(broken)}; --audio_root says what paths are relative to")
+    if few := monotony(len({caption for entry in usable for caption in entry.captions}), len(usable)):
+        print(f"warning: {few}", file=sys.stderr)
     divided = divide(usable, options)
     convert = preparation.clip if preparation else as_it_is
     members = {name: partial(members_of, items, convert) for name, items in divided.items()}
