@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from clap_ds.config.files import parse_json
@@ -11,8 +11,6 @@ from clap_ds.data.broken import BrokenItemError
 
 CAPTION_FORMATS = ("txt", "json")
 CAPTION_FIELDS = ("caption", "text")
-
-_FEWEST = 0.02  # different captions of a clip
 
 
 def in_words(name: str) -> str:
@@ -43,9 +41,9 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
     raise BrokenItemError("empty caption")
 
 
-def monotony(num_different: int, num_clips: int) -> str:
-    """Describe captions that hardly differ: all are the same, or they are fewer than 2 % of the clips. Else an empty text."""
-    if num_clips < 2 or num_different >= max(2, _FEWEST * num_clips):
+def monotony(captions: Collection[object]) -> str:
+    """Describe captions, one a clip, of which all are the same, or fewer than 2 % are different; else give an empty text."""
+    num_different, num_clips = len(set(captions)), len(captions)
+    if num_clips < 2 or num_different >= max(2, 0.02 * num_clips):
         return ""
-    check = "a model learns from captions that differ; check that they are of the right column or field"
-    return f"only {num_different:,} different caption(s) among {num_clips:,} clips: {check}"
+    return f"only {num_different:,} different caption(s) among {num_clips:,} clips; check that they are the right ones"

@@ -14,9 +14,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.sections import ShardData
@@ -32,7 +30,6 @@ from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.model.tokenizer import load_tokenizer
 
 COUNTED_BYTES = 1e10  # of local tars without a manifest, whose items are counted in a second
-MOST_LOOKED_AT = 1000  # first captions, which tell whether they differ
 NUM_EXAMPLES = 5  # broken items quoted in errors
 PIECE_SIZE = 32  # rows
 
@@ -78,9 +75,11 @@ class ShardPieces:
             ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)
             for worker, (own, start) in enumerate(zip(shares, self._state["positions"], strict=True))
         ]
-        most = min(MOST_LOOKED_AT, self._num_samples // spec.world_size) if self._num_samples else 100
-        self._looks = sorted({min(100, most), most}) if spec.rank == 0 and most > 1 else []
-        self._captions: list[bytes] = []  # the first, as token ids
+        most = min(1000, self._num_samples // spec.world_size) if self._num_samples else 100
+        self._looks = (
+            sorted({min(100, most), most}) if spec.rank == 0 else []
+        )  # after so many captions: do they differ?
+        self._captions: list[bytes] = []  # the first
         self._made, self._made_in_s = 0, 0.0  # rows, and a worker's time for them
         self._broken: dict[str, Broken] = {}  # by name
         self._piece: tuple[Piece, Batch] | None = None
@@ -166,24 +165,16 @@ class ShardPieces:
             examples = "; ".join(map(str, islice(self._broken.values(), NUM_EXAMPLES)))
             found = f"{len(self._broken)} broken, the first: {examples}" if examples else "they hold no items"
             raise ValueError(f"{FIELD}: {piece.failure}; {found}")
-        if self._looks:
-            self._look_at(piece.captions[0])
+        self._captions += map(bytes, piece.captions[0]) if self._looks else []
+        while self._looks and len(self._captions) >= self._looks[0]:
+            if few := monotony(self._captions[: self._looks.pop(0)]):
+                note(few)
+                self._looks.clear()
         ids, mask = map(torch.from_numpy, piece.captions)
         batch = Batch(self._memory[piece.worker, piece.place], ids, mask)
         self._made += len(batch) if piece.made_in_s else 0
         self._made_in_s += piece.made_in_s
         return piece, batch
-
-    def _look_at(self, ids: NDArray[np.int64]) -> None:
-        """Note, once, where the captions of the first clips hardly differ."""
-        self._captions += [row.tobytes() for row in ids]
-        while self._looks and len(self._captions) >= self._looks[0]:
-            number = self._looks.pop(0)
-            if few := monotony(len({*self._captions[:number]}), number):
-                note(few)
-                self._looks.clear()
-        if not self._looks:
-            self._captions.clear()
 
     def supply(self) -> Supply | None:
         if not self._made_in_s:

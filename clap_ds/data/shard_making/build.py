@@ -78,7 +78,7 @@ def run_build(options: argparse.Namespace) -> int:
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
         raise UserError(f"{none_usable(broken)}; --audio_root says what paths are relative to")
-    if few := monotony(len({caption for entry in usable for caption in entry.captions}), len(usable)):
+    if few := monotony([tuple(entry.captions) for entry in usable]):
         print(f"warning: {few}", file=sys.stderr)
     divided = divide(usable, options)
     convert = preparation.clip if preparation else as_it_is
