@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import io
 import math
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import soundfile
@@ -19,7 +20,6 @@ from torch import Tensor
 from clap_ds.data.batch import INT16_SCALE, to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.resampling import resample, resampling_ratio
-from clap_ds.data.whole_files import check_whole
 
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
 
@@ -28,6 +28,9 @@ _MP3_LEAD_IN_SECONDS = 30
 _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of samples that int16 holds
 _MOST_SEARCHED = 2**24  # frames: hours of silence take a megabyte of FLAC, and gigabytes of memory
 _LOUDEST = 1e15  # the square of the sum of a window of such samples still is finite in 32 bits
+_LONGEST_PAGE = 27 + 255 + 255 * 255  # bytes of an Ogg page (RFC 3533)
+_OF_A_STREAM = 0x7FFF0000  # sizes from here on stand in WAVs written to a pipe: sox 0x7FFFF000, ffmpeg 0xFFFFFFFF
+_ORDERS: dict[bytes, Literal["little", "big"]] = {b"RIFF": "little", b"FORM": "big"}
 _RATES = range(1000, 10**6 + 1)  # Hz; a second of a lower one would become an hour
 
 Encoded = bytes | str
@@ -83,8 +86,30 @@ def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
         raise BrokenItemError(f"audio can't be decoded: {reason}") from None
 
 
+def check_whole(file: BinaryIO) -> None:
+    """Raise BrokenItemError for a WAV or AIFF that ends within its samples, or an Ogg without its stream's last page. A cut
+    FLAC or MP3 shows as it is decoded, by `check_samples`."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    start, place = file.read(4), 12
+    if start == b"OggS":
+        file.seek(max(0, size - _LONGEST_PAGE))
+        page = b"OggS\0" + file.read().rpartition(b"OggS\0")[2]
+        if len(page) < 27 or not page[5] & 4 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]]):
+            raise BrokenItemError("audio breaks off: the last page of its Ogg stream isn't there")
+    for _ in range(1000 if start in _ORDERS else 0):  # chunks; most files have some ten
+        file.seek(place)
+        name, stated = file.read(4), int.from_bytes(file.read(4), _ORDERS[start])
+        there = size - place - 8
+        if name in (b"data", b"SSND"):
+            if there < stated < _OF_A_STREAM:
+                raise BrokenItemError(f"audio breaks off: {there} of {stated} bytes of samples are there")
+            break
+        place += 8 + stated + stated % 2
+
+
 def check_samples(found: int, expected: int, is_silent: bool) -> None:
-    """Raise BrokenItemError for so many samples of no use to training, or fewer than `expected` as the file is cut."""
+    """Raise BrokenItemError for so many samples of no use to training, or of a file that is cut."""
     if expected < 2:
         raise BrokenItemError("audio holds a single sample" if expected else "audio holds no samples")
     if found < max(1, expected // 2, expected - _FRAMES_LOST):

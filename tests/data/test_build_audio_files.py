@@ -55,43 +55,30 @@ def build_one(folder: Path, files: dict[str, bytes]) -> tuple[set[str], dict[str
     return set(items_by_source(folder / "out")), reasons_in(folder / "out")
 
 
-def encoded(file_format: str, subtype: str | None = None) -> bytes:
+def encoded(subtype: str, file_format: str) -> bytes:
     soundfile.write(buffer := io.BytesIO(), NOISE, RATE, format=file_format, subtype=subtype)
     return buffer.getvalue()
 
 
-def streamed(*sizes: int) -> bytes:
-    """A WAV with these sizes, of the file and of its samples, in its header."""
-    start, samples = encoded("WAV").split(b"data", 1)
-    of_file, of_samples = (size.to_bytes(4, "little") for size in sizes)
-    return start[:4] + of_file + start[8:] + b"data" + of_samples + samples[4:]
-
-
-FORMATS = {
-    "wav": encoded("WAV"), "rf64.wav": encoded("RF64"), "aiff": encoded("AIFF"), "flac": encoded("FLAC"),
-    "mp3": encoded("MP3"), "ogg": encoded("OGG", "VORBIS"), "opus": encoded("OGG", "OPUS"),
-}  # fmt: skip
-WHOLE = {f"whole.{name}": content for name, content in FORMATS.items()}
-WHOLE |= {"before a cut chunk.wav": encoded("WAV") + b"LIST" + 99 * b"\x01"}
-SIZES = ((8, 0), (0, 256_000), (0, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x7FFFF024, 0x7FFFF000))  # as from pipes
-WHOLE |= {f"stream {number}.wav": streamed(*sizes) for number, sizes in enumerate(SIZES)}
-CUT = {
-    f"{part}.{name}": content[: int(len(content) * part)]
-    for name, content in FORMATS.items() for part in (0.33, 0.95, 0.99 if name not in ("mp3", "flac") else 0.9)
-}  # fmt: skip
-
-
 def test_files_whose_end_is_missing_are_of_no_use_wherever_they_are_read(tmp_path: Path) -> None:
-    used, reasons = build_one(tmp_path, WHOLE | CUT)
-    assert used == WHOLE.keys()
-    assert reasons.keys() == CUT.keys()
+    names = ["PCM_16.WAV", "PCM_16.AIFF", "PCM_16.FLAC", "VORBIS.OGG", "OPUS.OGG", "MPEG_LAYER_III.MP3"]
+    whole = {name: encoded(*name.split(".")) for name in names}
+    cut = {f"{part} {name}": whole[name][: int(len(whole[name]) * part)] for name in names for part in (0.33, 0.97)}
+    start, samples = whole[names[0]].split(b"data", 1)
+    for sizes in ((8, 0), (0, 256_000), (0, 2**32 - 1), (2**32 - 1, 2**32 - 1), (0x7FFFF024, 0x7FFFF000)):  # of streams
+        of_file, of_samples = (size.to_bytes(4, "little") for size in sizes)
+        whole[f"stream {sizes[0]} {sizes[1]}.wav"] = (
+            start[:4] + of_file + start[8:] + b"data" + of_samples + samples[4:]
+        )
+    whole["before a cut chunk.wav"] = whole[names[0]] + b"LIST" + 99 * b"\x01"
+    used, reasons = build_one(tmp_path, whole | cut)
+    assert (used, reasons.keys()) == (whole.keys(), cut.keys())
     assert all("breaks off" in reason or "lost sync" in reason for reason in reasons.values())
-    audio = load_preset("micro").audio
-    paths = [tmp_path / name for name in WHOLE | CUT]
+    paths, audio = [tmp_path / name for name in whole | cut], load_preset("micro").audio
     rows = [row for row, _ in read_windows(paths, audio, "each", 0, num_workers=0, ahead=1)]
-    assert {Path(row.source).name for row in rows if row.error} == CUT.keys()
-    for name, content in (WHOLE | CUT).items():
-        with pytest.raises(BrokenItemError) if name in CUT else contextlib.nullcontext():
+    assert {Path(row.source).name for row in rows if row.error} == cut.keys()
+    for name, content in (whole | cut).items():
+        with pytest.raises(BrokenItemError) if name in cut else contextlib.nullcontext():
             decode_audio(content, torch.zeros(9 * RATE), sample_rate=RATE, rng=random.Random(0))
 
 
