@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,8 @@ def load_tokenizer(
         for file in (path for ending in ("json", "txt", "jinja") for path in Path(name_or_dir).glob(f"*.{ending}")):
             if file.stat().st_size > MOST_BYTES:
                 raise ValueError(f"{file.name} has more than {MOST_BYTES:,} bytes")
-        return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only, **no_code)
+        with _rust_errors("its tokenizer.json"):
+            return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only, **no_code)
 
     tokenizer = load_by_name(name_or_dir, load, field=field, what="tokenizer")
     # len() also counts added tokens, but not gaps between ids.
@@ -47,7 +49,19 @@ def load_tokenizer(
         found = f"has ids up to {largest_id} and pads with {tokenizer.pad_token_id}"
         expected = f"the tokenizer of clap.model.preset, with ids below {vocab_size} and {pad_token_id} for padding"
         raise ValueError(f"{field}: {name_or_dir!r} {found}; expected {expected}")
+    tokenize(["a sound"], tokenizer, 8)  # so that what is damaged fails here, before any work
     return tokenizer
+
+
+@contextmanager
+def _rust_errors(what: str) -> Iterator[None]:
+    """Make a ValueError of what tokenizers' Rust code raises: a bare Exception or, in a panic, a BaseException of its own."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what} is damaged: {error}") from None
 
 
 def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int) -> tuple[Tensor, Tensor]:
@@ -56,7 +70,8 @@ def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_token
     Captions that are too long lose their last words, never </s>. Words that look like special tokens are taken as plain text.
     """
     cut: dict[str, Any] = {"truncation": True, "max_length": text_tokens, "return_attention_mask": False}
-    rows: Any = tokenizer(captions, **cut, split_special_tokens=True)["input_ids"]
+    with _rust_errors(f"the tokenizer {tokenizer.name_or_path!r}"):
+        rows: Any = tokenizer(captions, **cut, split_special_tokens=True)["input_ids"]
     is_real = torch.arange(text_tokens) < torch.tensor(list(map(len, rows)))[:, None]
     # By hand: three times as quick as by the tokenizer.
     ids = torch.full((len(rows), text_tokens), int(tokenizer.pad_token_id))
