@@ -19,7 +19,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
 from clap_ds.native.convert import convert
 from clap_ds.weights.expressible import expressible
-from clap_ds.weights.names import State, from_names, to_names, transformers_names
+from clap_ds.weights.names import State, check_not_open_clip, from_names, to_names, transformers_names
 from clap_ds.weights.state_file import write_tensors
 
 METADATA_KEY = "clap_ds.config"
@@ -142,6 +142,7 @@ def load_safetensors(path: str | Path) -> Checkpoint:
     """Read what `save_safetensors` wrote; raises ValueError for another file."""
     state, metadata = _read_safetensors(Path(path))
     if METADATA_KEY not in metadata:
+        check_not_open_clip(path, state)
         raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")
     config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(TEXT_TOKENS_KEY, "")
     expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)

@@ -18,7 +18,7 @@ from clap_ds.config.files import pinned
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.weights.formats import Checkpoint, renamed_checkpoint
-from clap_ds.weights.names import laion_names
+from clap_ds.weights.names import check_not_open_clip, laion_names
 
 _IGNORED = ("audio_transform.", "text_transform.", "audio_branch.spectrogram_", "audio_branch.logmel_")
 _REBUILT = ("_rebuild_parameter", "_rebuild_tensor", "_rebuild_tensor_v2")
@@ -59,6 +59,7 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
         for name, value in _read(Path(path)).items()
         if isinstance(value, Tensor) and not name.removeprefix("module.").startswith(_IGNORED)
     }
+    check_not_open_clip(path, tensors)
     problems = []
     for layout in [config] if config else _layouts(any(".mel_conv2d." in name for name in tensors)):
         try:

@@ -57,6 +57,14 @@ def laion_names(key: str) -> list[str]:
     return [name]
 
 
+def check_not_open_clip(where: object, keys: Iterable[str]) -> None:
+    """Raise ValueError for names of tensors as open_clip's CLAP has them."""
+    if any(key.removeprefix("module.").startswith(("audio.encoder.", "text.transformer.")) for key in keys):
+        raise ValueError(
+            f"{where}: a checkpoint of open_clip, which can't be read: expected LAION-CLAP's or clap_ds's own"
+        )
+
+
 def from_names(keys: Iterable[str], names: Callable[[str], list[str]], source: Mapping[str, Tensor]) -> State:
     """Our state from tensors under other names; keys whose tensors the source lacks are left out."""
     state: State = {}

@@ -70,6 +70,9 @@ def test_what_is_damaged_or_no_weights_is_refused(model: ClapModel, tmp_path: Pa
     for name in ("weights.txt", "damaged.safetensors"):
         (tmp_path / name).write_text("none")
     save_file({"a": torch.zeros(1)}, tmp_path / "foreign.safetensors")
+    theirs = {name: torch.zeros(1) for name in ("logit_scale", "audio.encoder.bn0.weight", "text.proj.0.weight")}
+    save_file(theirs, tmp_path / "theirs.safetensors")
+    torch.save({"state_dict": {f"module.{name}": each for name, each in theirs.items()}}, tmp_path / "theirs.pt")
     flip_bit(checkpoint_of(model, tmp_path / "run") / "weights.safetensors", 9999)
     diverged = ClapModel(MICRO)
     torch.nn.init.constant_(diverged.text_projection.linear1.bias, float("nan"))
@@ -82,6 +85,8 @@ def test_what_is_damaged_or_no_weights_is_refused(model: ClapModel, tmp_path: Pa
         ("weights.txt", "expected a folder"),
         ("damaged.safetensors", "can't be read as safetensors"),
         ("foreign.safetensors", "save_safetensors"),
+        ("theirs.safetensors", "open_clip"),
+        ("theirs.pt", "open_clip"),
         ("nan.safetensors", r"NaN or infinity in 2 of \d+ tensors"),
     ):
         with pytest.raises(ValueError, match=reason):
