@@ -71,11 +71,17 @@ def again(attempt: Callable[[], T]) -> T:
         except (PermissionError, IsADirectoryError, NotADirectoryError):
             raise
         except Exception as error:  # every file system's package has its own
-            # fsspec says of everything that goes wrong with HTTP that a file isn't found, and the cause says why.
-            if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, FileNotFoundError | None):
+            if is_absent(error):
                 raise
             time.sleep(FIRST_WAIT_S * 2**number)
     return attempt()
+
+
+def is_absent(error: Exception) -> bool:
+    """Tell whether nothing is there. fsspec makes a FileNotFoundError of all that goes wrong with HTTP; its cause tells why."""
+    cause = error.__cause__
+    is_refused = getattr(cause, "status", None) == 403  # which object stores answer to those who mayn't list
+    return isinstance(error, FileNotFoundError) and (is_refused or isinstance(cause, FileNotFoundError | None))
 
 
 def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:

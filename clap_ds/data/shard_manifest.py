@@ -14,7 +14,7 @@ import fsspec
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
 from clap_ds.config.model import ClapConfig
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
-from clap_ds.data.shard_files import again, is_remote
+from clap_ds.data.shard_files import again, is_absent, is_remote
 from clap_ds.data.shard_list import FIELD, Source
 from clap_ds.data.tar_items import count_samples
 
@@ -55,17 +55,22 @@ def read_manifest(folder: str) -> ShardManifest:
 
     try:
         found = again(read) if is_remote(path) else read_bytes(path)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
-        return ShardManifest({})  # object stores refuse what isn't there to those who mayn't list
     except Exception as error:  # whatever the file system's package raises
-        raise ValueError(f"{path} can't be read: {error}") from None
+        if isinstance(error, NotADirectoryError | IsADirectoryError | PermissionError) or is_absent(error):
+            return ShardManifest({})  # object stores refuse what isn't there to those who mayn't list
+        reason = error.__cause__ if isinstance(error, FileNotFoundError) else error
+        raise ValueError(f"{path} can't be read: {reason}") from None
     try:
         content = parse_json(found)
         shards = {name: ShardRecord(**record) for name, record in content["shards"].items()}
         front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
-        return ShardManifest(shards, content.get("kind", "encoded"), front_end)
+        manifest = ShardManifest(shards, content.get("kind", "encoded"), front_end)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return ShardManifest({})
+        return ShardManifest({})  # of another program
+    if manifest.kind not in KINDS or (manifest.kind != "encoded" and front_end is None):
+        wanted = f"{', '.join(KINDS)}, all but the first with a front_end"
+        raise ValueError(f"{path}: kind is {manifest.kind!r}, with front_end {front_end}; expected one of {wanted}")
+    return manifest
 
 
 def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:

@@ -60,13 +60,20 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
 
 
 def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    put("memory://flaky/manifest.json", b'{"shards": {}, "kind": "waveform"}')
+    put("memory://flaky/manifest.json", b'{"shards": {"a": {"items": 7, "bytes": 0, "seconds": 0, "sha256": ""}}}')
     read, failures = MemoryFile.read, [ConnectionResetError("reset")] * 4
     monkeypatch.setattr(MemoryFile, "read", lambda *to: _raise(failures.pop()) if failures else read(*to))
-    assert read_manifest("memory://flaky").kind == "waveform"
-    failures[:] = [ConnectionResetError("reset")] * 5
-    with pytest.raises(ValueError, match="reset"):
-        read_manifest("memory://flaky")
+    assert read_manifest("memory://flaky").shards["a"].items == 7
+    unreachable = FileNotFoundError("as fsspec has it of HTTP")
+    unreachable.__cause__ = ConnectionResetError("reset")
+    for error in (unreachable.__cause__, unreachable):
+        failures[:] = [error] * 5
+        with pytest.raises(ValueError, match="reset"):
+            read_manifest("memory://flaky")
+    for kind in ("strange", "mel"):  # the latter without a front end
+        put("memory://strange/manifest.json", b'{"shards": {}, "kind": "%s"}' % kind.encode())
+        with pytest.raises(ValueError, match=f"manifest.json: .*{kind}.*encoded, waveform, mel"):
+            read_manifest("memory://strange")
     put("memory://other/manifest.json", b'["something else"]')
     assert read_manifest("memory://none") == read_manifest("memory://other") == ShardManifest({})
 
