@@ -54,7 +54,7 @@ def draw_benchmark(directory: Path) -> Picture:
     times, parts = picture.panels
     rate = f"{run.rate:,.2f} samples/s/{run.unit.removesuffix('s')}"
     if run.interval:
-        rate += " ({}: {:,.2f} – {:,.2f})".format(run.uncertainty_from.partition(" of ")[0], *run.interval)
+        rate += " (windows: {:,.2f} – {:,.2f})".format(*run.interval)
     told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.text_tokens} text tokens"
     picture.title(
         f"{run.model_name} on {run.gpus} × {run.device}, {told}: {rate}, median step {1000 * run.step_time_s:,.0f} ms"

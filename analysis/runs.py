@@ -77,12 +77,12 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
 
 def _by_own_log(path: Path, run: Run) -> Run:
     """A run directory's run with the rate and the interval that the engine's lines in its log give, where there are some."""
-    names = ("engine_samples_per_s_per_gpu", "interval", "windows", "uncertainty_from")
+    names = ("engine_samples_per_s_per_gpu", "interval", "windows")
     with suppress(UserError):
         log = read_log(path / "rank0.log", run.gpus)[-1]
         if log.engine_samples_per_s_per_gpu:
             return replace(run, **{name: getattr(log, name) for name in names})
-    return replace(run, interval=None, windows=(), uncertainty_from="")
+    return replace(run, interval=None, windows=())
 
 
 def _complete(run: Run, given: argparse.Namespace) -> Run:

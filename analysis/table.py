@@ -125,7 +125,7 @@ class Run(Row):
     kind: Literal["record", "log", "table"] = "record"
     error: str = ""
     interval: tuple[float, float] | None = None
-    """Of the rate; `uncertainty_from` says what it is."""
+    """The range of a run's windows, or the rate of a table's row less and plus its ±."""
     windows: tuple[float, ...] = ()
     accumulation: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)

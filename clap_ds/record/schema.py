@@ -25,12 +25,13 @@ STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communicatio
 
 
 class Rates(TypedDict, total=False):
-    """Samples/s of one GPU: all samples over all seconds of the windows, and an interval; without `coverage` their range."""
+    """Samples/s of one GPU: all samples over all seconds of the windows, and the windows' range."""
 
     mean: float
     low: float
     high: float
-    coverage: float
+    slow_windows: int
+    """Windows below 0.8 of the median window's samples/s."""
     windows: list[float]
     window_s: list[float]
     """Seconds each lasted, on the slowest rank."""

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clap_ds.record.schema import Summary
-from clap_ds.record.statistics import interval_label
+from clap_ds.record.statistics import range_label
 
 
 class Progress:
@@ -63,7 +63,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     host_alone = " (the host alone)" if unit == "GPU" and summary.get("deepspeed_times_host_alone") else ""
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
     held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
-    interval = f"  {interval_label(rate.get('coverage'), len(rate['windows']))}"
+    interval = f"  {range_label(rate['windows'], rate['slow_windows'])}"
     breakdown = summary["breakdown_s"] or {}
     total = sum(breakdown.values())
     return [

@@ -41,7 +41,7 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     picture = draw_benchmark(benchmark(tmp_path / "run"))
     times, parts = picture.panels
     assert picture.figure.get_suptitle().replace("\n", " ") == (
-        "micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens: 10.00 samples/s/rank (range: 9.00 – 11.00), "
+        "micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens: 10.00 samples/s/rank (windows: 9.00 – 11.00), "
         "median step 400 ms"
     )
     warmup, timed, median = (line.get_xydata().tolist() for line in times.lines)
