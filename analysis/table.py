@@ -113,10 +113,6 @@ class Row:
         return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
 
 
-BATCH = "batch per GPU"
-"""What the part of `variant` begins with that says no setting, but which batch a series keeps constant."""
-
-
 @dataclass(frozen=True)
 class Run(Row):
     """One measured run, or a row read from a table, before repeats are combined."""
