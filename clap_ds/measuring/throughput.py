@@ -152,6 +152,8 @@ def _write_steps(session: Session, window: Window, losses: list[float], number: 
             step=first_step + offset,
             phase="warmup" if number is None else "window",
             window=number,
+            window_s=float(window.window_s.max()),
+            window_data_wait_s=float(window.data_wait_s.sum(axis=0).max()),
             time_s=float(window.step_s[offset, 0]),
             slowest_rank_time_s=float(window.step_s[offset].max()),
             data_wait_s=float(window.data_wait_s[offset, 0]),

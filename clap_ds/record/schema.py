@@ -158,14 +158,23 @@ class Environment(TypedDict, total=False):
 
 
 class StepLine(TypedDict, total=False):
-    """A line of `metrics.jsonl`: a step (`warmup`, `window`, `train`), an evaluation or a checkpoint."""
+    """A line of `metrics.jsonl`: a step (`warmup`, `window`, `breakdown`, `train`), an evaluation or a checkpoint.
 
-    phase: Literal["warmup", "window", "train", "evaluation", "checkpoint"]
+    Times are of rank 0 where nothing else is said. Fields named `window_…` are in each line of a window and of all of it.
+    """
+
+    phase: Literal["warmup", "window", "breakdown", "train", "evaluation", "checkpoint"]
     step: int
     window: int | None
+    window_s: float
+    """Seconds the window lasted, on the slowest rank."""
+    window_data_wait_s: float
+    """Seconds of it spent waiting for data, on the rank that waited most."""
     time_s: float
     slowest_rank_time_s: float
     data_wait_s: float
+    phases_s: dict[str, float]
+    """Of a `breakdown` step: seconds by phase, mean over ranks; `backward` has all of its communication, `local_backward` none."""
     loss: float
     memory_bytes: int
     samples: int

@@ -87,6 +87,8 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert [(line["step"], line["phase"], line["window"]) for line in lines] == [
         (step, "warmup" if step < 3 else "window", None if step < 3 else (step + 7) // 10) for step in range(1, 33)
     ]
+    assert [line["window_s"] for line in lines] == pytest.approx([1.5] * 2 + [19.5] * 30)
+    assert [line["window_data_wait_s"] for line in lines] == pytest.approx([0.2] * 2 + [2.0] * 30)
     assert [line["time_s"] for line in lines] == pytest.approx([long(step) for step in range(1, 33)])
     assert [line["slowest_rank_time_s"] for line in lines] == pytest.approx([1.5 * long(n) for n in range(1, 33)])
     assert [line["loss"] for line in lines] == [step + 5 for step in range(1, 33)]  # the mean of both ranks
