@@ -61,9 +61,9 @@ class Measurement:
         )
 
     def data_wait_share(self) -> float:
-        """Share of the time spent waiting for data, on the rank that waited most."""
-        waited = np.sum([window.data_wait_s.sum(axis=0) for window in self.windows], axis=0)
-        return float((waited / np.sum([window.window_s for window in self.windows], axis=0)).max())
+        """Share of the time spent waiting for data, on the rank that waited most in each window."""
+        waited_s = sum(window.data_wait_s.sum(axis=0).max() for window in self.windows)
+        return float(waited_s / sum(window.window_s.max() for window in self.windows))
 
 
 def measure(session: Session) -> Summary:
@@ -185,17 +185,19 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
             engine.accumulate(session.batches, local)
         engine.deepspeed.zero_grad()
         engine.step(session.batches, whole)
-        own = whole.seconds
-        rows.append([*(own[phase] for phase in STEP_PHASES), local.seconds["backward"]])
+        own, longer_s = whole.seconds, whole.seconds["backward"] - local.seconds["backward"]
+        own["exposed_communication"] = longer_s if world_size > 1 else 0.0
+        rows.append([own[phase] for phase in STEP_PHASES])
     deepspeeds.enabled = is_timing
     engine.check_loss()
     of_ranks = torch.tensor(rows[1:], dtype=torch.float64, device=session.device)  # the first is not like the others
     dist.all_reduce(of_ranks)
-    *columns, local_s = (of_ranks / world_size).T.tolist()
-    by_phase = dict(zip(STEP_PHASES, columns, strict=True))
-    longer_s = [whole_s - alone_s for whole_s, alone_s in zip(by_phase["backward"], local_s, strict=True)]
-    exposed_s = max(0.0, statistics.median(longer_s)) if world_size > 1 else 0.0
-    seconds = {phase: statistics.median(column) for phase, column in by_phase.items()}
+    steps = [dict(zip(STEP_PHASES, row, strict=True)) for row in (of_ranks / world_size).tolist()]
+    if session.ranks.is_first:
+        for step, phases_s in enumerate(steps, start=engine.steps - num_steps + 1):
+            session.record.append_metrics(StepLine(step=step, phase="breakdown", phases_s=phases_s))
+    seconds = {phase: statistics.median(step[phase] for step in steps) for phase in STEP_PHASES}
+    exposed_s = max(0.0, seconds["exposed_communication"])
     return {**seconds, "backward": seconds["backward"] - exposed_s, "exposed_communication": exposed_s}
 
 

@@ -174,7 +174,8 @@ class StepLine(TypedDict, total=False):
     slowest_rank_time_s: float
     data_wait_s: float
     phases_s: dict[str, float]
-    """Of a `breakdown` step: seconds by phase, mean over ranks; `backward` has all of its communication, `local_backward` none."""
+    """Of a `breakdown` step: seconds by `STEP_PHASES`, mean over ranks. `backward` includes `exposed_communication` here, which
+    is how much longer it took than without communication, below 0 in some steps."""
     loss: float
     memory_bytes: int
     samples: int

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -52,9 +53,30 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def _recomputed(lines: list[dict[str, Any]], batch: int, world_size: int) -> dict[str, str]:
+    """Rows of the final table by `metrics.jsonl` alone."""
+    steps = pd.DataFrame(lines).query("phase == 'window'")
+    windows = steps.groupby("window")[["window_s", "window_data_wait_s"]].first()
+    rates, seconds = batch * steps.groupby("window").size() / windows["window_s"], windows.sum()
+    rate, step_ms = batch * len(steps) / seconds["window_s"], 1000 * steps["time_s"]
+    parts = pd.DataFrame([line["phases_s"] for line in lines if line["phase"] == "breakdown"]).median()
+    parts["exposed_communication"] = max(0.0, parts["exposed_communication"])
+    parts["backward"] -= parts["exposed_communication"]
+    return {
+        "samples/s/rank": f"{rate:,.2f}",
+        f"  range of {len(windows)} windows": f"{rates.min():,.2f} – {rates.max():,.2f}",
+        "samples/s in all": f"{rate * world_size:,.2f}",
+        "step time, median": f"{step_ms.median():,.1f} ms",
+        "step time, 95th percentile": f"{step_ms.quantile(0.95):,.1f} ms",
+        "step time, slowest rank": f"{1000 * steps['slowest_rank_time_s'].median():,.1f} ms",
+        "waiting for data": f"{100 * seconds['window_data_wait_s'] / seconds['window_s']:.2f} %",
+    } | {f"  {n.replace('_', ' ')}": f"{1000 * s:,.1f} ms  {100 * s / parts.sum():5.1f} %" for n, s in parts.items()}
+
+
 @pytest.mark.parametrize(("launcher", "world_size"), [("torchrun", 2), ("python", 1)])
 def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, world_size: int) -> None:
-    config = write_run(log_level="info", steps_per_print=1)
+    protocol = {"warmup_steps": 1, "windows": 2, "steps_per_window": 2, "breakdown_steps": 3}
+    config = write_run(log_level="info", steps_per_print=1, clap={"bench": protocol})
     result = _bench(config, launcher)
     assert result.returncode == 0, result.stderr
     assert "samples/s" in result.stdout
@@ -64,10 +86,13 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
     windows, window_s = (summary["samples_per_s_per_gpu"][name] for name in ("windows", "window_s"))
     assert summary["samples_per_s"] == pytest.approx(2 * 8 * world_size / sum(window_s))
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["phase"]) for line in lines] == [(1, "warmup")] + [(n, "window") for n in range(2, 6)]
+    phases = [(1, "warmup"), *((n, "window") for n in range(2, 6)), *((n, "breakdown") for n in range(7, 10))]
+    assert [(line["step"], line["phase"]) for line in lines] == phases
+    printed = dict(re.findall(r"│ (.+?) *│ +(.+?) │", result.stdout))
+    assert _recomputed(lines, 4, world_size).items() <= printed.items()
     assert "RunningAvgSamplesPerSec=" in (directory / "rank0.log").read_text()
     assert json.loads((directory / "environment.json").read_text())["gpus_per_node"] == [world_size]
-    events = _scalars(directory / "tensorboard")
+    lines, events = lines[:5], _scalars(directory / "tensorboard")
     assert events.keys() == {"bench/loss", "bench/samples_per_s"}
     assert events["bench/loss"] == [(4 * world_size * line["step"], pytest.approx(line["loss"])) for line in lines]
     assert [rate for _, rate in events["bench/samples_per_s"]] == pytest.approx([world_size * rate for rate in windows])
