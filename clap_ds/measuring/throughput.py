@@ -1,6 +1,6 @@
 """The measuring protocol on a running session: warm-up, timed windows, instrumented pass, summary.
 
-Samples per second include data wait. DeepSpeed's own figure, which leaves it out, is shown beside them.
+Samples per second include data wait. DeepSpeed's own figure, shown beside them, leaves that out, and what lies between steps.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def _write_steps(session: Session, window: Window, losses: list[float], number: 
 
 
 def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | None:
-    """Seconds of each phase of a step, mean over ranks and of that the median over steps, with the device synchronised between
-    phases.
+    """Measure the seconds of each phase of a step, mean over ranks and of that the median over steps, with the device
+    synchronised between phases, and write each step's line. They needn't add up to the time of a step that isn't instrumented.
 
     Before each step come the same forward and backward passes, whose gradients stay where they are: what the step's backward
     passes take longer is communication which nothing hides, waiting for slower ranks included.

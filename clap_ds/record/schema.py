@@ -92,7 +92,7 @@ class Summary(TypedDict, total=False):
     samples_per_s_per_gpu: Rates
     samples_per_s: float
     deepspeed_samples_per_s: float | None
-    """By DeepSpeed's own timer, without the wait for data."""
+    """By DeepSpeed's own timer: from each forward pass to the end of its update, without what lies between."""
     deepspeed_times_host_alone: bool
     step_time_s: StepTime
     data_wait_percent: float

@@ -1,12 +1,15 @@
 """A model that has collapsed is told from one that has only begun; and what such a run says, keeps and ends with."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.engine.loss import LOSSES
 from clap_ds.training.collapse import STRETCH, LastSteps
+from clap_ds.weights.checkpoint_files import Manifest, begin, publish
 
 CHANCE = {"softmax": math.log(8), "sigmoid": math.log(8) + 7 * math.log(8 / 7)}
 Step = tuple[float, float, float]  # loss, gradient norm, logit scale, as they were found with 8 pairs
@@ -30,3 +33,27 @@ def test_what_has_begun_is_told_from_what_has_collapsed(tmp_path: Path, kind: st
     steps.add(0.9 * steps.chance, 1.0, 14.0)
     assert steps.verdict(4 * STRETCH, tmp_path) is None
     assert steps.loss == pytest.approx(((STRETCH - 1) * step[0] / steps.chance + 0.9) / STRETCH)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "named"),
+    [
+        ({2: 0.9, 3: 0.95, 4: 0.99, 40: 0.5}, "step-00000003"),  # the weights of step 4 make step 5's loss
+        ({4: 0.9, 5: 0.9, 40: 0.5}, None),
+        ({2: 0.9, 3: 1.0}, "step-00000002"),  # 3: at chance already, as where a collapsed run goes on
+        ({}, None),
+    ],
+)
+def test_advice_names_the_newest_checkpoint_from_before(
+    tmp_path: Path, checkpoints: dict[int, float], named: str | None
+) -> None:
+    for serial, (step, loss) in enumerate(checkpoints.items(), start=1):
+        manifest = Manifest(serial, step, {}, {}, None, {TRAIN_LOSS: loss}, {})
+        publish(begin(tmp_path, step), manifest)
+    steps = LastSteps(math.log(8))
+    for _ in range(STRETCH):
+        steps.add(2.079442, 9e-5, 13.3)
+    verdict = steps.verdict(STRETCH + 4, tmp_path)
+    assert verdict is not None and "since step 5 " in verdict
+    assert re.findall(r"step-\d+", verdict) == [named] * (named is not None)
+    assert ("--restart" in verdict) == (named is None)
