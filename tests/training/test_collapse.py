@@ -36,24 +36,17 @@ def test_what_has_begun_is_told_from_what_has_collapsed(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "named"),
-    [
-        ({2: 0.9, 3: 0.95, 4: 0.99, 40: 0.5}, "step-00000003"),  # the weights of step 4 make step 5's loss
-        ({4: 0.9, 5: 0.9, 40: 0.5}, None),
-        ({2: 0.9, 3: 1.0}, "step-00000002"),  # 3: at chance already, as where a collapsed run goes on
-        ({}, None),
-    ],
+    ("saved", "named"),
+    [({2: 0.9, 3: 0.95, 4: 0.99, 40: 0.5}, 3), ({4: 0.9, 40: 0.5}, None), ({2: 0.9, 3: 1.0}, 2)],
+    ids=["with step 4's weights step 5's loss is at chance", "none", "a collapsed run went on from step 3"],
 )
 def test_advice_names_the_newest_checkpoint_from_before(
-    tmp_path: Path, checkpoints: dict[int, float], named: str | None
+    tmp_path: Path, saved: dict[int, float], named: int | None
 ) -> None:
-    for serial, (step, loss) in enumerate(checkpoints.items(), start=1):
-        manifest = Manifest(serial, step, {}, {}, None, {TRAIN_LOSS: loss}, {})
-        publish(begin(tmp_path, step), manifest)
+    for step, loss in saved.items():
+        publish(begin(tmp_path, step), Manifest(step, step, {}, {}, None, {TRAIN_LOSS: loss}, {}))
     steps = LastSteps(math.log(8))
     for _ in range(STRETCH):
-        steps.add(2.079442, 9e-5, 13.3)
-    verdict = steps.verdict(STRETCH + 4, tmp_path)
-    assert verdict is not None and "since step 5 " in verdict
-    assert re.findall(r"step-\d+", verdict) == [named] * (named is not None)
-    assert ("--restart" in verdict) == (named is None)
+        steps.add(*STEPS["lr 0.01"][1])
+    said = re.findall(r"since step 5 |step-\d+|--restart", steps.verdict(STRETCH + 4, tmp_path) or "")
+    assert said == ["since step 5 ", f"step-{named:08d}" if named else "--restart"]
