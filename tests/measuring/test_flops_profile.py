@@ -5,7 +5,6 @@ import io
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from clap_ds.engine import session
 from clap_ds.engine.compiled import compile_towers
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.flop_count.analytic import TextLengths, forward_flops, published_flops, recomputed_flops
+from clap_ds.flop_count.analytic import published_flops
 from clap_ds.measuring.flops_profile import measure_flops
 from clap_ds.ranks.agreement import gather_tensor
 from clap_ds.ranks.distributed import Ranks
@@ -69,13 +68,3 @@ def test_profiled_figures_stand_beside_the_published_convention(
     assert f"published convention {published:.2f}" in said
     assert (graphs > 0) == (compiled == "towers"), "afterwards what is compiled runs again"
     assert found["mean_text_tokens"] == pytest.approx(mean if text == "packed" else 16)
-
-
-def test_what_is_done_twice_counts() -> None:
-    """By cached accumulation the whole forward pass, by checkpointed activations a tower's blocks once more."""
-    clap = {"train": {"accumulation": "cached"}, "model": {"preset": "micro", "checkpoint_activations": ["text"]}}
-    sizes = (run := settings("fp32", 2, clap=clap)).clap.preset(), TextLengths.fixed(16)
-    session: Any = mock.Mock(run=run, batches=iter([mock.Mock(audio=torch.zeros(2, 480))]))
-    session.engine.model = model_of(run)
-    again = forward_flops(*sizes, "model") + recomputed_flops(*sizes, ["text"], drop_path=0.0)
-    assert measure_flops(session)[0]["recomputed_gflops"] == pytest.approx(again / 1e9)
