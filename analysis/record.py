@@ -19,7 +19,7 @@ from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
 from clap_ds.record.statistics import rates
 
-BY_TIMER = "DeepSpeed's timer: leaves out data loading"
+BY_TIMER = "DeepSpeed's timer: leaves out data loading and what lies between steps"
 HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host, queueing steps"
 
 
