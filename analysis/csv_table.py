@@ -37,10 +37,12 @@ def read_table_runs(path: Path) -> list[Run]:
         raise UserError(f"{path}: no column {', '.join(missing)}; this one has {', '.join(map(str, frame))}")
     if frame.empty or not isinstance(frame.index, pd.RangeIndex):
         raise UserError(f"{path}: {'a header and no rows' if frame.empty else 'rows have more cells than the header'}")
-    rows = enumerate(frame.to_dict("records"), start=1)
-    if semicolons:
-        rows = ((number, {name: _number(f"{path}, row {number}", name, row[name]) for name in row}) for number, row in rows)
-    return [_run(path, f"{path}, row {number}", row) for number, row in rows]
+    runs = []
+    for number, row in enumerate(frame.to_dict("records"), start=1):
+        where = f"{path}, row {number}"
+        cells = {name: _number(where, name, cell) for name, cell in row.items()} if semicolons else row
+        runs.append(_run(path, where, cells))
+    return runs
 
 
 def _number(where: str, column: Any, cell: Any) -> Any:
@@ -49,7 +51,9 @@ def _number(where: str, column: Any, cell: Any) -> Any:
         return cell
     if re.fullmatch(r"\d{1,3}[.,]\d{3}", cell.strip()):
         digits = cell.strip().replace(",", ".")
-        raise UserError(f"{where}: {column} is {cell}, which can be {digits} or {digits.replace('.', '')}; write {digits}0")
+        raise UserError(
+            f"{where}: {column} is {cell}, which can be {digits} or {digits.replace('.', '')}; write {digits}0"
+        )
     try:
         return float(cell.replace(",", "."))
     except ValueError:

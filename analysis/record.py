@@ -95,8 +95,11 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[
     """Samples/s/GPU of each whole window in `metrics.jsonl`, and what `step_time_s` in a summary would hold."""
     import pandas as pd
 
-    steps = pd.DataFrame(read_steps(path, "window"), columns=["window", "time_s"])
-    windows = steps.groupby("window")["time_s"].agg(["size", "sum"])
+    names = ["window", "time_s", "slowest_rank_time_s", "window_s"]
+    steps = pd.DataFrame(read_steps(path, "window"), columns=names)
+    slowest = steps["slowest_rank_time_s"].fillna(steps["time_s"])  # which older records lack
+    windows = slowest.groupby(steps["window"]).agg(["size", "sum"])
+    windows["sum"] = steps.groupby("window")["window_s"].first().fillna(windows["sum"])
     windows = windows[windows["size"] == (wanted or windows["size"].max())]
     if windows.empty:
         return [], {}

@@ -65,6 +65,7 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
         if ranks.job_folder is not None:
             (ranks.job_folder / "run_directory").write_text(f"{record.path}\n")
         print(f"run directory: {record.path}", flush=True)
+        print(f"ranks: {ranks.world_size}, nodes: {len({host for host, _ in everywhere})}", flush=True)
         if device.type == "cpu" and run.precision == "bf16":
             print(f"CPU kernels: {kernels}", flush=True)
     failure.speak_in(record.path, ranks.rank, ranks.host)

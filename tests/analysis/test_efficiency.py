@@ -40,6 +40,13 @@ def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written
         for rows in (written, scaling_table(read_table_runs(tmp_path / "t.csv"))):
             shown = [(row.scaling, row.gpus, row.scaling_efficiency_percent, row.speedup) for row in rows]
             assert shown == [(*told, pytest.approx(speedup)) for *told, speedup in found]
+    more = [run(nodes, 50.0, batch_per_gpu=64 // nodes) for nodes in (2, 4)]
+    mixed = scaling_table([*weak, *more])
+    write_csv(tmp_path / "t.csv", mixed)
+    for rows in (mixed, scaling_table(read_table_runs(tmp_path / "t.csv"))):
+        assert [(row.scaling, row.gpus, row.repeats) for row in rows] == [
+            *(("weak", 4 * nodes, 1) for nodes in (1, 2, 4)), *(("strong", 4 * nodes, 1) for nodes in (1, 2, 4)),
+        ]  # fmt: skip
     unknown = scaling_table([run(nodes, 100.0, batch_per_gpu=None) for nodes in (1, 2)])
     assert [row.scaling for row in unknown] == ["", ""]
 

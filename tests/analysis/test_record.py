@@ -48,7 +48,7 @@ def test_every_field_of_a_real_record_arrives(record: Path) -> None:
 
 
 def test_a_record_of_an_earlier_schema_has_the_rate_of_its_steps(record: Path) -> None:
-    windows = [4 / step["time_s"] for step in STEPS if step["phase"] == "window"]
+    windows = [4 / step["slowest_rank_time_s"] for step in STEPS if step["phase"] == "window"]
     windows = [2 / (1 / a + 1 / b) for a, b in zip(windows[::2], windows[1::2], strict=True)]
     run = read_record(summed_up(record, samples_per_s_per_gpu={"median": 9.0, "low": 8.0, "high": 10.0}))
     found = rates(windows, [1 / rate for rate in windows])
@@ -68,7 +68,9 @@ def test_a_killed_run_tells_its_rate_from_its_steps(record: Path) -> None:
     write(record / "metrics.jsonl", text + '{"step": 8, "phase": "win')
     write(record / "summary.json", json.dumps({"state": "running"}))
     run = read_record(record)
-    rates = [2 * 4 / sum(step["time_s"] for step in STEPS if step["window"] == window) for window in (1, 2)]
+    rates = [
+        2 * 4 / sum(step["slowest_rank_time_s"] for step in STEPS if step["window"] == window) for window in (1, 2)
+    ]
     assert (run.windows, run.rate) == (pytest.approx(rates), pytest.approx(2 / (1 / rates[0] + 1 / rates[1])))
     assert (run.state, run.gpus) == ("running", 2)
     assert "2 whole windows read from metrics.jsonl" in run.notes
