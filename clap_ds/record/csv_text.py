@@ -1,4 +1,4 @@
-"""CSV to a file or to standard output, and text of others on one line of a terminal."""
+"""CSV to a file or to standard output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from pathlib import Path
 from typing import TextIO
 
 from clap_ds.config.files import replacing
-
-
-def printable(text: str) -> str:
-    """As a terminal can show it on one line: control characters are escaped."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape", "replace").decode() for each in text)
 
 
 def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]]) -> None:
