@@ -85,15 +85,15 @@ def _sweep(folder: Path) -> Jobs:
 @pytest.mark.parametrize("name", WRITERS)
 def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     victim, run = tmp_path / "victim", tmp_path / "run"
+    (victim / "folder").mkdir(parents=True)
+    (victim / "file").write_text("precious")
     run.mkdir()
-    for number, target in enumerate((victim / "folder", victim / "file")):
-        (victim / "folder").mkdir(parents=True, exist_ok=True)
-        (victim / "file").write_text("precious")
-        monkeypatch.setattr(failure, "_place", (run / "errors", 0, "host"))
-        monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(failure, "_place", (run / "errors", 0, "host"))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    for target in ("folder", "file", "absent"):
         (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(target)
+        (run / name).symlink_to(victim / target)
         with suppress(OSError):
             WRITERS[name](run)
-        assert [path.name for path in sorted(victim.rglob("*"))] == ["file", "folder"], number
+        assert sorted(path.name for path in victim.rglob("*")) == ["file", "folder"]
         assert (victim / "file").read_text() == "precious"
