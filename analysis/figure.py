@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clap_ds.config.errors import UserError
 
@@ -81,8 +81,8 @@ class Picture:
         self.figure.set_figheight(self.figure.get_figheight() + LINE_INCHES * lines)
 
     @styled()
-    def save(self, path: Path | BinaryIO) -> None:
-        """Write the figure in the format that its name ends in, such as .png, .svg or .pdf; to an open file, as PNG."""
+    def save(self, path: Path) -> None:
+        """Write the figure in the format that its name ends in, such as .png, .svg or .pdf."""
         self.figure.savefig(path)
 
 

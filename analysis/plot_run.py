@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from clap_ds.analysis.figure import COLORS, SERIES_STYLES, Picture, log_axis, styled
 from clap_ds.analysis.record import read_json, read_record, read_steps
@@ -35,8 +35,8 @@ PART_COLORS = [COLORS[index] for index in (4, 0, 3, 5, 1, 2)]
 EVALUATED = 4
 
 
-def draw_runs(directories: Sequence[Path], output: Path | BinaryIO) -> None:
-    """Draw one run of the benchmark, or any number of training runs, as `Picture.save` does. UserError for what are
+def draw_runs(directories: Sequence[Path], output: Path) -> None:
+    """Draw one run of the benchmark, or any number of training runs, in the format of `output`'s ending. UserError for what are
     no run directories or have no timed step."""
     is_training = read_json(directories[0], "summary").get("command") == "train" or read_steps(directories[0], "train")
     if len(directories) > 1 and not is_training:

@@ -21,7 +21,6 @@ from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.files import replacing, write_atomically
 from clap_ds.config.places import VERSION
 from clap_ds.config.secrets import redacted_words
 from clap_ds.record.schema import STEP_PHASES
@@ -122,20 +121,20 @@ def main() -> None:
     if waited := [*stragglers.blocks(sources)]:
         sections["Who made the others wait"] = waited
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "table.csv") as file:
-        write_csv(file, rows)
+    for path in filter(Path.is_symlink, folder.iterdir()):
+        path.unlink()  # which what writes there would follow
+    write_csv(folder / "table.csv", rows)
     blocks = [f"# {TITLE}", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"]
     for heading, section in sections.items():
         blocks.append(f"## {heading}")
         for block in section:
             if isinstance(block, Figure):
-                with replacing(folder / block.name) as file:
-                    block.picture.save(file)
+                block.picture.save(folder / block.name)
                 block = f"![]({block.name})\n\n*{block.caption}*"
             blocks.append(block.strip())
     markdown = "\n\n".join(blocks) + "\n"
-    write_atomically(folder / "report.md", markdown)
-    write_atomically(folder / "report.html", page(TITLE, markdown, folder))
+    (folder / "report.md").write_text(markdown, encoding="utf-8")
+    (folder / "report.html").write_text(page(TITLE, markdown, folder), encoding="utf-8")
     print(f"wrote {folder / 'report.html'}, report.md and table.csv beside it")
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from clap_ds.config.errors import UserError, printable
 from clap_ds.record.schema import STEP_PHASES
@@ -214,8 +214,8 @@ def plain_text(text: str) -> str:
     return re.sub(r"<(?=[a-zA-Z/!?])", "‹", text)
 
 
-def write_csv(path: Path | BinaryIO, rows: Iterable[Row]) -> None:
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
     import pandas as pd
 
     cells = [[getattr(row, column) for column in COLUMNS] for row in rows]
-    pd.DataFrame(cells, columns=list(COLUMNS)).to_csv(path, mode="wb", index=False, float_format="%.7g")
+    pd.DataFrame(cells, columns=list(COLUMNS)).to_csv(path, index=False, float_format="%.7g")

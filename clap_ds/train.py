@@ -18,7 +18,6 @@ if __package__ in (None, ""):
 
 from clap_ds.config.arguments import add_checkpoint_choices
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import replacing
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.ranks.distributed import (
     Ranks,
@@ -88,8 +87,8 @@ def draw(directory: Path) -> None:
     try:
         from clap_ds.analysis.plot_run import draw_runs
 
-        with replacing(directory / "run.png") as file:
-            draw_runs([directory], file)
+        (directory / "run.png").unlink(missing_ok=True)  # matplotlib would follow a link
+        draw_runs([directory], directory / "run.png")
         print(f"curves: {directory / 'run.png'}", flush=True)
     except (OSError, UserError) as error:
         print(f"warning: no curves drawn: {error}", flush=True)

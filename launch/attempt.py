@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import USER_ERROR
-from clap_ds.config.files import read_bytes
 from clap_ds.launch import slurm
 from clap_ds.launch.launchers import Launcher, environment
 from clap_ds.ranks.failure import LOST_PEER, STALL, UNREACHABLE
@@ -42,7 +41,7 @@ class Ending:
 def run_directory_of(folder: Path) -> RunDirectory | None:
     """The run directory of an attempt's folder, where rank 0 has made one."""
     path = folder / "run_directory"
-    return RunDirectory(Path(read_bytes(path).decode().strip())) if path.is_file() else None
+    return RunDirectory(Path(path.read_text().strip())) if path.is_file() else None
 
 
 def ending_of(

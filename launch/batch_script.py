@@ -13,7 +13,7 @@ from clap_ds.config.arguments import add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.places import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.sites import LAUNCHERS, Site, is_path, load_site
+from clap_ds.launch.sites import LAUNCHERS, Site, load_site
 
 TRAINING_TIME = "1-00:00:00"
 
@@ -66,11 +66,6 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", metavar="HOSTS", help="hosts not to run on, in SLURM's notation")
 
 
-def absolute(site: str) -> str:
-    """Return a site's name, or the path of its file as it holds everywhere."""
-    return str(Path(site).resolve()) if is_path(site) else site
-
-
 def request_of(arguments: argparse.Namespace) -> Request:
     """The request of a command's options; a UserError where they don't fit together, or nobody tells the number of GPUs."""
     site = load_site(arguments.site, arguments.launcher)
@@ -87,8 +82,9 @@ def request_of(arguments: argparse.Namespace) -> Request:
     time = arguments.time
     if arguments.train and time is None:
         time = min([TRAINING_TIME, *(limit for _, limit in nodes if limit)], key=slurm.seconds_of)
+    name = arguments.site
     given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
-    given["site"] = absolute(arguments.site)
+    given["site"] = str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name
     return Request(**given | {"gpus": gpus, "gres": f"gpu:{gpus}" if shown or not nodes else None, "time": time})
 
 

@@ -59,16 +59,13 @@ class Job:
 
 def _checked(kind: type[T], content: dict[str, Any]) -> T:
     """A dataclass's object from JSON; ValueError or TypeError where a field has another type, or text that could be more than
-    the words and names that scripts and paths are made of."""
-    hints = get_type_hints(kind)
+    the names and words that paths and scripts are made of."""
+    hints, allowed = get_type_hints(kind), _WORDS if kind is Request else _NAME
     for name, value in content.items():
-        hint = hints[name]
+        hint, words = hints[name], value if isinstance(value, list) else [value] * isinstance(value, str)
         is_of_type = isinstance(value, hint if isinstance(hint, UnionType) else get_origin(hint) or hint)
-        if not is_of_type or (isinstance(value, list) and not all(isinstance(each, str) for each in value)):
-            raise ValueError(f"{name}: expected {hint}, found {value!r}")
-        allowed = _WORDS if kind is Request else _NAME
-        if isinstance(value, str) and name not in ("config", "site") and not allowed.fullmatch(value):
-            raise ValueError(f"{name}: expected a name, found {value!r}")  # those two are in no script
+        if not is_of_type or not (name in ("config", "site") or all(map(allowed.fullmatch, words))):
+            raise ValueError(f"{name}: expected {hint} of plain words, found {value!r}")
     return kind(**content)
 
 
@@ -89,8 +86,7 @@ class Jobs:
         """Open what was submitted earlier; a UserError where the record, which others may have written, is of no such form."""
         content = read_object(folder / RECORD)
         try:
-            jobs = [_checked(Job, job) for job in content["jobs"]]
-            return cls(folder, _checked(Request, content["request"]), jobs)
+            return cls(folder, _checked(Request, content["request"]), [_checked(Job, job) for job in content["jobs"]])
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{folder / RECORD}: not as launch/ writes it: {error}") from None
 

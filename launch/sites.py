@@ -81,15 +81,10 @@ _EXPECTED: dict[Any, str] = {
 }  # fmt: skip
 
 
-def is_path(name: str) -> bool:
-    """Whether a site is given by its file's path, not by its name under `launch/clusters/`."""
-    return name.endswith(".json") or "/" in name
-
-
 def load_site(name: str, launcher: str | None = None) -> Site:
     """Read a site by its name under `launch/clusters/`, or by a file's path, with another launcher if one is given; a UserError
     with a line for each field that is wrong."""
-    path = Path(name) if is_path(name) else FOLDER / f"{name}.json"
+    path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
         raise UserError(f"site {name!r}: {path}: no such file{did_you_mean(name, known)}")

@@ -22,9 +22,8 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.changes import parse_varied
 from clap_ds.config.errors import UserError, exit_code_of, printable
 from clap_ds.config.places import find_config
-from clap_ds.launch.batch_script import absolute, add_limits, add_request, request_of
+from clap_ds.launch.batch_script import add_limits, add_request, request_of
 from clap_ds.launch.jobs import RECORD, Job, Jobs, stamp
-from clap_ds.launch.sites import is_path
 
 DONE = ("completed", "out_of_memory")  # states that another attempt would not change
 
@@ -91,11 +90,11 @@ def resume(arguments: argparse.Namespace) -> None:
     print(f"{len(missing)} of {len(sweep.jobs)} jobs are missing{': ' if missing else ''}{names}")
     if missing:
         changes = {name: getattr(arguments, name) for name in ("site", "time", "exclude") if getattr(arguments, name)}
-        site = absolute(changes.setdefault("site", sweep.request.site))
-        if not arguments.site and is_path(site):
+        site = sweep.request.site
+        if not arguments.site and ("/" in site or site.endswith(".json")):
             what = "names its site by a file, which could run any command: look at it, and give it yourself"
             raise UserError(f"{arguments.folder / RECORD} {what}, by --site {shlex.quote(site)}")
-        sweep.request = replace(sweep.request, **changes | {"site": site})
+        sweep.request = replace(sweep.request, **changes)
         sweep.check(missing)
         sweep.write_scripts(missing)
         submit(sweep, missing)

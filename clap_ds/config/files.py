@@ -118,20 +118,16 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def open_own(path: str | os.PathLike[str], flags: int, kind: Callable[[int], bool] = stat.S_ISREG) -> int:
-    """Open a file inside a folder that a run owns, made where it isn't there, and return its descriptor. Raises OSError for a
-    link, which somebody else may have put there, and for another kind of file."""
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+def open_own(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file or folder inside one that a run owns, and return its descriptor. Raises OSError for a link, which somebody else
+    may have put there."""
     try:
-        number = os.open(path, flags if flags & os.O_DIRECTORY else flags | os.O_CREAT, 0o666)
-    except OSError:
-        if os.path.islink(path):
-            raise OSError(errno.ELOOP, "is a link, which is not written through: delete it", str(path)) from None
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        error.strerror = (
+            "is a link, and nothing is written through one: delete it" if os.path.islink(path) else error.strerror
+        )
         raise
-    if not kind(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(errno.EINVAL, "expected a regular file", str(path))
-    return number
 
 
 @contextlib.contextmanager
@@ -140,7 +136,7 @@ def own_folder(path: Path) -> Iterator[Path]:
     OSError as `open_own`."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(parents=True)
-    number = open_own(path, os.O_DIRECTORY, stat.S_ISDIR)
+    number = open_own(path, os.O_DIRECTORY)
     try:
         yield Path(f"/proc/self/fd/{number}")
     finally:

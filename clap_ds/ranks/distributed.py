@@ -23,7 +23,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError, printable
-from clap_ds.config.files import read_bytes
 from clap_ds.ranks import failure, watch
 from clap_ds.ranks.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.ranks.accelerator import choose_device
@@ -85,7 +84,7 @@ class Ranks:
         secret = ""
         if self.job_folder is not None:
             with contextlib.suppress(OSError):  # of what starts ranks without one, such as preflight
-                secret = read_bytes(self.job_folder / SECRET).decode()
+                secret = (self.job_folder / SECRET).read_text()
         ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
         return " ".join([f"{secret}{self.job_folder}", *(os.environ.get(name, "") for name in ids)])
 

@@ -49,7 +49,7 @@ class Watch:
         self._run, self._rank, self._host = run_directory, rank, host
         self.path = run_directory / STACKS / f"rank{rank}.txt"
         with own_folder(self.path.parent) as folder:
-            self._file = open_own(folder / self.path.name, os.O_RDWR | os.O_TRUNC)
+            self._file = open_own(folder / self.path.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         self._steps, self._longest_s = 0, 0.0
         self._last_step = 0.0  # 0: something else is done before the next one
         self.armed = (time.monotonic(), math.inf)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from clap_ds.config.errors import printable
 from clap_ds.config.files import replacing
 
 
@@ -24,5 +25,6 @@ def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]])
 
 
 def _write(file: TextIO, rows: Iterable[Sequence[str | float | None]]) -> None:
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerows(["" if each is None or each != each else each for each in row] for row in rows)
+    writer, shown = csv.writer(file, lineterminator="\n"), printable if file.isatty() else str
+    cell = lambda value: "" if value is None or value != value else shown(value) if isinstance(value, str) else value  # noqa: E731
+    writer.writerows([*map(cell, row)] for row in rows)

@@ -100,7 +100,7 @@ def start_log(path: Path) -> None:
     """Send a copy of standard output and error, and all of DeepSpeed's log lines, to a file."""
     from deepspeed.utils import logger
 
-    log = os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "a", buffering=1)
+    log = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1)
     log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_words(sys.argv))}\n")
     sys.stdout = Tee(sys.stdout, log)
     sys.stderr = Tee(sys.stderr, log)

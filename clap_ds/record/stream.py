@@ -54,7 +54,7 @@ class Stream:
     def append(self, line: Mapping[str, Any]) -> None:
         """One more line, whole or not at all."""
         with unless_full(self._path):
-            self._file = self._file or FileIO(open_own(self._path, os.O_WRONLY | os.O_APPEND), "ab")
+            self._file = self._file or FileIO(open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
             content, size = (json.dumps(line) + "\n").encode(), os.fstat(self._file.fileno()).st_size
             try:
                 if self._file.write(content) < len(content):

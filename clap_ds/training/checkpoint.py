@@ -232,16 +232,14 @@ class CheckpointFolder:
         return found
 
     def _delete_superfluous(self) -> None:
-        here = files.read_all(self.path)  # of which a link, put there by somebody, leads to files elsewhere
-        own = {
-            name: each
-            for name, each in here.items()
-            if each.run == self._run_id and not (self.path / name).is_symlink()
-        }
+        own = {name: each for name, each in files.read_all(self.path).items() if each.run == self._run_id}
         try:
             for name in files.superfluous(own, self._rule):
-                if not (self._sync and self._sync.is_copying(self.path / name)):
-                    files.remove(self.path / name)
+                path = self.path / name
+                if not (
+                    path.is_symlink() or (self._sync and self._sync.is_copying(path))
+                ):  # a link leads to others' files
+                    files.remove(path)
         except OSError as error:
             warn(f"an old checkpoint can't be deleted: {error}")
 

@@ -105,8 +105,7 @@ class RemoteFolder:
         self._fs.invalidate_cache()
         if not self._fs.exists(""):
             return []
-        found = self._fs.ls("", detail=True)
-        kept = (each for each in found if links or not (each.get("islink") or each["type"] == "link"))
+        kept = [each for each in self._fs.ls("") if links or not (each.get("islink") or each["type"] == "link")]
         return sorted(filter(files.NAME.fullmatch, (posixpath.basename(each["name"].rstrip("/")) for each in kept)))
 
 
