@@ -64,7 +64,8 @@ def _checked(kind: type[T], content: dict[str, Any]) -> T:
     for name, value in content.items():
         hint, words = hints[name], value if isinstance(value, list) else [value] * isinstance(value, str)
         is_of_type = isinstance(value, hint if isinstance(hint, UnionType) else get_origin(hint) or hint)
-        if not is_of_type or not (name in ("config", "site") or all(map(allowed.fullmatch, words))):
+        is_plain = all(isinstance(each, str) and allowed.fullmatch(each) for each in words)
+        if not is_of_type or not (is_plain or name in ("config", "site")):
             raise ValueError(f"{name}: expected {hint} of plain words, found {value!r}")
     return kind(**content)
 

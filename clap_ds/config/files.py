@@ -119,8 +119,8 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file or folder inside one that a run owns, and return its descriptor. Raises OSError for a link, which somebody else
-    may have put there."""
+    """Open a file or folder inside one that a run owns, and return its descriptor. Raises OSError for a link, which somebody
+    else may have put there."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     except OSError as error:
