@@ -17,7 +17,7 @@ from clap_ds.analysis.record import BY_TIMER, is_record, read_record
 from clap_ds.analysis.table import Run, noted
 from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, printable
 from clap_ds.config.model_names import preset_of
 
 _NAMED = re.compile(r"(?<![a-z0-9])(?:(\d+)[-_]?(nodes?|n|gpus?)|(nodes?|n|gpus?)[-_=]?(\d+))(?![a-z0-9])")
@@ -38,7 +38,7 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     if not runs:
         raise UserError("; ".join(problems) or f"{', '.join(map(str, paths))}: neither run directories nor logs in it")
     for problem in problems:
-        print(f"warning: {problem}; going on without it", file=sys.stderr)
+        print(f"warning: {printable(str(problem))}; going on without it", file=sys.stderr)
     records = {run.name for run in runs if run.kind == "record"}
     return [run for run in runs if Path(run.directory).name not in records]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, printable
 from clap_ds.record.schema import STEP_PHASES
 
 
@@ -206,7 +206,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def plain_text(text: str) -> str:
     """Text of a record or a log, which anybody may have written, as Markdown that is no picture, link or markup."""
-    text = text.replace("](", "] (").replace("|", "¦").replace("`", "'").replace("\n", " ")
+    text = printable(text.replace("\n", " ")).replace("](", "] (").replace("|", "¦").replace("`", "'")
     return re.sub(r"<(?=[a-zA-Z/!?])", "‹", text)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from clap_ds.config.errors import printable
 from clap_ds.record.schema import Summary
 from clap_ds.record.statistics import range_label
 
@@ -42,10 +43,10 @@ def print_summary(summary: Summary) -> None:
 def show(title: str, table: Table, *notes: str) -> None:
     """A table under its title, and lines under it."""
     console = Console(width=max(100, Console().width), highlight=False, markup=False)
-    console.print(title, style="bold", soft_wrap=True)
+    console.print(printable(title), style="bold", soft_wrap=True)
     console.print(table)
     for note in notes:
-        console.print(note, soft_wrap=True)
+        console.print(printable(note), soft_wrap=True)
 
 
 def title(summary: Summary) -> str:
