@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +16,48 @@ from clap_ds.config.model_names import preset_of
 
 
 def read_table_runs(path: Path) -> list[Run]:
-    """The rows of a table of this project or of `published/` as runs, so that its efficiencies and MFU can be worked out again;
-    UserError, saying where, if it isn't as it should be."""
+    """Read the rows of a table of this project or of `published/` as runs, from which efficiencies and MFU are computed again.
+
+    Columns may be separated by semicolons; a comma is then a decimal comma. UserError names what is wrong and where.
+    """
     import pandas as pd
 
     try:
         with open_regular(path) as file:
-            frame = pd.read_csv(file, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""])
+            start = file.readline()
+            file.seek(0)
+            semicolons = b";" in start and b"," not in start
+            types = str if semicolons else dict.fromkeys(TEXTS, str)
+            frame = pd.read_csv(
+                file, sep=";" if semicolons else ",", dtype=types, keep_default_na=False, na_values=[""]
+            )
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: no CSV table in UTF-8 ({error})") from None
     if missing := [name for name in COLUMNS[:3] if name not in frame]:
         raise UserError(f"{path}: no column {', '.join(missing)}; this one has {', '.join(map(str, frame))}")
     if frame.empty or not isinstance(frame.index, pd.RangeIndex):
         raise UserError(f"{path}: {'a header and no rows' if frame.empty else 'rows have more cells than the header'}")
-    return [_run(path, f"{path}, row {number}", row) for number, row in enumerate(frame.to_dict("records"), start=1)]
+    runs = []
+    for number, row in enumerate(frame.to_dict("records"), start=1):
+        where = f"{path}, row {number}"
+        cells = {name: _number(where, name, cell) for name, cell in row.items()} if semicolons else row
+        runs.append(_run(path, where, cells))
+    return runs
+
+
+def _number(where: str, column: Any, cell: Any) -> Any:
+    """Return the number in a cell of a table with semicolons, or the cell itself if it is text."""
+    if column in TEXTS or not isinstance(cell, str):
+        return cell
+    if re.fullmatch(r"\d{1,3}[.,]\d{3}", cell.strip()):
+        digits = cell.strip().replace(",", ".")
+        raise UserError(
+            f"{where}: {column} is {cell}, which can be {digits} or {digits.replace('.', '')}; write {digits}0"
+        )
+    try:
+        return float(cell.replace(",", "."))
+    except ValueError:
+        return cell
 
 
 def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:

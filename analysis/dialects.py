@@ -66,6 +66,7 @@ _DOTS = r" [ .]*"
 _COUNT = r"(\d{1,15})\b"
 _LINES: dict[str, dict[str, str]] = {
     "run directory: ": {"directory": r"run directory: ([^\n\r\x1b]{1,300})"},
+    "ranks: ": {"gpus": r"^ranks: (\d{1,15}), nodes: \d", "nodes": r"^ranks: \d{1,15}, nodes: (\d{1,15})$"},
     "num_local_procs=": {"nodes": r"nnodes=(\d{1,15}), num_local_procs=\d+"},
     "dist_world_size=": {"gpus": r"dist_world_size=" + _COUNT},
     " ...": {

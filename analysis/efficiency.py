@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from clap_ds.analysis.repeats import RunSpread, combine_repeats, pooled_spread
+from clap_ds.analysis.repeats import combine_repeats, outlying_repeat, run_spreads
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.series import split_series
 from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, noted, relative_to, write_csv
@@ -42,16 +42,19 @@ def scaling_table(runs: Sequence[Run]) -> list[Scale]:
     for members in by_series(split_series(runs)):
         scales = sorted({(run.nodes, run.gpus) for run in members})
         series.append([[run for run in members if (run.nodes, run.gpus) == scale] for scale in scales])
-    spread = pooled_spread(scale for scales in series for scale in scales)
-    return [row for scales in series for row in _series_rows(scales, spread)]
+    every = [scale for scales in series for scale in scales]
+    rows = [
+        noted(combine_repeats(runs, spread), outlying_repeat(runs, every))
+        for runs, spread in zip(every, run_spreads(every), strict=True)
+    ]
+    return [row for members in by_series(rows) for row in _with_efficiencies(members)]
 
 
-def _series_rows(scales: Sequence[list[Run]], spread: RunSpread | None) -> list[Scale]:
-    rows = [combine_repeats(members, spread) for members in scales]
+def _with_efficiencies(rows: list[Scale]) -> list[Scale]:
     baseline = next((row for row in rows if row.rate), None)
     engines = next((row.engine_samples_per_s_per_gpu for row in rows if row.engine_samples_per_s_per_gpu), None)
     rows = [_with_efficiency(row, baseline, engines) for row in rows]
-    return [noted(row, "not repeated") if len(rows) > 1 and row.repeats == 1 else row for row in rows]
+    return [noted(row, "not repeated") if row.repeats == 1 else row for row in rows]
 
 
 def _with_efficiency(row: Scale, baseline: Scale | None, engines: float | None) -> Scale:

@@ -1,6 +1,6 @@
 """How this project's figures look and are written, and the pages they stand on.
 
-A paper column wide (3.3 in) or half as much again, at 7 to 8 pt. Any two colours differ by 35 or more in CIE L*a*b*, as
+One column of a paper wide (3.25 in), or two (6.5 in), at 7 to 8 pt. Any two colours differ by 35 or more in CIE L*a*b*, as
 colour-blind readers see them as well, and in lightness.
 """
 
@@ -10,7 +10,7 @@ import html
 import math
 import re
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
@@ -21,7 +21,7 @@ from clap_ds.config.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLUMN_WIDTH_INCHES = 3.3
+COLUMN_WIDTH_INCHES = 3.25
 LINE_INCHES = 0.16
 COLORS = ("#2040d0", "#b5520a", "#8a8a8a", "#1c1c28", "#f5c211", "#5ab4f5")
 SERIES_STYLES: list[Mapping[str, Any]] = [
@@ -33,6 +33,7 @@ _STYLE: Any = {
     "axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.4, "grid.color": "0.88", "lines.linewidth": 1.2,
     "lines.markersize": 4, "errorbar.capsize": 2, "svg.hashsalt": "clap_ds", "text.parse_math": False,
     "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 200,
+    "svg.fonttype": "none", "pdf.fonttype": 42,
 }  # fmt: skip
 
 
@@ -66,24 +67,29 @@ class Picture:
         self.panels: list[Axes] = list(panels.flat)
 
     def title(self, text: str) -> None:
-        """A title in as many lines as it needs, for which the figure grows."""
+        """Write a title in as many lines as it needs, for which the figure grows."""
         lines = "\n".join(fill(line, int(15 * self.figure.get_figwidth())) for line in text.splitlines())
+        if not lines:
+            return
         self._grow(lines.count("\n") + 1)
         self.figure.suptitle(lines, x=0.01, ha="left")
 
-    def name_below(self, axes: Axes, columns: int = 1) -> None:
-        """Name what is drawn in `axes` under the whole figure, which grows by that."""
+    def name_below(self, axes: Axes, columns: int = 1, common: str = "") -> None:
+        """Name what is drawn in `axes` under the whole figure, which grows by that; `common` is the names' heading."""
         handles, labels = axes.get_legend_handles_labels()
-        self._grow(math.ceil(len(labels) / columns))
-        self.figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+        heading = fill(common, int(18 * self.figure.get_figwidth()))
+        self._grow(math.ceil(len(labels) / columns) + bool(heading) * (1 + heading.count("\n")))
+        self.figure.legend(handles, labels, loc="outside lower left", ncols=columns, title=heading or None, alignment="left",
+                           title_fontsize=7)  # fmt: skip
 
     def _grow(self, lines: int) -> None:
         self.figure.set_figheight(self.figure.get_figheight() + LINE_INCHES * lines)
 
     @styled()
-    def save(self, path: Path) -> None:
-        """Write the figure in the format that its name ends in, such as .png, .svg or .pdf."""
-        self.figure.savefig(path)
+    def save(self, path: Path, *beside: str) -> None:
+        """Write the figure in the format that its name ends in, such as .png, and in those of the endings `beside`."""
+        for each in dict.fromkeys([path, *map(path.with_suffix, beside)]):
+            self.figure.savefig(each)
 
 
 class Figure(NamedTuple):
@@ -97,14 +103,51 @@ class Figure(NamedTuple):
 Blocks = Iterator[str | Figure]
 
 
-def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs") -> None:
-    """A logarithmic axis of counts of `what`, labelled with the counts themselves."""
-    ticks = sorted(set(gpus), reverse=True)
-    ticks = ticks[:: -(-len(ticks) // 7)]
+def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs", most: int = 8) -> None:
+    """Make the horizontal axis logarithmic, with ticks at these counts: all, or at most about `most` with both ends."""
+    counts = sorted(set(gpus))
+    gap = (counts[-1] / counts[0]) ** (0.9 / (most - 1))
+    ticks = [counts[-1]]
+    for count in reversed(counts[1:-1]):
+        if ticks[-1] / count >= gap and count / counts[0] >= gap:
+            ticks.append(count)
+    ticks = sorted({*ticks, counts[0]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set(xlim=(min(gpus) / 1.25, max(gpus) * 1.25), xlabel=what)
+    axes.set(xlim=(counts[0] / 1.25, counts[-1] * 1.25), xlabel=what)
+
+
+def percent_axis(axes: Axes, low: float, high: float, lowest: float | None = None) -> None:
+    """Set a vertical axis on which the measured range, `low` to `high` percent, takes half the height or more.
+
+    The axis begins at 0, or is marked as cut: at `lowest` where that leaves the measured range its half.
+    """
+    high = max(high, 100.0)
+    wanted = [low - 0.5 * (high - low)] if lowest is None else [lowest, low]
+    bottoms = [step * math.floor(each / step) for each in wanted for step in (10, 5, 2, 1, 0.5)]
+    bottom = max(0.0, next((each for each in bottoms if high - low >= 0.54 * (high - each)), bottoms[-1]))
+    bottom *= high > low
+    axes.set_ylim(bottom, high + 0.08 * (high - bottom))
+    if bottom:
+        for height in (0.03, 0.055):
+            axes.plot((-0.015, 0.015), (height, height + 0.02), "k", linewidth=0.8, transform=axes.transAxes, clip_on=False,
+                      gid="axis cut")  # fmt: skip
+
+
+def label_ends(axes: Axes, ends: Iterable[tuple[float, float, str, str]]) -> None:
+    """Write a text, in its color, to the right of each point (x, y, text, color), apart from each other. Limits come first."""
+    ordered, apart = sorted(ends, key=lambda end: end[1]), 0.12 / axes.get_window_extent().height * axes.figure.dpi
+    places = [axes.transLimits.transform(axes.transScale.transform(end[:2])) for end in ordered]
+    heights = [height for _, height in places]
+    for number in range(1, len(heights)):
+        heights[number] = max(heights[number], heights[number - 1] + apart)
+    for number in range(len(heights) - 1, -1, -1):  # none above the panel
+        heights[number] = min(heights[number], 0.98 if number + 1 == len(heights) else heights[number + 1] - apart)
+    for (x, y, text, color), (across, _), height in zip(ordered, places, heights, strict=True):
+        axes.annotate(
+            text, (x, y), (across + 0.02, height), textcoords="axes fraction", color=color, va="center", fontsize=7
+        )
 
 
 def log_axis(axes: Axes) -> None:

@@ -50,20 +50,19 @@ def draw_benchmark(directory: Path) -> Picture:
     steps = {phase: _columns(read_steps(directory, phase), "time_s")["time_s"] for phase in ("warmup", "window")}
     if not (run.rate and run.step_time_s) or steps["window"].empty:
         raise UserError(f"{directory}: no timed windows; the run's state is {run.state!r}")
-    picture = Picture((1.6, 0.6))
+    picture = Picture((1.6, 0.6), columns_wide=2)
     times, parts = picture.panels
     rate = f"{run.rate:,.2f} samples/s/{run.unit.removesuffix('s')}"
     if run.interval:
-        rate += " ({}: {:,.2f} – {:,.2f})".format(run.uncertainty_from.partition(" of ")[0], *run.interval)
+        rate += " (windows: {:,.2f} – {:,.2f})".format(*run.interval)
     told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.text_tokens} text tokens"
-    picture.title(
-        f"{run.model_name} on {run.gpus} × {run.device}, {told}: {rate}, median step {1000 * run.step_time_s:,.0f} ms"
-    )
+    picture.title(f"{rate}\n{run.model_name} on {run.gpus} × {run.device}, {told}")
     for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("window", COLORS[0], "o", "timed")):
-        times.plot(steps[phase], marker, color=color, markersize=3, label=label)
-    times.axhline(run.step_time_s, color="black", linewidth=0.8, linestyle="--", label="median")
-    times.set(xlabel="step", ylabel="step time (s)", ylim=(0, 1.1 * times.dataLim.ymax))
-    times.legend(loc="lower right")
+        times.plot(1000 * steps[phase], marker, color=color, markersize=3, label=label)
+    median = f"median {1000 * run.step_time_s:,.0f} ms"
+    times.axhline(1000 * run.step_time_s, color="black", linewidth=0.8, linestyle="--", label=median)
+    times.set(xlabel="step", ylabel="step time (ms)", ylim=(0, 1.1 * times.dataLim.ymax))
+    times.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     _draw_parts(picture, parts, [run])
     return picture
 
@@ -71,7 +70,7 @@ def draw_benchmark(directory: Path) -> Picture:
 @styled()
 def draw_breakdown(rows: Sequence[Row]) -> Picture:
     known = [row for row in rows if row.breakdown_s]
-    picture = Picture((0.35 + 0.25 * len(known),))
+    picture = Picture((0.35 + 0.25 * len(known),), columns_wide=2)
     _draw_parts(picture, picture.panels[0], known)
     return picture
 
@@ -85,9 +84,13 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
             lengths = [1000 * row.breakdown_s.get(part, 0.0) for row in rows]
             axes.barh(bars, lengths, left=lefts, label=name, color=color, edgecolor="white", linewidth=0.4)
             lefts = [left + length for left, length in zip(lefts, lengths, strict=True)]
+    between = [max(0.0, 1000 * (row.step_time_s or 0.0) - left) for row, left in zip(rows, lefts, strict=True)]
+    if max(between) > 0.01 * max(lefts):  # up to the median of steps that are not instrumented
+        axes.barh(bars, between, left=lefts, label=f"between steps {between[-1]:,.0f} ms", color="white", edgecolor="0.5",
+                  hatch="////", linewidth=0.4)  # fmt: skip
     axes.invert_yaxis()
-    axes.set(ylabel=rows[0].unit, xlabel="ms a step")
-    picture.name_below(axes, columns=2)
+    axes.set(ylabel=rows[0].unit, xlabel="ms per step")
+    picture.name_below(axes, columns=4)
 
 
 @styled()

@@ -1,6 +1,6 @@
-"""Runs and scaling tables → one figure: scaling efficiency and throughput, with the ideal line, against GPUs.
+"""Runs and scaling tables → one figure: scaling efficiency and speed-up, with the ideal line, against GPUs.
 
-    python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png|svg|pdf
+    python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png [--columns 1] [--title …]
 
 Draws what `efficiency.py` works out, and for `project.py` the projection, and works out nothing itself.
 """
@@ -16,7 +16,7 @@ from textwrap import fill
 from typing import Any
 
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, log_axis, styled
+from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, label_ends, log_axis, percent_axis, styled
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Scale, by_series, relative_to, unit
 from clap_ds.analysis.weak_scaling import Series
@@ -44,31 +44,52 @@ def answer(rows: Sequence[Scale]) -> str:
     return f"{percent} % efficiency {on}: {number} samples/s/{of}"
 
 
+def short_names(titles: Sequence[str]) -> tuple[list[str], str]:
+    """Split series' titles into what is each one's own and what all have in common."""
+    parts = [title.split(", ") for title in titles]
+    if len(parts) == 1:
+        return [parts[0][0]], ", ".join(parts[0][1:])
+    common = [part for part in parts[0] if all(part in others for others in parts)]
+    return [", ".join(part for part in each if part not in common) or each[0] for each in parts], ", ".join(common)
+
+
 @styled()
-def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
-    """Draw efficiency over throughput with their ± and the ideal line, under the answer."""
-    picture = Picture((2.6, 1.3), share_x=True)
-    answers = {label: answer(rows) for label, rows in curves.items()}
-    picture.title("\n".join(f"{label}: {text}" if len(curves) > 1 else text for label, text in answers.items()))
-    efficiency, throughput = picture.panels
-    for (label, rows), style in zip(curves.items(), cycle(SERIES_STYLES), strict=False):
-        gpus, look = [row.gpus for row in rows], {**style, "elinewidth": 0.8}
-        of_percents = [row.scaling_efficiency_2sigma_percent or 0.0 for row in rows]
-        percents = [row.scaling_efficiency_percent or math.nan for row in rows]
-        efficiency.errorbar(gpus, percents, of_percents if any(of_percents) else None, label=fill(label, 60), **look)
-        ideal = [(rows[0].rate or 0.0) * count for count in (min(gpus), max(gpus))]
-        throughput.plot([min(gpus), max(gpus)], ideal, label="_" if throughput.lines else "ideal", **IDEAL)
-        halves = [(row.samples_per_s_per_gpu_2sigma or 0.0) * row.gpus for row in rows]
-        totals = [row.samples_per_s or 0.0 for row in rows]
-        throughput.errorbar(gpus, totals, halves if any(halves) else None, **look)
+def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2, title: str = "") -> Picture:
+    """Draw efficiency, and speed-up against the ideal, with their ±: side by side in two columns, or one over the other."""
+    picture = Picture((2.1,) * (3 - columns), columns, columns, share_x=columns == 1)
+    picture.title(title)
+    efficiency, speedup = picture.panels
+    names, common = short_names([*curves])
     all_rows = [row for rows in curves.values() for row in rows]
-    gpu_axis(throughput, [row.gpus for row in all_rows], unit(*(row.device for row in all_rows)))
-    efficiency.axhline(100, **IDEAL)
-    efficiency.set_ylabel("\n".join(["scaling efficiency (%)", *filter(None, {*map(relative_to, curves.values())})]))
-    log_axis(throughput)
-    throughput.set_ylabel("samples/s (log)")
-    throughput.legend()
-    picture.name_below(efficiency)
+    gpus = [row.gpus for row in all_rows]
+    ends: dict[Any, list[tuple[float, float, str, str]]] = {efficiency: [], speedup: []}
+    for name, rows, style in zip(names, curves.values(), cycle(SERIES_STYLES), strict=False):
+        known, look = [row for row in rows if row.speedup], {**style, "elinewidth": 0.8}
+        counts, percents = [row.gpus for row in known], [row.scaling_efficiency_percent or math.nan for row in known]
+        of_percents = [row.scaling_efficiency_2sigma_percent or 0.0 for row in known]
+        efficiency.errorbar(counts, percents, of_percents if any(of_percents) else None, label=fill(name, 40), **look)
+        times = [row.speedup or math.nan for row in known]
+        of_times = [time * of / percent for time, of, percent in zip(times, of_percents, percents, strict=True)]
+        ideal = [counts[0], counts[-1]], [1, counts[-1] / counts[0]]
+        speedup.plot(*ideal, label="_" if speedup.lines else "ideal", **IDEAL)
+        speedup.errorbar(counts, times, of_times if any(of_times) else None, **look)
+        if len(known) > 1:
+            ends[efficiency].append((counts[-1], percents[-1], f"{percents[-1]:.1f}%", style["color"]))
+            ends[speedup].append((counts[-1], times[-1], f"{times[-1]:.3g}×", style["color"]))
+    for axes in (efficiency, speedup):
+        gpu_axis(axes, gpus, unit(*(row.device for row in all_rows)))
+        axes.set_xlabel(axes.get_xlabel() if axes is speedup or columns == 2 else "")
+        axes.set_xlim(right=max(gpus) * (max(gpus) / min(gpus)) ** 0.2 * 1.25)  # for labels at the ends
+    every = [row.scaling_efficiency_percent for row in all_rows if row.scaling_efficiency_percent]
+    percent_axis(efficiency, min(every, default=100.0), max(every, default=100.0))
+    efficiency.axhline(100, label="ideal", **IDEAL)
+    relative = ", ".join(filter(None, dict.fromkeys(map(relative_to, curves.values()))))
+    efficiency.set_ylabel("\n".join(filter(None, ["scaling efficiency (%)", relative])))
+    log_axis(speedup)
+    speedup.set_ylabel("\n".join(filter(None, ["speed-up", relative])))
+    for axes, labels in ends.items():
+        label_ends(axes, labels)
+    picture.name_below(efficiency, 1 if columns == 1 else min(len(names) + 1, 3), common)
     return picture
 
 
@@ -76,35 +97,51 @@ def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
 def draw_projection(found: Sequence[Series], title: str = "") -> Picture:
     """Draw projected efficiency over the measured one: the law's line is solid as far as measurements go, and dashed, in its
     band, beyond."""
-    picture = Picture((2.6,))
+    picture = Picture((2.6,), columns_wide=2)
     picture.title(title)
     (axes,) = picture.panels
-    for series, style in zip(found, cycle(SERIES_STYLES), strict=False):
+    names, common = short_names([series.title for series in found])
+    measured, ends = [], []
+    for name, series, style in zip(names, found, cycle(SERIES_STYLES), strict=False):
         law, color, counts, last = series.best_law(), style["color"], series.node_counts, len(series.rates) - 1
         gpus = [nodes * series.gpus_per_node for nodes in counts]
         points = [series.efficiency_percent(rate) for _, rate in series.rates]
+        measured += points
         halves = [point * error for point, error in zip(points, series.errors, strict=False)] or None
-        look = {**style, "linestyle": "none", "elinewidth": 0.8, "label": f"{series.name}, measured"}
+        look = {**style, "linestyle": "none", "elinewidth": 0.8, "label": f"{name}, measured"}
         axes.errorbar(gpus[: last + 1], points, halves, **look)
         fitted = [series.efficiency_percent(series.fit(law).rate(nodes)) for nodes in counts]
         axes.plot(gpus[: last + 1], fitted[: last + 1], color=color)
-        axes.plot(gpus[last:], fitted[last:], "--", color=color, label=f"{series.name}, by {law} with 95 % band")
+        axes.plot(gpus[last:], fitted[last:], "--", color=color, label=f"{name}, projected by {law} with 95% band")
+        ends.append((gpus[-1], fitted[-1], f"{fitted[-1]:.1f}%", color))
         if bands := series.bands(counts[last:]):
             low, high = zip(*bands.values(), strict=True)
             axes.fill_between(gpus[last:], low, high, color=color, alpha=0.18, linewidth=0)
     all_gpus = [nodes * series.gpus_per_node for series in found for nodes in series.node_counts]
-    gpu_axis(axes, all_gpus, unit(*(series.title for series in found)))
-    axes.set(ylabel="efficiency (%)", ylim=(0, None))
-    picture.name_below(axes)
+    gpu_axis(axes, all_gpus, unit(*(series.title for series in found)), most=16)
+    axes.set_xlim(right=max(all_gpus) * 1.9)
+    axes.axhline(100, label="ideal", **IDEAL)
+    axes.set(ylabel="scaling efficiency (%)")
+    percent_axis(axes, min(measured), max(measured), min(percent for _, percent, *_ in ends))
+    label_ends(axes, [end for end in ends if end[1] >= axes.get_ylim()[0]])
+    picture.name_below(axes, 2, common)
     return picture
 
 
 def main() -> None:
     parser = input_parser("Plot the scaling of runs, logs or tables.")
-    parser.add_argument("--output", type=Path, required=True, help="picture to write: .png, .svg or .pdf")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="picture to write; .pdf and .svg are written beside it"
+    )
+    parser.add_argument(
+        "--columns", type=int, choices=(1, 2), default=2, help="of a paper: 3.25 or 6.5 inches wide (default: 2)"
+    )
+    parser.add_argument("--title", default="", help="a title of one line (default: none)")
     options = parser.parse_args()
-    draw(read_curves(options)).save(options.output)
-    print(f"wrote {options.output}")
+    curves = read_curves(options)
+    draw(curves, options.columns, options.title).save(options.output, ".pdf", ".svg")
+    print("\n".join(f"{title}: {answer(rows)}" for title, rows in curves.items()))
+    print(f"wrote {options.output}, and .pdf and .svg beside it")
 
 
 if __name__ == "__main__":

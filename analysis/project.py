@@ -81,7 +81,8 @@ def _hold_outs(series: Series) -> list[str]:
 
 def main() -> None:
     parser = input_parser("Project the scaling of runs and tables to more GPUs.")
-    parser.add_argument("--output", type=Path, help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("--output", type=Path, help="picture to write; .pdf and .svg are written beside it")
+    parser.add_argument("--title", default="", help="a title of one line (default: none)")
     options = parser.parse_args()
     curves = plot_scaling.read_curves(options).values()
     # In many a folder there are strong scaling and single scales, too.
@@ -89,8 +90,7 @@ def main() -> None:
     found = [series_of(rows) for rows in swept]
     print("\n".join(render(series) for series in found), end="")
     if options.output:
-        title = "\n".join(f"{series.name}: {headline(series)}" for series in found)
-        plot_scaling.draw_projection(found, title).save(options.output)
+        plot_scaling.draw_projection(found, options.title).save(options.output, ".pdf", ".svg")
 
 
 command = partial(run_alone, main)

@@ -17,9 +17,9 @@ from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
-from clap_ds.record.statistics import interval_label, rates
+from clap_ds.record.statistics import rates
 
-BY_TIMER = "DeepSpeed's timer: leaves out data loading"
+BY_TIMER = "DeepSpeed's timer: leaves out data loading and what lies between steps"
 HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host, queueing steps"
 
 
@@ -48,10 +48,7 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     batch = micro_batch and micro_batch * accumulation
     fields: dict[str, Any] = {}
     if "mean" in rates:
-        windows = tuple(rates.get("windows", ()))
-        label = interval_label(rates.get("coverage"), len(windows))
-        fields = {"samples_per_s_per_gpu": rates["mean"], "windows": windows, "interval": (rates["low"], rates["high"])}
-        fields["uncertainty_from"] = f"{label} of 1 run"
+        fields = {"samples_per_s_per_gpu": rates["mean"], **window_fields(rates.get("windows", ()))}
     elif batch:  # it was killed, or is of before schema 3, which also measured the parts otherwise
         found, step = _windows_of_steps(path, batch, (clap.get("bench") or {}).get("steps_per_window"))
         fields, parts = rate_fields(found), {}
@@ -79,23 +76,30 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
 
 
 def rate_fields(windows: Sequence[float], window_s: Sequence[float] = ()) -> dict[str, Any]:
-    """`Run`'s fields of timed windows: all samples over all seconds, of as many samples a window where these aren't given, and
-    the interval of two windows or more. None without windows."""
+    """Return `Run`'s fields of timed windows: all samples over all seconds, and the windows' range. Empty without windows.
+
+    Without `window_s` every window has the same number of samples.
+    """
     if not windows:
         return {}
     found = rates(windows, window_s or [1 / rate for rate in windows])
-    fields = {"samples_per_s_per_gpu": found["mean"], "windows": tuple(windows)}
-    label = interval_label(found.get("coverage"), len(windows))
-    of = {"interval": (found["low"], found["high"]), "uncertainty_from": f"{label} of 1 run"}
-    return fields | of if len(windows) > 1 else fields
+    return {"samples_per_s_per_gpu": found["mean"], **window_fields(windows)}
+
+
+def window_fields(windows: Sequence[float]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"windows": tuple(windows)}
+    return fields | {"interval": (min(windows), max(windows))} if len(windows) > 1 else fields
 
 
 def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[float], dict[str, float]]:
     """Samples/s/GPU of each whole window in `metrics.jsonl`, and what `step_time_s` in a summary would hold."""
     import pandas as pd
 
-    steps = pd.DataFrame(read_steps(path, "window"), columns=["window", "time_s"])
-    windows = steps.groupby("window")["time_s"].agg(["size", "sum"])
+    names = ["window", "time_s", "slowest_rank_time_s", "window_s"]
+    steps = pd.DataFrame(read_steps(path, "window"), columns=names)
+    slowest = steps["slowest_rank_time_s"].fillna(steps["time_s"])  # which older records lack
+    windows = slowest.groupby(steps["window"]).agg(["size", "sum"])
+    windows["sum"] = steps.groupby("window")["window_s"].first().fillna(windows["sum"])
     windows = windows[windows["size"] == (wanted or windows["size"].max())]
     if windows.empty:
         return [], {}

@@ -1,7 +1,7 @@
 """Repeats of one scale → one row: their mean, and how sure it is.
 
-± is half the 95 % interval by Student's t. The spread of runs is pooled over all repeated scales of the table, but a scale that
-spreads far more than the others has its own. The ± of a scale that ran once is half the interval of its windows.
+± is half the 95% interval by Student's t. The spread of runs is pooled over all repeated scales of the table, unless the scales
+spread differently: then each has its own if that is larger. A scale that ran once has no ±.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from clap_ds.analysis.published import published_mfu_percent
 from clap_ds.analysis.series import global_batch
 from clap_ds.analysis.table import Run, Scale
 from clap_ds.record.plausible import doubtful_mfu
 from clap_ds.record.schema import STEP_PHASES
-from clap_ds.record.statistics import COVERAGE, student_t
+from clap_ds.record.statistics import COVERAGE, SLOW, range_label, student_t
 
+Floats = NDArray[np.float64]
 GOOD_STATES = ("completed", "published", "unknown")
 """A log without a launcher's last line doesn't say how it ended; its rate counts."""
 _IDENTITY = (
@@ -42,29 +44,60 @@ class RunSpread:
     """Of freedom: runs less scales."""
     runs: int
 
-    def half_width(self, repeats: int) -> float:
+    def half_width(self, repeats: int = 1) -> float:
         """Of the interval of a mean of so many runs, as a share of it."""
         return student_t(COVERAGE, self.degrees) * self.deviation / math.sqrt(repeats)
 
-    def stands_out_of(self, pooled: RunSpread) -> bool:
-        """Whether it is larger than that of the pool's other runs by more than chance (F test at 1 %)."""
-        degrees = pooled.degrees - self.degrees
-        if degrees < 1:
-            return False
-        others = (pooled.degrees * pooled.deviation**2 - self.degrees * self.deviation**2) / degrees
-        return self.deviation**2 > _by_chance(self.degrees, degrees) * others
-
     def label(self) -> str:
-        differ = f"runs of one scale differ by {100 * self.deviation:.2g} %"
-        return f"95 % by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
+        differ = f"runs of one scale differ by {100 * self.deviation:.2g}%"
+        return f"95% by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
 
 
 @cache
-def _by_chance(degrees: int, others: int) -> float:
-    """What the ratio of two equal variances of so many degrees of freedom exceeds in one case of a hundred."""
-    generator = np.random.default_rng(0)
-    above, below = (generator.chisquare(count, 20_000) / count for count in (degrees, others))
-    return float(np.quantile(above / below, 0.99))
+def _highest_by_chance(degrees: tuple[int, ...]) -> float:
+    """Return what Bartlett's statistic of equal variances exceeds in three cases of ten, by simulation."""
+    counts = np.array(degrees)
+    variances = np.random.default_rng(0).chisquare(counts, (20_000, len(counts))) / counts
+    return float(np.quantile(_bartlett(variances, counts), 0.7))
+
+
+def _bartlett(variances: Floats, degrees: Floats) -> Floats:
+    """Compute Bartlett's statistic, without its constant factor, of variances (…, scales) with these degrees of freedom."""
+    pooled = (variances @ degrees) / degrees.sum()
+    return degrees.sum() * np.log(pooled) - np.log(variances) @ degrees
+
+
+def run_spreads(scales: Sequence[Sequence[Run]]) -> list[RunSpread | None]:
+    """Return the spread that each scale's ± follows from; None for a scale that ran once.
+
+    It is pooled over all scales. If repeats of some scales differ by more than those of others (Bartlett's test at 30%), a
+    scale has its own spread where that gives the larger ±.
+    """
+    pooled, own = pooled_spread(scales), [pooled_spread([runs]) for runs in scales]
+    spreads = [spread for spread in own if spread and spread.deviation]
+    degrees = tuple(spread.degrees for spread in spreads)
+    found = _bartlett(np.array([spread.deviation**2 for spread in spreads]), np.array(degrees)) if spreads else 0.0
+    if not pooled or len(spreads) < 2 or found <= _highest_by_chance(degrees):
+        return [spread and pooled for spread in own]
+    return [spread and max(spread, pooled, key=RunSpread.half_width) for spread in own]
+
+
+def outlying_repeat(runs: Sequence[Run], scales: Iterable[Sequence[Run]]) -> str:
+    """Name the one of three repeats or more that the others don't explain (Student's t at 0.1%), or return an empty text.
+
+    Repeats spread as those of all `scales` do, or as the others of this scale if these spread more.
+    """
+    used = counted(runs)
+    if len(used) < 3:
+        return ""
+    far = max(used, key=lambda run: abs(math.log(run.rate or 1) - median(math.log(each.rate or 1) for each in used)))
+    rest = [run for run in used if run is not far]
+    spreads = [pooled_spread([rest]), pooled_spread([rest, *(other for other in scales if other is not runs)])]
+    deviation, degrees = max(spread.deviation for spread in spreads if spread), spreads[1].degrees if spreads[1] else 1
+    off = math.log((far.rate or 1) / math.exp(fmean(math.log(run.rate or 1) for run in rest)))
+    if abs(off) <= max(student_t(0.999, degrees) * deviation * math.sqrt(1 + 1 / len(rest)), 0.005):
+        return ""
+    return f"{far.name} is {100 * math.expm1(off):+.1f}% from the other repeats"
 
 
 def counted(runs: Sequence[Run]) -> list[Run]:
@@ -84,7 +117,10 @@ def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
 
 
 def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
-    """One row from the runs of one series at one scale. Rates stay empty where none of them measured one."""
+    """Make one row from the runs of one series at one scale; `spread` is that of its repeats.
+
+    Throughput stays empty if no run measured one.
+    """
     first, used = runs[0], counted(runs)
     known: dict[str, Any] = {name: getattr(first, name) for name in _IDENTITY}
     for name in _AVERAGED:
@@ -108,17 +144,21 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
     return replace(row, exposed_communication_percent=100 * exposed / sum(row.breakdown_s.values()))
 
 
-def _uncertainty(used: Sequence[Run], pooled: RunSpread | None) -> tuple[float | None, str]:
-    if pooled and (own := pooled_spread([used])):
-        spread = own if own.stands_out_of(pooled) else pooled
+def _uncertainty(used: Sequence[Run], spread: RunSpread | None) -> tuple[float | None, str]:
+    if spread and len(used) > 1:
         return fmean(run.rate or 0.0 for run in used) * spread.half_width(len(used)), spread.label()
-    low, high = used[0].interval or (0.0, 0.0) if used else (0.0, 0.0)
-    return ((high - low) / 2, used[0].uncertainty_from) if high else (None, "")
+    if used and used[0].kind == "table" and used[0].interval:
+        return (used[0].interval[1] - used[0].interval[0]) / 2, used[0].uncertainty_from
+    return None, ""
 
 
 def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         yield from filter(None, run.notes.split("; "))
+    for run in used:
+        if slow := sum(each < SLOW * median(run.windows) for each in run.windows):
+            low, high = min(run.windows), max(run.windows)
+            yield f"{range_label(run.windows, slow)}: {low:,.4g} – {high:,.4g} samples/s/{run.unit.removesuffix('s')}"
     if used and used[0].state not in GOOD_STATES:
         yield "rate of a run that did not complete"
     if left_out := sum(bool(run.rate) for run in runs) - len(used):

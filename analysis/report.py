@@ -121,6 +121,8 @@ def main() -> None:
     if waited := [*stragglers.blocks(sources)]:
         sections["Who made the others wait"] = waited
     folder.mkdir(parents=True, exist_ok=True)
+    for path in filter(Path.is_symlink, folder.iterdir()):
+        path.unlink()  # which what writes there would follow
     write_csv(folder / "table.csv", rows)
     blocks = [f"# {TITLE}", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"]
     for heading, section in sections.items():

@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from clap_ds.analysis.csv_table import read_table_runs
+from clap_ds.analysis.published import PUBLISHED_TEXT_TOKENS, training_gflops
 from clap_ds.analysis.record import BY_TIMER, is_record, read_record
 from clap_ds.analysis.table import Run, noted
 from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, printable
 from clap_ds.config.model_names import preset_of
 
 _NAMED = re.compile(r"(?<![a-z0-9])(?:(\d+)[-_]?(nodes?|n|gpus?)|(nodes?|n|gpus?)[-_=]?(\d+))(?![a-z0-9])")
@@ -37,7 +38,7 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
     if not runs:
         raise UserError("; ".join(problems) or f"{', '.join(map(str, paths))}: neither run directories nor logs in it")
     for problem in problems:
-        print(f"warning: {problem}; going on without it", file=sys.stderr)
+        print(f"warning: {printable(str(problem))}; going on without it", file=sys.stderr)
     records = {run.name for run in runs if run.kind == "record"}
     return [run for run in runs if Path(run.directory).name not in records]
 
@@ -67,8 +68,12 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
         gpus = int(match[1] or match[4])
     elif match:
         nodes = int(match[1] or match[4])
-    gpus = gpus or nodes * per_node
+    of_run = read_record(path.parent) if is_record(path.parent) else None  # of the run directory that has the log
+    gpus = gpus or nodes * per_node or (of_run.gpus if of_run else 0)
     found = read_log(path, gpus)
+    if of_run:
+        names = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "peak_tflops")
+        found = [replace(run, **{name: getattr(run, name) or getattr(of_run, name) for name in names}) for run in found]
     if not match or all(run.nodes for run in found):
         return found
     scaled = (replace(run, nodes=run.nodes or (0 if per_node else nodes), gpus=run.gpus or gpus) for run in found)
@@ -77,12 +82,12 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
 
 def _by_own_log(path: Path, run: Run) -> Run:
     """A run directory's run with the rate and the interval that the engine's lines in its log give, where there are some."""
-    names = ("engine_samples_per_s_per_gpu", "interval", "windows", "uncertainty_from")
+    names = ("engine_samples_per_s_per_gpu", "interval", "windows")
     with suppress(UserError):
         log = read_log(path / "rank0.log", run.gpus)[-1]
         if log.engine_samples_per_s_per_gpu:
             return replace(run, **{name: getattr(log, name) for name in names})
-    return replace(run, interval=None, windows=(), uncertainty_from="")
+    return replace(run, interval=None, windows=())
 
 
 def _complete(run: Run, given: argparse.Namespace) -> Run:
@@ -102,7 +107,19 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
         step_time_s=run.step_time_s or of_log, model=preset_of(run.model or given.model or ""),
         peak_tflops=run.peak_tflops or given.peak_tflops,
     )  # fmt: skip
+    run = _with_mfu(run, given.text_tokens) if run.kind == "log" else run
     return _by_engine(run) if given.rate == "engine" else run
+
+
+def _with_mfu(run: Run, text_tokens: int | None) -> Run:
+    """Fill the TFLOPS and the model MFU of a log whose model is known."""
+    tokens = run.text_tokens or text_tokens or PUBLISHED_TEXT_TOKENS
+    if not (run.rate and (gflops := training_gflops(run.model, tokens))):
+        return run
+    tflops = run.rate * gflops / 1000
+    mfu = 100 * tflops / run.peak_tflops if run.peak_tflops else None
+    run = replace(run, achieved_tflops=tflops, mfu_model_percent=mfu)
+    return run if run.text_tokens or text_tokens else noted(run, f"TFLOPS of {tokens} text tokens, the default")
 
 
 def _by_engine(run: Run) -> Run:
@@ -125,5 +142,6 @@ def input_parser(description: str) -> argparse.ArgumentParser:
     told = "samples/s by this project's clock (default), or by DeepSpeed's timer, as its log lines have it"
     add("--rate", choices=("measured", "engine"), default="measured", help=told)
     add("--model", type=preset_of, help="of logs: a preset, or as published (HTSAT-tiny-Roberta-base)")
+    add("--text_tokens", type=whole_number(), help="caption length of logs, for TFLOPS and MFU (default: 77)")
     add("--peak_tflops", type=positive, help="dense peak of one GPU where not stated, for MFU")
     return parser

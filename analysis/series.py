@@ -9,8 +9,9 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from clap_ds.analysis.table import BATCH, Run
+from clap_ds.analysis.table import Run, noted
 from clap_ds.config.files import flatten
 
 IGNORED_SETTINGS = (
@@ -20,24 +21,56 @@ IGNORED_SETTINGS = (
 """Settings that may differ between repeats: names, places, seeds, the learning rate, which makes no step longer, and batches,
 which are told apart as such. Of a path only its last part counts."""
 ACCUMULATION = "gradient_accumulation_steps"
+BATCH, GLOBAL_BATCH = BATCHES = ("batch per GPU", "global batch")
+"""What the part of `variant` begins with that names no setting, but the batch that a series keeps constant."""
+UNLIKE = 1.1
+"""Logs of one scale aren't repeats if the slowest window of one is faster than the fastest of the other by this factor."""
 PACKAGES = ("clap_ds", "torch", "deepspeed")
 
 
 def split_series(runs: Sequence[Run]) -> list[Run]:
     """The runs with `scaling` and `variant` filled in, which with model, GPU, precision and caption length make a series."""
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
-    for run in runs:
-        settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCH))  # of a table
+    for run in _unlike_logs_named(_once(runs)):
+        settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCHES))  # of a table
         groups[run.model, run.device, run.precision, run.text_tokens or 0, settings].append(run)
     found = []
     for (*_, given), group in groups.items():
         for settings, alike in split_settings(group):
             parts = split_scaling(alike)
             for scaling, members in parts:
-                batch = f"{BATCH} {members[0].batch_per_gpu or 'not stated'}" if len(parts) > 1 else ""
+                batch = _batch_of(scaling, members[0]) if len(parts) > 1 else ""
                 variant = ", ".join(str(part) for part in (given, settings, batch) if part)
                 found += [replace(run, variant=variant, scaling=scaling) for run in members]
     return found
+
+
+def _once(runs: Sequence[Run]) -> list[Run]:
+    """Drop the second row of a run that a table has in two series, of weak and of strong scaling."""
+    of_series: dict[tuple[object, ...], str] = {}
+    key = lambda run: (run.source, run.nodes, run.gpus, run.rate, run.batch_per_gpu, run.kind == "table")  # noqa: E731
+    return [run for run in runs if of_series.setdefault(key(run), run.scaling) == run.scaling]
+
+
+def _unlike_logs_named(runs: Sequence[Run]) -> list[Run]:
+    """Make logs of one scale series of their own, named by their files, if they differ by more than their own windows.
+
+    Logs record no settings by which runs of different jobs could be recognized.
+    """
+    named = list(runs)
+    for place, run in enumerate(runs):
+        for other in runs:
+            is_alike = (run.kind, run.nodes, run.gpus, run.model) == (other.kind, other.nodes, other.gpus, other.model)
+            (low, high), (other_low, other_high) = (each.interval or (each.rate or 0,) * 2 for each in (run, other))
+            if run.kind == "log" and is_alike and max(low, other_low) > UNLIKE * min(high, other_high) > 0:
+                note = f"differs from {other.name} by more than repeats do: a series of its own"
+                named[place] = noted(replace(run, variant="/".join(Path(run.source).parts[-2:])), note)
+    return named
+
+
+def _batch_of(scaling: str, run: Run) -> str:
+    known = run.batch_per_gpu and global_batch(run)
+    return f"{GLOBAL_BATCH} {known}" if scaling == "strong" else f"{BATCH} {run.batch_per_gpu or 'not stated'}"
 
 
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
@@ -82,7 +115,8 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Tell weak from strong scaling among the runs of one model: [("weak" | "strong" | "", runs), …].
 
     All of one batch per GPU are weak scaling; all of one global batch at several scales are strong. In a mixture every batch
-    per GPU makes a series.
+    per GPU that has several scales is weak scaling. The rest are strong scaling if their global batch has several scales,
+    together with runs of the same global batch that are in a weak series, too.
     """
     batches = dict.fromkeys(run.batch_per_gpu for run in group)
     if len(known := [batch for batch in batches if batch]) < 2:  # a failed run may not state it
@@ -90,7 +124,15 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     if len({global_batch(run) for run in group}) == 1:
         return [("strong", list(group))]
     split = [[run for run in group if run.batch_per_gpu == batch] for batch in batches]
-    return [("weak" if len({run.gpus for run in members}) > 1 else "", members) for members in split]
+    weak = [("weak", members) for members in split if len({run.gpus for run in members}) > 1]
+    rest = [members for members in split if len({run.gpus for run in members}) == 1]
+    found, strong = [], dict.fromkeys(global_batch(run) for members in rest for run in members)
+    for total in strong:
+        members = [run for run in group if global_batch(run) == total]
+        if total and len({run.gpus for run in members}) > 1:
+            found.append(("strong", members))
+    named = {global_batch(members[0]) for _, members in found}
+    return [*weak, *found, *(("", members) for members in rest if global_batch(members[0]) not in named)]
 
 
 def global_batch(run: Run) -> int | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, printable
 from clap_ds.record.schema import STEP_PHASES
 
 
@@ -113,10 +113,6 @@ class Row:
         return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
 
 
-BATCH = "batch per GPU"
-"""What the part of `variant` begins with that says no setting, but which batch a series keeps constant."""
-
-
 @dataclass(frozen=True)
 class Run(Row):
     """One measured run, or a row read from a table, before repeats are combined."""
@@ -125,7 +121,7 @@ class Run(Row):
     kind: Literal["record", "log", "table"] = "record"
     error: str = ""
     interval: tuple[float, float] | None = None
-    """Of the rate; `uncertainty_from` says what it is."""
+    """The range of a run's windows, or the rate of a table's row less and plus its ±."""
     windows: tuple[float, ...] = ()
     accumulation: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -210,7 +206,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def plain_text(text: str) -> str:
     """Text of a record or a log, which anybody may have written, as Markdown that is no picture, link or markup."""
-    text = text.replace("](", "] (").replace("|", "¦").replace("`", "'").replace("\n", " ")
+    text = printable(text.replace("\n", " ")).replace("](", "] (").replace("|", "¦").replace("`", "'")
     return re.sub(r"<(?=[a-zA-Z/!?])", "‹", text)
 
 

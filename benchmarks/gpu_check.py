@@ -107,7 +107,8 @@ def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, An
     row = {"step": folder.name, **run_config(content, [sys.executable, *command], folder, limit_s)}
     print((folder / "output.log").read_text(errors="replace"), flush=True)
     for path in folder.glob("run-*/metrics.jsonl"):
-        row["losses"] = [json.loads(line)["loss"] for line in path.read_text().splitlines() if '"loss"' in line]
+        lines = map(json.loads, path.read_text().splitlines())
+        row["losses"] = [line["loss"] for line in lines if "loss" in line]
     return row
 
 

@@ -27,8 +27,7 @@ BENCH = [sys.executable, "-m", "clap_ds.ranks.start", str(PACKAGE / "bench.py"),
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (
     "settings {settings} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
-    " | interval {samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f}"
-    " | its coverage {samples_per_s_per_gpu[coverage]:.1%} | ratio {ratio:.3f}"
+    " | range of windows {samples_per_s_per_gpu[low]:,.2f}–{samples_per_s_per_gpu[high]:,.2f} | ratio {ratio:.3f}"
     " | memory, GB {peak_gb:.2f} | seconds {seconds:.0f} | state {state} | note {note}"
 )
 

@@ -87,6 +87,7 @@ def draw(directory: Path) -> None:
     try:
         from clap_ds.analysis.plot_run import draw_runs
 
+        (directory / "run.png").unlink(missing_ok=True)  # matplotlib would follow a link
         draw_runs([directory], directory / "run.png")
         print(f"curves: {directory / 'run.png'}", flush=True)
     except (OSError, UserError) as error:

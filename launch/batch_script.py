@@ -139,4 +139,6 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
 def _quoted(value: object) -> str:
     """A value on an #SBATCH line, where sbatch splits words but knows quotes."""
     text = str(value)
+    if not text.isprintable():
+        raise UserError(f"{text!r} can't stand in a batch script")
     return '"' + text.replace('"', '\\"') + '"' if re.search(r"[\s'\"#]", text) else text

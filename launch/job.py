@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError, exit_code_of
-from clap_ds.config.files import read_object, write_atomically
+from clap_ds.config.errors import UserError, exit_code_of, printable
+from clap_ds.config.files import own_folder, read_object, write_atomically
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
 from clap_ds.launch.launchers import Launcher
@@ -95,9 +95,11 @@ class RunningJob:
 
     def _attempt(self, hosts: dict[str, int]) -> Ending:
         started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
-        shutil.rmtree(folder, ignore_errors=True)  # of a job of this folder before
-        folder.mkdir(parents=True)
-        with open(os.open(folder / SECRET, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        with own_folder(folder.parent) as attempts:
+            shutil.rmtree(attempts / folder.name, ignore_errors=True)  # of a job of this folder before
+            (attempts / folder.name).mkdir()
+            secret = os.open(attempts / folder.name / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(secret, "w") as file:
             file.write(os.urandom(16).hex())
         write_atomically(folder / "hostfile", format_hostfile(hosts))
         words = [*self.arguments.command]
@@ -159,7 +161,7 @@ def is_mended_without(ending: Ending) -> bool:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text, "\n"), file=sys.stderr, flush=True)
 
 
 def _now() -> str:

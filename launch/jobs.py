@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
 from clap_ds.config.changes import read_config, with_field
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import read_object, write_atomically, write_object
+from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import Request, script
 from clap_ds.launch.site_check import check_environment, check_script
 
 RECORD = "jobs.json"
+T = TypeVar("T", "Job", Request)
+_NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
+_WORDS = re.compile(r"[\w.,:/\[\]-]+", re.ASCII)  # of a time limit, and of hosts
 ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
 """State (`record.schema.State`) by SLURM's of a job that recorded no end; others have failed."""
 
@@ -52,6 +57,19 @@ class Job:
         return sizes.fill(content) if self.global_batch else content
 
 
+def _checked(kind: type[T], content: dict[str, Any]) -> T:
+    """A dataclass's object from JSON; ValueError or TypeError where a field has another type, or text that could be more than
+    the names and words that paths and scripts are made of."""
+    hints, allowed = get_type_hints(kind), _WORDS if kind is Request else _NAME
+    for name, value in content.items():
+        hint, words = hints[name], value if isinstance(value, list) else [value] * isinstance(value, str)
+        is_of_type = isinstance(value, hint if isinstance(hint, UnionType) else get_origin(hint) or hint)
+        is_plain = all(isinstance(each, str) and allowed.fullmatch(each) for each in words)
+        if not is_of_type or not (is_plain or name in ("config", "site")):
+            raise ValueError(f"{name}: expected {hint} of plain words, found {value!r}")
+    return kind(**content)
+
+
 class Standing(NamedTuple):
     """How it stands with a job: `init` or one of `record.schema.State`, a note, and whether SLURM has still to end it."""
 
@@ -66,9 +84,12 @@ class Jobs:
 
     @classmethod
     def read(cls, folder: Path) -> Jobs:
-        """Open what was submitted earlier."""
+        """Open what was submitted earlier; a UserError where the record, which others may have written, is of no such form."""
         content = read_object(folder / RECORD)
-        return cls(folder, Request(**content["request"]), [Job(**job) for job in content["jobs"]])
+        try:
+            return cls(folder, _checked(Request, content["request"]), [_checked(Job, job) for job in content["jobs"]])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{folder / RECORD}: not as launch/ writes it: {error}") from None
 
     def save(self) -> None:
         jobs = [asdict(job) for job in self.jobs]
@@ -88,11 +109,10 @@ class Jobs:
         is_new = not self.folder.exists()
         try:
             for job in self.jobs:
-                (self.folder / job.folder).mkdir(parents=True, exist_ok=True)
-                write_object(self.folder / job.folder / "run.json", job.run(job.nodes * self.request.gpus))
-                write_object(self.folder / job.folder / "site.json", asdict(self.request.load_site()))
+                with own_folder(self.folder / job.folder) as folder:
+                    write_object(folder / "run.json", job.run(job.nodes * self.request.gpus))
             self.check(self.jobs)
-            self.write_scripts()
+            self.write_scripts(self.jobs)
         except BaseException:
             if is_new:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -107,16 +127,20 @@ class Jobs:
         runs = [str(self.folder / job.folder / "run.json") for job in jobs]
         print(f"python: {check_environment(site, runs, train=self.request.train)}")
 
-    def write_scripts(self) -> None:
-        for job in self.jobs:
+    def write_scripts(self, jobs: list[Job]) -> None:
+        """Write what jobs execute, and the record."""
+        for job in jobs:
             write_atomically(self.folder / f"{job.name}.sbatch", self.text(job))
+            with own_folder(self.folder / job.folder) as folder:
+                write_object(folder / "site.json", asdict(self.request.load_site()))
         self.save()
 
     def submit(self, jobs: list[Job]) -> Iterator[Job]:
         """Hand jobs to SLURM one by one, each given back when it is taken."""
         for job in jobs:
             job.slurm_id = None
-            (self.folder / job.folder / "job.json").unlink(missing_ok=True)
+            with own_folder(self.folder / job.folder) as folder:
+                (folder / "job.json").unlink(missing_ok=True)
             self.save()
             job.slurm_id = slurm.submit(self.folder / f"{job.name}.sbatch")
             self.save()
@@ -139,7 +163,7 @@ def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log
         record = {}
     state = record.get("state")
     if slurm_state and slurm_state not in slurm.OVER:
-        return Standing("init" if slurm_state in slurm.WAITING else state or "running", slurm_state.lower(), True)
+        return Standing("init" if slurm_state in slurm.WAITING else str(state or "running"), slurm_state.lower(), True)
     if state not in (None, "running"):
         return Standing(str(state), str(record.get("error") or ""))
     if slurm_id is None:

@@ -3,12 +3,13 @@
 python launch/sweep.py --site mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
 python launch/sweep.py --site mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
 python launch/sweep.py status runs/sweeps/htsat_tiny-…
-python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
+python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--site SITE] [--time 01:00:00] [--exclude HOSTS]
 """
 
 import argparse
 import itertools
 import re
+import shlex
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +20,7 @@ if not __package__:  # run as a file, by any Python
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.changes import parse_varied
-from clap_ds.config.errors import UserError, exit_code_of
+from clap_ds.config.errors import UserError, exit_code_of, printable
 from clap_ds.config.places import find_config
 from clap_ds.launch.batch_script import add_limits, add_request, request_of
 from clap_ds.launch.jobs import RECORD, Job, Jobs, stamp
@@ -72,7 +73,7 @@ def show_status(arguments: argparse.Namespace) -> None:
     rows = [("job", "nodes", "id", "state", "note")]
     for job in sweep.jobs:
         state, note, _ = standings[job.name]
-        rows.append((job.name, str(job.nodes), job.slurm_id or "-", state, note[:120]))
+        rows.append((job.name, str(job.nodes), job.slurm_id or "-", printable(state), printable(note[:120])))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
@@ -88,10 +89,14 @@ def resume(arguments: argparse.Namespace) -> None:
     names = ", ".join(job.name for job in missing)
     print(f"{len(missing)} of {len(sweep.jobs)} jobs are missing{': ' if missing else ''}{names}")
     if missing:
-        changes = {name: getattr(arguments, name) for name in ("time", "exclude") if getattr(arguments, name)}
+        changes = {name: getattr(arguments, name) for name in ("site", "time", "exclude") if getattr(arguments, name)}
+        site = sweep.request.site
+        if not arguments.site and ("/" in site or site.endswith(".json")):
+            what = "names its site by a file, which could run any command: look at it, and give it yourself"
+            raise UserError(f"{arguments.folder / RECORD} {what}, by --site {shlex.quote(site)}")
         sweep.request = replace(sweep.request, **changes)
         sweep.check(missing)
-        sweep.write_scripts()
+        sweep.write_scripts(missing)
         submit(sweep, missing)
 
 
@@ -102,6 +107,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
+            parser.add_argument("--site", help="in place of the sweep's, and needed where that was a file")
         parser.set_defaults(run=show_status if what == "status" else resume)
         return parser.parse_args(argv)
     later = "`sweep.py status FOLDER` shows what became of the jobs, `sweep.py resume FOLDER` submits what is missing."

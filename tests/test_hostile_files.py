@@ -1,10 +1,14 @@
-"""Files that colleagues could put where they are read: each command ends by itself, with a message or without the file."""
+"""Files that colleagues could put where they are read or written: each command ends by itself, with a message or without the
+file, and writes and deletes nothing elsewhere."""
 
 import os
 import resource
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +17,15 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.settings import load_run
 from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_items import list_items
+from clap_ds.engine.scalars import Scalars
+from clap_ds.launch.batch_script import Request
+from clap_ds.launch.jobs import Job, Jobs
 from clap_ds.model.tokenizer import load_tokenizer
+from clap_ds.ranks import failure
+from clap_ds.ranks.watch import Watch
+from clap_ds.record.directory import start_log
+from clap_ds.record.stream import Stream
+from clap_ds.training.remote import RemoteFolder
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
 from tests.weights.fake_checkpoints import make_checkpoint
@@ -47,3 +59,41 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
     with suppress(UserError, ValueError, OSError):  # which every command tells in one line
         READERS[name](tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "metrics.jsonl": lambda run: Stream(run / "metrics.jsonl").append({"step": 1}),
+    "rank0.log": lambda run: start_log(run / "rank0.log"),
+    "errors": lambda run: failure.leave_word("error", "message", 1),
+    "stacks": lambda run: Watch(run, 0, "host"),
+    "tensorboard": lambda run: Scalars(_engine(), {}, run),
+    ".probe": lambda folder: RemoteFolder(str(folder)).try_writing(),
+    "n001": lambda folder: _sweep(folder).write_scripts(_sweep(folder).jobs),
+    ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),
+}
+
+
+def _engine() -> Any:
+    monitor = SimpleNamespace(tb_monitor=None, enabled=True, write_events=print)
+    return SimpleNamespace(monitor=monitor, global_samples=0)
+
+
+def _sweep(folder: Path) -> Jobs:
+    return Jobs(folder, Request("generic", 1, None), [Job("n001", 1, "n001", "run.json", folder="n001")])
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    (victim / "folder").mkdir(parents=True)
+    (victim / "file").write_text("precious")
+    run.mkdir()
+    monkeypatch.setattr(failure, "_place", (run / "errors", 0, "host"))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    for target in ("folder", "file", "absent"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(victim / target)
+        with suppress(OSError):
+            WRITERS[name](run)
+        assert sorted(path.name for path in victim.rglob("*")) == ["file", "folder"]
+        assert (victim / "file").read_text() == "precious"

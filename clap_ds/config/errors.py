@@ -35,9 +35,15 @@ def exit_code_of(action: Callable[[], object], mistakes: Mistakes = MISTAKES) ->
         return INTERRUPTED
     except mistakes as error:
         further = "\n" + " " * len("error: ")
-        print("error: " + re.sub(r"\n(?=.)", further, str(error)), file=sys.stderr)
+        print("error: " + re.sub(r"\n(?=.)", further, printable(str(error), "\n")), file=sys.stderr)
         return USER_ERROR
     return code if isinstance(code, int) else 0
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Escape what isn't printable but for the characters `kept`: text that others have written could steer a terminal."""
+    escaped = lambda each: each.encode("unicode_escape", "replace").decode()  # noqa: E731
+    return "".join(each if each.isprintable() or each in kept else escaped(each) for each in text)
 
 
 def run_alone(main: Callable[[], object], mistakes: Mistakes = (UserError, OSError)) -> NoReturn:

@@ -9,7 +9,9 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -116,6 +118,45 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def open_own(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file or folder inside one that a run owns, and return its descriptor. Raises OSError for a link, which somebody
+    else may have put there."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        error.strerror = (
+            "is a link, and nothing is written through one: delete it" if os.path.islink(path) else error.strerror
+        )
+        raise
+
+
+@contextlib.contextmanager
+def own_folder(path: Path) -> Iterator[Path]:
+    """Make a folder inside one that a run owns, and give a path to it that leads nowhere else, whatever takes its place. Raises
+    OSError as `open_own`."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(parents=True)
+    number = open_own(path, os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{number}")
+    finally:
+        os.close(number)
+
+
+@contextlib.contextmanager
+def drafted(target: Path) -> Iterator[Path]:
+    """Give a new folder to fill, out of others' reach, which becomes `target` unless an error is raised. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    outer = Path(tempfile.mkdtemp(".partial", f".{target.name}.", target.parent))
+    try:
+        with own_folder(outer) as there:
+            (draft := there / target.name).mkdir()
+            yield draft
+            draft.rename(target)
+    finally:
+        shutil.rmtree(outer, ignore_errors=True)
+
+
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Replace a file in one go. Raises OSError where it can't be written; what was there stays."""
     with replacing(Path(path)) as file:
@@ -128,7 +169,7 @@ def replacing(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
     where it can't be; what was there stays then."""
     partial = (folder or path.parent) / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat from host to host
     try:
-        with partial.open("wb") as file:
+        with partial.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -13,7 +13,7 @@ _SECRET = r"[\w.-]*(?:token(?!s|i)|secret|passw(?:or)?d|credential|signature|api
 _VALUE = r"[^\s\0'\",]+"
 _PATTERNS = (
     rf"(\b[a-z][a-z0-9+.-]*://[^\s?'\"]*\?)(?=[^\s'\"]*{_SECRET}=){_VALUE}",
-    r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)",
+    r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]*:[^\s/'\"]*(?=@)",
     rf"(--?{_SECRET}[= \0]['\"]?)(?!-){_VALUE}",
     r"()\b(?-i:hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,})\b",
     rf"(\b(?-i:[A-Z][A-Z0-9_]*(?:TOKEN(?!S|I)|SECRET|PASSWORD|API_KEY|ACCESS_KEY)[A-Z0-9_]*=|Bearer )){_VALUE}",
@@ -39,7 +39,8 @@ def redacted_all(content: Any) -> Any:
     if isinstance(content, str):
         return redacted(content)
     if isinstance(content, dict):
-        return {redacted_all(name): redacted_all(value) for name, value in content.items()}
+        hidden = lambda name, value: isinstance(value, str) and re.fullmatch(_SECRET, name, re.IGNORECASE)  # noqa: E731
+        return {redacted_all(k): HIDDEN if hidden(str(k), v) else redacted_all(v) for k, v in content.items()}
     if isinstance(content, list | tuple):
         is_command = content and all(isinstance(each, str) for each in content)
         return redacted_words(content) if is_command else [*map(redacted_all, content)]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import fsspec
 from braceexpand import braceexpand
 
+from clap_ds.config.errors import printable
 from clap_ds.data import shard_files
 
 if TYPE_CHECKING:
@@ -154,4 +155,4 @@ def tokenizer_beside(shard: str) -> str:
 
 
 def note(text: str) -> None:
-    print(f"{FIELD}: {text}", file=sys.stderr, flush=True)
+    print(f"{FIELD}: {printable(text)}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, printable
 from clap_ds.ranks import distributed, failure, watch
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.ranks.failure import leave_word
@@ -111,7 +111,7 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
         leave_word(end.kind, end.word, end.code)
         if ranks.is_first or not isinstance(error, Interrupted | NonFiniteError):  # which are every rank's
             record.finish(end.state, end.error)
-            print(end.said or traceback.format_exc(), file=sys.stderr, flush=True)
+            print(printable(end.said or traceback.format_exc(), "\n"), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):
             dist.barrier()  # every rank is here; a launcher would end rank 0 before it has spoken if another left
         distributed.leave(end.code)

@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed.monitor.config import TensorBoardConfig
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 
+from clap_ds.config.files import own_folder
 from clap_ds.ranks.agreement import rank
 from clap_ds.record.stream import unless_full
 
@@ -30,6 +31,8 @@ class Scalars:
             place = {"output_path": str(folder), "job_name": section.get("job_name", "tensorboard")}
             with unless_full(folder / place["job_name"]):
                 if rank() == 0:
+                    with own_folder(folder / place["job_name"]):  # TensorBoard would follow a link
+                        pass
                     monitor.tb_monitor = TensorBoardMonitor(TensorBoardConfig(enabled=True, **place))
             monitor.enabled |= "enabled" in section  # whether DeepSpeed writes, too
         if monitor.tb_monitor is not None and (placed_here or engine.global_samples > 0):

@@ -14,6 +14,8 @@ from deepspeed.comm import log_summary
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from clap_ds.config.check import missing_monitors
+from clap_ds.config.errors import printable
+from clap_ds.config.files import write_atomically
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.data.supply import verdict
@@ -63,8 +65,9 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
     if ranks.is_first:
         record.update_summary(device_type=device.type)
         if ranks.job_folder is not None:
-            (ranks.job_folder / "run_directory").write_text(f"{record.path}\n")
+            write_atomically(ranks.job_folder / "run_directory", f"{record.path}\n")
         print(f"run directory: {record.path}", flush=True)
+        print(f"ranks: {ranks.world_size}, nodes: {len({host for host, _ in everywhere})}", flush=True)
         if device.type == "cpu" and run.precision == "bf16":
             print(f"CPU kernels: {kernels}", flush=True)
     failure.speak_in(record.path, ranks.rank, ranks.host)
@@ -142,7 +145,7 @@ class Session:
             shown = list(broken.values())[:5]
             self.record.update_summary(data={**found[0], "num_broken_items": len(broken), "broken_items": shown})
             if shown:
-                examples = "; ".join(f"{each['name']}: {each['reason']}" for each in shown)
+                examples = printable("; ".join(f"{each['name']}: {each['reason']}" for each in shown))
                 print(f"warning: {len(broken)} item(s) or tar(s) could not be used, the first: {examples}", flush=True)
 
     @property

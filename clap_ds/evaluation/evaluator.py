@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from clap_ds.config.errors import AgreedError
+from clap_ds.config.errors import AgreedError, printable
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import EvaluationSettings
@@ -186,7 +186,7 @@ class Evaluator:
         self._broken |= dict.fromkeys(new)
         if self.ranks.is_first:
             for broken in new[:MAX_NOTES]:
-                print(f"{FIELD}: skipped {broken}", file=sys.stderr, flush=True)
+                print(f"{FIELD}: skipped {printable(str(broken))}", file=sys.stderr, flush=True)
 
 
 @contextmanager

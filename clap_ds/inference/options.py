@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clap_ds.config.arguments import number, whole_number
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, printable
 from clap_ds.config.model import PRESETS, preset_argument
-from clap_ds.record.csv_text import printable
 
 if TYPE_CHECKING:
     from clap_ds.inference.files import Found

@@ -119,6 +119,8 @@ def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[C
     for batch in batches:
         if session.run.clap.text == "packed" and session.device.type == "cpu":  # else an unknown kernel takes them
             batch.pack()
+    if session.ranks.is_first:
+        path.unlink(missing_ok=True)  # DeepSpeed would follow a link
     asked = session.run.deepspeed["flops_profiler"]
     wanted = DeepSpeedFlopsProfilerConfig(
         {"flops_profiler": {**asked, "profile_step": engine.global_steps, "output_file": str(path)}}

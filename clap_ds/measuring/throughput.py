@@ -1,6 +1,6 @@
 """The measuring protocol on a running session: warm-up, timed windows, instrumented pass, summary.
 
-Samples per second include data wait. DeepSpeed's own figure, which leaves it out, is shown beside them.
+Samples per second include data wait. DeepSpeed's own figure, shown beside them, leaves that out, and what lies between steps.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Measurement:
         )
 
     def data_wait_share(self) -> float:
-        """Share of the time spent waiting for data, on the rank that waited most."""
-        waited = np.sum([window.data_wait_s.sum(axis=0) for window in self.windows], axis=0)
-        return float((waited / np.sum([window.window_s for window in self.windows], axis=0)).max())
+        """Share of the time spent waiting for data, on the rank that waited most in each window."""
+        waited_s = sum(window.data_wait_s.sum(axis=0).max() for window in self.windows)
+        return float(waited_s / sum(window.window_s.max() for window in self.windows))
 
 
 def measure(session: Session) -> Summary:
@@ -152,6 +152,8 @@ def _write_steps(session: Session, window: Window, losses: list[float], number: 
             step=first_step + offset,
             phase="warmup" if number is None else "window",
             window=number,
+            window_s=float(window.window_s.max()),
+            window_data_wait_s=float(window.data_wait_s.sum(axis=0).max()),
             time_s=float(window.step_s[offset, 0]),
             slowest_rank_time_s=float(window.step_s[offset].max()),
             data_wait_s=float(window.data_wait_s[offset, 0]),
@@ -164,8 +166,8 @@ def _write_steps(session: Session, window: Window, losses: list[float], number: 
 
 
 def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | None:
-    """Seconds of each phase of a step, mean over ranks and of that the median over steps, with the device synchronised between
-    phases.
+    """Measure the seconds of each phase of a step, mean over ranks and of that the median over steps, with the device
+    synchronised between phases, and write each step's line. They needn't add up to the time of a step that isn't instrumented.
 
     Before each step come the same forward and backward passes, whose gradients stay where they are: what the step's backward
     passes take longer is communication which nothing hides, waiting for slower ranks included.
@@ -183,17 +185,19 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
             engine.accumulate(session.batches, local)
         engine.deepspeed.zero_grad()
         engine.step(session.batches, whole)
-        own = whole.seconds
-        rows.append([*(own[phase] for phase in STEP_PHASES), local.seconds["backward"]])
+        own, longer_s = whole.seconds, whole.seconds["backward"] - local.seconds["backward"]
+        own["exposed_communication"] = longer_s if world_size > 1 else 0.0
+        rows.append([own[phase] for phase in STEP_PHASES])
     deepspeeds.enabled = is_timing
     engine.check_loss()
     of_ranks = torch.tensor(rows[1:], dtype=torch.float64, device=session.device)  # the first is not like the others
     dist.all_reduce(of_ranks)
-    *columns, local_s = (of_ranks / world_size).T.tolist()
-    by_phase = dict(zip(STEP_PHASES, columns, strict=True))
-    longer_s = [whole_s - alone_s for whole_s, alone_s in zip(by_phase["backward"], local_s, strict=True)]
-    exposed_s = max(0.0, statistics.median(longer_s)) if world_size > 1 else 0.0
-    seconds = {phase: statistics.median(column) for phase, column in by_phase.items()}
+    steps = [dict(zip(STEP_PHASES, row, strict=True)) for row in (of_ranks / world_size).tolist()]
+    if session.ranks.is_first:
+        for step, phases_s in enumerate(steps, start=engine.steps - num_steps + 1):
+            session.record.append_metrics(StepLine(step=step, phase="breakdown", phases_s=phases_s))
+    seconds = {phase: statistics.median(step[phase] for step in steps) for phase in STEP_PHASES}
+    exposed_s = max(0.0, seconds["exposed_communication"])
     return {**seconds, "backward": seconds["backward"] - exposed_s, "exposed_communication": exposed_s}
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from clap_ds.config.errors import USER_ERROR, AgreedError, UserError
+from clap_ds.config.errors import USER_ERROR, AgreedError, UserError, printable
 from clap_ds.ranks import failure, watch
 from clap_ds.ranks.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.ranks.accelerator import choose_device
@@ -201,17 +201,18 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         main(ranks)
     except UnreachableError as error:
         leave_word(failure.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print("error:", printable(str(error)), file=sys.stderr, flush=True)
         leave(FAILED)
     except UserError as error:
         leave_word(failure.USER, str(error), USER_ERROR)
+        told = printable(str(error), "\n")
         if os.environ.get("RANK", "0") in ("", "0"):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {told}", file=sys.stderr, flush=True)
         else:
             # Launchers end a job when its first process exits: rank 0, where it has found the same mistake, speaks for all.
             time.sleep(RANK_0_SPEAKS_S)
             if not isinstance(error, AgreedError):
-                print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+                print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {told}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
     except Exception as error:
         leave_word(failure.ERROR, f"{type(error).__name__}: {error}", FAILED)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from clap_ds.config.files import read_json, write_atomically
+from clap_ds.config.files import own_folder, read_json, write_atomically
 from clap_ds.config.secrets import redacted_all
 
 USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
@@ -52,9 +52,8 @@ def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (),
     if kind in CONSEQUENCES and path.exists():
         return
     word = Word(round(time.time(), 3), rank, host, kind, line, code, traceback.format_exc(), [*ranks], [*hosts])
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(redacted_all(asdict(word))) + "\n")
+    with suppress(OSError), own_folder(folder) as there:
+        write_atomically(there / path.name, json.dumps(redacted_all(asdict(word))) + "\n")
 
 
 def read_words(folder: Path) -> list[Word]:

@@ -13,7 +13,8 @@ import random
 import re
 import socket
 from collections.abc import Mapping
-from pathlib import Path
+
+from clap_ds.config.files import read_bytes
 
 PORTS = range(16000, 32000)
 """Where ranks meet, and what a firewall between hosts has to let through; by default the kernel's own begin at 32768."""
@@ -83,7 +84,7 @@ def format_hostfile(slots: Mapping[str, int]) -> str:
 def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
     """Slots by host of a DeepSpeed hostfile; a ValueError where it is none."""
     slots: dict[str, int] = {}
-    for line in Path(path).read_text().splitlines():
+    for line in read_bytes(path).decode().splitlines():
         text = line.partition("#")[0].strip()
         if match := re.fullmatch(r"(\S+)\s+slots=([0-9]+)", text):
             slots[match[1]] = int(match[2])

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from clap_ds.config.errors import printable
+from clap_ds.config.files import open_own, own_folder
 from clap_ds.ranks.failure import STALL, STOPPED, leave_word
 from clap_ds.ranks.limits import within
 from clap_ds.ranks.verdict import STACKS, STEPPING, STILL, judge, read_stacks
@@ -46,8 +48,8 @@ class Watch:
     def __init__(self, run_directory: Path, rank: int, host: str) -> None:
         self._run, self._rank, self._host = run_directory, rank, host
         self.path = run_directory / STACKS / f"rank{rank}.txt"
-        self.path.parent.mkdir(exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        with own_folder(self.path.parent) as folder:
+            self._file = open_own(folder / self.path.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         self._steps, self._longest_s = 0, 0.0
         self._last_step = 0.0  # 0: something else is done before the next one
         self.armed = (time.monotonic(), math.inf)
@@ -95,7 +97,8 @@ class Watch:
             signal.set_wakeup_fd(self._wakeup_fd)
         with suppress(OSError):
             if os.fstat(self._file).st_size <= FIRST_LINE_BYTES:
-                self.path.unlink()
+                with own_folder(self.path.parent) as folder:
+                    (folder / self.path.name).unlink()
 
     def _note(self, doing: str) -> None:
         """Write the file's first line, always of the same length."""
@@ -144,7 +147,7 @@ class Watch:
             # What is judged now stays: a rank that was stopped may write its stacks when the others have left.
             leave_word(STALL, verdict.message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
         RunDirectory(self._run).finish("failed", verdict.message)
-        print(f"error: {verdict.message}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
+        print(f"error: {printable(verdict.message)}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
 
 
 _watch: Watch | None = None  # a process is one rank

@@ -1,4 +1,4 @@
-"""CSV to a file or to standard output, and text of others on one line of a terminal."""
+"""CSV to a file or to standard output."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from clap_ds.config.errors import printable
 from clap_ds.config.files import replacing
-
-
-def printable(text: str) -> str:
-    """As a terminal can show it on one line: control characters are escaped."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape", "replace").decode() for each in text)
 
 
 def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]]) -> None:
@@ -29,5 +25,6 @@ def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]])
 
 
 def _write(file: TextIO, rows: Iterable[Sequence[str | float | None]]) -> None:
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerows(["" if each is None or each != each else each for each in row] for row in rows)
+    writer, shown = csv.writer(file, lineterminator="\n"), printable if file.isatty() else str
+    cell = lambda value: "" if value is None or value != value else shown(value) if isinstance(value, str) else value  # noqa: E731
+    writer.writerows([*map(cell, row)] for row in rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, Unpack, cast
 
-from clap_ds.config.files import read_json, write_object
+from clap_ds.config.files import open_own, read_json, write_object
 from clap_ds.config.secrets import redacted, redacted_all, redacted_words
 from clap_ds.record.schema import VERSION, State, StepLine, Summary
 from clap_ds.record.stream import Stream, unless_full
@@ -99,7 +100,7 @@ def start_log(path: Path) -> None:
     """Send a copy of standard output and error, and all of DeepSpeed's log lines, to a file."""
     from deepspeed.utils import logger
 
-    log = path.open("a", buffering=1)
+    log = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1)
     log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_words(sys.argv))}\n")
     sys.stdout = Tee(sys.stdout, log)
     sys.stderr = Tee(sys.stderr, log)

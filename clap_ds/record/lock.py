@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.errors import printable
 from clap_ds.config.files import read_json, write_atomically
 
 FILE = "writer.json"
@@ -71,7 +72,7 @@ class FolderLock:
 
     def _said(self, what: str) -> str:
         host, pid, user, job = (self._read().get(name, "?") for name in ("host", "pid", "user", "job"))
-        return f"{self._path.parent} {what} host {host}, pid {pid}, user {user}, job {job or 'none'}"
+        return printable(f"{self._path.parent} {what} host {host}, pid {pid}, user {user}, job {job or 'none'}")
 
 
 def _start_time(pid: Any) -> int | None:

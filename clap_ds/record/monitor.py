@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.files import own_folder
 from clap_ds.record.stream import Stream
 
 INTERVAL_S = 15.0
@@ -34,8 +35,7 @@ def _watch(folder: Path, num_gpus: int, over: threading.Event) -> None:
     try:
         if (sample := _gpu_sampler(num_gpus)) is None:
             return
-        folder.mkdir(exist_ok=True)
-        with closing(Stream(folder / f"{os.uname().nodename}.jsonl")) as stream:
+        with own_folder(folder) as there, closing(Stream(there / f"{os.uname().nodename}.jsonl")) as stream:
             while not over.wait(INTERVAL_S):
                 for values in sample():
                     stream.append({"time": time.time(), **values})

@@ -25,12 +25,13 @@ STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communicatio
 
 
 class Rates(TypedDict, total=False):
-    """Samples/s of one GPU: all samples over all seconds of the windows, and an interval; without `coverage` their range."""
+    """Samples/s of one GPU: all samples over all seconds of the windows, and the windows' range."""
 
     mean: float
     low: float
     high: float
-    coverage: float
+    slow_windows: int
+    """Windows below 0.8 of the median window's samples/s."""
     windows: list[float]
     window_s: list[float]
     """Seconds each lasted, on the slowest rank."""
@@ -92,7 +93,7 @@ class Summary(TypedDict, total=False):
     samples_per_s_per_gpu: Rates
     samples_per_s: float
     deepspeed_samples_per_s: float | None
-    """By DeepSpeed's own timer, without the wait for data."""
+    """By DeepSpeed's own timer: from each forward pass to the end of its update, without what lies between."""
     deepspeed_times_host_alone: bool
     step_time_s: StepTime
     data_wait_percent: float
@@ -158,14 +159,24 @@ class Environment(TypedDict, total=False):
 
 
 class StepLine(TypedDict, total=False):
-    """A line of `metrics.jsonl`: a step (`warmup`, `window`, `train`), an evaluation or a checkpoint."""
+    """A line of `metrics.jsonl`: a step (`warmup`, `window`, `breakdown`, `train`), an evaluation or a checkpoint.
 
-    phase: Literal["warmup", "window", "train", "evaluation", "checkpoint"]
+    Times are of rank 0 where nothing else is said. Fields named `window_…` are in each line of a window and of all of it.
+    """
+
+    phase: Literal["warmup", "window", "breakdown", "train", "evaluation", "checkpoint"]
     step: int
     window: int | None
+    window_s: float
+    """Seconds the window lasted, on the slowest rank."""
+    window_data_wait_s: float
+    """Seconds of it spent waiting for data, on the rank that waited most."""
     time_s: float
     slowest_rank_time_s: float
     data_wait_s: float
+    phases_s: dict[str, float]
+    """Of a `breakdown` step: seconds by `STEP_PHASES`, mean over ranks. `backward` includes `exposed_communication` here, which
+    is how much longer it took than without communication, below 0 in some steps."""
     loss: float
     memory_bytes: int
     samples: int

@@ -6,6 +6,7 @@ A run never ends for want of its log: what can't be written is left out, which i
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.files import parse_json, read_lines, write_atomically
+from clap_ds.config.files import open_own, parse_json, read_lines, write_atomically
 
 _said: set[str] = set()
 
@@ -53,8 +54,8 @@ class Stream:
     def append(self, line: Mapping[str, Any]) -> None:
         """One more line, whole or not at all."""
         with unless_full(self._path):
-            self._file = self._file or self._path.open("ab", buffering=0)
-            content, size = (json.dumps(line) + "\n").encode(), self._path.stat().st_size
+            self._file = self._file or FileIO(open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+            content, size = (json.dumps(line) + "\n").encode(), os.fstat(self._file.fileno()).st_size
             try:
                 if self._file.write(content) < len(content):
                     raise OSError(None, "No space left on device")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from clap_ds.config.errors import printable
 from clap_ds.record.schema import Summary
-from clap_ds.record.statistics import interval_label
+from clap_ds.record.statistics import range_label
 
 
 class Progress:
@@ -42,10 +43,10 @@ def print_summary(summary: Summary) -> None:
 def show(title: str, table: Table, *notes: str) -> None:
     """A table under its title, and lines under it."""
     console = Console(width=max(100, Console().width), highlight=False, markup=False)
-    console.print(title, style="bold", soft_wrap=True)
+    console.print(printable(title), style="bold", soft_wrap=True)
     console.print(table)
     for note in notes:
-        console.print(note, soft_wrap=True)
+        console.print(printable(note), soft_wrap=True)
 
 
 def title(summary: Summary) -> str:
@@ -63,7 +64,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     host_alone = " (the host alone)" if unit == "GPU" and summary.get("deepspeed_times_host_alone") else ""
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
     held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
-    interval = f"  {interval_label(rate.get('coverage'), len(rate['windows']))}"
+    interval = f"  {range_label(rate['windows'], rate['slow_windows'])}"
     breakdown = summary["breakdown_s"] or {}
     total = sum(breakdown.values())
     return [

@@ -5,7 +5,6 @@ Only the run's own are deleted.
 
 import math
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from clap_ds.config.files import read_bytes
 from clap_ds.config.model import ClapConfig
+from clap_ds.config.secrets import redacted_all
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.cached_step import random_state
@@ -31,7 +31,7 @@ from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.training.restoring import PROGRESS, restore
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
-from clap_ds.weights.checkpoint_files import RAW, STATE, TOKENIZER, WEIGHTS, Manifest, warn, write_file
+from clap_ds.weights.checkpoint_files import MANIFEST, RAW, STATE, TOKENIZER, WEIGHTS, Manifest, warn, write_file
 from clap_ds.weights.formats import some, to_safetensors
 from clap_ds.weights.names import State
 from clap_ds.weights.state_file import to_state_file, write_tensors
@@ -113,7 +113,7 @@ class CheckpointFolder:
             metrics={name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)},
             files={},
             run=self._run_id,
-            settings=self._run.resolved() if self._run is not None else {},
+            settings=redacted_all(self._run.resolved()) if self._run is not None else {},
             best_by=self._rule.best_by,
         )
         saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
@@ -186,8 +186,7 @@ class CheckpointFolder:
             if self._lock is not None:
                 self._lock.check()
             files.clear_leftovers(self.path)
-            draft = files.begin(self.path, saved.step)
-            try:
+            with files.begin(self.path, saved.step) as draft:
                 text_tokens = self._run.clap.text_tokens if self._run is not None else None
                 records = {STATE: write_tensors(draft / STATE, *to_state_file(state))}
                 for name, weights in found.items():
@@ -197,9 +196,8 @@ class CheckpointFolder:
                 newest = max((each.serial for each in files.read_all(self.path).values()), default=0)
                 serial, tokenizer = max(int(time.time() * 1000), newest + 1), TOKENIZER if copies else self._tokenizer
                 manifest = replace(manifest, serial=serial, tokenizer=tokenizer, files=records | copies)
-                path = files.publish(draft, manifest)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
+                write_file(draft / MANIFEST, manifest.to_json().encode())
+            path = self.path / draft.name
         except Exception as error:  # whatever it is, training can go on without
             if not self._poisoned:
                 warn(f"the checkpoint of step {saved.step} could not be saved: {error}; training goes on")
@@ -237,8 +235,11 @@ class CheckpointFolder:
         own = {name: each for name, each in files.read_all(self.path).items() if each.run == self._run_id}
         try:
             for name in files.superfluous(own, self._rule):
-                if not (self._sync and self._sync.is_copying(self.path / name)):
-                    files.remove(self.path / name)
+                path = self.path / name
+                if not (
+                    path.is_symlink() or (self._sync and self._sync.is_copying(path))
+                ):  # a link leads to others' files
+                    files.remove(path)
         except OSError as error:
             warn(f"an old checkpoint can't be deleted: {error}")
 

@@ -4,14 +4,16 @@ Files go first and the manifest last, so that an upload that breaks off is never
 and never stop training. Credentials come from the environment, never from a URL, which would be logged.
 """
 
+import os
 import posixpath
-import shutil
+from collections.abc import Container
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
+from clap_ds.config.files import MOST_BYTES
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.ranks.agreement import on_first
 from clap_ds.weights import checkpoint_files as files
@@ -44,6 +46,7 @@ class RemoteFolder:
         """`clap_ds.weights.checkpoint_files.newest_first` of the folder."""
 
         def read(name: str) -> Manifest:
+            self._check_file(f"{name}/{MANIFEST}", range(MOST_BYTES))
             return Manifest.from_json(self._fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
 
         return files.newest_first(self._names(), read, {} if damaged is None else damaged)
@@ -55,7 +58,8 @@ class RemoteFolder:
             if not self._fs.exists(f"{name}/{MANIFEST}"):
                 self._fs.rm(name, recursive=True)
         if manifest not in there.values():
-            to = files.free_name(manifest.step, self._names())
+            to = files.free_name(manifest.step, self._names(links=True))
+            self._fs.makedirs(to, exist_ok=False)  # nobody else's, with links in it
             for file in (*manifest.files, MANIFEST):
                 self._fs.makedirs(posixpath.dirname(f"{to}/{file}"), exist_ok=True)
                 self._fs.put_file(str(checkpoint / file), f"{to}/{file}")
@@ -68,34 +72,41 @@ class RemoteFolder:
     def try_writing(self) -> None:
         """Write a small file and delete it."""
         self._fs.makedirs("", exist_ok=True)
-        self._fs.pipe_file(".probe", b"clap")
-        self._fs.rm_file(".probe")
+        self._fs.pipe_file(name := f".probe-{os.urandom(8).hex()}", b"clap")
+        self._fs.rm_file(name)
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
         """Bring the newest good checkpoint into a local folder; None if there is none. `damaged` gets why others, by name,
         aren't; they are warned of where there is one."""
         for name, manifest in self.read_all(damaged).items():
-            partial = files.begin(folder, manifest.step)
             try:
-                for file in (*manifest.files, MANIFEST):
-                    (partial / file).parent.mkdir(exist_ok=True)
-                    self._fs.get_file(f"{name}/{file}", str(partial / file))
-                files.verify(partial)
-                files.warn_of(damaged)
-                return files.publish(partial, manifest)
+                with files.begin(folder, manifest.step) as draft:
+                    files.write_file(draft / MANIFEST, manifest.to_json().encode())
+                    for file, record in manifest.files.items():
+                        self._check_file(f"{name}/{file}", (record.bytes,))
+                        (draft / file).parent.mkdir(exist_ok=True)
+                        self._fs.get_file(f"{name}/{file}", str(draft / file))
+                    files.verify(draft)
             except (DamagedError, FileNotFoundError) as error:
-                damaged[name] = f"{self.url}/{name}: {error}"
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+                damaged[name] = f"{self.url}/{name}: {str(error).removeprefix(f'{draft}: ')}"
+            else:
+                files.warn_of(damaged)
+                return folder / draft.name
         return None
 
-    def _names(self) -> list[str]:
-        """Of what can be a checkpoint, even half of one."""
+    def _check_file(self, path: str, sizes: Container[int]) -> None:
+        """Raise DamagedError for what can't be read to an end, such as a pipe, or is of another size."""
+        info = self._fs.info(path)
+        if info["type"] != "file" or (info["size"] is not None and info["size"] not in sizes):
+            raise DamagedError(f"{self.url}/{path}: no file, or of another size than was written")
+
+    def _names(self, *, links: bool = False) -> list[str]:
+        """Of what can be a checkpoint, even half of one; by default without links, which lead elsewhere."""
         self._fs.invalidate_cache()
         if not self._fs.exists(""):
             return []
-        names = (posixpath.basename(path.rstrip("/")) for path in self._fs.ls("", detail=False))
-        return sorted(filter(files.NAME.fullmatch, names))
+        kept = [each for each in self._fs.ls("") if links or not (each.get("islink") or each["type"] == "link")]
+        return sorted(filter(files.NAME.fullmatch, (posixpath.basename(each["name"].rstrip("/")) for each in kept)))
 
 
 class BackgroundSync:

@@ -5,6 +5,7 @@ from typing import Any
 
 from clap_ds.config.files import flatten, read_bytes
 from clap_ds.config.model import ClapConfig, TextConfig
+from clap_ds.config.secrets import redacted_all
 from clap_ds.config.settings import RunSettings
 from clap_ds.engine.cached_step import restore_random_state
 from clap_ds.engine.engine import ClapEngine
@@ -74,7 +75,7 @@ def compare(
         deepspeed = {name: value for name, value in manifest.settings.items() if name != "clap"}
         if (there := RunSettings(run.path, run.clap, deepspeed).precision) != run.precision:
             to_accept.append(f"the precision is {there} there, {run.precision} here")
-        others += _different_settings(manifest.settings, run.resolved())
+        others += _different_settings(redacted_all(manifest.settings), redacted_all(run.resolved()))
     return to_accept, others
 
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from clap_ds.config.files import open_regular, parse_json, read_bytes
+from clap_ds.config.errors import printable
+from clap_ds.config.files import drafted, open_regular, parse_json, read_bytes
 from clap_ds.config.metrics import TRAIN_LOSS, score
 from clap_ds.config.sections import CheckpointSettings
 
@@ -36,7 +38,7 @@ NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
 
 def warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
 
 
 class DamagedError(ValueError):
@@ -135,19 +137,10 @@ def free_name(step: int, taken: Collection[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Make a hidden folder to put a checkpoint of this step together in."""
+def begin(folder: Path, step: int) -> AbstractContextManager[Path]:
+    """Give a hidden folder to put a checkpoint of this step together in, manifest included; then it gets its name."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{free_name(step, os.listdir(folder))}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    return partial
-
-
-def publish(partial: Path, manifest: Manifest) -> Path:
-    """Write the manifest and give the checkpoint its name."""
-    write_file(partial / MANIFEST, manifest.to_json().encode())
-    return partial.rename(partial.with_name(partial.name.removeprefix(".").removesuffix(".partial")))
+    return drafted(folder / free_name(step, os.listdir(folder)))
 
 
 def verify(folder: Path) -> Manifest:

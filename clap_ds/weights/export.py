@@ -6,13 +6,13 @@ The tokenizer comes from the checkpoint or the command line.
 """
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
 import safetensors
 
 from clap_ds.config.errors import exit_code_of
+from clap_ds.config.files import drafted
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.weights.expressible import changes
 from clap_ds.weights.formats import Checkpoint, save_transformers
@@ -33,16 +33,12 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
     loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
     length = found.text_tokens or min(loaded.model_max_length, text.max_tokens)
     loaded.model_max_length = length  # what `truncation=True` keeps
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        save_transformers(found.build(), partial)
-        transformers.ClapProcessor(feature_extractor(found.config.audio), loaded).save_pretrained(partial)
-        partial.rename(folder)
+        with drafted(folder) as draft:
+            save_transformers(found.build(), draft)
+            transformers.ClapProcessor(feature_extractor(found.config.audio), loaded).save_pretrained(draft)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{folder} can't be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     cut = "are only cut where the processor is told: text_kwargs={'padding': True, 'truncation': True}"
     return [*changes(found.config), f"captions beyond {length} tokens {cut}"]
 

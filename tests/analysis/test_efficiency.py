@@ -40,6 +40,13 @@ def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written
         for rows in (written, scaling_table(read_table_runs(tmp_path / "t.csv"))):
             shown = [(row.scaling, row.gpus, row.scaling_efficiency_percent, row.speedup) for row in rows]
             assert shown == [(*told, pytest.approx(speedup)) for *told, speedup in found]
+    more = [run(nodes, 50.0, batch_per_gpu=64 // nodes) for nodes in (2, 4)]
+    mixed = scaling_table([*weak, *more])
+    write_csv(tmp_path / "t.csv", mixed)
+    for rows in (mixed, scaling_table(read_table_runs(tmp_path / "t.csv"))):
+        assert [(row.scaling, row.gpus, row.repeats) for row in rows] == [
+            *(("weak", 4 * nodes, 1) for nodes in (1, 2, 4)), *(("strong", 4 * nodes, 1) for nodes in (1, 2, 4)),
+        ]  # fmt: skip
     unknown = scaling_table([run(nodes, 100.0, batch_per_gpu=None) for nodes in (1, 2)])
     assert [row.scaling for row in unknown] == ["", ""]
 
@@ -70,8 +77,9 @@ def test_figures_that_cannot_be_are_said_to_be_none() -> None:
     assert "101.1 % in the published convention is no share of the peak" in row.notes
     assert "90.5 % of the work done is not possible" in row.notes
     assert "MFU" not in scaling_table([run(1, 2940.0, peak_tflops=989.0, mfu_model_percent=89.0)])[0].notes
-    for interval, rate, doubted in ((None, 103.0, True), (None, 101.0, False), ((90.0, 110.0), 103.0, False)):
-        rows = scaling_table([run(n, r, interval=interval) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
+    stated = {"kind": "table", "repeats": 2, "interval": (90.0, 110.0)}
+    for fields, rate, doubted in (({}, 103.0, True), ({}, 101.0, False), (stated, 103.0, False)):
+        rows = scaling_table([run(n, r, **fields) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
         assert [("above 100 %" in row.notes) for row in rows] == [False, doubted, False]
         assert rows[1].scaling_efficiency_percent == pytest.approx(rate)
 
@@ -188,7 +196,7 @@ def test_engines_efficiency_of_run_directories_is_from_their_own_log_or_their_su
     logged = scaling_table(read_runs(folders, given(rate="engine")))
     assert [row.rate for row in logged] == pytest.approx([10.0, 64 / 2.2 / 4])
     assert logged[1].scaling_efficiency_percent == pytest.approx(100 * 1.6 / 2.2)
-    assert "6 windows" in logged[0].uncertainty_from
+    assert len(logged[0].runs[0].windows) == 6
 
 
 def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_measured() -> None:

@@ -41,13 +41,17 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     picture = draw_benchmark(benchmark(tmp_path / "run"))
     times, parts = picture.panels
     assert picture.figure.get_suptitle().replace("\n", " ") == (
-        "micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens: 10.00 samples/s/rank (range: 9.00 – 11.00), "
-        "median step 400 ms"
+        "10.00 samples/s/rank (windows: 9.00 – 11.00) micro on 2 × a CPU, bf16, batch per rank 4, 16 text tokens"
     )
     warmup, timed, median = (line.get_xydata().tolist() for line in times.lines)
-    assert (warmup, median[0][1]) == ([[1, 0.1]], 0.4)
-    assert timed == [[2, 0.2], [3, 0.3], [4, 0.4], [5, 0.5]]
-    assert [(bar[0].get_x(), bar[0].get_width()) for bar in parts.containers] == [(0, 100), (100, 200)]
+    assert (warmup, median[0][1]) == ([[1, 100]], 400)
+    assert timed == [[2, 200], [3, 300], [4, 400], [5, 500]]
+    bars = [(bar[0].get_x(), bar[0].get_width()) for bar in parts.containers]
+    assert bars == [(0, 100), (100, 200), (300, 100)]  # up to the median
+    assert picture.figure.legends[0].get_texts()[-1].get_text() == "between steps 100 ms"
+    picture.figure.draw_without_rendering()
+    shown = times.get_legend().get_window_extent()
+    assert shown.y0 >= times.get_window_extent().y1 - 1  # outside
 
 
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 from clap_ds.analysis import plot_scaling
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.plot_scaling import draw, draw_projection, read_curves
-from clap_ds.analysis.record import read_record
+from clap_ds.analysis.plot_scaling import answer, draw, draw_projection, read_curves
 from clap_ds.analysis.table import Row, Run, Scale, by_series, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError
@@ -26,31 +25,61 @@ def curves(*runs: Run) -> dict[str, list[Scale]]:
     return {rows[0].title: rows for rows in by_series(scaling_table(runs))}
 
 
-def test_panels_hold_the_tables_numbers_and_the_title_the_answer(tmp_path: Path) -> None:
+def test_panels_hold_the_tables_numbers(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", [*MICRO, Row(8, 32, model="micro", scaling="weak", state="failed")])
-    picture = draw(read_curves(given(inputs=[tmp_path / "t.csv"])))
-    efficiency, throughput = picture.panels
+    found = read_curves(given(inputs=[tmp_path / "t.csv"]))
+    picture = draw(found)
+    efficiency, speedup = picture.panels
     error = 100 * 650 / 700 * ((8 / 650) ** 2 + (8 / 700) ** 2) ** 0.5
-    assert picture.figure.get_suptitle().replace("\n", " ") == (
+    assert [answer(rows) for rows in found.values()] == [
         f"92.9 ± {error:.2f} % efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
-    )
-    (drawn,) = [container.lines[0].get_xydata().tolist() for container in throughput.containers]
-    assert drawn == [[4.0, 2800.0], [8.0, 5440.0], [16.0, 10400.0]]
-    assert (throughput.get_xscale(), throughput.get_yscale()) == ("log", "log")
-    assert throughput.lines[0].get_xydata().tolist() == [[4, 2800], [16, 11200]]  # ideal
-    spread = [bar[1][1] - bar[0][1] for bar in throughput.containers[0].lines[2][0].get_segments()]
-    assert spread == pytest.approx([2 * 8.0 * gpus for gpus in (4, 8, 16)])
+    ]
+    (drawn,) = [container.lines[0].get_xydata().tolist() for container in speedup.containers]
+    assert drawn == [[4.0, 1.0], [8.0, pytest.approx(5440 / 2800)], [16.0, pytest.approx(10400 / 2800)]]
+    assert (speedup.get_xscale(), speedup.get_yscale()) == ("log", "log")
+    assert speedup.lines[0].get_xydata().tolist() == [[4, 1], [16, 4]]  # ideal
+    spread = [bar[1][1] - bar[0][1] for bar in speedup.containers[0].lines[2][0].get_segments()]
+    assert spread[-1] == pytest.approx(2 * error / 100 * 4)
     bars = efficiency.containers[0].lines[2][0].get_segments()
     assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.14, 92.86], abs=0.01)
     assert bars[2][1][1] - bars[2][0][1] == pytest.approx(2 * error, abs=0.01)
     named = [text.get_text() for text in picture.figure.legends[0].get_texts()]
-    assert named == ["micro"]
+    assert named == ["ideal", "micro"]
+    assert [panel.texts[0].get_text() for panel in picture.panels] == ["92.9%", "3.71×"]
 
 
 def test_a_baseline_of_several_nodes_is_stated() -> None:
     picture = draw(curves(run(2, 200.0), run(4, 180.0)))
-    assert "90.0 % efficiency on 16 GPUs relative to 2 nodes" in picture.figure.get_suptitle().replace("\n", " ")
-    assert "relative to 2 nodes" in picture.panels[0].get_ylabel()
+    assert ["relative to 2 nodes" in panel.get_ylabel() for panel in picture.panels] == [True, True]
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("scales", [1, 8, 10])
+def test_a_picture_fits_a_papers_columns_and_no_texts_overlap(columns: int, scales: int) -> None:
+    names = ("gradient_sync=deepspeed, a rather long name=of a setting", "compile=step", "compile=off")
+    runs = [
+        run(2**place, 600 * rate**place, variant=name, device="H100", precision="bf16")
+        for name, rate in zip(names, (0.95, 0.96, 0.97), strict=True) for place in range(scales)
+    ]  # fmt: skip
+    picture = draw(curves(*runs), columns, "One line")
+    picture.figure.draw_without_rendering()
+    assert picture.figure.get_figwidth() == 3.25 * columns
+    (legend,) = picture.figure.legends
+    assert legend.get_title().get_text() == "htsat-tiny-roberta-base, H100, bf16, weak scaling"
+    for panel in picture.panels:
+        ticks = [tick for tick in panel.get_xticklabels() if tick.get_text()]
+        texts = [*panel.texts, *(ticks if panel is picture.panels[-1] else ()), panel.xaxis.label]
+        boxes = [text.get_window_extent() for text in [*texts, *legend.get_texts()] if text.get_text()]
+        assert not any(one.overlaps(other) for at, one in enumerate(boxes) for other in boxes[:at])
+        assert all(
+            picture.figure.bbox.padded(1).fully_contains(*corner) for box in boxes for corner in box.get_points()
+        )
+        counts = panel.get_xticks().tolist()
+        assert (counts[0], counts[-1]) == (4, 4 * 2 ** (scales - 1))
+        assert len(counts) == scales or scales > 8
+    bottom, top = picture.panels[0].get_ylim()
+    assert (bottom == 0) != any(line.get_gid() == "axis cut" for line in picture.panels[0].lines)
+    assert top > 100
 
 
 def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +89,8 @@ def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match="no row has a rate"):
         read_curves(given(inputs=[empty]))
     command(monkeypatch, plot_scaling.main, DATA / "record_2ranks", table, "--output", tmp_path / "s.svg")
-    rate = read_record(DATA / "record_2ranks").cell("samples_per_s_per_gpu")
-    assert f"{rate} ± " in (tmp_path / "s.svg").read_text()
+    assert {path.suffix for path in tmp_path.glob("s.*")} == {".pdf", ".svg"}
+    assert "micro" in (tmp_path / "s.svg").read_text()
 
 
 def test_a_projections_figure_holds_measurements_line_and_band() -> None:
@@ -81,5 +110,8 @@ def test_a_projections_figure_holds_measurements_line_and_band() -> None:
     assert (band.y0, band.y1) == pytest.approx((series.bands([512])[512][0], series.bands([128])[128][1]))
     long = {line.get_linestyle(): line.get_xydata() for line in efficiency.lines if len(line.get_xydata()) > 2}
     assert (long["-"][-1][0], long["--"][0][0]) == (512, 512)  # measured ends where extrapolated begins
+    bottom, top = efficiency.get_ylim()
+    assert 0.5 * (top - bottom) <= 100 - 87.3
+    assert 100 in [line.get_ydata()[0] for line in efficiency.lines if line.get_label() == "ideal"]
     percents = [series.efficiency_percent(series.fit(series.best_law()).rate(nodes)) for nodes in (128, 512)]
     assert [long["--"][0][1], long["--"][-1][1]] == pytest.approx(percents)

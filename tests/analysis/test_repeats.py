@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from clap_ds.analysis.efficiency import render, scaling_table
+from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.repeats import RunSpread, pooled_spread
 from tests.analysis.samples import run
 
@@ -21,7 +21,7 @@ def test_plus_minus_is_students_t_of_the_spread_that_repeated_scales_share() -> 
     assert (base.scaling_efficiency_percent, base.scaling_efficiency_2sigma_percent) == (100.0, 0.0)
     assert (row.scaling_efficiency_percent, row.speedup) == (pytest.approx(90.0), pytest.approx(1.8))
     assert row.scaling_efficiency_2sigma_percent == pytest.approx(90 * HALF * (2 / 3) ** 0.5, rel=1e-4)
-    said = "95 % by Student's t, runs of one scale differ by 1.6 % (of 6 runs, 4 degrees of freedom)"
+    said = "95% by Student's t, runs of one scale differ by 1.6% (of 6 runs, 4 degrees of freedom)"
     assert {each.uncertainty_from for each in (base, row)} == {said}
     assert (once.samples_per_s_per_gpu_2sigma, once.scaling_efficiency_2sigma_percent) == (None, None)
     assert ["not repeated" in each.notes for each in (base, row, once)] == [False, False, True]
@@ -60,12 +60,38 @@ def test_the_spread_is_of_what_counts() -> None:
     assert pooled_spread([[run(1, 98.0)]]) is None
 
 
-def test_an_efficiency_of_single_runs_has_no_plus_minus_though_their_rates_have() -> None:
-    stated = {"interval": (97.0, 101.0), "uncertainty_from": "windows"}
-    rows = scaling_table([run(1, 100.0, **stated), run(2, 90.0, **stated)])
-    assert [(row.samples_per_s_per_gpu_2sigma, row.uncertainty_from) for row in rows] == [(2.0, "windows")] * 2
-    assert {row.scaling_efficiency_2sigma_percent for row in rows} == {None}
-    assert "[1] not repeated" in render(rows)
+def test_single_runs_have_no_plus_minus_and_their_slow_windows_are_counted() -> None:
+    stated = {"interval": (50.0, 101.0), "windows": (100.0, 101.0, 99.0, 50.0)}
+    rows = scaling_table([run(1, 100.0, **stated), run(2, 90.0)])
+    spreads = [(row.samples_per_s_per_gpu_2sigma, row.scaling_efficiency_2sigma_percent) for row in rows]
+    assert spreads == [(None, None)] * 2
+    assert ["not repeated" in row.notes for row in rows] == [True, True]
+    assert "range of 4 windows, 1 of them slow: 50 – 101" in rows[0].notes
+    assert "slow" not in rows[1].notes
+
+
+def test_an_outlying_repeat_is_named() -> None:
+    quiet = [run(nodes, 100.0 + offset) for nodes in (1, 2, 4) for offset in (-0.4, 0.0, 0.4)]
+    *others, row = scaling_table([*quiet, run(8, 95.2), run(8, 95.0), run(8, 76.0, source="a/slow")])
+    assert "slow is -20.1% from the other repeats" in row.notes
+    assert not any("from the other" in each.notes for each in others)
+
+
+@pytest.mark.parametrize(("counts", "growth"), [((3,) * 8, 1.45), ((3, 3, 3, 1, 1), 1.45), ((3,) * 5, 0.6)])
+def test_plus_minus_holds_the_truth_where_spreads_grow_or_fall(counts: tuple[int, ...], growth: float) -> None:
+    generator, held = random.Random(3), [0] * len(counts)
+    deviations = [0.003 * growth**place if growth > 1 else 0.04 * growth**place for place in range(len(counts))]
+    for _ in range(120):
+        rows = scaling_table([
+            run(2**place, 600 * math.exp(generator.gauss(0, deviations[place])))
+            for place, count in enumerate(counts) for _ in range(count)
+        ])  # fmt: skip
+        for place, row in enumerate(rows):
+            half = row.samples_per_s_per_gpu_2sigma
+            assert (half is None) == (counts[place] == 1)
+            held[place] += half is not None and abs((row.rate or 0) - 600) <= half
+    repeated = [share / 120 for share, count in zip(held, counts, strict=True) if count > 1]
+    assert min(repeated) > 0.9 - 2 * (0.09 / 120) ** 0.5
 
 
 def test_a_tables_row_keeps_its_plus_minus() -> None:

@@ -29,7 +29,6 @@ def test_a_rate_is_the_same_whatever_the_logs_length_and_print_interval(tmp_path
             (run,) = read_log(write(tmp_path / f"{nodes}-{every}.log", text))
             low, high = run.interval or (0, 0)
             assert low * (1 - 1e-9) <= 16 / 0.13 <= high * (1 + 1e-9)
-            assert high < 1.15 * low
             assert run.rate == pytest.approx(16 / 0.13, rel=0.01 if noisy else 1e-9)
             assert run.engine_samples_per_s_per_gpu == run.rate
             assert len(run.windows) <= MAX_WINDOWS

@@ -16,6 +16,7 @@ from clap_ds.config.secrets import redacted, redacted_all
         ("Authorization: Bearer ey.J0", "Authorization: Bearer [hidden]"),
         ("https://host/a.tar?part=3", "https://host/a.tar?part=3"),
         ("s3://me:pass@bucket/x", "s3://[hidden]@bucket/x"),
+        ("s3://me:p@ss@bucket/x", "s3://[hidden]@bucket/x"),
         ("hf_" + "a" * 34, "[hidden]"),
         ("loss 0.3 at step 5, 12:30", "loss 0.3 at step 5, 12:30"),
     ],
@@ -23,6 +24,11 @@ from clap_ds.config.secrets import redacted, redacted_all
 def test_secrets_in_text(text: str, shown: str) -> None:
     assert redacted(text) == shown
     assert redacted_all({"a": [{text: text}]}) == {"a": [{shown: shown}]}
+
+
+def test_fields_by_their_names() -> None:
+    settings = {"comet": {"api_key": "abc", "project": "clap"}, "text_tokens": 7, "tokenizer": "roberta-base"}
+    assert redacted_all(settings) == settings | {"comet": {"api_key": "[hidden]", "project": "clap"}}
 
 
 def test_words_of_a_command() -> None:

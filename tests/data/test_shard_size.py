@@ -37,8 +37,10 @@ def test_thousand_clips(capsys: pytest.CaptureFixture[str]) -> None:
         "at 1,000 samples/s a GPU, bytes": "5.77 GB/s",
         "at 1,000 samples/s a GPU, to a node": "3.85 GB/s",
     }
-    found = report(capsys, "--clips 1000000 --gpus 16 --rate 3300")
-    assert found["at 3,300 samples/s a GPU, to a node"] == ["14 GB/s", "12.7 GB/s", "1.72 GB/s"]
+    found = report(capsys, "--clips 1000000 --gpus 16 --rate 3300 --format mp3 --disk_mb_per_s 1")
+    assert found["tars of about 500 MB"] == ["320", "1,920", "257"]
+    assert found["written at 1 MB/s in"] == ["44.9 h", "11.1 days", "36.1 h"]
+    assert found["at 3,300 samples/s a GPU, to a node"] == ["2.14 GB/s", "12.7 GB/s", "1.72 GB/s"]
 
 
 def test_tars_and_files_are_as_large_as_said() -> None:

@@ -105,5 +105,6 @@ def test_the_loss_of_retrieval_is_that_of_batches_that_differ_by_one_clip(
             expected += (-F.logsigmoid((2.0 * is_same - 1) * (logits + bias)).sum(1)).tolist()
     found = retrieval_loss("softmax" if bias is None else "sigmoid", audio, text, captions, SCALE, bias)
     assert found.value == pytest.approx(np.mean(expected), rel=1e-5)
+    assert bias is not None or found.chance == pytest.approx(np.log([4, 4, 4, 4, 3, 3, 3, 3, 3, 3]).mean())
     margin = 1.96 * np.std(expected) / np.sqrt(10)
     assert (found.low, found.high) == pytest.approx((found.value - margin, found.value + margin), rel=1e-3)

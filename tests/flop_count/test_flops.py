@@ -51,6 +51,8 @@ def test_every_figure_of_the_report(write_run: WriteRun, capsys: pytest.CaptureF
         ("of the stages: block linears", (published["block_linears"], done["block_linears"])),
     ):
         assert [name, *(f"{value / 1e9:.4f}" for value in values)] in rows
+    report["model"]["deepspeed"] *= 1.0005
+    assert flops.agreement(report).endswith("0.0500 % apart")
     assert report["parameters"] == parameter_counts(build(MICRO))
 
 

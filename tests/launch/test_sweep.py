@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,7 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     for nodes, state in enumerate(["completed", "out_of_memory", "timeout", "failed", "running", "running"], start=1):
         (folder / f"n{nodes:03d}" / "job.json").write_text(json.dumps({"state": state, "error": None}))
     (folder / "n005-105.out").write_text("began")
+    (folder / "n003" / "site.json").write_text(json.dumps({"python": "theirs"}))
     slurm.write("queue", "106 RUNNING\n108 PENDING\n107 CANCELLED\n")
     capsys.readouterr()
     assert main(["status", str(folder)]) == 0
@@ -84,6 +86,27 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     assert len(slurm.lines("calls")) == 12
     lines = (folder / "n003.sbatch").read_text().splitlines()
     assert {"#SBATCH --time=00:45:00", "#SBATCH --exclude=n[1-2]"} <= set(lines)
+    assert json.loads((folder / "n003" / "site.json").read_text())["python"] != "theirs"
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("site", "x.json"), ("exclude", "a\nevil"), ("gpus", "1; evil"), ("train_options", [1]), ("folder", "..")],
+)
+def test_a_sweep_that_others_wrote_runs_nothing_of_theirs(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], name: str, value: Any
+) -> None:
+    folder = _start(tmp_path)
+    record = json.loads((folder / "jobs.json").read_text())
+    (record["request"] if name in record["request"] else record["jobs"][0])[name] = value
+    (folder / "jobs.json").write_text(json.dumps(record))
+    (folder / "n001" / "job.json").write_text(json.dumps({"state": "failed", "error": "\x1b[2J"}))
+    assert main(["resume", str(folder)]) == 2
+    assert name in capsys.readouterr().err
+    assert len(slurm.lines("calls")) == 1
+    assert main(["status", str(folder)]) == (0 if name == "site" else 2)
+    assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("unchecked")

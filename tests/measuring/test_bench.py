@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -54,23 +55,36 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.mark.parametrize(("launcher", "world_size"), [("torchrun", 2), ("python", 1)])
 def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, world_size: int) -> None:
-    config = write_run(log_level="info", steps_per_print=1)
+    protocol = {"warmup_steps": 1, "windows": 2, "steps_per_window": 2, "breakdown_steps": 3}
+    config = write_run(log_level="info", steps_per_print=1, clap={"bench": protocol})
     result = _bench(config, launcher)
     assert result.returncode == 0, result.stderr
     assert "samples/s" in result.stdout
     summary, directory = _summary(config), _run_directory(config)
     assert summary["state"] == "completed"
     assert (summary["world_size"], summary["num_nodes"], summary["global_batch"]) == (world_size, 1, 4 * world_size)
-    windows, window_s = (summary["samples_per_s_per_gpu"][name] for name in ("windows", "window_s"))
-    assert summary["samples_per_s"] == pytest.approx(2 * 8 * world_size / sum(window_s))
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["phase"]) for line in lines] == [(1, "warmup")] + [(n, "window") for n in range(2, 6)]
+    phases = [(1, "warmup"), *((n, "window") for n in range(2, 6)), *((n, "breakdown") for n in range(7, 10))]
+    assert [(line["step"], line["phase"]) for line in lines] == phases
+    steps = pd.DataFrame(lines[1:5])
+    seconds, waited_s = steps.groupby("window")[["window_s", "window_data_wait_s"]].first().sum()
+    assert summary["samples_per_s"] == pytest.approx(world_size * 4 * len(steps) / seconds)
+    assert summary["data_wait_percent"] == pytest.approx(100 * waited_s / seconds)
+    times = *steps["time_s"].quantile([0.5, 0.95]), steps["slowest_rank_time_s"].median()
+    assert [*summary["step_time_s"].values()] == pytest.approx(times)
+    parts = pd.DataFrame([line["phases_s"] for line in lines[5:]]).median()
+    parts["exposed_communication"] = max(0.0, parts["exposed_communication"])
+    parts["backward"] -= parts["exposed_communication"]
+    assert summary["breakdown_s"] == pytest.approx(parts.to_dict())
+    assert all(f"{1000 * part_s:,.1f} ms  {100 * part_s / parts.sum():5.1f} %" in result.stdout for part_s in parts)
     assert "RunningAvgSamplesPerSec=" in (directory / "rank0.log").read_text()
     assert json.loads((directory / "environment.json").read_text())["gpus_per_node"] == [world_size]
-    events = _scalars(directory / "tensorboard")
+    lines, events = lines[:5], _scalars(directory / "tensorboard")
     assert events.keys() == {"bench/loss", "bench/samples_per_s"}
     assert events["bench/loss"] == [(4 * world_size * line["step"], pytest.approx(line["loss"])) for line in lines]
-    assert [rate for _, rate in events["bench/samples_per_s"]] == pytest.approx([world_size * rate for rate in windows])
+    assert [rate for _, rate in events["bench/samples_per_s"]] == pytest.approx(
+        [world_size * rate for rate in summary["samples_per_s_per_gpu"]["windows"]]
+    )
 
 
 def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
@@ -108,7 +122,9 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     assert "MFU, work really done" in result.stdout
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     events = _scalars(directory / "tensorboard")
-    assert events["bench/loss"] == [(16 * line["step"], pytest.approx(line["loss"])) for line in lines]
+    assert events["bench/loss"] == [
+        (16 * line["step"], pytest.approx(line["loss"])) for line in lines if "loss" in line
+    ]
     assert [samples for samples, _ in events["Train/Samples/lr"]] == [16, 32, 48, 64, 80, 96]
     assert "Train/Samples/elapsed_time_ms_forward" in events
 

@@ -22,7 +22,7 @@ class _Engine:
     def __init__(self) -> None:
         self.deepspeed = SimpleNamespace(tput_timer=SimpleNamespace(config=SimpleNamespace(enabled=True)))
         self.deepspeed.zero_grad = lambda: None
-        self.sync, self.is_off, self.passes = self, False, 0
+        self.sync, self.is_off, self.passes, self.steps = self, False, 0, 0
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -45,7 +45,7 @@ class _Engine:
 
 def _breakdown(num_steps: int) -> tuple[dict[str, float] | None, bool]:
     engine = _Engine()
-    ranks = SimpleNamespace(world_size=dist.get_world_size())
+    ranks = SimpleNamespace(world_size=dist.get_world_size(), is_first=False)
     session: Any = SimpleNamespace(engine=engine, batches=None, device=torch.device("cpu"), ranks=ranks)
     with pytest.MonkeyPatch.context() as patch:
         zero = dict.fromkeys(throughput.STEP_PHASES, 0.0)

@@ -1,10 +1,14 @@
-"""Wrong sums of an all-reduce are found."""
+"""Wrong sums of an all-reduce are found, and its and links' GB/s and processors' TFLOPS."""
+
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from clap_ds.measuring import links
+from clap_ds.ranks.distributed import Ranks
 from tests.rank_pool import RankPool
 
 
@@ -33,3 +37,19 @@ def _wrong_elements(world_size: int, spoil: dict[int, float]) -> int:
 )
 def test_wrong_sums_are_counted(two_ranks: RankPool, world_size: int, spoil: dict[int, float], wrong: int) -> None:
     assert two_ranks.run(_wrong_elements, world_size, spoil) == [wrong, wrong]
+
+
+def _measured() -> dict[str, Any]:
+    """Of two hosts with a rank each, where every exchange takes half a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "seconds", lambda action, device: (action(), 0.5)[1])
+        patch.setattr("torch.utils.benchmark.Timer", timer := mock.Mock())
+        timer().blocked_autorange.return_value.median = 0.5
+        return links.measure(1.0, Ranks(dist.get_rank(), 2, 0, 1), torch.device("cpu"))
+
+
+def test_rates(two_ranks: RankPool) -> None:
+    """An all-reduce of 1 MB has each of two ranks send and receive as much; over a link it goes there and back."""
+    found = two_ranks.run(_measured)[0]
+    assert (found["bus_gb_per_s"], found["ranks"][0]["links"]) == (pytest.approx(0.002), [(0, 1, pytest.approx(0.004))])
+    assert found["ranks"][1]["tflops"] == 2 * 512**3 / 0.5 / 1e12

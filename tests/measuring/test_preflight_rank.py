@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,10 +51,10 @@ def test_processes_of_others_are_named(processes: Path, tmp_path: Path) -> None:
 
 
 def test_faults_of_a_host(processes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_rank, "MIN_FREE_GB", 1e9)
+    monkeypatch.setattr(preflight_rank.shutil, "disk_usage", lambda _: SimpleNamespace(free=4.2e9))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     run_root, tmp, unseen = faults({}, tmp_path / "x")
-    assert f"GB free for {tmp_path}, expected" in run_root
+    assert f"4 GB free for {tmp_path}, expected 5" in run_root
     assert "GB free for /tmp, expected" in tmp
     assert unseen == "no GPU can be seen, in spite of SLURM_GPUS_ON_NODE=1"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

@@ -53,7 +53,7 @@ def _measured(folder: str) -> dict[str, Any]:
     scalars: list[Any] = []
     run: Any = SimpleNamespace(batch_sizes=lambda world_size: BatchSizes(4, 2, 8 * world_size))
     run.clap = SimpleNamespace(bench=BenchSettings(warmup_steps=2, windows=3, steps_per_window=10, breakdown_steps=2))
-    ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
+    ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=1, host=f"node{rank}")
     nothing: Any = SimpleNamespace(supply=lambda: None)
     writer: Any = SimpleNamespace(write=scalars.extend)
     session = Session(run, ranks, torch.device("cpu"), RunDirectory(Path(folder)), engine, nothing, writer)
@@ -81,12 +81,15 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert summary["data_wait_percent"] == pytest.approx(100 * 2 / 19.5)
     assert summary["memory_peak_bytes"] == 2 * GIB
     assert summary["skipped_steps"] == 3
+    assert summary["slow_ranks_cost_samples_per_s"] == pytest.approx(480 / 39)  # without, twice as fast
     assert summary["warnings"][0] == "of 4.1026"
     assert summary["warnings"][1].startswith("the median step amounts to 8 samples/s, +95.0 %")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["phase"], line["window"]) for line in lines] == [
         (step, "warmup" if step < 3 else "window", None if step < 3 else (step + 7) // 10) for step in range(1, 33)
     ]
+    assert [line["window_s"] for line in lines] == pytest.approx([1.5] * 2 + [19.5] * 30)
+    assert [line["window_data_wait_s"] for line in lines] == pytest.approx([0.2] * 2 + [2.0] * 30)
     assert [line["time_s"] for line in lines] == pytest.approx([long(step) for step in range(1, 33)])
     assert [line["slowest_rank_time_s"] for line in lines] == pytest.approx([1.5 * long(n) for n in range(1, 33)])
     assert [line["loss"] for line in lines] == [step + 5 for step in range(1, 33)]  # the mean of both ranks

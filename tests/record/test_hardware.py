@@ -4,9 +4,10 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from clap_ds.record.hardware import environment
+from clap_ds.record.hardware import environment, peak_memory_bytes
 
 CPU = torch.device("cpu")
 
@@ -18,3 +19,5 @@ def test_what_a_run_ran_on_can_be_written_down() -> None:
     assert (found["cpu_kernels"], found["cuda"], found["driver"]) == ("avx512", torch.version.cuda, None)
     assert found["device_name"] in Path("/proc/cpuinfo").read_text()
     assert found["command"] == [sys.executable, *sys.argv]
+    highest_kib = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+    assert peak_memory_bytes(CPU) == pytest.approx(1024 * highest_kib, rel=0.01)

@@ -1,15 +1,13 @@
 """Rates, medians and their intervals against simulation and by hand."""
 
-import math
 import random
-from itertools import accumulate
 
 import pytest
 
 from clap_ds.record.plausible import doubtful_mfu, uneven_steps
 from clap_ds.record.statistics import (
-    interval_label,
     median_interval,
+    range_label,
     rates,
     student_t,
 )
@@ -30,26 +28,7 @@ def test_interval_covers_the_true_median_as_often_as_it_says(count: int) -> None
 def test_too_few_values_for_95_percent_give_their_range_and_say_so() -> None:
     interval = median_interval([0.0, 1.0, 2.0, 3.0])
     assert (interval.low, interval.median, interval.high) == (0.0, 1.5, 3.0)
-    assert interval.label("runs") == "87.5 % interval of 4 runs"
-
-
-def autoregressive(rng: random.Random, count: int, correlation: float) -> list[float]:
-    """Normal values of mean 0 and deviation 1, each with this correlation to the one before."""
-    follow = lambda last, _: correlation * last + math.sqrt(1 - correlation**2) * rng.gauss(0, 1)  # noqa: E731
-    return list(accumulate(range(count - 1), follow, initial=rng.gauss(0, 1)))
-
-
-@pytest.mark.parametrize(
-    ("count", "correlation", "least"), [(6, 0.0, 0.95), (6, 0.5, 0.87), (20, 0.3, 0.94), (60, 0.9, 0.92)]
-)
-def test_interval_of_a_rate_holds_the_rate_of_a_long_run(count: int, correlation: float, least: float) -> None:
-    rng, held, trials = random.Random(count), 0, 1000
-    for _ in range(trials):
-        seconds = [10 + 0.5 * value for value in autoregressive(rng, count, correlation)]
-        found = rates([100 / each for each in seconds], seconds)
-        held += found["low"] <= 10 <= found["high"]
-    assert found["coverage"] == 0.95
-    assert held / trials > least - 0.015  # two standard errors
+    assert interval.coverage == 0.875
 
 
 def test_rate_is_all_samples_over_all_seconds_whatever_the_windows() -> None:
@@ -60,15 +39,17 @@ def test_rate_is_all_samples_over_all_seconds_whatever_the_windows() -> None:
         samples = [10 * min(size, 6000 - start) for start in range(0, 6000, size)]
         found = rates([a / b for a, b in zip(samples, windows, strict=True)], windows)
         assert found["mean"] == pytest.approx(10 / 0.13)
-        assert found["low"] <= found["mean"] * (1 + 1e-12)
-        assert found["mean"] <= found["high"] * (1 + 1e-12) < 1.1 * found["low"]
 
 
-def test_fewer_than_six_windows_say_their_range_and_no_percentage() -> None:
-    windows, window_s = [10.0, 12.0, 11.0, 9.0, 10.0], [2.0] * 5
+def test_windows_have_a_range_without_a_percentage_and_slow_ones_are_counted() -> None:
+    windows, window_s = [10.0, 12.0, 11.0, 9.0, 5.0, 10.0], [2.0] * 4 + [4.0, 2.0]
     found = rates(windows, window_s)
-    assert found == {"mean": pytest.approx(10.4), "low": 9, "high": 12, "windows": windows, "window_s": window_s}
-    assert interval_label(None, 1) == "range of 1 window"
+    of = {"slow_windows": 1, "windows": windows, "window_s": window_s}
+    assert found == {"mean": pytest.approx(124 / 14), "low": 5, "high": 12, **of}
+    assert (range_label(windows, 1), range_label([1.0], 0)) == (
+        "range of 6 windows, 1 of them slow",
+        "range of 1 window",
+    )
 
 
 @pytest.mark.parametrize(

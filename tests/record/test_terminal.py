@@ -13,7 +13,7 @@ SUMMARY: Any = {
     "text_tokens": 16, "device_type": "cuda", "samples_per_s_per_gpu": rates([500.0, 1000.0], [2.0, 1.0]),
     "step_time_s": {"median": 0.25, "p95": 0.5, "slowest_rank_median": 0.26}, "samples_per_s": 5333.0,
     "deepspeed_samples_per_s": 5400.0, "deepspeed_times_host_alone": True, "data_wait_percent": 1.5,
-    "memory_peak_bytes": 3 * 2**30, "warnings": ["first"],
+    "memory_peak_bytes": 3 * 2**30, "memory_reserved_peak_bytes": 4 * 2**30, "warnings": ["first"],
     "breakdown_s": {"data_wait": 0.1, "backward": 0.3, "exposed_communication": 0.1},
 }  # fmt: skip
 
@@ -22,14 +22,14 @@ def test_lines_and_their_units() -> None:
     assert title(SUMMARY) == "micro on 8 × H200, 2 nodes, bf16, micro-batch 4, 16 text tokens"
     assert rows(SUMMARY) == [
         ("samples/s/GPU", "666.67"),
-        ("  range of 2 windows", "500.00 – 1,000.00"),
+        ("  range of 2 windows, 1 of them slow", "500.00 – 1,000.00"),
         ("samples/s in all", "5,333.00"),
         ("samples/s in all, by DeepSpeed's timer (the host alone)", "5,400.00"),
         ("step time, median", "250.0 ms"),
         ("step time, 95th percentile", "500.0 ms"),
         ("step time, slowest rank", "260.0 ms"),
         ("waiting for data", "1.50 %"),
-        ("peak memory per rank (largest)", "3.00 GiB"),
+        ("peak memory per rank (largest)", "3.00 GiB of tensors, 4.00 GiB reserved"),
         ("  data wait", "100.0 ms   20.0 %"),
         ("  backward", "300.0 ms   60.0 %"),
         ("  exposed communication", "100.0 ms   20.0 %"),

@@ -6,9 +6,11 @@ import itertools
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
-from clap_ds.ranks.agreement import judged
+from clap_ds.ranks.agreement import gather, judged
 from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.directory import RunDirectory
 from clap_ds.training import checkpoint
@@ -187,17 +189,21 @@ def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]
 
 def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float], list[float]]:
     """A checkpoint that is written while three steps are taken, and another one: the losses of the steps, and
-    of a run that resumes from the first."""
-    run = settings(clap={"train": {"ema": 0.9}})
+    of a run that resumes from the first. To begin the first takes 2 s, the steps 10 s, and its end 3 s."""
+    run, now = settings(clap={"train": {"ema": 0.9}}), [100.0]
     trained = engine(run, 1, noisy=True)
     losses(trained, 0, 2)
     checkpoints, goes_on, write = CheckpointFolder(folder), threading.Event(), checkpoint.write_tensors
+    lasting = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_tensors", lambda *content: goes_on.wait(60) and write(*content))
+        patch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: now[0]))
+        patch.setattr(checkpoint, "gather", lambda own: (lasting(2.0), gather(own))[1])
         checkpoints.start_saving(trained, progress(2))
         uninterrupted = losses(trained, 2, 3)
+        lasting(10.0)
         assert checkpoints.poll() is None
-        goes_on.set()
+        patch.setattr(checkpoint, "wait", lambda *futures: (lasting(3.0), goes_on.set(), wait(*futures))[2])
         first = checkpoints.finish()
     second = checkpoints.save(trained, progress(5))
     assert first is not None

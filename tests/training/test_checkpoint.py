@@ -32,8 +32,12 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
 
 
 def test_what_is_written_behind_training_is_the_state_when_it_began(two_ranks: RankPool, tmp_path: Path) -> None:
-    for saved, uninterrupted, resumed in two_ranks.run(ranks.save_behind, str(tmp_path)):
+    found = two_ranks.run(ranks.save_behind, str(tmp_path))
+    assert found[0][0][0].stalled_s == 5.0
+    for saved, uninterrupted, resumed in found:
         assert [each.problem for each in saved] == [None, None]
+        sizes = [path.stat().st_size for path in saved[0].path.rglob("*") if path.name != "manifest.json"]
+        assert (saved[0].begin, saved[0].end, saved[0].bytes) == (100.0, 115.0, sum(sizes))
         assert resumed == uninterrupted
 
 

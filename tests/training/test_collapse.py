@@ -1,12 +1,15 @@
 """A model that has collapsed is told from one that has only begun; and what such a run says, keeps and ends with."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.engine.loss import LOSSES
 from clap_ds.training.collapse import STRETCH, LastSteps
+from clap_ds.weights.checkpoint_files import Manifest, begin, publish
 
 CHANCE = {"softmax": math.log(8), "sigmoid": math.log(8) + 7 * math.log(8 / 7)}
 Step = tuple[float, float, float]  # loss, gradient norm, logit scale, as they were found with 8 pairs
@@ -30,3 +33,20 @@ def test_what_has_begun_is_told_from_what_has_collapsed(tmp_path: Path, kind: st
     steps.add(0.9 * steps.chance, 1.0, 14.0)
     assert steps.verdict(4 * STRETCH, tmp_path) is None
     assert steps.loss == pytest.approx(((STRETCH - 1) * step[0] / steps.chance + 0.9) / STRETCH)
+
+
+@pytest.mark.parametrize(
+    ("saved", "named"),
+    [({2: 0.9, 3: 0.95, 4: 0.99, 40: 0.5}, 3), ({4: 0.9, 40: 0.5}, None), ({2: 0.9, 3: 1.0}, 2)],
+    ids=["with step 4's weights step 5's loss is at chance", "none", "a collapsed run went on from step 3"],
+)
+def test_advice_names_the_newest_checkpoint_from_before(
+    tmp_path: Path, saved: dict[int, float], named: int | None
+) -> None:
+    for step, loss in saved.items():
+        publish(begin(tmp_path, step), Manifest(step, step, {}, {}, None, {TRAIN_LOSS: loss}, {}))
+    steps = LastSteps(math.log(8))
+    for _ in range(STRETCH):
+        steps.add(*STEPS["lr 0.01"][1])
+    said = re.findall(r"since step 5 |step-\d+|--restart", steps.verdict(STRETCH + 4, tmp_path) or "")
+    assert said == ["since step 5 ", f"step-{named:08d}" if named else "--restart"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from clap_ds.data.supply import Supply
 from clap_ds.engine.session import Session
 from clap_ds.record import hardware
 from clap_ds.record.directory import RunDirectory
@@ -59,10 +60,10 @@ def _logged(folder: str) -> dict[str, Any]:
     schedule: Any = SimpleNamespace(ahead=lambda samples: (6, 48), samples_per_step=20)
     ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
     scalars: list[Any] = []
-    record, nothing = RunDirectory(Path(folder)), SimpleNamespace(supply=lambda: None)
-    rest: Any = (record, engine, nothing, SimpleNamespace(write=scalars.extend))
+    record, batches = RunDirectory(Path(folder)), SimpleNamespace(supply=lambda: Supply(1000.0, 4, "encoded"))
+    rest: Any = (record, engine, batches, SimpleNamespace(write=scalars.extend))
     session = Session(reference.settings(), ranks, torch.device("cpu"), *rest)  # type: ignore[arg-type]
-    progress = TrainingProgress()
+    progress = TrainingProgress(train_s=1000.0)
     with (
         redirect_stdout(io.StringIO()) as shown,
         mock.patch("clap_ds.record.clock.time.perf_counter", side_effect=lambda: now[0]),
@@ -94,9 +95,10 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert (summary["memory_peak_bytes"], summary["skipped_steps"]) == (2 * GIB, 1)
     assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (6, 120, 0.75, 11)
     assert "saved step-6: 2.5 MB in 7.5 s, of which training stood still for 1.25 s" in found["shown"]
+    assert "the step of their rank takes 11: enough" in found["shown"]  # 10 in 0.9 s
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
-    assert [line.pop("train_s") > 0 for line in history] == [True] * len(lines)
+    assert [line.pop("train_s") > 1000 for line in history] == [True] * len(lines)
     assert history == lines
     saved = lines.pop()
     assert (saved["seconds"], saved["stalled_s"], saved["checkpoint"]) == (7.5, 1.25, [100.0, 101.25])
@@ -109,4 +111,5 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
         scalars.setdefault(tag, []).append((samples, value))
     assert scalars["train/loss"] == [(20 * step, step + 5) for step in range(1, 7)]
     assert scalars["train/data_wait_percent"][0] == (40, pytest.approx(100 * 0.4 / 4.5))
-    assert {"train/lr", "train/gradient_norm", "train/logit_scale", "train/samples_per_s"} <= set(scalars)
+    assert scalars["train/samples_per_s"][0] == (40, pytest.approx(40 / 4.5))
+    assert {"train/lr", "train/gradient_norm", "train/logit_scale"} <= set(scalars)

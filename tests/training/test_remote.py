@@ -1,5 +1,6 @@
 """Copies elsewhere: complete or not there, warned of when they fail, never in the way of training."""
 
+import os
 import uuid
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,3 +101,20 @@ def test_a_target_is_tried_before_training(url: str, tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     with pytest.raises(ValueError, match=r"clap\.checkpoint\.sync_to: .*file/run can't be written \(NotADirectory"):
         remote.try_target(str(tmp_path / "file" / "run"))
+
+
+def test_links_and_pipes_of_others_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link to a run's own folder would make rotation delete there, and one for a new name have files written there."""
+    first, second, third = (make_checkpoint(tmp_path / "here", step, run="ours") for step in (1, 2, 3))
+    there = tmp_path / "there"
+    (there / "step-00000009").mkdir(parents=True)
+    os.mkfifo(there / "step-00000009" / "manifest.json")
+    (there / first.name).symlink_to(first)
+    (there / third.name).symlink_to(tmp_path)
+    assert copy(str(there), second, third, keep_last=1) == []
+    assert checkpoint_files.verify(first).step == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]
+    back = RemoteFolder(str(there)).download_newest(tmp_path / "new", {})
+    assert back is not None
+    assert checkpoint_files.verify(back).step == 3
+    assert "step-00000009" in capsys.readouterr().err

@@ -24,12 +24,14 @@ def make_checkpoint(
 ) -> Path:
     """As `CheckpointFolder.save` makes one, without an engine; without `contents`, every step's are its own. `told` are further
     fields of the manifest."""
-    draft = checkpoint_files.begin(folder, step)
     contents = contents or {name: content + b"%d" % step for name, content in CONTENTS.items()}
-    files = {name: checkpoint_files.write_file(draft / name, content) for name, content in contents.items()}
     serial = 1 + max((manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0)
     fields = {"model": {}, "engine": {}, "tokenizer": tokenizer, "metrics": metrics or {}, **told}
-    return checkpoint_files.publish(draft, Manifest(serial, step, files=files, **fields))
+    with checkpoint_files.begin(folder, step) as draft:
+        files = {name: checkpoint_files.write_file(draft / name, content) for name, content in contents.items()}
+        manifest = Manifest(serial, step, files=files, **fields)
+        checkpoint_files.write_file(draft / "manifest.json", manifest.to_json().encode())
+    return folder / draft.name
 
 
 def checkpoint_of(

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -85,7 +86,9 @@ def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleared(tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files.shutil, "rmtree", lambda *_, **__: None)
         checkpoint_files.remove(doomed)  # killed once it was renamed
-    (checkpoint_files.begin(tmp_path, 3) / "weights.safetensors").write_bytes(b"half")
+        with suppress(KeyboardInterrupt), checkpoint_files.begin(tmp_path, 3) as draft:
+            (draft / "weights.safetensors").write_bytes(b"half")
+            raise KeyboardInterrupt
     assert checkpoint_files.newest_good(tmp_path) == good
     checkpoint_files.clear_leftovers(tmp_path)
     assert [*tmp_path.iterdir()] == [good]

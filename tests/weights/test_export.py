@@ -128,6 +128,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
     path = checkpoint_of(random_model(), tmp_path / "run", tokenizer=tokenizer)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
+    (tmp_path / ".new.partial").symlink_to(tmp_path / "out")  # which others could foresee
     (tmp_path / "file").write_text("")
     save_safetensors(random_model(), bare := tmp_path / "model.safetensors")
     for source, folder, options, reason in (
@@ -139,9 +140,10 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
         with pytest.raises(ValueError, match=reason):
             export.main([str(source), str(tmp_path / folder), *options])
     assert not (tmp_path / "new").exists()
-    assert not list(tmp_path.glob(".*.partial"))
+    assert [path.name for path in tmp_path.glob(".*.partial")] == [".new.partial"]
     laion = tmp_path / "clap.pt"
     torch.save({"state_dict": to_names(random_model().state_dict(), laion_names)}, laion)
     export.main([str(laion), str(tmp_path / "new"), "--tokenizer", str(tokenizer)])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     _, report = transformers.ClapModel.from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys"))

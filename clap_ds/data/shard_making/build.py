@@ -18,7 +18,7 @@ from pathlib import Path
 
 from clap_ds.config import arguments
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import read_bytes
+from clap_ds.config.files import own_folder, read_bytes
 from clap_ds.config.model import load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.data.broken import BrokenItemError
@@ -93,7 +93,8 @@ def run_build(options: argparse.Namespace) -> int:
     if options.train_tokenizer:
         tokenizer = str(options.folder / "tokenizer")
         captions = (caption for entry in usable for caption in entry.captions)
-        vocab_size = train_tokenizer(captions, options.folder / "tokenizer", vocab_size=options.train_tokenizer)
+        with own_folder(Path(tokenizer)) as folder:
+            vocab_size = train_tokenizer(captions, folder, vocab_size=options.train_tokenizer)
         print(f"tokenizer of {vocab_size} tokens for a model trained from nothing")
     _report(options.folder, shards, tokenizer, options.preset)
     return print_left_out(options.folder, shards, broken, options.max_left_out)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
 from clap_ds.config.errors import UserError
+from clap_ds.config.files import own_folder, read_bytes, replacing
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.captions import captions_of
 from clap_ds.data.items import CLIP_FORMATS, choose_clip
@@ -50,7 +50,10 @@ def run_prepare(options: argparse.Namespace) -> int:
         return 0
     tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer"
     if tokenizer.is_dir():
-        shutil.copytree(tokenizer, folder / tokenizer.name, dirs_exist_ok=True)
+        with own_folder(folder / tokenizer.name) as own:
+            for file in filter(Path.is_file, tokenizer.iterdir()):
+                with replacing(own / file.name) as copy:
+                    copy.write(read_bytes(file))
     print_settings(f"{folder}/*.tar", tokenizer_beside(f"{folder}/*.tar"), options.preset)
     return print_left_out(folder, shards, [], options.max_left_out)
 

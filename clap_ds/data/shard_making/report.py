@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from clap_ds.config.errors import printable
 from clap_ds.data.shard_making.writing import BROKEN, BuiltShard, Named
 
 
@@ -26,7 +27,7 @@ def print_left_out(folder: Path, shards: Sequence[BuiltShard], unusable: Sequenc
     left_out = [*unusable, *(each for shard in shards for each in shard.broken)]
     share = len(left_out) / (len(left_out) + sum(shard.record.items for shard in shards if shard.record))
     if left_out:
-        examples = "; ".join(f"{name}: {reason}" for name, reason in left_out[:3])
+        examples = printable("; ".join(f"{name}: {reason}" for name, reason in left_out[:3]))
         print(f"{len(left_out)} left out, listed with reasons in {folder / BROKEN}, the first: {examples}")
     if share > most:
         print(f"error: {share:.1%} left out, more than --max_left_out {most:g}", file=sys.stderr)

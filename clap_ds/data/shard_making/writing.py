@@ -23,7 +23,7 @@ from webdataset.writer import TarWriter
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import read_json, replacing, write_atomically
+from clap_ds.config.files import own_folder, read_bytes, read_json, replacing, write_atomically
 from clap_ds.data.shard_making.prepared_audio import Preparation
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, write_manifest
 
@@ -101,9 +101,9 @@ def _claim(folder: Path, plan: Iterable[str]) -> None:
     if not mark.is_file():  # looked for last, as another part may begin at the same time
         if is_used:
             raise UserError(f"{folder} exists and isn't an empty folder; name a new one, or empty it first")
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(mark, state.hexdigest())
-    elif mark.read_text() != state.hexdigest():
+        with own_folder(mark.parent) as records:
+            write_atomically(records / mark.name, state.hexdigest())
+    elif read_bytes(mark).decode(errors="replace") != state.hexdigest():
         other = "of other options, or of files or captions that have changed since"
         raise UserError(f"{folder} holds shards {other}; name a new folder, or empty it")
 
@@ -146,7 +146,8 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
     else:
         (folder / name).unlink()
     built = {"record": asdict(record) if record else None, "broken": broken}
-    write_atomically(folder / RECORDS / f"{name}.json", json.dumps(built))
+    with own_folder(folder / RECORDS) as records:
+        write_atomically(records / f"{name}.json", json.dumps(built))
     return BuiltShard(name, record, broken)
 
 
