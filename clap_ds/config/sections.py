@@ -99,8 +99,8 @@ class ShardData(Section):
     shuffle_buffer: NonNegativeInt = 1000
     """Samples held for shuffling in each worker."""
     waveforms: Literal["float32", "int16"] = "int16"
-    """How audio travels to the device: `int16`, as LAION-CLAP was trained, rounds samples by at most 1.5e-5 and clips them
-    beyond ±1; `float32` keeps them."""
+    """How audio travels to the device: `int16`, as LAION-CLAP was trained, rounds samples by at most 1.5e-5; `float32`
+    doesn't. Both clip them to ±1."""
     cache_gb: NonNegativeFloat = 50.0
     """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards`."""
 

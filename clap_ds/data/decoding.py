@@ -7,6 +7,7 @@ import io
 import math
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Literal
@@ -27,7 +28,8 @@ _FRAMES_LOST = 2 * 1152  # what decoding an MP3 may give less than its header st
 _MP3_LEAD_IN_SECONDS = 30
 _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of samples that int16 holds
 _MOST_SEARCHED = 2**24  # frames: hours of silence take a megabyte of FLAC, and gigabytes of memory
-_LOUDEST = 1e15  # the square of the sum of a window of such samples still is finite in 32 bits
+_LOUDEST = 1000  # beyond, floating-point samples are integers, or rubbish
+LOUD = 1.5
 _LONGEST_PAGE = 27 + 255 + 255 * 255  # bytes of an Ogg page (RFC 3533)
 _OF_A_STREAM = 0x7FFF0000  # sizes from here on stand in WAVs written to a pipe: sox 0x7FFFF000, ffmpeg 0xFFFFFFFF
 _ORDERS: dict[bytes, Literal["little", "big"]] = {b"RIFF": "little", b"FORM": "big"}
@@ -63,7 +65,7 @@ def decode_part(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.
             found, is_silent = mix(_about_loudest(file, expected), mixed)
     check_samples(found, expected, is_silent)
     if ratio != 1:
-        waveform = resample(torch.from_numpy(mixed[:found]), ratio)[: len(target)]
+        waveform = resample(torch.from_numpy(mixed[:found]), ratio)[: len(target)].clamp_(-1, 1)
         found = len(waveform)
         row[:found] = to_int16(waveform) if row.dtype == torch.int16 else waveform
     return found
@@ -118,10 +120,19 @@ def check_samples(found: int, expected: int, is_silent: bool) -> None:
         raise BrokenItemError("audio is silent: every sample is 0")
 
 
-def check_finite(samples: NDArray[np.float32]) -> None:
-    """Raise BrokenItemError unless all samples and their power are finite: else each step with the clip would be skipped."""
-    if not np.abs(samples).max(initial=0) <= _LOUDEST:
-        raise BrokenItemError(f"audio holds NaN or infinite samples: expected none beyond {_LOUDEST:g}")
+def check_peak(samples: NDArray[np.float32]) -> float:
+    """Return the largest sample without sign. Raises BrokenItemError for NaN and for samples beyond `_LOUDEST`."""
+    peak = float(np.abs(samples).max(initial=0))
+    if not peak <= _LOUDEST:
+        raise BrokenItemError(f"audio peaks at {peak:g}: expected full scale ±1 (integers kept as floating point?)")
+    return peak
+
+
+def clip_peaks(samples: NDArray[np.float32]) -> None:
+    """Clip samples to ±1 in place, as LAION-CLAP's training does, and warn once per process of peaks above `LOUD`."""
+    if check_peak(samples) > LOUD:
+        warnings.warn(f"audio peaks above {LOUD}: samples are clipped to full scale ±1", stacklevel=2)
+    np.clip(samples, -1, 1, out=samples)
 
 
 def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[Any]:
@@ -153,7 +164,7 @@ def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
         scale = frames.shape[1] * (INT16_SCALE if frames.dtype == np.int16 else 1)
         # Much sooner than a mean over so short an axis.
         mean = functools.reduce(np.add, frames.astype(np.float32, copy=False).T) / np.float32(scale)
-        check_finite(mean)
+        clip_peaks(mean)
         target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
     return len(frames), not frames.any()
 

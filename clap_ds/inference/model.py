@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.data.captions import in_words
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text
-from clap_ds.inference.windows import Row, Sound, Source, Which, read_windows
+from clap_ds.inference.windows import Content, Row, Sound, Source, Which, read_windows
 from clap_ds.model.tokenizer import PreTrainedTokenizerBase, load_tokenizer
 from clap_ds.ranks.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.weights.formats import Checkpoint
@@ -28,7 +28,7 @@ TEMPLATES: Sequence[str] = ZeroShotSettings.model_fields["templates"].default
 MOST_CHANNELS = 8
 
 Array = NDArray[np.float32]
-Audio = str | Path | Clip | NDArray[Any] | Mapping[str, Any]
+Audio = str | Path | Clip | bytes | IO[bytes] | NDArray[Any] | Mapping[str, Any]
 
 
 class Clap:
@@ -68,25 +68,30 @@ class Clap:
         return load_tokenizer(self._tokenizer_name, **fit, field="tokenizer")
 
     def embed_audio(
-        self, audio: Audio | Sequence[Audio], sample_rate: int | None = None, *, windows: Which = "mean",
-        overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
+        self, audio: Audio | Sequence[Audio], sample_rate: float | None = None, *, sampling_rate: float | None = None,
+        windows: Which = "mean", overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
     ) -> Array:  # fmt: skip
         """Embed sounds of any length: (n, dim) float32, rows of length 1. A ValueError for the first that can't be used.
 
         Args:
             audio: a list of sounds, an array of n, (n, channels, num_samples), or a single sound (n = 1). A sound is a path, a
-                clip of a shard, an array (num_samples,) or (channels, num_samples) of at most 8 channels, floating of full
-                scale ±1 or int16, or, as `datasets` has it, a dict of `array` and `sampling_rate`. Channels are averaged, other
-                rates resampled, short sounds repeated.
-            sample_rate: of arrays, Hz; for them alone.
+                clip of a shard, an encoded file (bytes or a binary file object), an array (num_samples,) or (channels,
+                num_samples) of at most 8 channels, floating of full scale ±1 or int16, or, as `datasets` has it, a dict of
+                `array` and `sampling_rate` or a decoder. Channels are averaged, other rates resampled, samples clipped to ±1,
+                short sounds repeated.
+            sample_rate: of arrays, Hz; for them alone. `sampling_rate` is the same, by `transformers`' name.
             windows: of longer sounds "mean", the normalised mean of their windows' embeddings, or "middle", the embedding of
                 their middle, as in evaluation (with feature fusion of the whole sound).
             overlap: share of a window that is in the next one, too, from 0 to below 1.
             batch_size: windows at a time.
             num_workers: processes that decode files (0: none).
         """
-        is_alone = isinstance(audio, Source | Mapping) or getattr(audio, "ndim", 3) < 3
+        is_alone = _is_encoded(audio) or isinstance(audio, Mapping) or getattr(audio, "ndim", 3) < 3
         items: Any = audio
+        if sampling_rate is not None:
+            if sample_rate is not None:
+                raise ValueError("sample_rate and sampling_rate are the same: expected one of them")
+            sample_rate = sampling_rate
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
         sources = [_source(name, each, sample_rate) for name, each in named.items()]
         vectors = [np.empty((0, self.dim), np.float32)]
@@ -98,7 +103,7 @@ class Clap:
         return np.concatenate(vectors)
 
     def iter_windows(
-        self, sources: Iterable[Source], *, windows: Which = "each", overlap: float = 0.0, batch_size: int = 32,
+        self, sources: Source | Iterable[Source], *, windows: Which = "each", overlap: float = 0.0, batch_size: int = 32,
         num_workers: int = 0, _fill: bool = True,
     ) -> Iterator[Row]:  # fmt: skip
         """Embed paths and clips of shards, of any length, in their order; a batch of windows is in memory at a time.
@@ -106,6 +111,7 @@ class Clap:
         Of "each" there is a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one for each file, as
         `embed_audio` has it. What can't be used is a row without a vector that says why, after the windows before it.
         """
+        sources = [sources] if isinstance(sources, Source) else sources
         if windows not in ("each", "mean", "middle") or not 0 <= overlap < 1:
             expected = "windows each, mean or middle, and an overlap from 0 to below 1"
             raise ValueError(f"expected {expected}, found {windows!r} and {overlap}")
@@ -160,7 +166,7 @@ class Clap:
 
     def classify(
         self, audio: Audio | Sequence[Audio], labels: Sequence[str], templates: Sequence[str] = TEMPLATES,
-        sample_rate: int | None = None, **options: Any,
+        sample_rate: float | None = None, **options: Any,
     ) -> Array:  # fmt: skip
         """Compute the probabilities of two labels or more for each sound, (n, len(labels)) float32: the softmax of the model's
         logit scale times the cosines with `class_embeddings`. `options` are `embed_audio`'s."""
@@ -191,12 +197,25 @@ def _whole(rows: Iterator[Row]) -> Iterator[Row]:
             vectors, error = [], ""
 
 
-def _source(name: str, audio: Any, sample_rate: int | None) -> Source:
-    if isinstance(audio, Source | Mapping) and sample_rate is not None:
+def _is_encoded(audio: Any) -> bool:
+    """Whether audio is a file, its content or a decoder of it, which know their sample rate."""
+    return isinstance(audio, Source | bytes) or hasattr(audio, "read") or hasattr(audio, "get_all_samples")
+
+
+def _source(name: str, audio: Any, sample_rate: float | None) -> Source:
+    if (_is_encoded(audio) or isinstance(audio, Mapping)) and sample_rate is not None:
         raise ValueError(f"sample_rate: expected for arrays alone; {name} has its own")
     if isinstance(audio, Source):
         return audio
-    if isinstance(audio, Mapping):
+    if isinstance(audio, bytes) or hasattr(audio, "read"):
+        content = audio if isinstance(audio, bytes) else audio.read()
+        if not isinstance(content, bytes):
+            raise ValueError(f"{name}: expected a file opened in binary mode, found one of {type(content).__name__}")
+        return Content(name, content)
+    if hasattr(audio, "get_all_samples"):  # torchcodec's, as `datasets` has it
+        samples = audio.get_all_samples()
+        audio, sample_rate = samples.data, samples.sample_rate
+    elif isinstance(audio, Mapping):
         audio, sample_rate = audio.get("array"), audio.get("sampling_rate")
     array = np.empty(()) if isinstance(audio, tuple) else np.asarray(audio)
     rows = array[None] if array.ndim == 1 else array
@@ -205,7 +224,7 @@ def _source(name: str, audio: Any, sample_rate: int | None) -> Source:
         raise ValueError(f"{name}: expected {expected}, found {type(audio).__name__} of shape {array.shape}")
     if array.dtype.kind != "f" and array.dtype != np.int16:
         raise ValueError(f"{name}: expected samples in floating point or int16, found {array.dtype}")
-    if not isinstance(sample_rate, int | np.integer) or sample_rate <= 0:
+    if not isinstance(sample_rate, int | float | np.number) or not sample_rate > 0 or sample_rate % 1:
         raise ValueError(f"sample_rate: expected that of the array {name}, in Hz, found {sample_rate!r}")
     return Sound(name, rows if array.dtype == np.int16 else rows.astype(np.float32, copy=False), int(sample_rate))
 

@@ -41,7 +41,15 @@ class Sound:
     sample_rate: int
 
 
-Source = str | Path | Clip | Sound | Broken
+@dataclass(frozen=True)
+class Content:
+    """An encoded file in memory, and what errors call it."""
+
+    name: str
+    encoded: bytes
+
+
+Source = str | Path | Clip | Sound | Content | Broken
 
 
 @dataclass(slots=True)
@@ -90,7 +98,7 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
 
     def __iter__(self) -> Iterator[tuple[Row, Tensor | None]]:
         for source in self._sources:
-            name = source.name if isinstance(source, (Clip, Sound, Broken)) else str(source)
+            name = source.name if isinstance(source, (Clip, Sound, Content, Broken)) else str(source)
             end_s, error = 0.0, ""
             try:
                 for start_s, end_s, waveform in self._windows(source):
@@ -113,7 +121,8 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
             yield 0.0, duration_s, row
             return
         with open_audio(encoded) as opened:
-            blocks = _mono(opened) if ratio == 1 else resample_blocks(_mono(opened), ratio)
+            blocks = _mono(opened)
+            blocks = blocks if ratio == 1 else (block.clamp_(-1, 1) for block in resample_blocks(blocks, ratio))
             for start, waveform in _cut(blocks, length, self._hop):
                 yield start / rate, (start + length) / rate, waveform
 
@@ -121,6 +130,8 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
         """Open a source: what is encoded, or of a file a path to it."""
         if isinstance(source, Broken):
             raise BrokenItemError(source.reason)
+        if isinstance(source, Content):
+            return source.encoded
         if isinstance(source, Sound):  # by the same code as files
             subtype = "PCM_16" if source.samples.dtype == np.int16 else "FLOAT"
             soundfile.write(to := io.BytesIO(), source.samples.T, source.sample_rate, format="RF64", subtype=subtype)

@@ -45,7 +45,7 @@ def conclude(session: Session, progress: TrainingProgress, schedule: Schedule) -
     print(
         f"{reached or 'done'}: trained {' and '.join(trained_towers(session.engine.model))} on {progress.samples:,} samples in"
         f" {progress.step:,} steps. To evaluate and to export:\n  clap-evaluate {folder} {evaluation}\n"
-        f"  python -m clap_ds.weights.export {folder} FOLDER",
+        f"  clap-export {folder} FOLDER",
         flush=True,
     )
 

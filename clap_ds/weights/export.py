@@ -1,17 +1,17 @@
 """Command: a checkpoint as a folder that `transformers.ClapModel` and `transformers.ClapProcessor` load.
 
-    python -m clap_ds.weights.export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER]
+    clap-export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER]
 
 The tokenizer comes from the checkpoint or the command line.
 """
 
 import argparse
-import sys
+from functools import partial
 from pathlib import Path
 
 import safetensors
 
-from clap_ds.config.errors import exit_code_of
+from clap_ds.config.errors import MISTAKES, run_alone
 from clap_ds.config.files import drafted
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.weights.expressible import changes
@@ -44,7 +44,7 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("clap_ds.weights.export", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser("clap-export", description=(__doc__ or "").splitlines()[0])
     kinds = "a checkpoint, a folder of them (its newest good one), a .safetensors file of this project's, or a LAION-CLAP .pt"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="to be made")
@@ -60,5 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{arguments.folder}: for transformers.ClapModel.from_pretrained and ClapProcessor.from_pretrained")
 
 
+command = partial(run_alone, main, MISTAKES)
+
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
+    command()

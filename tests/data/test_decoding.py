@@ -57,7 +57,7 @@ def test_rows_are_what_libsndfile_numpy_and_torchaudio_make(name: str) -> None:
         length = min(len(samples), math.ceil(num_samples * rate / SECOND))
         start = random.Random(seed).randint(0, len(samples) - length)
         mono = torch.from_numpy(samples[start : start + length].astype(np.float64).mean(axis=1).astype(np.float32))
-        whole = torchaudio.transforms.Resample(rate, SECOND)(mono)[:num_samples]
+        whole = torchaudio.transforms.Resample(rate, SECOND)(mono.clamp(-1, 1))[:num_samples].clamp(-1, 1)
         repeated = whole.repeat(num_samples // len(whole))
         expected = torch.cat([repeated, torch.zeros(num_samples - len(repeated))])
         is_exact = rate == SECOND and name[:3] not in ("Ogg", "MP3")
@@ -84,6 +84,16 @@ def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
     assert decode(encoded, num_samples=10, dtype=torch.int16).tolist() == [2**15 * each for each in crops[0]]
 
 
+@pytest.mark.parametrize("rate", [SECOND, 2 * SECOND])
+def test_samples_beyond_full_scale_are_clipped_and_warned_of(rate: int) -> None:
+    loud = tone(440, rate) / np.abs(tone(440, rate)).max() * 1.6
+    with pytest.warns(UserWarning, match="peaks above 1.5"):
+        found = decode(encode(loud, rate, "WAV", "FLOAT"), num_samples=SECOND)
+    expected = decode(encode(loud.clip(-1, 1), rate, "WAV", "FLOAT"), num_samples=SECOND)
+    assert found.abs().max() == 1
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("encoded", "reason"),
     [
@@ -91,7 +101,8 @@ def test_crops_of_mostly_silent_audio_are_moved_to_its_sound() -> None:
         (encode(tone(440, 16000), 16000, "FLAC")[:8000], "can't be decoded"),
         (encode(np.array([0.25]), SECOND, "WAV", "FLOAT"), "a single sample"),
         (encode(np.zeros(10), SECOND, "FLAC"), "silent"),
-        (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "NaN or infinite"),
+        (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "peaks at nan"),
+        (encode(tone(440, 16000) * 32767, 16000, "WAV", "FLOAT"), "integers kept"),
         (encode(tone(440, SECOND), 1, "WAV"), "sample rate of 1 Hz"),  # hours, as the model hears it
         # An MP3's length stands at its start, so a part of a file still promises all of it.
         (encode(np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND), SECOND, "MP3")[:20000], "breaks off"),

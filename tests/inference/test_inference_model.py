@@ -1,9 +1,11 @@
 """`clap_ds.load`: embeddings and labels are evaluation's to the bit, whatever the model was kept in; mistakes get one line."""
 
 import doctest
+import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from clap_ds.evaluation.embedding import class_features
 from clap_ds.evaluation.evaluator import Evaluator
 from clap_ds.inference import model as module
 from clap_ds.inference.model import Clap
+from clap_ds.model.torchaudio_compat import torchaudio
 from clap_ds.weights.export import export
 from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.load import load_weights
@@ -122,9 +125,42 @@ def test_the_examples_of_docstring_and_docs(
     assert "load" in dir(clap_ds)
 
 
+@pytest.mark.filterwarnings("ignore:audio peaks")
+def test_audio_as_transformers_and_datasets_have_it(clap: Clap, tmp_path: Path) -> None:
+    samples = noise(0.9)[0]
+    write_sound(tmp_path / "a.wav", samples[None])
+    content = (tmp_path / "a.wav").read_bytes()
+    decoder = SimpleNamespace(
+        get_all_samples=lambda: SimpleNamespace(data=torch.from_numpy(samples)[None], sample_rate=48000)
+    )
+    expected = clap.embed_audio(samples, 48000.0)
+    with open(tmp_path / "a.wav", "rb") as file:
+        for given in (content, io.BytesIO(content), file, tmp_path / "a.wav", decoder):
+            np.testing.assert_allclose(clap.embed_audio(given), expected, atol=1e-4)  # the file has 16 bits
+    assert np.array_equal(clap.embed_audio(torch.from_numpy(samples), sampling_rate=48000), expected)
+    loud = samples / np.abs(samples).max() * 1.7
+    assert np.array_equal(clap.embed_audio(loud, 48000), clap.embed_audio(loud.clip(-1, 1), 48000))
+    long = np.tile(loud, 3)
+    assert np.array_equal(clap.embed_audio(long, 44100), clap.embed_audio(long.clip(-1, 1), 44100))
+
+
+def test_the_middle_is_cut_at_the_files_rate_and_resampled_then(clap: Clap) -> None:
+    """As training crops, and as the lines in docs/training.md do for `transformers`."""
+    samples, length = noise(2.5)[0] / 2, round(clap.clip_s * clap.sample_rate)
+    frames = -(-length * 44100 // 48000)
+    cut = torch.from_numpy(samples)[(len(samples) - frames) // 2 :][:frames]
+    middle = torchaudio.functional.resample(cut, 44100, 48000)[:length]
+    found = clap.embed_audio(samples, 44100, windows="middle")
+    np.testing.assert_allclose(found, clap.embed_audio(middle.numpy(), 48000), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
+        (lambda c: c.embed_audio(noise(1) * 32767 / np.abs(noise(1)).max(), 48000), "integers"),
+        (lambda c: c.embed_audio(noise(1), 44100.5), "found 44100.5"),
+        (lambda c: c.embed_audio(noise(1), 48000, sampling_rate=48000), "expected one of them"),
+        (lambda c: c.embed_audio(io.StringIO("x")), "binary mode"),
         (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: can't be read"),
         (lambda c: c.embed_audio([noise(1)]), "sample_rate"),
         (lambda c: c.embed_audio([(noise(1)[0], 48000)]), "audio[0]: expected a path, samples"),

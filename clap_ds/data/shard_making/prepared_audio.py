@@ -17,7 +17,7 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.model import PRESETS, AudioConfig, load_preset, preset_argument
 from clap_ds.data.batch import INT16_SCALE
 from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.decoding import AUDIO_FORMATS, check_finite, check_samples, decode_audio, open_audio
+from clap_ds.data.decoding import AUDIO_FORMATS, check_peak, check_samples, decode_audio, open_audio
 from clap_ds.data.features import FEATURES
 from clap_ds.data.front_end import FrontEnd, Kind
 from clap_ds.data.resampling import resampling_ratio
@@ -36,7 +36,7 @@ def as_it_is(content: bytes, extension: str) -> Clip:
     with open_audio(content) as file:
         rate, expected = file.samplerate, file.frames
         samples = file.read(dtype="float32", always_2d=True)
-    check_finite(samples)
+    check_peak(samples)
     check_samples(len(samples), expected, not samples.any())
     if extension not in AUDIO_FORMATS:
         mixed = samples if samples.shape[1] <= 8 else samples.mean(axis=1)  # FLAC's most channels
