@@ -94,7 +94,7 @@ def test_other_audio_of_no_use_is_left_out_and_what_training_cannot_read_becomes
     }
     used, reasons = build_one(tmp_path, files | bad)
     assert used == files.keys()
-    for name, word in zip(bad, ("decoded", "silent", "NaN", "sample rate of 1 Hz"), strict=True):
+    for name, word in zip(bad, ("decoded", "silent", "peaks at nan", "sample rate of 1 Hz"), strict=True):
         assert word in reasons[name]
     items = items_by_source(tmp_path / "out")
     assert items["a.wav"]["wav"] == files["a.wav"]
