@@ -49,7 +49,9 @@ def load_tokenizer(
         found = f"has ids up to {largest_id} and pads with {tokenizer.pad_token_id}"
         expected = f"the tokenizer of clap.model.preset, with ids below {vocab_size} and {pad_token_id} for padding"
         raise ValueError(f"{field}: {name_or_dir!r} {found}; expected {expected}")
-    with _rust_errors(f"the tokenizer {name_or_dir!r}"):  # here, before any work; without truncation, which it would keep
+    with _rust_errors(
+        f"the tokenizer {name_or_dir!r}"
+    ):  # here, before any work; without truncation, which it would keep
         tokenizer(["a sound"])
     return tokenizer
 
