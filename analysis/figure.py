@@ -25,7 +25,8 @@ COLUMN_WIDTH_INCHES = 3.25
 LINE_INCHES = 0.16
 COLORS = ("#2040d0", "#b5520a", "#8a8a8a", "#1c1c28", "#f5c211", "#5ab4f5")
 SERIES_STYLES: list[Mapping[str, Any]] = [
-    {"color": color, "marker": marker} for color, marker in zip(COLORS, "os^DvP", strict=True)
+    {"color": COLORS[place], "marker": marker, "linestyle": line}
+    for place, marker, line in zip((0, 1, 3, 5, 4, 2), "os^DvP", ("-", "--", "-.") * 2, strict=True)
 ]
 _STYLE: Any = {
     "font.size": 8, "figure.titlesize": 8, "figure.titleweight": "bold", "axes.titlesize": 8, "axes.labelsize": 8,
@@ -66,9 +67,12 @@ class Picture:
         panels = self.figure.subplots(len(heights), columns, sharex=share_x, squeeze=False, height_ratios=heights)
         self.panels: list[Axes] = list(panels.flat)
 
-    def title(self, text: str) -> None:
-        """Write a title in as many lines as it needs, for which the figure grows."""
-        lines = "\n".join(fill(line, int(15 * self.figure.get_figwidth())) for line in text.splitlines())
+    def title(self, text: str, most_lines: int | None = None) -> None:
+        """Write a title in as many lines as it needs, for which the figure grows; UserError for more than `most_lines`."""
+        width = int(15 * self.figure.get_figwidth())
+        lines = "\n".join(fill(line, width) for line in text.splitlines())
+        if most_lines is not None and lines.count("\n") >= most_lines:
+            raise UserError(f"--title: expected one line of at most {width} letters, found {len(text)}")
         if not lines:
             return
         self._grow(lines.count("\n") + 1)
@@ -129,6 +133,7 @@ def percent_axis(axes: Axes, low: float, high: float, lowest: float | None = Non
     bottom = max(0.0, next((each for each in bottoms if high - low >= 0.54 * (high - each)), bottoms[-1]))
     bottom *= high > low
     axes.set_ylim(bottom, high + 0.08 * (high - bottom))
+    axes.locator_params(axis="y", steps=(1, 2, 5, 10))
     if bottom:
         for height in (0.03, 0.055):
             axes.plot((-0.015, 0.015), (height, height + 0.02), "k", linewidth=0.8, transform=axes.transAxes, clip_on=False,

@@ -57,7 +57,7 @@ def short_names(titles: Sequence[str]) -> tuple[list[str], str]:
 def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2, title: str = "") -> Picture:
     """Draw efficiency, and speed-up against the ideal, with their ±: side by side in two columns, or one over the other."""
     picture = Picture((2.1,) * (3 - columns), columns, columns, share_x=columns == 1)
-    picture.title(title)
+    picture.title(title, 1)
     efficiency, speedup = picture.panels
     names, common = short_names([*curves])
     all_rows = [row for rows in curves.values() for row in rows]
@@ -83,6 +83,9 @@ def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2, title: str = "
     every = [row.scaling_efficiency_percent for row in all_rows if row.scaling_efficiency_percent]
     percent_axis(efficiency, min(every, default=100.0), max(every, default=100.0))
     efficiency.axhline(100, label="ideal", **IDEAL)
+    most = max((max(line.get_ydata()) for line in speedup.lines if line.get_linestyle() == ":"), default=1.0)
+    if ends[speedup]:
+        ends[speedup].append((max(gpus), most, f"ideal {most:.3g}×", IDEAL["color"]))
     relative = ", ".join(filter(None, dict.fromkeys(map(relative_to, curves.values()))))
     efficiency.set_ylabel("\n".join(filter(None, ["scaling efficiency (%)", relative])))
     log_axis(speedup)
@@ -98,7 +101,7 @@ def draw_projection(found: Sequence[Series], title: str = "") -> Picture:
     """Draw projected efficiency over the measured one: the law's line is solid as far as measurements go, and dashed, in its
     band, beyond."""
     picture = Picture((2.6,), columns_wide=2)
-    picture.title(title)
+    picture.title(title, 1)
     (axes,) = picture.panels
     names, common = short_names([series.title for series in found])
     measured, ends = [], []

@@ -45,7 +45,9 @@ def test_panels_hold_the_tables_numbers(tmp_path: Path) -> None:
     assert bars[2][1][1] - bars[2][0][1] == pytest.approx(2 * error, abs=0.01)
     named = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert named == ["ideal", "micro"]
-    assert [panel.texts[0].get_text() for panel in picture.panels] == ["92.9%", "3.71×"]
+    assert [[text.get_text() for text in panel.texts] for panel in picture.panels] == [["92.9%"], ["3.71×", "ideal 4×"]]
+    with pytest.raises(UserError, match="at most 48 letters"):
+        draw(found, columns=1, title="long " * 20)
 
 
 def test_a_baseline_of_several_nodes_is_stated() -> None:
