@@ -64,7 +64,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     host_alone = " (the host alone)" if unit == "GPU" and summary.get("deepspeed_times_host_alone") else ""
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
     held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
-    interval = f"  {range_label(rate['windows'], rate['slow_windows'])}"
+    interval = f"  {range_label(rate['windows'], rate.get('slow_windows', 0))}"
     breakdown = summary["breakdown_s"] or {}
     total = sum(breakdown.values())
     return [

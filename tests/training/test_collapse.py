@@ -9,7 +9,7 @@ import pytest
 from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.engine.loss import LOSSES
 from clap_ds.training.collapse import STRETCH, LastSteps
-from clap_ds.weights.checkpoint_files import Manifest, begin, publish
+from clap_ds.weights.checkpoint_files import MANIFEST, Manifest, begin, write_file
 
 CHANCE = {"softmax": math.log(8), "sigmoid": math.log(8) + 7 * math.log(8 / 7)}
 Step = tuple[float, float, float]  # loss, gradient norm, logit scale, as they were found with 8 pairs
@@ -44,7 +44,9 @@ def test_advice_names_the_newest_checkpoint_from_before(
     tmp_path: Path, saved: dict[int, float], named: int | None
 ) -> None:
     for step, loss in saved.items():
-        publish(begin(tmp_path, step), Manifest(step, step, {}, {}, None, {TRAIN_LOSS: loss}, {}))
+        with begin(tmp_path, step) as draft:
+            manifest = Manifest(step, step, {}, {}, None, {TRAIN_LOSS: loss}, {})
+            write_file(draft / MANIFEST, manifest.to_json().encode())
     steps = LastSteps(math.log(8))
     for _ in range(STRETCH):
         steps.add(*STEPS["lr 0.01"][1])

@@ -43,8 +43,8 @@ def in_docs(language: str) -> str:
 
 def run(folder: Path, command: list[str], *more: str) -> str:
     program, *arguments = (str(*folder.glob(word)) if word.endswith("-checkpoints") else word for word in command)
-    if program in ("python", "clap-shards"):
-        module = ["-m", "clap_ds.shards"] * (program == "clap-shards")
+    modules = {"python": [], "clap-shards": ["-m", "clap_ds.shards"], "clap-export": ["-m", "clap_ds.weights.export"]}
+    if (module := modules.get(program)) is not None:
         return processes.run([*module, *arguments, *more], cwd=folder, env=commands.environment(), check=True).stdout
     launched, env = [*commands.deepspeed_launcher(), *arguments, *more], commands.environment()
     result = subprocess.run(launched, cwd=folder, capture_output=True, text=True, timeout=commands.TIMEOUT_S, env=env)
