@@ -83,7 +83,7 @@ def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2, title: str = "
     every = [row.scaling_efficiency_percent for row in all_rows if row.scaling_efficiency_percent]
     percent_axis(efficiency, min(every, default=100.0), max(every, default=100.0))
     efficiency.axhline(100, label="ideal", **IDEAL)
-    most = max((max(line.get_ydata()) for line in speedup.lines if line.get_linestyle() == ":"), default=1.0)
+    most = max(gpus) / min(rows[0].gpus for rows in curves.values())
     if ends[speedup]:
         ends[speedup].append((max(gpus), most, f"ideal {most:.3g}×", IDEAL["color"]))
     relative = ", ".join(filter(None, dict.fromkeys(map(relative_to, curves.values()))))
