@@ -78,7 +78,13 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def run_config(content: dict[str, Any], command: Sequence[str], folder: Path, limit_s: float) -> dict[str, Any]:
+def run_config(
+    content: dict[str, Any],
+    command: Sequence[str],
+    folder: Path,
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Run a command, its output in `output.log` of a new folder, where `config.json` is the run that it is about and run
     directories go, and end what it started when it or its time is over. Its row: `state` (`completed`, `exit code 3`, `stopped
     after 60 s`), `seconds`, in `note` why it isn't complete, and what its run says."""
@@ -88,7 +94,13 @@ def run_config(content: dict[str, Any], command: Sequence[str], folder: Path, li
     log, began_s, row = folder / "output.log", time.monotonic(), dict[str, Any]()
     with log.open("wb") as file:
         process = psutil.Popen(
-            command, cwd=work_folder(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            command,
+            cwd=work_folder(),
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
     try:
         code = process.wait(limit_s)

@@ -36,10 +36,12 @@ class Step(NamedTuple):
     most_s: float
     run: str = "htsat_tiny"
     command: str = "-m clap_ds.bench --deepspeed_config {config}"
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 PROFILE = "-m benchmarks.plan_validation --deepspeed_config {config}"
 JOIN = "-m benchmarks.plan_validation --profiles {call} --gpu {gpu} --output {call}/efficiencies.md"
+GRADIENTS = "-m benchmarks.gradient_check --deepspeed_config {config}"
 TESTS = "-m pytest -v -p no:cacheprovider -m gpu"
 PEERS = (
     "-m benchmarks.peers --micro_batch {micro_batch} --precision bf16 --rounds 3 --output {folder}/peers.md --against"
@@ -56,19 +58,23 @@ PREPARE = (
 SHARDS = '{"source":"shards","shards":"{call}/data/prepared/*.tar","tokenizer":"{call}/data/tokenizer"}'
 CALLS = {
     1: {
-        "htsat_tiny": Step(270),
-        "profile_eager": Step(80, "htsat_tiny clap.compile=off", PROFILE),
-        "efficiencies": Step(60, command=JOIN),
-        "compile_off": Step(60, "htsat_tiny clap.compile=off"),
+        "environment": Step(30, command="-m torch.utils.collect_env"),
+        "kernels": Step(120, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
+        "compile_off": Step(80, "htsat_tiny clap.compile=off"),
+        "gradients": Step(150, command=f"{GRADIENTS} --output {{folder}}/gradients.md"),
+        "htsat_tiny": Step(210),
         "profile_compiled": Step(80, "htsat_tiny clap.compile=towers", PROFILE),
-        "efficiencies_compiled": Step(60, command=JOIN),
-        "attention_sdpa": Step(100, "htsat_tiny clap.model.attention=sdpa"),
-        "mlp_torch": Step(100, "htsat_tiny clap.model.mlp=torch"),
-        "max_autotune": Step(170, "htsat_tiny clap.compile=towers-max-autotune"),
+        "profile_eager": Step(60, "htsat_tiny clap.compile=off", PROFILE),
+        "mix_order_off": Step(150, environment=(("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0"),)),
+        "loops_half": Step(90, HALF, f"{PEERS} loops"),
+        "efficiencies": Step(60, command=JOIN),
     },
     2: {
         "losses_eager": Step(70, f"{LOSSES} clap.compile=off"),
         "losses_compiled": Step(240, f"{LOSSES} clap.compile=towers"),
+        "attention_sdpa": Step(100, "htsat_tiny clap.model.attention=sdpa"),
+        "mlp_torch": Step(100, "htsat_tiny clap.model.mlp=torch"),
+        "max_autotune": Step(170, "htsat_tiny clap.compile=towers-max-autotune"),
         **{path.stem: Step(90, command=f"{TESTS} {path}")
            for path in sorted((work_folder() / "tests").rglob("test_*.py"), reverse=True) if "mark.gpu" in path.read_text()},
     },
@@ -76,7 +82,6 @@ CALLS = {
         "htsat_base": Step(270, "htsat_base"),
         "htsat_tiny_amp": Step(70, "htsat_tiny_amp"),
         "loops": Step(150, command=f"{PEERS} loops"),
-        "loops_half": Step(120, HALF, f"{PEERS} loops"),
         "transformers_half": Step(90, HALF, f"{PEERS} transformers"),
         "htsat_base_amp": Step(70, "htsat_base_amp"),
         "sounds": Step(60, command=SOUNDS),
@@ -104,7 +109,10 @@ def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, An
     places["micro_batch"] = content["train_micro_batch_size_per_gpu"]
     command = [word.format_map(places) for word in shlex.split(step.command)]
     print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)
-    row = {"step": folder.name, **run_config(content, [sys.executable, *command], folder, limit_s)}
+    row = {
+        "step": folder.name,
+        **run_config(content, [sys.executable, *command], folder, limit_s, dict(step.environment)),
+    }
     print((folder / "output.log").read_text(errors="replace"), flush=True)
     for path in folder.glob("run-*/metrics.jsonl"):
         lines = map(json.loads, path.read_text().splitlines())
@@ -113,9 +121,7 @@ def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, An
 
 
 def archive(folder: Path, target: Path) -> None:
-    """Renew an archive of a folder, without shards and what a compiler goes through, where something in it is newer."""
-    if target.exists() and all(path.stat().st_mtime < target.stat().st_mtime for path in folder.rglob("*")):
-        return
+    """Write an archive of a folder, without shards and a compiler's intermediate files."""
     with tarfile.open(part := target.with_name(f".{target.name}"), "w:xz", preset=0) as tar:
         tar.add(folder, folder.name, filter=lambda member: None if member.name.endswith(BULKY) else member)
     part.replace(target)
@@ -156,8 +162,8 @@ def main(argv: list[str] | None = None) -> int:
         shutil.copy(folder / "table.md", kept / f"call{options.call}.md")
         if (shares := folder / "efficiencies.json").exists():
             shutil.copy(shares, kept)
-        archive(folder, kept / f"call{options.call}.tar.xz")
-        archive(caches, kept / "caches.tar.xz")
+    archive(folder, kept / f"call{options.call}.tar.xz")
+    archive(caches, kept / "caches.tar.xz")
     return int(any(row["state"] != "completed" for row in rows))
 
 

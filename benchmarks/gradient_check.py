@@ -1,0 +1,96 @@
+"""Command: every parameter's gradient as a run computes it, compiled and with Triton's kernels, against eager PyTorch.
+
+    python -m benchmarks.gradient_check --deepspeed_config RUN [--clips 64] [--compiled towers] [--output FILE.md]
+
+Dropout, stochastic depth and SpecAugment are off, and all sides take one batch. The reference is the same model in fp32, eager.
+A gradient is wrong if it is more than twice as far from the reference as eager bf16 is, plus 1% of its norm.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import make_parser, show, table
+from benchmarks.sides import softmax_loss
+from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.data.batch import Batch
+from clap_ds.data.sources import build_batches
+from clap_ds.engine.building import build_model
+from clap_ds.engine.compiled import compile_towers
+from clap_ds.model.clap import ClapModel
+from clap_ds.ranks.distributed import Ranks, initialize
+
+OFF = {"drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
+FACTOR, SLACK = 2.0, 0.01
+COLUMNS = (
+    "parameter {name} | norm {norm:.2e} | eager, off by {eager:.2e} | compiled, off by {compiled:.2e} | wrong {wrong}"
+)
+
+
+def gradients(model: ClapModel, batch: Batch) -> dict[str, Tensor]:
+    """Return each parameter's gradient in fp32."""
+    model.zero_grad(set_to_none=True)
+    softmax_loss(*model(*batch.model_inputs())).backward()
+    named = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+    return {name: torch.zeros(()) if grad is None else grad.float() for name, grad in named.items()}
+
+
+def compare(
+    run: RunSettings, device: torch.device, clips: int, what: str, backend: Any = "inductor"
+) -> list[dict[str, Any]]:
+    """Return a row per parameter: its norm, and how far eager and compiled gradients are from fp32's, relative to that."""
+    data = {"model": run.clap.preset(), "device": device, "pack_captions": False, "text_tokens": run.clap.text_tokens}
+    with build_batches(run.clap.data, **data, micro_batch=clips, rank=0, world_size=1, seed=0) as batches:  # type: ignore[arg-type]
+        batch = next(batches)
+    run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=OFF)})
+    torch.manual_seed(0)
+    model = build_model(run, device).to(device, torch.bfloat16 if run.precision == "bf16" else torch.float32).train()
+    reference = copy.deepcopy(model).float()
+    expected, eager = gradients(reference, batch), gradients(model, batch)
+    del reference
+    if device.type == "cuda":
+        model.audio.use_triton("attention")
+        model.audio.use_triton("mlp")
+    engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
+    problems = compile_towers(engine, batch, what, cached=False, backend=backend)["compiled"]
+    if failed := {part: problem for part, problem in problems.items() if problem}:
+        raise UserError(f"not compiled: {failed}")
+    compiled, rows = gradients(model, batch), list[dict[str, Any]]()
+    typical = {name: float(each.norm()) for name, each in expected.items()}
+    floor = 1e-4 * max(typical.values())  # below it a gradient is 0 but for rounding, as a key's bias
+    for name, each in expected.items():
+        norm = max(typical[name], floor)
+        off = {
+            side: float((found[name] - each).norm()) / norm
+            for side, found in (("eager", eager), ("compiled", compiled))
+        }
+        rows.append(
+            {"name": name, "norm": typical[name], **off, "wrong": off["compiled"] > FACTOR * off["eager"] + SLACK}
+        )
+    return sorted(rows, key=lambda row: -(row["compiled"] - FACTOR * row["eager"]))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("gradient_check", __doc__)
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="RUN")
+    parser.add_argument("--clips", type=int, default=64, help="clips of the batch; default 64")
+    parser.add_argument("--compiled", default="towers", choices=["towers", "towers-max-autotune"])
+    options = parser.parse_args(argv)
+    device = initialize(Ranks.from_environment())
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    rows = compare(load_run(options.deepspeed_config, 1), device, options.clips, options.compiled)
+    wrong = [row["name"] for row in rows if row["wrong"]]
+    show(options.output, f"{len(rows)} gradients, {len(wrong)} wrong\n\n{table(COLUMNS, rows[:12])}", rows)
+    if wrong:
+        raise UserError(f"{len(wrong)} gradients are wrong: {', '.join(wrong[:5])}")
+
+
+if __name__ == "__main__":
+    run_alone(main)
