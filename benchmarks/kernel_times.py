@@ -2,14 +2,15 @@
 
     python -m benchmarks.kernel_times [--clips 616] [--output FILE.md]
 
-Copy bandwidth and matrix-product throughput are measured first and define the least times. Each kernel runs at every size of
-HTSAT-tiny and HTSAT-base, in bf16. Its result is compared with the eager form in fp32 on four clips, and its time with the torch
-operations that it replaces.
+Copy bandwidth and matrix-product throughput are measured first and define the least times. Each kernel runs at every size
+of HTSAT-tiny and HTSAT-base, in bf16. Its result is compared with the eager form in fp32 on four clips, and its time with
+that of the torch operations that it replaces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ COLUMNS = (
     " | error {error:.1e} | torch's error {torch_error:.1e} | note {note}"
 )
 ITEM = 2  # bytes of a bf16
+Row = dict[str, Any]
+Size = tuple[float, float]
 
 
 def median_ms(function: Callable[[], object]) -> float:
@@ -49,9 +52,9 @@ def error_of(got: Tensor, expected: Tensor) -> float:
     return float((got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
 
 
-def timed(name: str, shape: str, run: Callable[[], Any], size: tuple[float, float], **more: Any) -> dict[str, Any]:
+def timed(name: str, shape: str, run: Callable[[], Any], size: Size, **more: Any) -> Row:
     """Return a table row. `size`: bytes moved and FLOPs."""
-    row: dict[str, Any] = {"kernel": name, "shape": shape, "bytes": size[0], "flop": size[1], **more}
+    row: Row = {"kernel": name, "shape": shape, "bytes": size[0], "flop": size[1], **more}
     try:
         row["ms"] = median_ms(run)
     except Exception as error:  # a kernel's failure is a row, so that the others still run
@@ -59,157 +62,114 @@ def timed(name: str, shape: str, run: Callable[[], Any], size: tuple[float, floa
     return row
 
 
-def gradients(
-    function: Callable[..., Tensor], inputs: list[Tensor], d_output: Tensor, dtype: torch.dtype
-) -> list[Tensor]:
-    leaves = [each.detach().to(dtype).requires_grad_() for each in inputs]
+Function = Callable[..., Tensor]
+
+
+def ways(function: Function, leaves: Sequence[Tensor], d_output: Tensor) -> dict[str, Callable[[], Any]]:
+    """Return a function's forward and backward pass as calls without arguments."""
     output = function(*leaves)
-    return [output, *torch.autograd.grad(output, leaves, d_output.to(dtype))]
+    return {
+        "forward": lambda: function(*leaves),
+        "backward": lambda: torch.autograd.grad(output, leaves, d_output, retain_graph=True),
+    }
 
 
-def errors(ours: Callable[..., Tensor], eager: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, float]:
+def errors(ours: Function, eager: Function, inputs: Sequence[Tensor]) -> dict[str, float]:
     """Return the largest relative error in bf16 of a kernel and of the eager form, output and gradients, against fp32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     inputs = [each.bfloat16().float() for each in inputs]
     d_output = torch.randn_like(eager(*inputs)).bfloat16()
-    expected = gradients(eager, inputs, d_output, torch.float32)
-    found = {}
-    for name, function in (("error", ours), ("torch_error", eager)):
-        got = gradients(function, inputs, d_output, torch.bfloat16)
-        found[name] = max(error_of(a, b) for a, b in zip(got, expected, strict=True))
-    return found
+
+    def results(function: Function, dtype: torch.dtype) -> list[Tensor]:
+        found = ways(function, [each.to(dtype).requires_grad_() for each in inputs], d_output.to(dtype))
+        return [found["forward"](), *found["backward"]()]
+
+    expected = results(eager, torch.float32)
+    sides = {"error": results(ours, torch.bfloat16), "torch_error": results(eager, torch.bfloat16)}
+    return {name: max(map(error_of, found, expected)) for name, found in sides.items()}
 
 
-def attention_rows(audio: AudioConfig, clips: int) -> Iterator[dict[str, Any]]:
-    for stage, (grid, heads, dim) in enumerate(zip(audio.stage_grids, audio.num_heads, audio.stage_dims, strict=True)):
+def compared(name: str, shape: str, sizes: Mapping[str, Size], torchs: Any, ours: Any, **more: Any) -> Iterator[Row]:
+    """Yield a row for each way of a kernel, `ours` if it exists beside the operations of torch."""
+    for way, size in sizes.items():
+        row = timed(f"{name} {way}", shape, torchs[way], size, **more)
+        yield row if ours is None else timed(f"{name} {way}", shape, ours[way], size, torch_ms=row.get("ms"), **more)
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+
+def attention_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
+    for grid, heads, dim in zip(audio.stage_grids, audio.num_heads, audio.stage_dims, strict=True):
         window = min(audio.attention_window, grid)
         for shift in (0, window // 2) if grid > window else (0,):
             mask = shifted_window_mask(grid, window, shift).cuda() if shift else None
-
-            def by(kernel: Any, w: int = window, s: int = shift, m: Tensor | None = mask) -> Callable[..., Tensor]:
-                return lambda qkv, bias: attend_windows(qkv, bias, m, w, s, kernel)
-
-            shape = f"{grid}² × {dim}, {heads} heads, shift {shift}"
-            bias = torch.randn(heads, window**2, window**2, device="cuda")
-            found = errors(by("triton"), by("sdpa"), [torch.randn(4, grid, grid, 3 * dim, device="cuda"), bias])
-            qkv = torch.randn(clips, grid, grid, 3 * dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
-            bias = bias.bfloat16().requires_grad_()
-            tokens, d_output = clips * grid**2, torch.randn(clips, grid, grid, dim, device="cuda", dtype=torch.bfloat16)
-            product = 2.0 * tokens * window**2 * dim
-            for way in ("forward", "backward"):
-                size = (
-                    (4.0 if way == "forward" else 7.0) * tokens * dim * ITEM,
-                    (2 if way == "forward" else 5) * product,
-                )
-                row: dict[str, Any] = {}
-                for kernel in ("sdpa", "triton"):
-                    output = by(kernel)(qkv, bias)
-
-                    def run(output: Tensor = output, kernel: str = kernel, way: str = way) -> object:
-                        if way == "forward":
-                            return by(kernel)(qkv, bias)
-                        return torch.autograd.grad(output, (qkv, bias), d_output, retain_graph=True)
-
-                    before = {"torch_ms": row["ms"]} if "ms" in row else {}
-                    row = timed(f"attention {way}", f"stage {stage}: {shape}", run, size, **before, **found)
-                yield row
+            geometry = {"mask_GNN": mask, "window": window, "shift": shift}
+            sdpa, triton = (partial(attend_windows, **geometry, kernel=kernel) for kernel in ("sdpa", "triton"))
+            qkv, bias, d_output = (
+                noise(clips, grid, grid, 3 * dim),
+                noise(heads, window**2, window**2),
+                noise(clips, grid, grid, dim),
+            )
+            tokens, product = clips * grid**2, 2.0 * clips * grid**2 * window**2 * dim
+            sizes = {
+                "forward": (4.0 * tokens * dim * ITEM, 2 * product),
+                "backward": (7.0 * tokens * dim * ITEM, 5 * product),
+            }
+            found = errors(triton, sdpa, [qkv[:4].detach(), bias.detach()])
+            both = [ways(kernel, (qkv, bias), d_output) for kernel in (sdpa, triton)]
+            yield from compared("attention", f"{grid}² × {dim}, {heads} heads, shift {shift}", sizes, *both, **found)
 
 
-def mlp_rows(audio: AudioConfig, clips: int) -> Iterator[dict[str, Any]]:
+def mlp_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
     from clap_ds.model.mlp_triton import supports, triton_mlp
 
     def eager(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
+    torch._functorch.config.donated_buffer = False  # the timed backward pass runs again and again
     compiled = torch.compile(eager)
     for grid, dim in zip(audio.stage_grids, audio.stage_dims, strict=True):
-        hidden = audio.mlp_ratio * dim
-        tokens = clips * grid**2
-        weights = [torch.randn(*s, device="cuda") * 0.05 for s in ((hidden, dim), (hidden,), (dim, hidden), (dim,))]
-        low = [each.bfloat16().requires_grad_() for each in weights]
-        x = torch.randn(tokens, dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        d_output = torch.randn_like(x)
-        product = 2.0 * tokens * dim * hidden
-        kinds = {"torch": compiled, **({"triton": triton_mlp} if supports(dim, hidden) else {})}
-        found = (
-            errors(triton_mlp, eager, [torch.randn(4096, dim, device="cuda"), *weights]) if "triton" in kinds else {}
-        )
-        for way in ("forward", "backward"):
-            size = (
-                (2.0 * tokens * dim * ITEM, 2 * product)
-                if way == "forward"
-                else ((5.0 * dim + 4.0 * hidden) * tokens * ITEM, 5 * product)
-            )
-            row: dict[str, Any] = {}
-            for kind, function in kinds.items():
-                output = function(x, *low)
-
-                def run(output: Tensor = output, function: Any = function, way: str = way) -> object:
-                    if way == "forward":
-                        return function(x, *low)
-                    return torch.autograd.grad(output, (x, *low), d_output, retain_graph=True)
-
-                before = {"torch_ms": row["ms"]} if "ms" in row else {}
-                row = timed(f"mlp {way} by {kind}", f"{grid}² × {dim}", run, size, **before, **found)
-            yield row
+        hidden, tokens = audio.mlp_ratio * dim, clips * grid**2
+        shapes = ((hidden, dim), (hidden,), (dim, hidden), (dim,))
+        leaves = [noise(tokens, dim), *((0.05 * noise(*shape)).detach().requires_grad_() for shape in shapes)]
+        product, d_output = 2.0 * tokens * dim * hidden, noise(tokens, dim)
+        backward = (5.0 * dim + 4.0 * hidden) * tokens * ITEM, 5 * product
+        sizes = {"forward": (2.0 * tokens * dim * ITEM, 2 * product), "backward": backward}
+        ours, found = None, dict[str, float]()
+        if supports(dim, hidden):
+            ours = ways(triton_mlp, leaves, d_output)
+            found = errors(triton_mlp, eager, [leaves[0][:4096].detach(), *(each.detach() for each in leaves[1:])])
+        yield from compared("mlp", f"{grid}² × {dim}", sizes, ways(compiled, leaves, d_output), ours, **found)
 
 
-def thin_rows(audio: AudioConfig, clips: int) -> Iterator[dict[str, Any]]:
-    """Time weight gradients of the narrow linears over all tokens, and their bias gradients, with torch."""
+def thin_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
+    """Time the products of the narrow linears over all tokens, forward and for the weight's gradient, with torch."""
     for grid, dim in list(zip(audio.stage_grids, audio.stage_dims, strict=True))[:3]:
         tokens = clips * grid**2
-        for name, rows, columns in (
-            ("qkv", 3 * dim, dim),
-            ("proj", dim, dim),
-            ("fc1", 4 * dim, dim),
-            ("fc2", dim, 4 * dim),
-        ):
-            dy = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16)
-            x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+        for rows, columns in ((3 * dim, dim), (dim, dim), (4 * dim, dim), (dim, 4 * dim)):
+            dy, x, weight = noise(tokens, rows).detach(), noise(tokens, columns).detach(), noise(rows, columns).detach()
             size = float(tokens * (rows + columns) * ITEM), 2.0 * tokens * rows * columns
-            yield timed(
-                "weight gradient", f"{name}: {tokens:,} × {rows} × {columns}", lambda dy=dy, x=x: dy.T @ x, size
-            )
-            weight = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-            yield timed(
-                "forward product", f"{name}: {tokens:,} × {columns} × {rows}", lambda w=weight, x=x: x @ w.T, size
-            )
+            shape = f"{tokens:,} × {rows} × {columns}"
+            yield timed("weight gradient", shape, partial(torch.matmul, dy.T, x), size)
+            yield timed("forward product", shape, partial(torch.matmul, x, weight.T), size)
 
 
-def text_rows(clips: int) -> Iterator[dict[str, Any]]:
+def text_rows(clips: int) -> Iterator[Row]:
     """Time the text tower's attention over 77 tokens with each of torch's kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     heads, length, dim = 12, 77, 64
-    shape = (clips, length, heads, dim)
-    q, k, v = (
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)
-    )
-    d_output = torch.randn_like(q)
-    moved, product = q.nbytes, 2.0 * clips * heads * length**2 * dim
-    for backend in (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.MATH,
-    ):
+    leaves = [noise(clips, length, heads, dim).transpose(1, 2) for _ in range(3)]
+    d_output = torch.randn_like(leaves[0])
+    product = 2.0 * clips * heads * length**2 * dim
+    sizes = {"forward": (4.0 * d_output.nbytes, 2 * product), "backward": (8.0 * d_output.nbytes, 5 * product)}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         for dropout in (0.0, 0.1):
-            name = f"text attention, {backend.name.split('_')[0].lower()}, dropout {dropout}"
-
-            def forward(backend: Any = backend, dropout: float = dropout) -> Tensor:
-                with sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-
-            yield timed(name, f"{shape} forward", forward, (4.0 * moved, 2 * product))
-            try:
-                output = forward()
-            except RuntimeError:
-                continue
-
-            def backward(output: Tensor = output) -> object:
-                return torch.autograd.grad(output, (q, k, v), d_output, retain_graph=True)
-
-            yield timed(name, f"{shape} backward", backward, (8.0 * moved, 5 * product))
+            with sdpa_kernel(backend):
+                passes = ways(partial(F.scaled_dot_product_attention, dropout_p=dropout), leaves, d_output)
+                name = f"text attention, {backend.name.split('_')[0].lower()}, dropout {dropout}"
+                yield from compared(name, f"{clips} × {heads} × {length} × {dim}", sizes, passes, None)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -218,8 +178,9 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise UserError("no CUDA device: torch.cuda.is_available() is false")
+    torch.backends.cuda.matmul.allow_tf32 = False
     bandwidth, rate = peaks()
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     for preset in PRESETS:
         audio = load_preset(f"{preset}_roberta_base").audio
         for kind in (attention_rows, mlp_rows, thin_rows):

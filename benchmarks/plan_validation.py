@@ -188,6 +188,7 @@ def profile(session: Any) -> None:
         kernels = [("", each.self_cpu_time_total)] if on_cpu else [(own.name, own.duration) for own in each.kernels]
         events.append((place.get(id(each.cpu_parent)), each.name, each.input_shapes, kernels))
     (session.record.path / "profile.json").write_text(json.dumps({"events": events}))
+    profiler.export_chrome_trace(str(session.record.path / "trace.json.gz"))
 
 
 def join(

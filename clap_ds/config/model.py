@@ -23,6 +23,8 @@ TEXT_TOKENS = 77
 """Most tokens of a caption where nothing says how long those of training were: LAION's."""
 CHANNELS = 4
 """Spectrograms of a file for a model with feature fusion: the whole of it, and parts from its front, middle and back."""
+INT16_SCALE = 32768
+"""int16 of full scale, as libsndfile has it: 16-bit audio comes through as it was."""
 NARROWING = 4
 """By how much the attention of feature fusion narrows its channels."""
 

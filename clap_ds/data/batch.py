@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.model import INT16_SCALE, ClapConfig
 from clap_ds.data.supply import Supply
 from clap_ds.model.packed import Packing, pack
 
@@ -106,10 +106,6 @@ class Pieces(Protocol):
     def supply(self) -> Supply | None: ...
 
 
-INT16_SCALE = 32768
-"""int16 of full scale, as libsndfile has it: 16-bit audio comes through as it was."""
-
-
 def to_int16(waveforms: Tensor) -> Tensor:
     """Waveforms rounded to int16, half the bytes to move; what is beyond ±1 is clipped."""
     return (waveforms * INT16_SCALE).round_().clamp_(-INT16_SCALE, INT16_SCALE - 1).to(torch.int16)
@@ -131,9 +127,7 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
         mask = _move(torch.cat([piece.attention_mask for piece in pieces]), device)
         packed = _pack(pieces, device) if pack_captions else None
         whole = Batch(rows, ids, mask, sum(piece.num_tokens for piece in pieces), packed)
-    if whole.audio.dtype == torch.int16:  # after the copy, for the device converts sooner than the host
-        whole.audio = whole.audio / INT16_SCALE
-    elif whole.audio.dtype == torch.float16:
+    if whole.audio.dtype == torch.float16:  # after the copy, for the device converts sooner than the host
         whole.audio = whole.audio.float()
     elif whole.audio is pieces[0].audio and device.type == "cpu":
         whole.audio = whole.audio.clone()

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clap_ds.data.batch import INT16_SCALE, to_int16
+from clap_ds.config.model import INT16_SCALE
+from clap_ds.data.batch import to_int16
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.resampling import resample, resampling_ratio
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from clap_ds.config.model import AudioConfig
+from clap_ds.config.model import INT16_SCALE, AudioConfig
 from clap_ds.model.precision import at_least_fp32
 from clap_ds.model.torchaudio_compat import torchaudio
 
@@ -41,8 +41,8 @@ class LogMel(nn.Module):
         return super()._apply(at_least_fp32(fn), recurse)
 
     def forward(self, waveforms: Tensor) -> Tensor:
-        """(batch, num_samples), floating, full scale ±1 → (batch, num_frames, mel_bins) in dB relative to power 1, fp32. A
-        ValueError for clips of another length than the model's."""
+        """(batch, num_samples), int16 or floating of full scale ±1 → (batch, num_frames, mel_bins) in dB relative to power 1,
+        fp32. A ValueError for clips of another length than the model's."""
         if waveforms.ndim != 2 or waveforms.shape[1] != self.num_samples:
             raise ValueError(f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples")
         return self.of_any_length(waveforms)
@@ -50,7 +50,8 @@ class LogMel(nn.Module):
     def of_any_length(self, waveforms: Tensor) -> Tensor:
         """As `forward`, of (batch, samples) longer than half a window: (batch, samples // hop_size + 1, mel_bins)."""
         with torch.autocast(waveforms.device.type, enabled=False):
-            padded = _reflect(waveforms.to(self.window.dtype), self.num_fft // 2)
+            samples = waveforms.to(self.window.dtype)
+            padded = _reflect(samples if waveforms.is_floating_point() else samples / INT16_SCALE, self.num_fft // 2)
             spectrum_BKT = torch.stft(
                 padded, self.num_fft, self.hop_size, window=self.window, center=False, return_complex=True
             )

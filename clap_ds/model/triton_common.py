@@ -38,6 +38,22 @@ def dot(a, b, WIDEN: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
+@triton.jit
+def exp2(x, WIDEN: tl.constexpr):
+    """2^x to 2 ulp; 0 for results below fp32's normal range, which `tl.exp2` scales twice to keep."""
+    if WIDEN:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal(x, WIDEN: tl.constexpr):
+    """1 / x to 1 ulp, of normal numbers."""
+    if WIDEN:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
 def must_widen(device: torch.device) -> bool:
     """Whether `dot` takes fp32 copies, whose products are as exact: the interpreter, which runs on CPUs, multiplies bf16 as if
     its bits were integers."""

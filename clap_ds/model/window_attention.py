@@ -6,7 +6,7 @@ projection takes: the same result by several kernels.
 - `matmul`: batched matrix products around one softmax with the backward written out, for CPUs: bf16 stays bf16 throughout (the
   matrix units accumulate in fp32, and softmax computes in fp32 inside), and partition, shift and head split are one copy.
 - `triton`: one CUDA kernel each way that reads q, k and v where they lie and writes in place of the window reverse
-  (`window_attention_triton.py`). Tested under Triton's interpreter, not yet measured on a GPU.
+  (`window_attention_triton.py`). On an H200 6 to 19 times as fast as `sdpa` forward, 4 to 8 times backward (`results/h200`).
 
 Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A attention heads, D head dim,
 C = A·D.

@@ -24,12 +24,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from clap_ds.model.triton_common import Launch, dot, must_widen
+from clap_ds.model.triton_common import Launch, dot, exp2, must_widen, reciprocal
 from clap_ds.model.windows import MASKED_SCORE
 
 FORWARD, BACKWARD = Launch(4, 1), Launch(4, 1, 168)
 """Most programs are resident so, and nothing spills, on sm_80, sm_90a and sm_100 alike (`results/triton`)."""
 MASKED = tl.constexpr(MASKED_SCORE)
+LOG2_E = tl.constexpr(math.log2(math.e))
 PROGRAMS_PER_MULTIPROCESSOR = 6
 """Of the backward pass, whose programs each go through several windows to sum the bias gradient in registers: whole rounds
 where two or three are resident."""
@@ -61,8 +62,8 @@ def _weights(
         column_region = (column >= GRID - WINDOW).to(tl.int32) + (column >= GRID - SHIFT).to(tl.int32)
         region = row_region * 3 + column_region
         scores += tl.where(region[:, None] == region[None, :], 0.0, MASKED)
-    scores = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-    return scores * (1.0 / tl.sum(scores, axis=1))[:, None]
+    scores = exp2((scores - tl.max(scores, axis=1)[:, None]) * LOG2_E, WIDEN)
+    return scores * reciprocal(tl.sum(scores, axis=1), WIDEN)[:, None]
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def test_the_kernels_agree_with_the_eager_forms_under_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*MLP_CASES, (40960, 96), (10240, 192)], ids=str)
+@pytest.mark.parametrize("case", [*MLP_CASES, (40960, 96)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_mlp_agrees_with_the_eager_form_on_a_gpu(dtype: torch.dtype, case: tuple[int, int]) -> None:
     assert largest_error(triton_mlp, eager_mlp, draw_mlp(*case), dtype, "cuda") < TOLERANCE[dtype]
@@ -77,7 +77,9 @@ def kernels_of(audio: AudioConfig) -> Iterator[tuple[Any, str, Any, Launch]]:
     for dim in filter(lambda dim: supports(dim, audio.mlp_ratio * dim), audio.stage_dims):
         tensors = (torch.empty(1, dim, device="meta"), torch.empty(audio.mlp_ratio * dim, dim, device="meta"))
         blocks = mlp_triton.FORWARD_BLOCK, mlp_triton.BACKWARD_BLOCK
-        for way, block, launch in zip(("forward", "backward"), blocks, mlp_triton.launches(dim), strict=True):
+        for way, block, launch in zip(
+            ("forward", "backward"), blocks, (mlp_triton.FORWARD, mlp_triton.BACKWARD), strict=True
+        ):
             yield mlp_triton, way, mlp_triton._constants(*tensors, block), launch
 
 

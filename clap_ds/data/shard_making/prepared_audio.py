@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import PRESETS, AudioConfig, load_preset, preset_argument
-from clap_ds.data.batch import INT16_SCALE
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.decoding import AUDIO_FORMATS, check_peak, check_samples, decode_audio, open_audio
 from clap_ds.data.features import FEATURES
@@ -69,7 +68,7 @@ class Preparation:
         row = torch.empty(max(num_samples, length), dtype=torch.int16)
         decode_audio(wav, row, sample_rate=self.audio.sample_rate, rng=random.Random(0))
         whole = length + (len(row) - length) // hop * hop
-        return self._log_mel.of_any_length(row[None, :whole].float().div_(INT16_SCALE))[0].half().numpy()
+        return self._log_mel.of_any_length(row[None, :whole])[0].half().numpy()
 
 
 def add_preparation_options(parser: argparse.ArgumentParser, kinds: tuple[Kind, ...], **more: Any) -> None:
