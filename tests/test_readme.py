@@ -68,9 +68,9 @@ def test_fields_that_pages_name_are_there() -> None:
 
 def test_configurations_shown_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: None)  # as if s3:// had its package
-    sites = blocks("json", "docs/cluster.md")
+    sites = blocks("json", "docs/clusters.md")
     runs = [
-        each for name in NAMES if name not in ("docs/cluster.md", "docs/recipes.md") for each in blocks("json", name)
+        each for name in NAMES if name not in ("docs/clusters.md", "docs/recipes.md") for each in blocks("json", name)
     ]
     for block in runs:
         (tmp_path / "run.json").write_text(block)
