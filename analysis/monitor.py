@@ -1,6 +1,6 @@
 """What held a run's GPUs back: shares of the samples that `clap_ds/record/monitor.py` took while it stepped.
 
-Samples taken while a checkpoint was saved aren't counted. `docs/numbers.md` says what each column is for.
+Samples taken while a checkpoint was saved aren't counted. `docs/benchmarking.md` says what each column is for.
 """
 
 from __future__ import annotations

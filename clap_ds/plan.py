@@ -2,7 +2,7 @@
 
     clap-plan --deepspeed_config RUN --gpu h100-sxm --nodes 1 4 16 --gpus_per_node 4 [--find_micro_batch] [--json]
 
-docs/planning.md says how, and what to trust.
+docs/estimation.md says how, and what to trust.
 """
 
 from __future__ import annotations

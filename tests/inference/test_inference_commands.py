@@ -23,7 +23,7 @@ from tests.inference.conftest import joined
 from tests.weights.fake_checkpoints import checkpoint_of
 
 RATE = 48000
-PAGE = (processes.ROOT / "docs" / "using.md").read_text()
+PAGE = (processes.ROOT / "docs" / "inference.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 

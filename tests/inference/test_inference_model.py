@@ -116,7 +116,7 @@ def test_the_examples_of_docstring_and_docs(
         write_sound(tmp_path / name, noise(seconds))
     (tmp_path / clap_folder.name).symlink_to(clap_folder)
     (tmp_path / "runs").symlink_to(clap_folder.parent)
-    page = Path(__file__).parents[2] / "docs" / "using.md"
+    page = Path(__file__).parents[2] / "docs" / "inference.md"
     monkeypatch.chdir(tmp_path)
     exec(page.read_text().split("```python\n")[1].split("```")[0], {})
     assert capsys.readouterr().out.count("storm.mp3 ") == 3
