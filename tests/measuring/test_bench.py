@@ -88,8 +88,7 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
 
 
 def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
-    """The packaged configuration with a smaller model, as said in docs/benchmarking.md: its optimiser, all-reduce, timers, monitor
-    and profiler."""
+    """Run the packaged configuration with a smaller model, as docs/benchmarking.md suggests."""
     run = json.loads((ROOT / "ds_configs/htsat_tiny_deepspeed.json").read_text())
     run |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 1}
     run["clap"]["model"]["preset"], run["clap"]["text_tokens"] = "micro", 16
