@@ -32,7 +32,9 @@ def draw(paths: list[Path]) -> Picture:
         low, middle, high = ([each[name] for each in speeds.values()] for name in ("low", "median", "high"))
         errors = [[m - a for m, a in zip(middle, low, strict=True)], [b - m for m, b in zip(middle, high, strict=True)]]
         rows = [row + 0.4 * (number - (len(paths) - 1) / 2) for row in range(len(speeds))]
-        bars = axes.barh(rows, middle, 0.36, xerr=errors, color=COLORS[number], label=f"{path.stem.split('_')[-1]} captions")
+        bars = axes.barh(
+            rows, middle, 0.36, xerr=errors, color=COLORS[number], label=f"{path.stem.split('_')[-1]} captions"
+        )
         axes.bar_label(bars, [f"{each:.2f}" for each in middle], label_type="center", color="w", fontsize=7)
         axes.set_yticks(range(len(speeds)), ["clap-ds" if name == "ours" else name for name in speeds])
     axes.grid(axis="y", visible=False)
