@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_check 1 [--minutes 9] [--output FOLDER]
 
-Each step runs by itself: one that fails, hangs or finds no time left is a row like any other. docs/cluster.md says what each
+Each step runs by itself: one that fails, hangs or finds no time left is a row like any other. docs/clusters.md says what each
 call measures and leaves.
 """
 

@@ -35,6 +35,8 @@ FIELDS = {path for path, _ in SECTIONS} | {
 }
 
 
+PROFILES = ("docs/clusters.md", "docs/infiniband_nccl.md")
+"""Pages whose JSON blocks are cluster profiles."""
 WALKTHROUGH = r"^## From clone to scaling plot\n.*?(?=^## )"
 """tests/cluster/test_walkthrough.py types its lines on a cluster."""
 
@@ -68,10 +70,8 @@ def test_fields_that_pages_name_are_there() -> None:
 
 def test_configurations_shown_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: None)  # as if s3:// had its package
-    sites = blocks("json", "docs/cluster.md")
-    runs = [
-        each for name in NAMES if name not in ("docs/cluster.md", "docs/recipes.md") for each in blocks("json", name)
-    ]
+    sites = blocks("json", *PROFILES)
+    runs = [each for name in NAMES if name not in (*PROFILES, "docs/recipes.md") for each in blocks("json", name)]
     for block in runs:
         (tmp_path / "run.json").write_text(block)
         load_run(tmp_path / "run.json")

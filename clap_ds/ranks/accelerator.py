@@ -39,7 +39,7 @@ def choose_accelerator() -> str:
         except Exception as error:  # names the driver's version
             raise UserError(
                 f"this machine has a GPU that torch {torch.__version__} can't use: {found}: {str(error).splitlines()[0]}"
-                " docs/cluster.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
+                " docs/clusters.md, “GPUs and drivers”, has more; DS_ACCELERATOR=cpu runs on the CPUs all the same"
             ) from None
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return "cpu"

@@ -67,7 +67,7 @@ def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, clu
     assert [attempt["requeued"] for attempt in job.record["attempts"]] == [True, False, False]
 
 
-# --- DeepSpeed's own line, as the first lines of docs/cluster.md have it
+# --- DeepSpeed's own line, as the first lines of docs/clusters.md have it
 
 
 def _type_line(cluster: SlurmCluster, folder: Path, launcher: str, nodes: int, *changes: str) -> tuple[int, str]:
@@ -76,7 +76,7 @@ def _type_line(cluster: SlurmCluster, folder: Path, launcher: str, nodes: int, *
     Args:
         changes: `sed` expressions: of the hostfile, then of deepspeed's line.
     """
-    page = (ROOT / "docs" / "cluster.md").read_text().partition("## DeepSpeed's own line")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "clusters.md").read_text().partition("## DeepSpeed's own line")[2].partition("\n## ")[0]
     lines = [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ ")]
     (hostfile,) = (line for line in lines if line.startswith("clap-hostfile"))
     starts = (line for line in lines if line.startswith("deepspeed"))

@@ -1,4 +1,4 @@
-"""docs/cluster.md, from clone to scaling plot: every line as typed, on a real SLURM, and what the page says that it prints.
+"""docs/clusters.md, from clone to scaling plot: every line as typed, on a real SLURM, and what the page says that it prints.
 
 In a folder whose name has a space. Of the cluster's own, the site file and a smaller model stand in for the page's.
 """
@@ -17,7 +17,7 @@ from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import micro_run
 
 pytestmark = pytest.mark.end_to_end
-PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("## From clone to scaling plot\n")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"^```console\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
 BY_HAND = r"git clone .*|make setup.*"  # what the tests have done already

@@ -123,7 +123,7 @@ def test_strong_scaling_keeps_the_global_batch_by_accumulation(tmp_path: Path, s
 def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
     tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manual = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    manual = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^\$ python launch/sweep\.py (--site jupiter .*)$", manual, re.MULTILINE)
     monkeypatch.chdir(ROOT)
     assert main([*line.split(), "--folder", str(tmp_path / "sweep"), "--dry_run"]) == 0
