@@ -29,14 +29,13 @@ def draw(paths: list[Path]) -> Picture:
     (axes,) = picture.panels
     for number, path in enumerate(paths):
         speeds = ratios(json.loads(path.read_text()))
-        low, middle, high = ([each[name] for each in speeds.values()] for name in ("low", "median", "high"))
-        errors = [[m - a for m, a in zip(middle, low, strict=True)], [b - m for m, b in zip(middle, high, strict=True)]]
-        rows = [row + 0.4 * (number - (len(paths) - 1) / 2) for row in range(len(speeds))]
-        bars = axes.barh(
-            rows, middle, 0.36, xerr=errors, color=COLORS[number], label=f"{path.stem.split('_')[-1]} captions"
-        )
+        middle = [speed["median"] for speed in speeds.values()]
+        errors = [[abs(speed[end] - speed["median"]) for speed in speeds.values()] for end in ("low", "high")]
+        rows, label = [row + 0.4 * number for row in range(len(speeds))], f"{path.stem.split('_')[-1]} captions"
+        bars = axes.barh(rows, middle, 0.36, xerr=errors, color=COLORS[number], label=label)
         axes.bar_label(bars, [f"{each:.2f}" for each in middle], label_type="center", color="w", fontsize=7)
-        axes.set_yticks(range(len(speeds)), ["clap-ds" if name == "ours" else name for name in speeds])
+        names = ["clap-ds" if name == "ours" else name for name in speeds]
+        axes.set_yticks([row + 0.2 * number for row in range(len(speeds))], names)
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
     axes.set_xlabel("time of a training step, clap-ds = 1 (less is faster; 99% intervals)")
