@@ -5,6 +5,7 @@
 # make test        lint, unit tests and end-to-end tests
 # make test-processors  unit tests once for each kind of arithmetic this processor can do; TESTS=… for some of them
 # make lint        ruff, mypy, and that rooms import one way
+# make docs        the site of docs/ in site/; broken links are errors
 # make report      RUNS="…" [OUTPUT=report]: one HTML page about runs, logs or tables
 # make gpu-check   what this machine's GPU does with this project, in three calls of 9 minutes (CALL=1, 2, 3), kept under results/
 # make wheelhouse  wheels for a machine without an index; TARGET_PYTHON=3.12, TARGET_MACHINE=aarch64: unlike this one;
@@ -14,7 +15,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := bench
-.PHONY: setup bench train-demo test test-processors lint unit end-to-end report gpu-check wheelhouse clean
+.PHONY: setup bench train-demo test test-processors lint unit end-to-end docs report gpu-check wheelhouse clean
 
 ifdef PYTHON
 READY :=
@@ -79,6 +80,10 @@ test: lint $(READY)
 test-processors: $(READY)
 	"$(PYTHON)" .ci/processors.py $(PYTEST) -m 'not end_to_end and not gpu' $(or $(TESTS),tests)
 
+docs: $(READY)
+	@$(if $(READY),"$(PYTHON)" -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[docs]')
+	"$(PYTHON)" -m mkdocs build --strict
+
 report: $(READY)
 	@test -n "$(RUNS)" || { echo 'give RUNS="run directories, logs or tables"' >&2; exit 2; }
 	"$(PYTHON)" analysis/report.py $(RUNS) --output $(or $(OUTPUT),report)
@@ -114,4 +119,4 @@ wheelhouse:
 	du -sh "$(WHEELHOUSE)"
 
 clean:
-	rm -rf .venv runs wheelhouse build *.egg-info
+	rm -rf .venv runs wheelhouse build site *.egg-info

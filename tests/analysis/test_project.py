@@ -67,12 +67,8 @@ def test_results_are_what_the_command_in_the_docs_gives(
     assert kept[::2] == made[::2]  # all words
     assert [float(number) for number in kept[1::2]] == pytest.approx(list(map(float, made[1::2])), abs=0.11, rel=1e-3)
     assert (tmp_path / "published.png").stat().st_size > 5000
-    claims = (samples.ROOT / "README.md").read_text().partition("## How far")[2].partition("![")[0]
     text = "".join(kept)
-    means = [dict(re.findall(r"(a \+ b\S+ ?n?) (\d\.\d\d)", line)) for line in text.splitlines()
-             if line.startswith("Mean error")]  # fmt: skip
-    laws = ("a + b·√n", "a + b·log n")
-    assert re.findall(r"\d\.\d\d", claims) == [mean[law] for law in laws for mean in means]
-    assert text.count("The band held 9 of 9") == 2 * claims.count("9 of 9") == 2
+    assert text.count("The band held 9 of 9") == 2
     bands = re.findall(r"on 2048 GPUs \(95 % band (\S+)–(\S+)\)", text)
-    assert [f"{float(low):.0f} to {float(high):.0f} %" in claims for low, high in bands] == [True, True]
+    claims = (samples.ROOT / "docs" / "faq.md").read_text()
+    assert [f"{float(low):.0f} to {float(high):.0f}%" in claims for low, high in bands] == [True, True]

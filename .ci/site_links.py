@@ -1,0 +1,57 @@
+"""A hook of mkdocs: put the files of the repository that pages link to on the site, and adjust the links."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#:]+)(#[^)]*)?\)")
+PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+
+
+def path_of(uri: str) -> str:
+    """Return the repository's path of a file of the site."""
+    return f"docs/{uri}" if (ROOT / "docs" / uri).is_file() else uri
+
+
+def target_of(link: str, uri: str) -> Path:
+    """Return the repository's file that a link of the page leads to; a folder stands for its README."""
+    path = Path(os.path.normpath(ROOT / path_of(uri) / ".." / link))
+    return path / "README.md" if (path / "README.md").is_file() else path
+
+
+def uri_of(target: Path) -> str:
+    """Return where the site has a file of the repository."""
+    path = target.relative_to(ROOT).as_posix()
+    return "index.md" if path == "README.md" else path.removeprefix("docs/")
+
+
+def on_files(files: Any, config: Any) -> None:
+    waiting = [file.src_uri for file in files.documentation_pages()] + list(PAGES)
+    while waiting:
+        uri = waiting.pop()
+        if not files.get_file_from_path(uri):
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / uri)))
+        if uri.endswith(".md"):
+            links = LINK.findall((ROOT / path_of(uri)).read_text(encoding="utf-8"))
+            targets = [target_of(link, uri) for _, link, _ in links]
+            uris = [uri_of(target) for target in targets if target.is_file()]
+            waiting += [each for each in uris if not files.get_file_from_path(each)]
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    uri = page.file.src_uri
+
+    def adjusted(match: re.Match[str]) -> str:
+        text, link, anchor = match.groups()
+        target = target_of(link, uri)
+        if target.is_dir():
+            return text
+        if not target.is_file():
+            return match[0]  # mkdocs reports it
+        return f"[{text}]({os.path.relpath(uri_of(target), os.path.dirname(uri) or '.')}{anchor or ''})"
+
+    return LINK.sub(adjusted, markdown)
