@@ -43,10 +43,10 @@ def test_a_plan_hangs_together(planned: Callable[..., Any]) -> None:
     assert last["gpu_hours"] == pytest.approx(8 * last["hours"]) == pytest.approx(1e6 / by_nodes[1] / 3600)
     assert report["largest_micro_batch"] % 8 == 0
     printed = re.sub(" +", " ", plan.render(report))
-    assert printed.startswith("## Predicted, nothing measured: micro on h100-sxm, bf16, micro-batch 4, 16 text tokens")
+    assert printed.startswith("## Predicted, not measured: micro on h100-sxm, bf16, micro-batch 4, 16 text tokens")
     said = (
         f"8 GPUs: **fits**, {report['peak_memory_gib']:.1f} of",
-        "memory at the peak, 8 GPUs |",
+        "peak memory, 8 GPUs |",
         "\n2 GPUs: **",
         "step, 2 GPUs |",
     )
@@ -86,7 +86,7 @@ def test_a_step_counts_each_operation_as_often_as_it_is_done() -> None:
     step = mock.Mock(num_samples=1, **{"work.return_value": [(product, 3.0)]})
     found = plan._speed(step, gpu_named("h100-sxm"), compiled=False)
     assert (found["tflop"], found["gigabytes_moved"], found["kernels"]) == (pytest.approx(1.572864), 3, 3)
-    assert "wide product 50–75 % (3 ms; " in "".join(plan._assumed(gpu_named("h100-sxm"), found["classes"]))
+    assert "wide product 50–75% (3 ms; " in "".join(plan._assumed(gpu_named("h100-sxm"), found["classes"]))
 
 
 def test_ranges_have_every_step_time_with_either_growth(planned: Callable[..., Any]) -> None:

@@ -43,7 +43,7 @@ def test_refuses(nodelist: str) -> None:
         # With --exclusive SLURM gives every GPU and counts a task per core: nobody asked for those.
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", None, [4, 4]),
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", 3, [3, 3]),
-        ("", None, "give --slots"),
+        ("", None, "pass --slots"),
     ],
 )
 def test_slots_of_two_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:

@@ -41,7 +41,7 @@ def test_another_program_at_the_address_keeps_nobody_waiting() -> None:
     with socket.create_server(("127.0.0.1", free_port())) as other:
         process = _start(MEET, 0, 2, other.getsockname()[1], DS_ACCELERATOR="cpu")
         assert process.wait() == 2
-    assert "is taken: give the launcher a free one by --master_port" in process.stderr
+    assert "--master_port" in process.stderr
 
 
 @pytest.mark.end_to_end

@@ -27,7 +27,7 @@ def _thread(*frames: str, title: str = "Thread") -> str:
 WAITS = TIMEOUT + _thread("all_reduce /x/torch/distributed/c10d.py", "step /clap/engine.py")
 DECODES = f"{FATAL}Segmentation fault\n\n" + _thread("decode /clap/audio.py", title="Current thread")
 GOES_BACK = f"{FATAL}Aborted\n" + _thread("backward /torch/autograd.py", title="Current thread")
-GONE = "gives no answer: it is stopped or gone"
+GONE = "doesn't respond"
 
 
 class Left:
@@ -104,7 +104,7 @@ def test_who_holds_15_others_on_4_hosts_up(
 
 EIO = "OSError: [Errno 5] Input/output error: '/data/1.tar'"
 LATE = "rank 3 (n2) didn't connect"
-LOST = "ended without a word"
+LOST = "exited without reporting an error"
 EVERYONE: dict[int, tuple[Any, ...]] = dict.fromkeys(range(4), ())
 STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: ("", 7, 10), 3: (WAITS, 7, 60)}
 
