@@ -94,7 +94,7 @@ def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.Ca
     checkpoint_of(ClapModel(load_preset("micro")), made / "other", 1, Path(tokenizer_dir))
     for main, words, message in (
         (embed.main, "run sounds --output v.npz", "v.npz: expected"),
-        (search.main, "v.parquet", "expected a text to look for"),
+        (search.main, "v.parquet", "expected either TEXT"),
         (search.main, "v.parquet dog --model other", "another model"),
         (label.main, "other v.parquet --labels a,b", "another model"),
     ):

@@ -23,7 +23,7 @@ def _left_behind(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_a_holder_is_named_with_what_to_do_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there"
     (first := FolderLock(folder, JOB)).acquire()
-    with pytest.raises(ValueError, match="is held by") as refusal:
+    with pytest.raises(ValueError, match="is locked by") as refusal:
         FolderLock(folder, JOB).acquire()
     for part in (os.uname().nodename, str(os.getpid()), str(JOB), f"delete {folder / 'writer.json'}"):
         assert part in str(refusal.value)
@@ -65,7 +65,7 @@ def test_a_holder_that_is_known_to_be_gone_is_replaced(
 def test_one_taken_over_meanwhile_is_told_and_leaves_the_other_alone(tmp_path: Path) -> None:
     (suspended := FolderLock(tmp_path)).acquire()
     other = _left_behind(tmp_path)
-    with pytest.raises(ValueError, match="was taken over by host tux7"):
+    with pytest.raises(ValueError, match="was locked meanwhile by host tux7"):
         suspended.check()
     suspended.release()
     assert json.loads((tmp_path / "writer.json").read_text()) == other

@@ -62,8 +62,8 @@ def test_students_t_is_the_tables(coverage: float, degrees: int, quantile: float
 
 def test_what_has_to_be_said_beside_a_figure_is_said_from_its_limit_on() -> None:
     assert uneven_steps(100.0, 10, 0.1) == uneven_steps(100.0, 10, 0.1 / 1.019) == uneven_steps(100.0, 10, 0.102) == []
-    assert "100 samples/s, +30.0 %" in uneven_steps(10 / 0.13, 10, 0.1)[0]
-    assert "-4.8 %" in uneven_steps(100.0, 10, 0.105)[0]
+    assert "100 samples/s (+30.0%)" in uneven_steps(10 / 0.13, 10, 0.1)[0]
+    assert "-4.8%" in uneven_steps(100.0, 10, 0.105)[0]
     assert doubtful_mfu(None, None) == doubtful_mfu(100.0, 90.0) == []
     of_published, of_model = doubtful_mfu(100.1, 90.2)
-    assert ("100.1 %" in of_published, "90.2 %" in of_model) == (True, True)
+    assert ("100.1%" in of_published, "90.2%" in of_model) == (True, True)
