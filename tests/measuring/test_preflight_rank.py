@@ -54,9 +54,9 @@ def test_faults_of_a_host(processes: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(preflight_rank.shutil, "disk_usage", lambda _: SimpleNamespace(free=4.2e9))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     run_root, tmp, unseen = faults({}, tmp_path / "x")
-    assert f"4 GB free for {tmp_path}, expected 5" in run_root
-    assert "GB free for /tmp, expected" in tmp
-    assert unseen == "no GPU can be seen, in spite of SLURM_GPUS_ON_NODE=1"
+    assert f"4 GB free in {tmp_path}, expected 5" in run_root
+    assert "GB free in /tmp, expected" in tmp
+    assert unseen == "no GPU is visible despite SLURM_GPUS_ON_NODE=1"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert len([*faults({}, tmp_path / "x")]) == 2
 
