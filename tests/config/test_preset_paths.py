@@ -1,4 +1,4 @@
-"""Sizes of a model by path stay with the run; what is wrong with them is said in a line."""
+"""Model sizes read from a path are stored with the run; errors in them take one line."""
 
 import json
 from collections.abc import Callable

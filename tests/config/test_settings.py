@@ -1,4 +1,4 @@
-"""Every mistake in a run's JSON is refused with the file, the field, what was expected and the nearest name."""
+"""Errors in a run's JSON name the file, the field, what was expected and the nearest name."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,10 @@ WriteRun = Callable[..., Path]
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
-    ({"model": {"preset": "htsat_tiny"}}, r"no preset 'htsat_tiny'.*; expected one of clap_htsat_tiny_r.*; or the path of"),
+    (
+        {"model": {"preset": "htsat_tiny"}},
+        r"no preset 'htsat_tiny'.*; expected one of clap_htsat_tiny_r.*; or the path of",
+    ),
     ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'shards'"),
     ({"data": {"source": "shards", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
     ({"data": {"source": "synthetic", "placment": "host"}}, r"data\.placment: no such field; did you mean 'placement'"),

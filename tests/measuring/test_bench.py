@@ -1,4 +1,4 @@
-"""The bench command as users start it: under every launcher, on synthetic and real audio, and with what goes wrong."""
+"""The bench command under every launcher, on synthetic and real audio, and with errors."""
 
 import json
 import re
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.end_to_end
 
 
 def _bench(config: Path, launcher: str = "one rank", *options: str) -> subprocess.CompletedProcess[str]:
-    """On one rank, forked here or, where the launcher is what is tested, by it."""
+    """Run on one rank, forked here or started by the launcher under test."""
     arguments = [BENCH, "--deepspeed_config", str(config), *options]
     if launcher == "one rank":
         return run(arguments, env=environment())
@@ -44,7 +44,7 @@ def _summary(config: Path) -> dict[str, Any]:
 
 
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Samples and value by tag of the one file there."""
+    """Read samples and value per tag from the only event file."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert len(list(folder.iterdir())) == 1
@@ -88,8 +88,7 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
 
 
 def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
-    """The packaged configuration with a smaller model, as said in docs/numbers.md: its optimiser, all-reduce, timers, monitor
-    and profiler."""
+    """The packaged configuration with a smaller model: its optimizer, all-reduce, timers, monitor and profiler."""
     run = json.loads((ROOT / "ds_configs/htsat_tiny_deepspeed.json").read_text())
     run |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 1}
     run["clap"]["model"]["preset"], run["clap"]["text_tokens"] = "micro", 16
@@ -107,7 +106,7 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     assert f"published convention {published_flops(load_preset('micro')) / 1e9:.2f}" in log
     for text in (result.stdout, log):
         assert text.count("DeepSpeed Flops Profiler ----") == text.count(report) == 1
-        assert text.count("time (ms) | fwd: ") == 6  # of every step, that which is profiled included
+        assert text.count("time (ms) | fwd: ") == 6  # every step, including the profiled one
         assert len(re.findall(r"all_reduce\s+", text)) == 1
     assert "Profile Summary at step 6" in report
     assert re.search(r"fwd latency +- {'ClapModel': '[\d.]+ m?s'}", report)

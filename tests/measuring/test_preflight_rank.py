@@ -1,4 +1,4 @@
-"""This machine as a host, with GPUs and processes that an nvidia-smi of the test's shows."""
+"""This machine as a host, with a fake nvidia-smi."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ GPUS = [f"{number}, GPU-{number}aa, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"
 
 @pytest.fixture
 def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """File of the processes that it shows to compute on the GPUs."""
+    """File of the compute processes that it lists."""
     (tmp_path / "gpus").write_text("\n".join(GPUS))
     script = f'#!/bin/sh\ncd "{tmp_path}"\ncase $1 in --query-gpu=*) cat gpus ;; *) cat processes ;; esac\n'
     (tmp_path / "nvidia-smi").write_text(script)

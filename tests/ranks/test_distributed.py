@@ -1,4 +1,4 @@
-"""Ranks from the variables of launchers and SLURM, the hostfile's promise, and stopping together."""
+"""Ranks from launcher and SLURM variables, hostfile checks, and agreed errors."""
 
 import os
 import platform
@@ -36,7 +36,7 @@ ALONE = Ranks(0, 1, 0, 1)
         ({"RANK": "0"}, r"RANK < WORLD_SIZE, found RANK='0', WORLD_SIZE='', LOCAL_RANK=''", None),
         ({**LAUNCHER, "RANK": "4"}, "found RANK='4', WORLD_SIZE='4'", None),
         (STEP, Ranks(9, 10, 1, 2, ("n08",) * 4 + ("n09",) * 4 + ("n10",) * 2), "n08"),
-        ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), None),  # a launcher has the last word
+        ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), None),  # a launcher takes precedence
         (ONE_TASK, Ranks(0, 1, 0, 1, ("n08",)), None),
         (BATCH_STEP, ALONE, None),
     ],
@@ -45,7 +45,7 @@ def test_place_from_launchers_and_slurm(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: Ranks | str, address: str | None
 ) -> None:
     for name in [*PLACE, *(name for name in os.environ if name.startswith("SLURM"))]:
-        monkeypatch.setenv(name, "")  # so that what the code under test sets is undone
+        monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -55,9 +55,9 @@ def test_place_from_launchers_and_slurm(
         return
     assert Ranks.from_environment() == expected
     assert os.environ.get("MASTER_ADDR") == address
-    # Every rank of a step works out the same port.
+    # Every rank of a step computes the same port.
     assert os.environ.get("MASTER_PORT") == (None if address is None else "28027")
-    # What is no rank of a step is none afterwards, either.
+    # RANK is set only for ranks.
     assert ("RANK" in os.environ) == ("RANK" in given or given.get("SLURM_STEP_ID") == "1")
 
 
@@ -102,7 +102,7 @@ distributed.run_command(main)
     ("rank", "error", "message"),
     [
         (0, "UserError", "error: broken\n"),
-        (1, "UserError", f"error: {platform.node()}: rank 1: broken\n"),  # where no launcher has ended it meanwhile
+        (1, "UserError", f"error: {platform.node()}: rank 1: broken\n"),  # unless a launcher has ended it
         (1, "AgreedError", ""),
     ],
 )
