@@ -51,7 +51,7 @@ def slots_from_slurm(environment: Mapping[str, str], wanted: int | None = None) 
     """Return ranks per host of the allocation: `wanted`, or its tasks or, with one task per host, its GPUs.
 
     Only requested tasks count: SLURM invents a number for whole nodes (`--exclusive`). Raises ValueError outside an
-    allocation, or if nothing tells the number.
+    allocation, or if the number is unknown.
     """
     if not (nodelist := environment.get("SLURM_JOB_NODELIST")):
         raise ValueError(
