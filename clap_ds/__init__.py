@@ -1,10 +1,10 @@
-"""CLAP training and throughput on the DeepSpeed engine; `clap_ds.load` gives a trained model to embed and classify with."""
+"""Train, benchmark and use CLAP models on DeepSpeed; `clap_ds.load` returns a trained model for embedding and labels."""
 
 import sys
 from typing import TYPE_CHECKING, Any
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    sys.exit(f"error: clap_ds needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    sys.exit(f"error: clap_ds requires Python 3.11 or newer, found {sys.version.split()[0]}")
 
 from clap_ds.config.places import VERSION as __version__  # noqa: F401, N811
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """`load`, whose import takes the seconds that torch does, once it is asked for."""
+    """Import `load` on first use: its torch import takes seconds."""
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from clap_ds.inference.model import load

@@ -1,9 +1,9 @@
-"""Command: throughput of CLAP training on a given configuration.
+"""Measure CLAP training throughput for a run configuration.
 
     deepspeed [--hostfile H] clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json
 
-Warm-up steps, then windows of timed steps, then an instrumented pass that says where the time goes. Also runs under
-torchrun and, as a single rank, under plain python.
+Runs warm-up steps, timed windows, then an instrumented pass that breaks down a step's time. torchrun also works, as
+does plain python with one rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
+    # Launched by path: sys.path holds the package's folder, not its parent.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.settings import RunSettings, load_run
@@ -39,8 +39,8 @@ def main(ranks: Ranks) -> None:
 
 
 def measure_run(run: RunSettings, ranks: Ranks, protocol: Callable[[Any], object] | None = None) -> None:
-    """The whole run, of checked settings; `protocol` steps it in place of `measure`."""
-    # Loading torch and DeepSpeed takes seconds: only for a run that can start.
+    """Run a validated configuration; `protocol` replaces `measure`."""
+    # Importing torch and DeepSpeed takes seconds: validate first.
     import torch
 
     from clap_ds.engine.building import build_model, fetch_from_hub
@@ -55,14 +55,14 @@ def measure_run(run: RunSettings, ranks: Ranks, protocol: Callable[[Any], object
         with agreed():
             torch.manual_seed(run.clap.seed)
             model = build_model(run, device)
-        # A profiler would synchronise in every step: `measure` profiles one after those that are timed.
+        # The profiler would synchronize in every step: `measure` profiles one extra step after the timed ones.
         engine = build_engine(run.without("flops_profiler"), model, ranks, device, record)
         with ready_to_step(run, ranks, record, engine) as session:
             (protocol or measure)(session)
 
 
 def command() -> None:
-    """Console command `clap-bench`."""
+    """Run the console command `clap-bench`."""
     run_command(main)
 
 

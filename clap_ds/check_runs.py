@@ -1,9 +1,9 @@
-"""Command: check runs' JSONs, as the run itself would, before they are queued.
+"""Validate run configurations before they are queued.
 
     python -m clap_ds.check_runs [--train] FILE…
 
-First prints what this Python has of the packages a run needs. Every problem is a line; exit code 2 where there is one. Imports
-none of those packages but pydantic.
+Prints the versions of the packages a run needs, importing only pydantic of them. Prints one line per problem and exits
+with code 2 if there are any.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ PACKAGES = (
     "torch", "torchaudio", "deepspeed", "transformers", "huggingface_hub", "tokenizers", "safetensors", "pydantic",
     "numpy", "psutil", "rich", "tensorboard", "tqdm",
 )  # fmt: skip
-"""What every run imports."""
+"""Imported by every run."""
 PACKAGES_FOR_SHARDS = ("webdataset", "braceexpand", "fsspec", "soundfile")
 
 
 def missing(packages: Iterable[str]) -> str:
-    """Say which of these packages this Python lacks; empty where it has all."""
+    """Return a message naming the packages that aren't installed, or an empty string."""
     names = [name for name in packages if importlib.util.find_spec(name) is None]
-    return f"{sys.executable} has no {', '.join(names)}" if names else ""
+    return f"{', '.join(names)} not installed for {sys.executable}" if names else ""
 
 
 def check(paths: list[Path], *, train: bool) -> None:
-    """Raise a UserError with the problems of all files, each line beginning with its file."""
-    from clap_ds.config.settings import load_run  # not at the top: pydantic may be what is missing
+    """Raise a UserError that lists the problems of all files, one per line, each prefixed with its file."""
+    from clap_ds.config.settings import load_run  # not at the top: pydantic may be missing
 
     problems = []
     for path in paths:
@@ -46,7 +46,7 @@ def check(paths: list[Path], *, train: bool) -> None:
             continue
         needed = PACKAGES_FOR_SHARDS if run.clap.data.source == "shards" else ("fsspec",) if train else ()
         if lack := missing(needed):
-            problems.append(f"{path}: {lack}: `pip install 'clap-ds[train]'`")
+            problems.append(f"{path}: {lack}: run `pip install 'clap-ds[train]'`")
         elif train:
             from clap_ds.training.checks import problems_for_training
 
@@ -58,12 +58,12 @@ def check(paths: list[Path], *, train: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m clap_ds.check_runs", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
-    parser.add_argument("--train", action="store_true", help="what training needs besides, too")
+    parser.add_argument("--train", action="store_true", help="also check what training requires")
     arguments = parser.parse_args()
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     print("clap-check", json.dumps(versions), flush=True)
     if lack := missing(PACKAGES):
-        raise UserError(f"{lack}: `make setup` makes .venv, which has all, or name another python in the site file")
+        raise UserError(f"{lack}: run `make setup` and use .venv, or name another python in the site file")
     if arguments.files:
         check(arguments.files, train=arguments.train)
 

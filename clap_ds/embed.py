@@ -1,4 +1,4 @@
-"""Command: vectors of audio files, one for each file or window, as a table that is there once it is whole.
+"""Embed audio files, one vector per file or window, into a Parquet table written atomically.
 
 clap-embed CHECKPOINT sounds/ list.csv 'shards/*.tar' --output vectors.parquet
 """
@@ -22,7 +22,7 @@ from clap_ds.inference.vectors import About, blocks_of, check_suffix, write_tabl
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = options.make_parser("clap-embed", __doc__)
     options.add_audio_inputs(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the table, .parquet")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="write this .parquet file")
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)
 
@@ -32,14 +32,14 @@ def main(argv: list[str] | None = None) -> int:
     check_suffix(arguments.output)
     options.check_output(arguments.output)
     sources = find_sources(arguments.inputs)
-    clap = options.load_model(arguments.checkpoint, arguments)  # which loads torch
+    clap = options.load_model(arguments.checkpoint, arguments)  # imports torch
     rows = tqdm(options.embedded(clap, sources, arguments), unit="row", disable=None)
     source = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source
     given = {name: getattr(arguments, name) for name in ("windows", "overlap", "precision", "tokenizer", "preset")}
     about = About(source, clap.fingerprint, clap.dim, **given, version=VERSION)
     with replacing(arguments.output) as file:
         num_rows, left_out = write_table(file, about, blocks_of(rows, clap.dim))
-    print(f"{arguments.output}: {num_rows:,} rows of {len(sources):,} files")
+    print(f"{arguments.output}: {num_rows:,} rows from {len(sources):,} files")
     return options.left_out(len(sources), left_out)
 
 

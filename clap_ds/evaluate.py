@@ -1,4 +1,4 @@
-"""Command: audio–text retrieval and zero-shot classification of a checkpoint.
+"""Evaluate a checkpoint by audio–text retrieval and zero-shot classification.
 
 python clap_ds/evaluate.py CHECKPOINT --retrieval 'held_out/*.tar' --zero_shot 'held_out/*.tar'
 deepspeed clap_ds/evaluate.py CHECKPOINT --deepspeed_config my_run.json
@@ -16,7 +16,7 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
-    # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
+    # Launched by path: sys.path holds the package's folder, not its parent.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pydantic import ValidationError
@@ -52,22 +52,22 @@ NUM_BROKEN_SHOWN = 5
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = options.make_parser("clap_ds/evaluate.py", __doc__)
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights, or a name on the hub")
-    options.add_model_options(parser, precision="the configuration's, else fp32")
-    raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
+    add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights, or a Hub name")
+    options.add_model_options(parser, precision="the configuration's, or fp32")
+    raw = "evaluate the raw weights of a run with clap.train.ema, not their moving average"
     add("--raw", action="store_true", help=raw)
-    add("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
-    add("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
-    add("--class_field", metavar="FIELD", help="member of the json that names the class (default: kind)")
-    add("--template", action="append", metavar="TEXT", help="caption with {} for the class; repeatable")
-    add("--micro_batch", help=f"clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
-    add("--num_workers", type=whole_number(0), metavar="N", help="decoding processes per rank (default: 0)")
-    add("--json", help="write the results there, too", type=Path, metavar="FILE")
-    more = "write there, as JSON, each clip's ranks and scores and, of zero-shot, each class's results and the confusion matrix"
+    add("--retrieval", nargs="+", metavar="SHARDS", help="evaluate retrieval on tars of clips with captions")
+    add("--zero_shot", nargs="+", metavar="SHARDS", help="classify clips of tars that have a class in their json")
+    add("--class_field", metavar="FIELD", help="json field that holds the class (default: kind)")
+    add("--template", action="append", metavar="TEXT", help="set a caption with {} for the class; repeatable")
+    add("--micro_batch", help=f"set clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
+    add("--num_workers", type=whole_number(0), metavar="N", help="set decoding processes per rank (default: 0)")
+    add("--json", help="also write the results to this file", type=Path, metavar="FILE")
+    more = "write each clip's ranks and scores, zero-shot results per class and the confusion matrix to this JSON file"
     add("--predictions", help=more, type=Path, metavar="FILE")
-    more = "instead of a CHECKPOINT: what --json wrote for each fold; prints the mean and standard deviation of each metric"
+    more = "print each metric's mean and standard deviation over files written by --json (replaces CHECKPOINT)"
     add("--folds", help=more, type=Path, nargs="+", metavar="FILE")
-    more = "run with clap.evaluation: JSON, or a packaged one's name"
+    more = "read clap.evaluation from this run: a JSON file or packaged name"
     add("--deepspeed_config", help=more, type=Path, metavar="FILE")
     add_rank_options(parser)
     return parser.parse_args(argv)
@@ -86,7 +86,7 @@ def main(ranks: Ranks) -> None:
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
     try:
-        choose_accelerator()  # which loads torch
+        choose_accelerator()  # imports torch
         evaluate_checkpoint(settings, arguments, run, ranks)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -94,7 +94,7 @@ def main(ranks: Ranks) -> None:
 
 
 def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) -> EvaluationSettings:
-    """Take `clap.evaluation` of the configuration, if there is one, with the command line's changes."""
+    """Merge command-line options into the configuration's `clap.evaluation`, if any."""
 
     def given(**options: str) -> dict[str, Any]:
         return {field: value for field, name in options.items() if (value := getattr(arguments, name)) is not None}
@@ -107,8 +107,8 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
     changes = given(shards="zero_shot", class_field="class_field", templates="template")
     content["zero_shot"] = {**(content.get("zero_shot") or {}), **changes} or None
     if not (content.get("retrieval") or content["zero_shot"]):
-        where = f"{run.path} has no clap.evaluation" if run else "there is no --deepspeed_config"
-        raise UserError(f"nothing to evaluate: give --retrieval SHARDS, --zero_shot SHARDS or both ({where})")
+        where = f"{run.path} has no clap.evaluation" if run else "no --deepspeed_config given"
+        raise UserError(f"nothing to evaluate ({where}): give --retrieval SHARDS, --zero_shot SHARDS or both")
     try:
         return EvaluationSettings.model_validate(content)
     except ValidationError as error:
@@ -120,8 +120,8 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
 def evaluate_checkpoint(
     settings: EvaluationSettings, arguments: argparse.Namespace, run: RunSettings | None, ranks: Ranks
 ) -> None:
-    """Load, evaluate, print a table and write the JSON. A collective; a mistake found on any rank is every rank's UserError."""
-    # Loading torch takes seconds: only for an evaluation that can start.
+    """Load and evaluate a checkpoint, print a table and write JSON. Collective; a user error on any rank is raised on all."""
+    # Importing torch takes seconds: validate first.
     import torch
 
     from clap_ds.evaluation.evaluator import Evaluator
@@ -147,7 +147,7 @@ def evaluate_checkpoint(
     predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_first else None
     try:
         evaluation = evaluator.evaluate(model, predictions)
-    except ValueError as error:  # on all ranks alike
+    except ValueError as error:  # the same on all ranks
         raise UserError(str(error)) from None
     if ranks.is_first:
         where = {"checkpoint": checkpoint.path, "model": checkpoint.config.name, "world_size": ranks.world_size}
@@ -160,36 +160,36 @@ def evaluate_checkpoint(
 
 
 def print_folds(paths: list[Path]) -> None:
-    """Print each metric's mean, standard deviation and values over folds; a UserError where results aren't such."""
+    """Print each metric's mean, standard deviation and values over folds. Raises UserError for other files."""
     found: list[Any] = [read_object(path).get("metrics", {}) for path in paths]
     for path, metrics in zip(paths, found, strict=True):
         if not metrics or metrics.keys() != found[0].keys() or len(paths) < 2:
-            raise UserError(f"{path}: expected what --json wrote of two or more folds, with the same metrics")
+            raise UserError(f"{path}: expected --json results of two or more folds with the same metrics")
     for name in found[0]:
         values = [(1 if name == LOSS else 100) * metrics[name] for metrics in found]
         each = ", ".join(f"{value:.2f}" for value in values)
-        print(f"{name}: {mean(values):.2f} ± {stdev(values):.2f}{' %' * (name != LOSS)} ({len(values)} folds: {each})")
+        print(f"{name}: {mean(values):.2f} ± {stdev(values):.2f}{'%' * (name != LOSS)} ({len(values)} folds: {each})")
 
 
 def print_evaluation(evaluation: Evaluation, title: str) -> None:
-    """Print each metric, in percent but for the loss, with its interval and chance level, and what it rests on."""
+    """Print each metric (percent, except the loss) with its interval, chance level and counts."""
     from rich.table import Table
 
     from clap_ds.record.terminal import show
 
     table = Table("metric")
-    for name in ("value", "95 % interval", "chance"):
+    for name in ("value", "95% interval", "chance"):
         table.add_column(name, justify="right")
     for task, result in evaluation.tasks.items():
         counts = ", ".join(f"{count:,} {what}" for what, count in result.counts.items())
         table.add_section()
         table.add_row(f"{task} ({counts})", style="bold")
         for name, measure in result.measures.items():
-            factor, digits, unit = (1, 4, "") if name == LOSS else (100, 2, " %")
+            factor, digits, unit = (1, 4, "") if name == LOSS else (100, 2, "%")
             value, chance, low, high = (f"{factor * each:.{digits}f}" for each in astuple(measure))
             table.add_row(f"  {name}", value + unit, f"[{low}, {high}]", chance + unit)
     examples = "; ".join(map(str, evaluation.broken[:NUM_BROKEN_SHOWN]))
-    show(title, table, *[f"{len(evaluation.broken)} broken and left out, the first: {examples}"] * bool(examples))
+    show(title, table, *[f"skipped {len(evaluation.broken)} broken clips, first: {examples}"] * bool(examples))
 
 
 command = partial(run_command, main)

@@ -1,8 +1,8 @@
-"""Command: forward cost of one sample, in closed form and counted by DeepSpeed's profiler, in two conventions.
+"""Count one sample's forward FLOPs in closed form and with DeepSpeed's profiler, in two conventions.
 
     python -m clap_ds.flops --deepspeed_config ds_configs/htsat_tiny.json [--text_tokens L] [--json]
 
-`--counters analytic` needs no torch and answers at once, also on a login node. analysis/FLOPS.md says what is counted.
+`--counters analytic` needs no torch and runs on a login node. analysis/FLOPS.md defines what is counted.
 """
 
 from __future__ import annotations
@@ -40,30 +40,28 @@ if TYPE_CHECKING:
     Counts = dict[Convention, Count]
 
 EXACT = 1e-9
-"""Relative difference up to which counts agree: both are whole numbers, held as floats."""
+"""Relative tolerance for equal counts: both are integers stored as floats."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     description = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="clap_ds.flops", description=description, allow_abbrev=False)
     add, names, default = parser.add_argument, ["analytic", "deepspeed"], Path("htsat_tiny")
-    add("--deepspeed_config", type=Path, default=default, metavar="RUN", help="JSON file, or a packaged one's name")
-    add("--text_tokens", type=int, metavar="L", help="caption length (default: the run's clap.text_tokens)")
-    add("--counters", nargs="+", choices=names, default=names, help="default: both")
+    add("--deepspeed_config", type=Path, default=default, metavar="RUN", help="read this JSON file or packaged name")
+    add("--text_tokens", type=int, metavar="L", help="set tokens per caption (default: the run's clap.text_tokens)")
+    add("--counters", nargs="+", choices=names, default=names, help="choose counters (default: both)")
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Count and print; a UserError for a bad configuration or caption length."""
+    """Count and print. Raises UserError for an invalid configuration or caption length."""
     arguments = parse_arguments(argv)
     run = load_run(arguments.deepspeed_config)
     config = run.clap.preset()
     text_tokens = run.clap.text_tokens if arguments.text_tokens is None else arguments.text_tokens
     if not 1 <= text_tokens <= config.text.max_positions:
-        raise UserError(
-            f"--text_tokens {text_tokens}: expected 1 to {config.text.max_positions}, the positions of {config.name}"
-        )
+        raise UserError(f"--text_tokens {text_tokens}: {config.name} takes 1 to {config.text.max_positions} tokens")
     counts, parameters = count(config, text_tokens) if "deepspeed" in arguments.counters else ({}, None)
     report = make_report(config, text_tokens, counts) | {"parameters": parameters}
     if arguments.json:
@@ -73,8 +71,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def count(config: ClapConfig, text_tokens: int) -> tuple[Counts, dict[str, int]]:
-    """DeepSpeed's count by convention, and this engine's parameters."""
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, which is the report's
+    """Return the profiler's count per convention, and parameter counts."""
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, reserved for the report
         from clap_ds.flop_count.counters import build, count_by_deepspeed, parameter_counts
         from clap_ds.flop_count.published_model import published_model
 
@@ -85,7 +83,7 @@ def count(config: ClapConfig, text_tokens: int) -> tuple[Counts, dict[str, int]]
 
 
 def make_report(config: ClapConfig, text_tokens: int, counts: Counts) -> dict[str, Any]:
-    """The JSON report in GFLOPs a sample. `deepspeed` includes what the profiler can't see; null where not asked."""
+    """Build the JSON report in GFLOPs per sample. `deepspeed` includes operations its profiler misses; null if not run."""
     lengths = TextLengths.fixed(text_tokens)
     report: dict[str, Any] = {"preset": config.name, "text_tokens": text_tokens}
     for convention in CONVENTIONS:
@@ -102,7 +100,7 @@ def make_report(config: ClapConfig, text_tokens: int, counts: Counts) -> dict[st
 
 
 def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> None:
-    """The report as a table, both counts and the components, and what to know of it."""
+    """Print the report as a table of counts and components, with notes."""
     title = f"{config.title}, {report['text_tokens']} text tokens: forward GFLOPs per sample"
     table = Table("counted by")
     for convention in CONVENTIONS:
@@ -111,16 +109,16 @@ def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> 
     def add_row(name: str, gflops: Iterable[float], style: str | None = None) -> None:
         table.add_row(name, *(f"{value:.4f}" if value else "–" for value in gflops), style=style)
 
-    add_row("closed form, from the settings", [report[each]["analytic"] for each in CONVENTIONS])
+    add_row("closed form", [report[each]["analytic"] for each in CONVENTIONS])
     if counts:
         found = [counts[each] for each in CONVENTIONS]
-        add_row("DeepSpeed's profiler, 2 × MACs, by itself", [each.counted / 1e9 for each in found])
+        add_row("DeepSpeed's profiler alone, 2 × MACs", [each.counted / 1e9 for each in found])
         for part in dict.fromkeys(part for each in found for part in each.unseen):
-            add_row(f"  + {part}, which it can't see", [each.unseen.get(part, 0.0) / 1e9 for each in found])
-        add_row("  in all", [each.total / 1e9 for each in found])
+            add_row(f"  + {part}, not profiled", [each.unseen.get(part, 0.0) / 1e9 for each in found])
+        add_row("  total", [each.total / 1e9 for each in found])
     add_row("with the backward pass", [report[each]["training"] for each in CONVENTIONS])
     table.add_section()
-    table.add_row("component, by the closed form", style="bold")
+    table.add_row("component, closed form", style="bold")
     for name in report["model"]["components"]:
         shown = ("  of the stages: " if name in STAGE_VIEWS else "") + name.replace("_", " ")
         style = "bold" if name in ("audio_tower", "text_tower", "forward") else None
@@ -129,23 +127,23 @@ def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> 
 
 
 def agreement(report: dict[str, Any]) -> str:
-    """Whether DeepSpeed's profiler, with what it can't see, finds what the closed form does."""
+    """Return a line on whether the profiler, plus operations it misses, agrees with the closed form."""
     counted = [report[each] for each in CONVENTIONS if report[each]["deepspeed"]]
     worst = max((abs(each["deepspeed"] / each["analytic"] - 1) for each in counted), default=0.0)
     if worst > EXACT:
-        return f"NOT EXPLAINED: the profiler and the closed form are {100 * worst:.4f} % apart"
-    return "the profiler agrees with the closed form to the last FLOP" if counted else "the profiler was not asked"
+        return f"UNEXPLAINED: profiler and closed form differ by {100 * worst:.4f}%"
+    return "the profiler agrees with the closed form to the last FLOP" if counted else "the profiler was not run"
 
 
 def _notes(config: ClapConfig, report: dict[str, Any]) -> Iterator[str]:
     positions, usable = config.text.max_positions, config.text.max_tokens
     if report["parameters"]:
         millions = {name: f"{number / 1e6:.2f}" for name, number in report["parameters"].items()}
-        text = "parameters (M): audio {audio}, text {text}, total {total} as open_clip counts them; trained {trainable}"
+        text = "parameters (M): audio {audio}, text {text}, total {total} counted as in open_clip; trained {trainable}"
         yield text.format_map(millions)
-    yield f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; what is counted: analysis/FLOPS.md"
+    yield f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; definitions: analysis/FLOPS.md"
     if (tokens := report["text_tokens"]) > usable:
-        yield f"{tokens} tokens can be counted but not run: a caption can use {usable} of the {positions} positions"
+        yield f"{tokens} tokens can be counted but not run: captions can use {usable} of {positions} positions"
 
 
 command = partial(run_alone, main)

@@ -1,8 +1,8 @@
-"""Command: whether a run fits a GPU, how fast it will be and what it will cost, predicted without a GPU.
+"""Predict a run's memory, throughput and GPU hours without a GPU.
 
     clap-plan --deepspeed_config RUN --gpu h100-sxm --nodes 1 4 16 --gpus_per_node 4 [--find_micro_batch] [--json]
 
-docs/estimation.md says how, and what to trust.
+docs/estimation.md describes the method and its accuracy.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from clap_ds.flop_count.peaks import Gpu, gpu_named
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
 
-MOST_CLASSES = 4  # of operations, whose efficiencies are printed
+MOST_CLASSES = 4  # operation classes printed with their efficiencies
 GROWS_AS = "jupiter_htsat_tiny"
-"""The published series as whose step a step is assumed to grow with nodes."""
+"""Published series whose step-time growth with nodes is assumed."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     description = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="clap-plan", description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("--deepspeed_config", type=Path, required=True, metavar="RUN", help="JSON file, or a packaged one's name")
-    add("--gpu", required=True, help="such as h100-sxm; a wrong name lists them")
-    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help="scales (default: 1)")
-    add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="default: 4")
-    add("--find_micro_batch", action="store_true", help="look for the largest multiple of 8 that fits")
-    add("--samples", type=positive, help="samples to train on, each pass counted")
+    add("--deepspeed_config", type=Path, required=True, metavar="RUN", help="read this JSON file or packaged name")
+    add("--gpu", required=True, help="name the GPU, e.g. h100-sxm; an unknown name lists all")
+    add("--nodes", type=whole_number(), nargs="+", default=[1], metavar="N", help="set node counts (default: 1)")
+    add("--gpus_per_node", type=whole_number(), default=4, metavar="N", help="set GPUs per node (default: 4)")
+    add("--find_micro_batch", action="store_true", help="find the largest multiple of 8 that fits")
+    add("--samples", type=positive, help="estimate hours for this many training samples, repeats included")
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Plan and print; a UserError for a bad configuration or GPU, or a batch of one scale for several."""
+    """Predict and print. Raises UserError for a bad configuration or GPU, or a fixed global batch at several scales."""
     arguments = parse_arguments(argv)
     gpu = gpu_named(arguments.gpu)
     run = load_run(arguments.deepspeed_config, min(arguments.nodes) * arguments.gpus_per_node)
     if GLOBAL_BATCH in run.deepspeed and len(set(arguments.nodes)) > 1:
-        raise UserError(f"{run.path}: {GLOBAL_BATCH} holds at one scale; expected one of --nodes")
-    os.environ["DS_ACCELERATOR"] = "cpu"  # whatever this machine has, nothing is computed
+        raise UserError(f"{run.path}: {GLOBAL_BATCH} fits only one scale; give one value of --nodes, or remove it")
+    os.environ["DS_ACCELERATOR"] = "cpu"  # nothing is computed
     report = make_plan(run, gpu, arguments)
     print(json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report))
 
 
 def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The JSON report: memory at the largest scale, a step's time at the smallest."""
+    """Build the JSON report: memory at the largest scale, step time at the smallest."""
     from clap_ds.planning.memory import largest_micro_batch, memory_parts
     from clap_ds.planning.step import trace_step
 
@@ -92,7 +92,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
 
 def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
-    """Of one GPU of the smallest scale, what it sends left out."""
+    """Predict one GPU's speed at the smallest scale, without communication."""
     from clap_ds.planning.efficiency import class_of, efficiencies_of
     from clap_ds.planning.roofline import CASES, rates_of, seconds_by_part
 
@@ -115,8 +115,10 @@ def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
 def _scales(
     num_samples: int, step_s: dict[str, float], nodes: list[int], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Rates and efficiency at each number of nodes, by the law that foretold the published runs best. Ranges are of all step
-    times, each growing by as many seconds as in these runs and by as large a share; the middle time grows by half of each."""
+    """Predict throughput and efficiency per node count with the law that best predicted the published runs.
+
+    Ranges cover all step times, each growing by as many seconds or as large a share as published; the middle, half each.
+    """
     table = np.loadtxt(PUBLISHED_DIR / f"{GROWS_AS}.csv", delimiter=",", skiprows=1, usecols=(0, 2))
     published = Series(GROWS_AS, tuple((int(count), float(rate)) for count, rate in table)).fit(USUAL)
     batch = PUBLISHED_TABLES[GROWS_AS]["batch_per_gpu"]
@@ -144,27 +146,27 @@ def _scales(
 
 def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
     shares = [
-        f"{name} {100 * each['low']:.0f}–{100 * each['high']:.0f} % ({1000 * each['kernels_s']:.0f} ms; {each['source']})"
+        f"{name} {100 * each['low']:.0f}–{100 * each['high']:.0f}% ({1000 * each['kernels_s']:.0f} ms; {each['source']})"
         for name, each in sorted(classes.items(), key=lambda item: -item[1]["kernels_s"])[:MOST_CLASSES]
     ]
     return [
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
-        f"reached of these rates: {'; '.join(shares)}; others by clap_ds/planning/efficiency.py",
-        f"with more nodes a step grows as {USUAL}, as the published runs' ({GROWS_AS}): by as many seconds, or by as large a"
-        " share; data is always there in time",
+        f"share of these peaks reached: {'; '.join(shares)}; others: clap_ds/planning/efficiency.py",
+        f"step time grows with nodes as {USUAL}, as in the published runs ({GROWS_AS}): by as many seconds or as large a"
+        " share; no waiting for data",
     ]
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
+    """Format the report as Markdown."""
     rate, scales = report["samples_per_s_per_gpu"], report["scales"]
     largest = f"; largest micro-batch {size}" if (size := report["largest_micro_batch"]) else ""
     title = (
-        "## Predicted, nothing measured: {preset} on {gpu}, {precision}, micro-batch {micro_batch}, {text_tokens} text"
+        "## Predicted, not measured: {preset} on {gpu}, {precision}, micro-batch {micro_batch}, {text_tokens} text"
         " tokens, {text}\n\n{attention} attention, {mlp} MLPs, compile {compile}.\n\n{memory_gpus:,} GPUs: **{verdict}**,"
         " {peak_memory_gib:.1f} of {device_memory_gib:.1f} GiB{largest}.\n\n{step_gpus:,} GPUs: **{middle:,.0f}"
-        " samples/s/GPU** ({low:,.0f}–{high:,.0f}) before anything is sent."
+        " samples/s/GPU** ({low:,.0f}–{high:,.0f}) without communication."
     ).format(verdict="fits" if report["fits"] else "does NOT fit", largest=largest, **rate, **report)
     memory = [[part, f"{gib:.2f}"] for part, gib in report["memory_gib"].items() if gib >= 0.005]
     times = [[part, *(f"{1000 * cases[case]:.1f}" for case in cases)] for part, cases in report["step_s"].items()]
@@ -178,10 +180,10 @@ def render(report: dict[str, Any]) -> str:
     ]  # fmt: skip
     return "\n\n".join([
         title,
-        markdown_table([f"memory at the peak, {report['memory_gpus']:,} GPUs", "GiB"], memory),
-        markdown_table([f"step, {report['step_gpus']:,} GPUs", "ms at low rates", "middle", "high"], times),
+        markdown_table([f"peak memory, {report['memory_gpus']:,} GPUs", "GiB"], memory),
+        markdown_table([f"step, {report['step_gpus']:,} GPUs", "ms at low efficiency", "middle", "high"], times),
         markdown_table(header, rows),
-        "{gigabytes_moved:.0f} GB moved and {kernels:,} kernels a step, {tflop:.1f} TFLOP.".format(**report),
+        "Per step: {gigabytes_moved:.0f} GB moved, {kernels:,} kernels, {tflop:.1f} TFLOP.".format(**report),
         "Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"]),
     ])  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Command: which rows of a table of vectors are nearest to a text or a sound.
+"""Find the rows of an embedding table nearest to a text or an audio file.
 
 clap-search vectors.parquet "a dog barks far away"
 clap-search vectors.parquet --sound bark.wav --top 20 --output found.csv
@@ -21,12 +21,12 @@ from clap_ds.record.csv_text import write_csv
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     if bool((arguments.query or "").strip()) == bool(arguments.sound):
-        raise UserError("expected a text to look for, or --sound FILE")
+        raise UserError("expected either TEXT or --sound FILE")
     options.check_output(arguments.output)
     about, blocks = read_table(arguments.table)
     for name in ("tokenizer", "preset"):
         setattr(arguments, name, getattr(arguments, name) or getattr(about, name))
-    clap = options.load_model(arguments.model or about.model, arguments)  # which loads torch
+    clap = options.load_model(arguments.model or about.model, arguments)  # imports torch
     options.check_made_by(arguments.table, about, clap)
     which: Any = "middle" if about.windows == "middle" else "mean"
     sound = arguments.sound
@@ -40,12 +40,12 @@ def main(argv: list[str] | None = None) -> None:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = options.make_parser("clap-search", __doc__)
     add = parser.add_argument
-    add("table", type=Path, metavar="TABLE", help="that clap-embed wrote")
-    add("query", nargs="?", metavar="TEXT", help="what to look for")
-    add("--sound", metavar="FILE", help="instead of a text: an audio file")
-    add("--top", type=whole_number(1, 10**6), default=10, metavar="N", help="rows (default 10)")
-    add("--output", type=Path, metavar="FILE", help="the CSV (default: standard output)")
-    add("--model", metavar="CHECKPOINT", help="where the table's model is now (default: where it was)")
+    add("table", type=Path, metavar="TABLE", help="embedding table from clap-embed")
+    add("query", nargs="?", metavar="TEXT", help="text to search for")
+    add("--sound", metavar="FILE", help="search for this audio file instead of a text")
+    add("--top", type=whole_number(1, 10**6), default=10, metavar="N", help="return N rows (default: 10)")
+    add("--output", type=Path, metavar="FILE", help="write the CSV to this file (default: standard output)")
+    add("--model", metavar="CHECKPOINT", help="load the table's model from here (default: where it was)")
     options.add_model_options(parser)
     return parser.parse_intermixed_args(argv)
 

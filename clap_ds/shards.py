@@ -1,11 +1,11 @@
-"""Command: shards, from audio files to what training reads, and whether that is quick enough.
+"""Build and prepare training shards, and measure or estimate loader speed.
 
     clap-shards build clips.csv shards --held_out 0.05      audio files with captions → shards
-    clap-shards prepare 'shards/train-*.tar' mel --kind mel  shards → shards of what the model sees
+    clap-shards prepare 'shards/train-*.tar' mel --kind mel  shards → shards of model inputs
     clap-shards measure 'mel/*.tar'                         samples/s by workers
-    clap-shards size --clips 1000000 --link 100             bytes, files, time to copy, bandwidth that GPUs ask for
+    clap-shards size --clips 1000000 --link 100             bytes, files, copy time, bandwidth per GPU
 
-Each subcommand is a module of `clap_ds.data`, imported when it is the one that runs.
+Subcommands are modules of `clap_ds.data`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ COMMANDS = {
     "build": ("shard_making.build", "turn audio files with captions into shards"),
     "prepare": (
         "shard_making.prepare",
-        "turn shards into shards of waveforms or log-mel features, as a model sees them",
+        "turn shards into shards of waveforms or log-mel features, a model's inputs",
     ),
-    "measure": ("loader_speed", "how fast shards can be read and decoded, and how many workers a step needs"),
-    "size": ("shard_size", "what shards take of disks, links and file systems, before any is made"),
+    "measure": ("loader_speed", "measure how fast shards are read and decoded, and how many workers a step needs"),
+    "size": ("shard_size", "estimate what shards need of disks, links and file systems before building any"),
 }
-"""Subcommand → module, which has `add_…_options(parser)` and `run_…(options)`, and what it does."""
+"""Subcommand → (module of `clap_ds.data` with `add_…_options(parser)` and `run_…(options)`, help)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
-    """Run a subcommand; its exit code, if it gives one. UserError, ValueError and OSError as it raises them."""
+    """Run a subcommand and return its exit code, if any."""
     words = sys.argv[1:] if argv is None else [*argv]
     listed = "\n".join(f"  {name:9}{what}" for name, (_, what) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="clap-shards", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        description=f"{(__doc__ or '').splitlines()[0]}\n\n{listed}", epilog="Each has its own --help.",
+        description=f"{(__doc__ or '').splitlines()[0]}\n\n{listed}", epilog="Each subcommand has its own --help.",
     )  # fmt: skip
     parser.add_argument("command", choices=COMMANDS)
     name = parser.parse_args(words[:1]).command

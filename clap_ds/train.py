@@ -1,9 +1,9 @@
-"""Command: train a CLAP model on audio–caption data.
+"""Train a CLAP model on audio–caption data.
 
     deepspeed [--hostfile H] clap_ds/train.py --deepspeed_config my_run.json
 
-Resumes from the newest checkpoint of the same run if there is one. SIGTERM, SIGUSR1 and SIGHUP finish the step under way or the
-next, save and exit. Also runs under torchrun and, as a single rank, under plain python.
+Resumes from the run's newest checkpoint, if any. On SIGTERM, SIGUSR1 or SIGHUP it finishes the current or next step,
+saves and exits. torchrun also works, as does plain python with one rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 if __package__ in (None, ""):
-    # A launcher starts this file by its path, which puts the package's folder, not its parent, on the search path.
+    # Launched by path: sys.path holds the package's folder, not its parent.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import add_checkpoint_choices
@@ -49,8 +49,8 @@ def main(ranks: Ranks) -> None:
 
 
 def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> None:
-    """The whole run, of checked settings."""
-    # Loading torch and DeepSpeed takes seconds: only for a run that can start.
+    """Run a validated configuration."""
+    # Importing torch and DeepSpeed takes seconds: validate first.
     import torch
 
     from clap_ds.engine.building import build_model, fetch_from_hub
@@ -83,7 +83,7 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
 
 
 def draw(directory: Path) -> None:
-    """Draw the run's curves, where matplotlib is installed."""
+    """Draw the run's curves if matplotlib is installed."""
     try:
         from clap_ds.analysis.plot_run import draw_runs
 
@@ -91,11 +91,11 @@ def draw(directory: Path) -> None:
         draw_runs([directory], directory / "run.png")
         print(f"curves: {directory / 'run.png'}", flush=True)
     except (OSError, UserError) as error:
-        print(f"warning: no curves drawn: {error}", flush=True)
+        print(f"warning: curves not drawn: {error}", flush=True)
 
 
 def command() -> None:
-    """Console command `clap-train`."""
+    """Run the console command `clap-train`."""
     run_command(main)
 
 

@@ -1,4 +1,4 @@
-"""Shared fixtures, and what keeps a test run the same on every machine."""
+"""Shared fixtures, and settings that make test runs the same on every machine."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave their core to the other workers
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads leave their core to other workers
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -24,7 +24,7 @@ from tests.rank_pool import RankPool  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest starts first; of unit tests the longest modules, so that workers end together."""
+    """Start the slowest tests and modules first, so that workers end together."""
     sizes = {path: path.stat().st_size for path in {item.path for item in items}}
 
     def place(item: pytest.Item) -> tuple[bool, bool, int, Path]:
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers take whole modules, whose tests share fixtures; the cluster, of which there can be one, is one's alone."""
+    """Give whole modules, whose tests share fixtures, to workers, and the only cluster to one worker."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Modules(LoadScopeScheduling):  # --dist loadgroup names groups in a way that pytest 9.2 ignores
@@ -47,7 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was not tested for want of a program, and the command that installs it, after everything else."""
+    """Print skipped tests and the command that installs the missing programs, at the end."""
     skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", [])]
     reasons = [str(where[2]).removeprefix("Skipped: ") for where in skipped if isinstance(where, tuple)]
     for line in needs.summary(reasons):
@@ -55,7 +55,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _pool(world_size: int, **options: Any) -> Any:
-    """A fixture: processes for the whole test run, by default with a gloo group between them."""
+    """Make a fixture of processes for the whole test run, by default with a gloo group."""
 
     @pytest.fixture(scope="session")
     def pool() -> Iterator[RankPool]:
@@ -72,9 +72,9 @@ def _pool(world_size: int, **options: Any) -> Any:
 
 one_rank, two_ranks = _pool(1), _pool(2)
 eight_processes = _pool(8, grouped=False)
-"""To be joined in groups of any size up to that."""
+"""Processes to join in groups of any size up to this."""
 one_gpu, two_gpus = _pool(1, gpu=True), _pool(2, gpu=True)
-"""A process on each GPU; two have NCCL between them."""
+"""A process on each GPU; two use NCCL."""
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +85,8 @@ def nothing_left_running() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In the modules that test this project's CPU kernels, two threads, which share rows and columns; with a parameter, the
-    kernels of that implementation."""
+    """In modules that test this project's CPU kernels, use two threads, which share rows and columns; with a parameter, use
+    that implementation."""
     if not {"needs_kernels", "each_implementation"} & set(vars(request.module)):
         yield
         return
@@ -102,7 +102,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def micro_run(**changes: Any) -> dict[str, Any]:
-    """A run of the micro preset that takes seconds; `changes` replace top-level fields, `clap` is merged."""
+    """Return a run of the micro preset that takes seconds; `changes` replace top-level fields, `clap` is merged."""
     clap = {
         "model": {"preset": "micro", "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False},
         "text_tokens": 16,
@@ -122,7 +122,7 @@ def micro_run(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> Callable[..., Path]:
-    """Write a micro run's JSON, whose runs go to the test's own folder, and return its path."""
+    """Write a micro run's JSON, with output in the test's folder, and return its path."""
 
     def write(**changes: Any) -> Path:
         run = micro_run(**changes)

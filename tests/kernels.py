@@ -1,5 +1,5 @@
-"""This project's CPU kernels compiled for each instruction set that this processor has, and for AMX emulated by AVX-512;
-without any, why not, said once."""
+"""Compile this project's CPU kernels for each instruction set of this CPU, and for AMX emulated with AVX-512.
+Prints once why there are none."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ _HEADER = Path(__file__).parent / "native" / "emulated_amx.h"
 _EMULATION = (
     f'-DCLAP_EMULATED_AMX="{_HEADER}"',
     f"-DVERSION={zlib.crc32(_HEADER.read_bytes())}",
-)  # a new one is compiled anew
+)  # recompiled for a new version
 IMPLEMENTATIONS = {
     **library.IMPLEMENTATIONS,
     EMULATED: library.Implementation(library.AVX512, ("-mno-avx512bf16", "-DCLAP_AMX", *_EMULATION)),
@@ -28,7 +28,7 @@ _load = functools.cache(lambda name: _load_first())
 
 @contextmanager
 def compiled_for(name: str) -> Iterator[None]:
-    """Has the kernels be this implementation's."""
+    """Use this implementation's kernels."""
     library.kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "IMPLEMENTATIONS", {name: IMPLEMENTATIONS[name]})
@@ -38,18 +38,18 @@ def compiled_for(name: str) -> Iterator[None]:
 
 
 def _lacking() -> str:
-    if os.environ.get("CXX") == "false":  # how .ci/processors.py has everything done by torch's operations
+    if os.environ.get("CXX") == "false":  # .ci/processors.py disables native kernels like this
         return "$CXX is false, so no native kernels"
     return "" if library.executable() else library.unavailable()
 
 
 _LACKING = _lacking()
 needs_kernels = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
-"""Runs this project's CPU kernels, those that a run takes."""
+"""Run this project's CPU kernels as a run does."""
 each_implementation = pytest.mark.parametrize(
     "kernels",
     [pytest.param(name, marks=needs_kernels) for name in [*library.executable(), EMULATED]],
     indirect=True,
     scope="module",
 )
-"""Runs them in every implementation that this processor can execute, and in AMX's with its instructions emulated."""
+"""Run every implementation that this CPU supports, and AMX with emulated instructions."""

@@ -1,9 +1,8 @@
-"""Programs, libraries, rights and processors that some tests need beyond Python, make, git and g++; without them
-those tests are skipped.
+"""Skip tests that need programs, libraries, rights or CPUs that aren't available.
 
-The run's last lines say what was not tested and the one command that installs it. With `CLAP_TEST_EVERYTHING` set, as in CI,
-a missing program or right fails the test; a processor can't be installed. `python3 tests/needs.py` prints the Debian packages
-that are missing here (standard library only: it runs before anything is installed).
+The last lines of a run list what was skipped and the command that installs it. With `CLAP_TEST_EVERYTHING` set, as in CI,
+a missing program or right fails the test. `python3 tests/needs.py` prints the missing Debian packages (standard library
+only: it runs before anything is installed).
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ PACKAGES = {
     **{"munged": "munge", "pdsh": "pdsh", "sshd": "openssh-server", "ssh-keygen": "openssh-client"},
     **{"numactl": "numactl", "pkill": "procps", "g++": "g++"},
 }
-"""Debian's package of each program."""
+"""Debian package of each program."""
 CLUSTER = tuple(name for name in PACKAGES if name != "g++")
 BESIDE = {"slurm-wlm": ("slurm-wlm-basic-plugins",)}
-"""Packages that another only recommends."""
+"""Packages that others only recommend."""
 EVERYTHING = "CLAP_TEST_EVERYTHING"
 PREFIX = "needs "
 
 
 def where(program: str) -> str | None:
-    """Path of a program, also of one that only root's PATH has."""
+    """Return a program's path, also if only root's PATH has it."""
     return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 
 
 def missing_packages(programs: tuple[str, ...] = tuple(PACKAGES)) -> list[str]:
-    """Debian packages of those programs that aren't here."""
+    """Return the Debian packages of missing programs."""
     packages = dict.fromkeys(PACKAGES[program] for program in programs if not where(program))
     return [each for package in packages for each in (package, *BESIDE.get(package, ()))]
 
 
 def programs(*names: str) -> None:
-    """Skip the test, or fail it, where one of these isn't installed; as the others here do for what they are named after."""
+    """Skip or fail the test if one of these isn't installed; other functions here do so for what they are named after."""
     if absent := [name for name in names if not where(name)]:
         _do_without(", ".join(absent))
 
 
 def no_space(path: str) -> None:
-    """As DeepSpeed's launcher would hand this path to a shell in pieces."""
+    """DeepSpeed's launcher passes this path to a shell unquoted."""
     if " " in path:
         _do_without("an environment whose path has no space")
 
@@ -59,7 +58,7 @@ def root(what: str) -> None:
 
 
 def namespaces() -> None:
-    """Of networks, processes and mounts."""
+    """Need namespaces of networks, processes and mounts."""
     root("hosts are namespaces")
     trial = subprocess.run(["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True)
     if trial.returncode:
@@ -67,7 +66,7 @@ def namespaces() -> None:
 
 
 def package_index() -> None:
-    """One that pip reaches."""
+    """Need an index that pip can reach."""
     with tempfile.TemporaryDirectory() as folder:
         probe = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=0", "--timeout=15"]
         probe += ["--no-cache-dir", "--dest", folder, "annotated-doc"]
@@ -85,7 +84,7 @@ def _do_without(what: str) -> None:
 
 
 def summary(reasons: list[str]) -> list[str]:
-    """What a run's last lines say, given why tests were skipped."""
+    """Return a run's last lines, given the reasons of skipped tests."""
     counts = Counter(reason for reason in reasons if reason.startswith(PREFIX))
     if not counts:
         return []

@@ -1,6 +1,6 @@
-"""What the commands under test import, once for all processes forked from it (`tests/processes.py`).
+"""Imports of the commands under test, made once for all processes forked from here (`tests/processes.py`).
 
-Imports alone: nothing here may start a thread, which a fork would lose.
+Only imports: forks would lose threads started here.
 """
 
 import gc
@@ -18,6 +18,6 @@ import clap_ds.measuring.flops_profile
 import clap_ds.measuring.throughput
 import clap_ds.training.trainer  # noqa: F401
 
-dict(deepspeed.ops.__compatible_ops__)  # asks a compiler
+dict(deepspeed.ops.__compatible_ops__)  # calls a compiler
 gc.collect()
-gc.freeze()  # collections look at what a process makes itself
+gc.freeze()  # processes only scan their own objects

@@ -1,8 +1,7 @@
-"""Commands in processes of their own, forked from one that has imported torch, DeepSpeed and transformers already.
+"""Run commands in processes forked from one that has imported torch, DeepSpeed and transformers.
 
-Starting Python and importing them takes 5 s of a processor, many times what most commands under test then do. A few tests start
-Python itself, under every launcher; the others run the same files here, with the arguments, environment, folder, signals and
-exit codes that a process of their own has.
+These imports take 5 CPU seconds, much longer than most commands under test. A few tests start Python itself under every
+launcher; others run the same files here, with their own arguments, environment, folder, signals and exit codes.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ Constants = Mapping[str, object] | None
 
 
 def warm_context() -> ForkServerContext:
-    """Processes start from one that has imported `tests.preload`; it lives as long as this process."""
+    """Processes are forked from one that has imported `tests.preload` and lives as long as this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        # DeepSpeed looks for GPUs while it is imported, and CUDA once used is of no use to a fork.
+        # DeepSpeed looks for GPUs at import, and forks can't use an initialized CUDA.
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         forkserver.ensure_running()
     return context
@@ -45,19 +44,19 @@ _started: list[Command] = []
 
 
 def end_all() -> None:
-    """Kill what a failed test has left running."""
+    """Kill processes left running by a failed test."""
     for command in _started:
         command.kill()
     _started.clear()
 
 
 class Command:
-    """A Python command that runs, with what `subprocess.Popen` has of it.
+    """A running Python command, with an interface like `subprocess.Popen`.
 
     Args:
-        arguments: as Python gets them: a file, `-m` and a module or `-c` and a program, and what follows.
+        arguments: Python's arguments: a file, `-m` and a module or `-c` and a program, and its arguments.
         env: the whole environment.
-        constants: other values for constants of modules (`module.NAME`), such as a time to wait for somebody.
+        constants: values that replace module constants (`module.NAME`), such as timeouts.
     """
 
     def __init__(
@@ -83,11 +82,7 @@ class Command:
         return self._process.exitcode
 
     def wait(self, timeout: float = TIMEOUT_S) -> int:
-        """Its exit code, or the number of the signal that ended it, negative.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs.
-        """
+        """Return its exit code, or the negative number of a fatal signal. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(self.args, timeout, self.stdout.encode(), self.stderr.encode())
@@ -102,7 +97,7 @@ class Command:
 
     @property
     def stdout(self) -> str:
-        """All it has written so far."""
+        """Its output so far."""
         return self._stdout.read_text()
 
     @property
@@ -113,7 +108,7 @@ class Command:
 def ranks(
     arguments: Arguments, world_size: int, *, env: Mapping[str, str], cwd: Path = ROOT, constants: Constants = None
 ) -> list[Command]:
-    """A command on every rank of this machine, as launchers start it. None of them ends the others when one has ended."""
+    """Start a command on every rank, like a launcher, but don't end the others when one ends."""
     size, address = str(world_size), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **address} for rank in range(world_size)]
     envs = [{**env, **place, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} for place in places]
@@ -123,7 +118,7 @@ def ranks(
 def run(
     arguments: Arguments, *, env: Mapping[str, str] | None = None, cwd: Path = ROOT, check: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, as `subprocess.run` does; one that takes longer than `TIMEOUT_S` is killed."""
+    """Run a command like `subprocess.run`, and kill it after `TIMEOUT_S`."""
     command = Command(arguments, env=env, cwd=cwd)
     try:
         code = command.wait()
@@ -137,7 +132,7 @@ def run(
 def _become(
     arguments: list[str], environment: dict[str, str], cwd: str, outputs: list[Path], constants: dict[str, object]
 ) -> None:
-    """In the forked process: take on what a new process is given, and run the command."""
+    """Set up the forked process like a new one, and run the command."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
@@ -145,7 +140,7 @@ def _become(
         with path.open("a") as file:
             os.dup2(file.fileno(), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.set_start_method(None, force=True)  # the platform's, where this process's own would be handed down
+    multiprocessing.set_start_method(None, force=True)  # the platform's default, not this process's
 
     import torch
 
@@ -162,7 +157,7 @@ def _become(
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     elif how == "-m":
         sys.argv = rest
-        sys.modules.pop(rest[0], None)  # imported already, where others import it
+        sys.modules.pop(rest[0], None)  # already imported elsewhere
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(how, run_name="__main__")

@@ -1,4 +1,4 @@
-"""Several ranks in one test: a pool of processes with a process group between them, kept for the whole test run."""
+"""A pool of rank processes with a process group, kept for the whole test run."""
 
 import os
 import traceback
@@ -17,8 +17,8 @@ class RankPool:
     """`world_size` processes that run a function together and return each rank's result.
 
     Args:
-        gpu: let them see the machine's GPUs; they start from nothing, for the others' parent sees none.
-        grouped: join them by DeepSpeed; otherwise `in_group_of` joins some of them for one call, without loading DeepSpeed.
+        gpu: make GPUs visible; such processes are spawned, as the usual parent sees none.
+        grouped: join them with DeepSpeed; otherwise `in_group_of` joins some for one call, without DeepSpeed.
     """
 
     def __init__(self, world_size: int, *, gpu: bool = False, grouped: bool = True) -> None:
@@ -33,12 +33,12 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Results of `function(*arguments)` by rank; a rank's exception is raised here with its traceback."""
+        """Return results of `function(*arguments)` by rank; re-raise a rank's exception with its traceback."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers = []
         for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(TIMEOUT_S), f"rank {rank} gave no answer in {TIMEOUT_S} s"
+            assert pipe.poll(TIMEOUT_S), f"rank {rank} didn't respond within {TIMEOUT_S} s"
             answers.append(pipe.recv())
         for rank, (failed, result) in enumerate(answers):
             assert not failed, f"rank {rank}:\n{result}"
@@ -73,7 +73,7 @@ def in_group_of(world_size: int, store: str, function: Callable[..., Any], *argu
     """Run `function` on the first `world_size` ranks of an ungrouped pool, with a gloo group between them; None on the others.
 
     Args:
-        store: a file that doesn't exist yet, for the ranks to find each other.
+        store: a new file for the rendezvous.
     """
     import torch.distributed as dist
 

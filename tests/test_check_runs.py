@@ -1,4 +1,4 @@
-"""Runs' JSONs checked without torch, in one process."""
+"""Validate run configurations without torch, in one process."""
 
 import json
 import os
@@ -51,5 +51,7 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     for data in ({"source": "synthetic"}, shards):
         (tmp_path / f"{data['source']}.json").write_text(json.dumps(micro_run(clap={"data": data})))
     check_runs.check([tmp_path / "synthetic.json"], train=False)
-    with pytest.raises(UserError, match=r"shards.json: .+ has no webdataset: `pip install 'clap-ds\[train\]'`"):
+    with pytest.raises(
+        UserError, match=r"shards.json: webdataset not installed for .+: run `pip install 'clap-ds\[train\]'`"
+    ):
         check_runs.check([tmp_path / "shards.json"], train=False)

@@ -1,5 +1,4 @@
-"""Files that colleagues could put where they are read or written: each command ends by itself, with a message or without the
-file, and writes and deletes nothing elsewhere."""
+"""Malicious files in shared folders: every command ends, reports or skips the file, and never writes or deletes elsewhere."""
 
 import os
 import resource
@@ -56,7 +55,7 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     BOMBS[bomb](path)
-    with suppress(UserError, ValueError, OSError):  # which every command tells in one line
+    with suppress(UserError, ValueError, OSError):  # reported by every command in one line
         READERS[name](tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
 

@@ -1,4 +1,4 @@
-"""Commands of README and docs/ that can run here are typed as they stand there; what pages name is there."""
+"""Runs commands of README and docs/ verbatim if possible here, and checks that the names they use exist."""
 
 import json
 import os
@@ -38,7 +38,7 @@ FIELDS = {path for path, _ in SECTIONS} | {
 PROFILES = ("docs/clusters.md", "docs/infiniband_nccl.md")
 """Pages whose JSON blocks are cluster profiles."""
 WALKTHROUGH = r"^## From clone to scaling plot\n.*?(?=^## )"
-"""tests/cluster/test_walkthrough.py types its lines on a cluster."""
+"""Run by tests/cluster/test_walkthrough.py on a cluster."""
 
 
 def blocks(kind: str, *pages: str) -> list[str]:
@@ -84,7 +84,7 @@ def test_configurations_shown_are_valid(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("command", LOADED)
 def test_programs_scripts_and_configurations_are_there(command: str) -> None:
-    """Of commands that are too large for here."""
+    """Check commands that are too large to run here."""
     program, *words = shlex.split(command)
     assert (Path(sys.executable).parent / program).exists()
     script, config = next(word for word in words if word.endswith(".py")), words[words.index("--deepspeed_config") + 1]
@@ -95,7 +95,7 @@ def test_programs_scripts_and_configurations_are_there(command: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout, as cloned, but for the runs that README's analysis is of."""
+    """A copy of the checkout as cloned, plus the runs that README analyzes."""
     folder = tmp_path / "clap-ds"
     left_out = shutil.ignore_patterns(".*", "runs", "wheelhouse", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
@@ -130,7 +130,7 @@ KINDS = ("dog", "chirping_birds", "door_wood_knock")
 PROGRAMS = {"deepspeed": "clap_ds.train"} | {
     f"clap-{n}": f"clap_ds.{n}" for n in ("shards", "evaluate", "embed", "search")
 }
-TINY = {  # what differs here from the page's run; LAION's weights are random numbers of that preset's sizes
+TINY = {  # differences from the page's run; LAION's weights are random numbers of that preset's sizes
     "train_micro_batch_size_per_gpu": 4,
     "bf16": {"enabled": False},
     "scheduler": {"params": {"total_num_steps": 2, "warmup_num_steps": 1}},
@@ -149,7 +149,7 @@ def merged(into: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def typed(command: str, place: Path) -> str:
-    """Type a command, in a loop for the first two folds alone; what it prints."""
+    """Run a command, with loops over two folds only, and return its output."""
     command = re.sub(r"\bin (1 2|2) [\d ]+;", r"in \1;", command)
     if loop := re.fullmatch(r"for k in ([\d ]+); do (.*); done", command):
         return "".join(typed(loop[2].replace("$k", k), place) for k in loop[1].split())
@@ -163,7 +163,7 @@ def typed(command: str, place: Path) -> str:
 
 @pytest.mark.end_to_end
 def test_the_recipe_of_esc50_leads_to_a_score(tmp_path: Path) -> None:
-    """On a small folder of the data set's layout."""
+    """Use a small folder in the data set's layout."""
     (root := tmp_path / "ESC-50-master" / "meta").mkdir(parents=True)
     (sounds := tmp_path / "ESC-50-master" / "audio").mkdir()
     lines = ["filename,fold,target,category,esc10,src_file,take"]

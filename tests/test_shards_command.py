@@ -1,4 +1,4 @@
-"""The command that has all of shards' subcommands: it loads the one that runs, and says of mistakes what they are."""
+"""clap-shards: loads only the subcommand that runs, and reports errors."""
 
 import sys
 

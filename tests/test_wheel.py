@@ -1,4 +1,4 @@
-"""The wheel installs, and its commands start in a folder that is no checkout."""
+"""The wheel installs, and its commands start outside a checkout."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ def _pip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where it is installed, with every other package taken from this environment."""
+    """Install the wheel in a folder, with other packages from this environment."""
     root = tmp_path_factory.mktemp("wheel")
     for folder in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -36,7 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     held = set(zipfile.ZipFile(wheel).namelist())
     paths = (Path(at, name) for at, _, names in os.walk(ROOT / "clap_ds", followlinks=True) for name in names)
     ours = {str(path.relative_to(ROOT)) for path in paths if path.suffix in (".py", ".json", ".cpp", ".h", ".sh")}
-    assert ours <= held, "files of the package that the wheel lacks"
+    assert ours <= held, "package files missing from the wheel"
     return root / "site"
 
 

@@ -1,4 +1,4 @@
-"""Types of command-line arguments, and options that commands share. Standard library only."""
+"""Argument types and options shared by commands. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def whole_number(low: int = 1, high: int | None = None) -> Callable[[str], int]:
-    """For `type=` of argparse: a whole number of at least `low`, and at most `high` where there is one."""
+    """Return an argparse `type=` for whole numbers from `low`, up to `high` if given."""
     expected = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
     return partial(_parse, int, lambda value: low <= value and (high is None or value <= high), expected)
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
-    """For `type=` of argparse: a number from `low` to `high`."""
+    """Return an argparse `type=` for numbers from `low` to `high`."""
     return partial(_parse, float, lambda value: low <= value <= high, f"a number from {low:,.12g} to {high:,.12g}")
 
 
@@ -28,16 +28,16 @@ def _parse(kind: type[Any], fits: Callable[[Any], bool], expected: str, text: st
 
 
 positive = partial(_parse, float, lambda value: 0 < value < float("inf"), "a number above 0")
-"""For `type=` of argparse: a number above 0."""
+"""An argparse `type=` for numbers above 0."""
 
 
 def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
-    """Options of training that has checkpoints: what to do with them."""
-    group = parser.add_argument_group("where there are checkpoints (default: resume from the newest good one)")
-    group.add_argument("--restart", action="store_true", help="move them into a folder beside theirs and start anew")
-    changes = "resume though tokenizer, model, precision, optimizer or trained towers are others than the checkpoint's"
+    """Add training's options for existing checkpoints."""
+    group = parser.add_argument_group("if checkpoints exist (default: resume from the newest valid one)")
+    group.add_argument("--restart", action="store_true", help="move them to a folder next to theirs and start over")
+    changes = "resume even if tokenizer, model, precision, optimizer or trained towers differ from the checkpoint's"
     group.add_argument("--accept_changes", action="store_true", help=changes)
-    skip = "leave out the batches of steps A to B, such as those that gave a loss of NaN"
+    skip = "skip the batches of steps A to B, e.g. those with a NaN loss"
     group.add_argument("--skip_steps", type=_steps, metavar="A-B", help=skip)
 
 
@@ -46,4 +46,4 @@ def _steps(text: str) -> tuple[int, int]:
     with contextlib.suppress(ValueError):
         if 1 <= int(first) <= int(last or first):
             return int(first), int(last or first)
-    raise argparse.ArgumentTypeError(f"expected a step or two, such as 5 or 5-6, found {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a step or a range, such as 5 or 5-6, found {text!r}")

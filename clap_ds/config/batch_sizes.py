@@ -1,4 +1,4 @@
-"""Micro-batch, gradient accumulation and global batch, worked out in this one place. Standard library only."""
+"""Compute micro-batch, gradient accumulation and global batch. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MICRO_BATCH, ACCUMULATION, GLOBAL_BATCH = NAMES
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples of a rank's forward pass, those passes in an optimiser step, and samples of a step over all ranks."""
+    """Samples per rank and forward pass, forward passes per optimizer step, and samples per step on all ranks."""
 
     micro_batch: int
     accumulation_steps: int
@@ -21,8 +21,8 @@ class BatchSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], world_size: int | None) -> BatchSizes:
-        """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does. Without a `world_size` ranks are the
-        fewest that the numbers allow. ValueError, a line each, where a number is missing, isn't one or contradicts others."""
+        """Read a configuration as `DeepSpeedConfig._set_batch_related_parameters` does; without `world_size`, for the fewest
+        ranks that fit. Raises ValueError, one line per missing, invalid or contradictory number."""
         given = {name: config[name] for name in NAMES if config.get(name) is not None}
         problems = [
             f"{name}: expected a whole number, at least 1, found {json.dumps(value)}"
@@ -30,7 +30,7 @@ class BatchSizes:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1
         ]
         if MICRO_BATCH not in given and GLOBAL_BATCH not in given:
-            problems.append(f"{MICRO_BATCH}: missing; expected the samples of a GPU's forward pass, or {GLOBAL_BATCH}")
+            problems.append(f"{MICRO_BATCH}: missing; expected samples per GPU and forward pass, or {GLOBAL_BATCH}")
         if problems:
             raise ValueError("\n".join(problems))
         numbers: list[Any] = [given.get(name) for name in NAMES]
@@ -49,6 +49,6 @@ class BatchSizes:
         return sizes
 
     def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration with what is a rank's; a global batch that was given stays, for DeepSpeed to check."""
+        """Add the per-rank sizes to a configuration; a given global batch stays for DeepSpeed to check."""
         kept = {name: value for name, value in config.items() if name not in NAMES or value is not None}
         return {**kept, MICRO_BATCH: self.micro_batch, ACCUMULATION: self.accumulation_steps}

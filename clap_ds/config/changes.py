@@ -1,4 +1,4 @@
-"""A copy of a run's JSON with some fields changed, for one job of many."""
+"""Copy a run's JSON with some fields changed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from clap_ds.config.places import find_config
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A run's JSON, as it stands, by its path or by the name of a packaged one; raises as `find_config` and `read_object`."""
+    """Read a run's JSON, unchecked, by path or packaged name. Raises UserError."""
     return read_object(find_config(path))
 
 
 def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """The same JSON with `a.b.c` set, and the sections on the way; a UserError where one of them isn't an object."""
+    """Return a copy with `a.b.c` set, creating sections as needed. Raises UserError if one isn't an object."""
     first, _, rest = name.partition(".")
     if rest and not isinstance(inner := content.get(first, {}), dict):
         raise UserError(f"{name}: {first} is {json.dumps(inner)}, not an object")
@@ -25,7 +25,7 @@ def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`a.b=1e-4` as name and value, a string where it isn't JSON; a UserError without a name or `=`."""
+    """Parse `a.b=1e-4` to name and value, a string unless valid JSON. Raises UserError without a name or `=`."""
     name, equals, value = text.partition("=")
     if not equals or not all(name.split(".")):
         raise UserError(f"{text!r}: expected NAME=VALUE, such as optimizer.params.lr=1e-4")
@@ -36,20 +36,20 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse_varied(text: str) -> tuple[str, list[Any]]:
-    """`a.b=1,2` as name and values; a UserError without `=`, for an empty name or value, and for a value twice."""
+    """Parse `a.b=1,2` to name and values. Raises UserError for a missing `=`, an empty part or a repeated value."""
     name, equals, values = text.partition("=")
     found = [parse_assignment(f"{name}={value}")[1] for value in values.split(",")] if equals and name else []
     if not found or "" in found:
         raise UserError(f"--vary {text!r}: expected NAME=VALUE,VALUE…, such as clap.compile=off,towers")
     if len({json.dumps(value) for value in found}) < len(found):
-        raise UserError(f"--vary {text!r}: the same value twice")
+        raise UserError(f"--vary {text!r}: a value is repeated")
     return name, found
 
 
 def with_output(
     content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
-    """The same JSON with a label for the run, by default one it has or its file's name, and a root where it has none."""
+    """Return a copy with an output label (default: its own, or its file's name), and `root` unless it has one."""
     output = {"root": root} if root else {}
     output |= {"label": stem} | flatten(content.get("clap", {}).get("output", {})) | ({"label": label} if label else {})
     return with_field(content, "clap.output", output)

@@ -1,4 +1,4 @@
-"""What is wrong with a run's JSON, in words a user can act on; which of DeepSpeed's fields there are."""
+"""Explain errors in a run's JSON, and list the allowed DeepSpeed fields."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ DEEPSPEED_FIELDS: dict[str, Any] = {
     "steps_per_print": (PositiveInt | None, None),
     **dict.fromkeys(NAMES, (Any, None)),
 }
-"""Type and default of the top-level names of a DeepSpeed configuration that plain data-parallel CLAP training has a use for.
-DeepSpeed ignores a name it doesn't know, so that a misspelt one would silently change the run."""
+"""Type and default of the top-level DeepSpeed fields that data-parallel CLAP training uses. DeepSpeed silently ignores unknown
+names, so a typo would change the run."""
 
 
 def engine_problems(content: Object) -> list[str]:
-    """What DeepSpeed's sections ask of an engine that isn't to be had, or leave open that matters."""
+    """Return problems in DeepSpeed's sections: unsupported values, and required ones that are missing."""
     stage, autocast = content.get("zero_optimization", {}).get("stage", 0), content.get("torch_autocast", {})
     dtype = autocast.get("dtype", "bfloat16") if autocast.get("enabled") else "bfloat16"
     problems = {
         f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}": stage != 0,
-        f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)}: DeepSpeed keeps the loss scale that float16'
-        " needs in no checkpoint; fp16.enabled does": str(dtype).removeprefix("torch.") != "bfloat16",
-        "optimizer.type: missing; expected one of DeepSpeed's, such as AdamW": "type"
+        f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)}: DeepSpeed doesn\'t checkpoint the loss scale'
+        " that float16 needs here; use fp16.enabled": str(dtype).removeprefix("torch.") != "bfloat16",
+        "optimizer.type: missing; expected a DeepSpeed optimizer, such as AdamW": "type"
         not in content.get("optimizer", {}),
-        "gradient_clipping: missing; DeepSpeed would clip to 1.0 in bf16 but not in fp32, so say which is meant (0.0 for none,"
-        " as the published runs had)": "gradient_clipping" not in content,
+        "gradient_clipping: missing; DeepSpeed's default is 1.0 in bf16 and none in fp32, so set it (0.0 for none, as in the"
+        " published runs)": "gradient_clipping" not in content,
     }
     return [problem for problem, is_there in problems.items() if is_there]
 
 
 def missing_monitors(deepspeed: Object) -> list[str]:
-    """A problem for each of DeepSpeed's monitors that is asked for and whose package isn't installed."""
+    """Return a problem for each enabled DeepSpeed monitor whose package isn't installed."""
     return [
-        f"{name}.enabled: {package} is not installed; pip install {package}, or set it to false"
+        f"{name}.enabled: {package} is not installed; run `pip install {package}` or set it to false"
         for name, package in (("wandb", "wandb"), ("comet", "comet_ml"))
         if deepspeed.get(name, {}).get("enabled") and importlib.util.find_spec(package) is None
     ]
 
 
 def explain(details: Any, root: type[BaseModel]) -> str:
-    """Put one of a `root`'s `ValidationError.errors()` in a line: field, expectation, what was found, the nearest name."""
+    """Format one of `ValidationError.errors()` in a line: field, expected, found, nearest valid name."""
     place = details["loc"]
     parts = [str(part) for before, part in zip((None, *place), place, strict=False) if (before, part) not in _KINDS]
     field, kind, section = ".".join(parts), details["type"], ".".join(parts[:-1])
@@ -72,11 +72,11 @@ def explain(details: Any, root: type[BaseModel]) -> str:
 
 
 _KINDS = {("data", kind) for kind in DATA_SOURCES}
-"""Which pydantic adds to the place of a mistake."""
+"""Parts that pydantic inserts in an error's location."""
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """List the dotted names of all fields."""
+    """Yield the dotted names of all fields."""
     for name, field in section.model_fields.items():
         yield prefix + name
         for inner in sections_of(field.annotation):

@@ -1,6 +1,6 @@
-"""The sizes that a `transformers.ClapModel`'s `config.json` tells, in the form of `presets/*.json`; what either calls a field.
+"""Convert the `config.json` of a `transformers.ClapModel` to the format of `presets/*.json`, without transformers.
 
-Read without transformers. What the model here lacks is refused with the reason.
+Unsupported models are rejected with the reason.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from clap_ds.config.files import object_in
 from clap_ds.config.model_names import PRESET_DIR
 
-# What HTSAT and RoBERTa here are, whatever their sizes; transformers' defaults, too.
+# Fixed properties of HTSAT and RoBERTa here, and transformers' defaults.
 FIXED_AUDIO = {
     "hidden_act": "gelu",
     "qkv_bias": True,
@@ -22,7 +22,7 @@ FIXED_AUDIO = {
 }
 OF_FUSION: dict[str, list[Any]] = {"fusion_type": [None, "aff_2d"], "aff_block_r": [4]}
 FIXED_TEXT = {"hidden_act": "gelu", "type_vocab_size": 1, "pad_token_id": 1}
-# Our field → theirs, in one of transformers' objects each.
+# Our field → transformers' field, one dict per object.
 AUDIO = {
     "attention_window": "window_size",
     "mel_bins": "num_mel_bins",
@@ -51,10 +51,10 @@ FRONT_END = {
 
 
 def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str, Any]:
-    """Make a preset's sections, unchecked, of the fields of a `config.json` and a `preprocessor_config.json`. Absent ones are
-    transformers' defaults, `clap_htsat_tiny_roberta_base`. ValueError names a field of another model."""
+    """Convert `config.json` and `preprocessor_config.json` to a preset's sections, unchecked. Missing fields take transformers'
+    defaults, `clap_htsat_tiny_roberta_base`. Raises ValueError naming an unsupported field."""
     if fields.get("model_type") != "clap":
-        raise ValueError(f"config.json is of model_type {fields.get('model_type')!r}, expected 'clap'")
+        raise ValueError(f"config.json has model_type {fields.get('model_type')!r}, expected 'clap'")
     audio, text = ({**(fields.get(f"{tower}_config") or {})} for tower in ("audio", "text"))
     patch, ratio = _side(audio.get("patch_size", 4)), audio.get("mlp_ratio", 4.0)
     fusion = bool(audio.get("enable_fusion", False))
@@ -70,7 +70,7 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
     for field, found, expected in checks:
         if found not in expected:
             only = " or ".join(map(repr, expected))
-            raise ValueError(f"{field} is {found!r}, only {only} is supported")
+            raise ValueError(f"{field} is {found!r}; only {only} is supported")
     tiny = object_in(PRESET_DIR / "clap_htsat_tiny_roberta_base.json")
     projection = {"hidden_dim": joint_dim, "activation": activation, "bias": True}
     tiny["audio"]["fusion"] = False
@@ -86,13 +86,13 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
 
 
 def read_clap(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """`sizes_of_clap` of the fields of a `config.json` and of the `preprocessor_config.json` beside it, if there is one.
-    ValueError, with the file, for what can't be read or isn't supported."""
+    """Call `sizes_of_clap` with a `config.json` and the `preprocessor_config.json` next to it, if any.
+    Raises ValueError, with the file, if they are unreadable or unsupported."""
     front_end = path.with_name("preprocessor_config.json")
     more = object_in(front_end) if front_end.exists() else {}
     try:
         return sizes_of_clap(fields, more)
-    except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # of fields of wrong types
+    except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # fields of wrong types
         raise ValueError(f"{path}: can't be read: {type(error).__name__}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -102,5 +102,5 @@ def _side(size: Any) -> int:
     if isinstance(size, int):
         return size
     if len(set(size)) != 1:
-        raise ValueError(f"patches must be square, got {list(size)}")
+        raise ValueError(f"patches must be square, found {list(size)}")
     return int(size[0])

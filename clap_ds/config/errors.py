@@ -1,4 +1,4 @@
-"""What a command says of a mistake that its user can mend: one message, and the exit code 2. Standard library only."""
+"""User errors: one message and exit code 2. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable, Collection
 from typing import NoReturn
 
 USER_ERROR = 2
-"""Exit code of a run refused for something its user can mend."""
+"""Exit code of a run rejected for a user error."""
 INTERRUPTED = 130
 
 
 class UserError(Exception):
-    """A mistake to be shown as one message, without a traceback."""
+    """An error to print as one message, without a traceback."""
 
 
 class AgreedError(UserError):
-    """One that every rank knows of, so that rank 0 speaks for all."""
+    """A UserError raised on every rank, so that only rank 0 prints it."""
 
 
 Mistakes = tuple[type[Exception], ...]
@@ -26,8 +26,8 @@ MISTAKES: Mistakes = (UserError, ValueError, OSError)
 
 
 def exit_code_of(action: Callable[[], object], mistakes: Mistakes = MISTAKES) -> int:
-    """Run a command: its own exit code if it gives one, 0, 2 with one message where it raises one of `mistakes`, whose further
-    lines are indented under the first, or 130 after Ctrl-C."""
+    """Run a command and return its exit code: its own or 0, 2 with a message (further lines indented) for `mistakes`, or 130
+    after Ctrl-C."""
     try:
         code = action()
     except KeyboardInterrupt as stop:
@@ -41,19 +41,19 @@ def exit_code_of(action: Callable[[], object], mistakes: Mistakes = MISTAKES) ->
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape what isn't printable but for the characters `kept`: text that others have written could steer a terminal."""
+    """Escape unprintable characters except `kept`: foreign text could control the terminal."""
     escaped = lambda each: each.encode("unicode_escape", "replace").decode()  # noqa: E731
     return "".join(each if each.isprintable() or each in kept else escaped(each) for each in text)
 
 
 def run_alone(main: Callable[[], object], mistakes: Mistakes = (UserError, OSError)) -> NoReturn:
-    """Run the main function of a command that no launcher starts, and end with its exit code."""
+    """Run the main function of a single-process command and exit with its code."""
     sys.exit(exit_code_of(main, mistakes))
 
 
 def did_you_mean(name: str, candidates: Collection[str], most_listed: int = 12) -> str:
-    """What to add to a message about an unknown name: the nearest one that there is, or all of them where they are few."""
+    """Return a hint about an unknown name: the nearest candidate, or all if they are few."""
     close = difflib.get_close_matches(name, candidates, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; there are {', '.join(candidates)}" if 0 < len(candidates) <= most_listed else ""
+    return f"; expected one of {', '.join(candidates)}" if 0 < len(candidates) <= most_listed else ""

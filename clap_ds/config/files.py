@@ -1,6 +1,6 @@
-"""Files that others may have written are read within limits, and files are replaced in one go. Standard library only.
+"""Read untrusted files within limits, and replace files atomically. Standard library only.
 
-A file in a shared folder may be a pipe, as large as a disk, or JSON that no parser gets through: see `SECURITY.md`.
+A file in a shared folder may be a pipe, huge, or JSON nested too deeply: see `SECURITY.md`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, BinaryIO
 from clap_ds.config.errors import UserError
 
 MOST_BYTES = 64 * 2**20
-"""Of a file that is read whole: the manifest of 100,000 shards has 15 MB."""
+"""Limit for files read whole; the manifest of 100,000 shards has 15 MB."""
 LONGEST_LINE = 2**20
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file for reading. Raises OSError for another kind, which might keep a reader for ever."""
+    """Open a regular file for reading. Raises OSError for other kinds, which might block forever."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -35,22 +35,22 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 @contextlib.contextmanager
 def pinned(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give libraries that take no open file a path to this regular file, whatever takes its place."""
+    """Yield a path to this regular file that stays valid if it is replaced, for libraries that take no open file."""
     with open_regular(path) as file:
         yield f"/proc/self/fd/{file.fileno()}"
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """Read a regular file; raises OSError where it can't be read, or has more than `most` bytes."""
+    """Read a regular file. Raises OSError if it is unreadable or has more than `most` bytes."""
     with open_regular(path) as file:
         content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
-        if content is None or len(content) > most:  # it may grow meanwhile
+        if content is None or len(content) > most:  # it may have grown
             raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
         return content
 
 
 def read_lines(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Iterator[bytes]:
-    """Read lines of a regular file, without their ends, up to one that is too long. Raises OSError as `open_regular`."""
+    """Yield a regular file's lines without line ends, up to the first that is too long. Raises OSError."""
     with open_regular(path) as file:
         while (line := file.readline(longest + 1)) and len(line) <= longest:
             yield line.rstrip(b"\r\n")
@@ -59,24 +59,24 @@ def read_lines(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Ite
 def parse_json(
     content: bytes | str, pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
 ) -> Any:
-    """Parse JSON in UTF-8. Raises ValueError for what can't be read, or couldn't be written as UTF-8 again."""
+    """Parse UTF-8 JSON. Raises ValueError if it is invalid or can't be encoded as UTF-8 again."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     try:
         found = json.loads(text, object_pairs_hook=pairs_hook)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if "\\u" in text:  # perhaps half of a surrogate pair, of which the error is a ValueError
+    if "\\u" in text:  # half a surrogate pair raises ValueError
         json.dumps(found, ensure_ascii=False).encode()
     return found
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file; raises OSError as `read_bytes`, ValueError as `parse_json`."""
+    """Read a JSON file. Raises OSError or ValueError."""
     return parse_json(read_bytes(path))
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a ValueError says where it can't be read, holds something else, or has a field twice."""
+    """Read a JSON object. Raises ValueError, with the place, if it is unreadable, no object, or repeats a field."""
     try:
         content = parse_json(read_bytes(path), _refuse_duplicates)
     except json.JSONDecodeError as error:
@@ -91,7 +91,7 @@ def object_in(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object as `object_in`, of which the error is a UserError."""
+    """Read a JSON object like `object_in`, but raise UserError."""
     try:
         return object_in(path)
     except ValueError as error:
@@ -101,17 +101,17 @@ def read_object(path: Path) -> dict[str, Any]:
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     if len(found := dict(pairs)) < len(names):
-        raise ValueError(f"field {next(name for name in found if names.count(name) > 1)!r} stands twice in one object")
+        raise ValueError(f"field {next(name for name in found if names.count(name) > 1)!r} appears twice in one object")
     return found
 
 
 def write_object(path: Path, content: Any) -> None:
-    """Replace a JSON file in one go; what JSON can't hold becomes text."""
+    """Replace a JSON file atomically; values that aren't JSON become strings."""
     write_atomically(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """List fields at any depth by their dotted names, sections without fields left out."""
+    """Flatten nested fields to dotted names, dropping empty sections."""
     flat: dict[str, Any] = {}
     for name, value in section.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
@@ -119,21 +119,19 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file or folder inside one that a run owns, and return its descriptor. Raises OSError for a link, which somebody
-    else may have put there."""
+    """Open a file or folder inside a run's folder and return its descriptor. Raises OSError for a link, possibly an attack."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     except OSError as error:
         error.strerror = (
-            "is a link, and nothing is written through one: delete it" if os.path.islink(path) else error.strerror
+            "is a link, which is never followed for writing: delete it" if os.path.islink(path) else error.strerror
         )
         raise
 
 
 @contextlib.contextmanager
 def own_folder(path: Path) -> Iterator[Path]:
-    """Make a folder inside one that a run owns, and give a path to it that leads nowhere else, whatever takes its place. Raises
-    OSError as `open_own`."""
+    """Create a folder inside a run's folder and yield a path that stays valid if it is replaced. Raises OSError."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(parents=True)
     number = open_own(path, os.O_DIRECTORY)
@@ -145,7 +143,7 @@ def own_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def drafted(target: Path) -> Iterator[Path]:
-    """Give a new folder to fill, out of others' reach, which becomes `target` unless an error is raised. Raises OSError."""
+    """Yield a new private folder that becomes `target` unless an error is raised. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     outer = Path(tempfile.mkdtemp(".partial", f".{target.name}.", target.parent))
     try:
@@ -158,16 +156,16 @@ def drafted(target: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Replace a file in one go. Raises OSError where it can't be written; what was there stays."""
+    """Replace a file atomically. On OSError the old file stays."""
     with replacing(Path(path)) as file:
         file.write(text.encode())
 
 
 @contextlib.contextmanager
 def replacing(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a file, by default in the folder of `path`, that takes its place once all of it is on the disk. Raises OSError
-    where it can't be; what was there stays then."""
-    partial = (folder or path.parent) / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat from host to host
+    """Open a temporary file, by default in the folder of `path`, that replaces `path` once it is on disk.
+    On OSError the old file stays."""
+    partial = (folder or path.parent) / f".{path.name}.{os.urandom(8).hex()}"  # process ids repeat across hosts
     try:
         with partial.open("xb") as file:
             yield file

@@ -1,7 +1,4 @@
-"""What a CLAP model is made of: the typed form of `presets/*.json`, and of what a path to sizes names.
-
-Nothing here imports torch, so that FLOPs and parameter counts can be worked out on a login node.
-"""
+"""Typed sizes of a CLAP model, from `presets/*.json` or a path. Imports no torch, so it works on login nodes."""
 
 from __future__ import annotations
 
@@ -20,26 +17,26 @@ from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
 PAD_TOKEN_ID = 1  # RoBERTa's
 TEXT_TOKENS = 77
-"""Most tokens of a caption where nothing says how long those of training were: LAION's."""
+"""Default caption length if the training length is unknown: LAION's."""
 CHANNELS = 4
-"""Spectrograms of a file for a model with feature fusion: the whole of it, and parts from its front, middle and back."""
+"""Spectrograms per file with feature fusion: all of it, and crops from its front, middle and back."""
 INT16_SCALE = 32768
-"""int16 of full scale, as libsndfile has it: 16-bit audio comes through as it was."""
+"""int16 value of full scale, as in libsndfile: 16-bit audio passes unchanged."""
 NARROWING = 4
-"""By how much the attention of feature fusion narrows its channels."""
+"""Channel reduction factor of feature fusion's attention."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
-"""Each is built, with or without numbers in it: somebody else's configuration mustn't ask for millions."""
+"""Bounded because each layer is built: an untrusted configuration must not request millions."""
 Activation = Literal["relu", "gelu"]
 
 
 PRESETS = f"{', '.join(preset_names())}; or the path of a preset's JSON, of a ClapModel's folder or config.json"
-"""What `load_preset` takes, for messages."""
+"""Values that `load_preset` accepts, for messages."""
 
 
 class Sizes(BaseModel):
-    """Base of every preset section: unknown fields are refused and values don't change after loading."""
+    """Base of preset sections: rejects unknown fields and is frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -72,21 +69,21 @@ class AudioConfig(Sizes):
     num_classes: PositiveInt
     projection: ProjectionConfig
     fusion: bool = False
-    """LAION-CLAP's feature fusion, by which files longer than a clip are heard whole."""
+    """LAION-CLAP's feature fusion, which processes files longer than a clip whole."""
 
     @property
     def num_frames(self) -> int:
-        """STFT frames of one clip (centred frames, so one more than the hops that fit)."""
+        """STFT frames per clip (centered, so one more than the hops that fit)."""
         return self.num_samples // self.hop_size + 1
 
     @property
     def feature_shape(self) -> tuple[int, int]:
-        """Of one clip's log-mel features."""
+        """Shape of a clip's log-mel features: (frames, mel bins)."""
         return self.num_frames, self.mel_bins
 
     @property
     def clip_shape(self) -> tuple[int, ...]:
-        """Of one clip as audio files are read for this model: a waveform or, with fusion, log-mel features."""
+        """Shape of a clip as read from audio files: a waveform or, with fusion, log-mel features."""
         return (CHANNELS, *self.feature_shape) if self.fusion else (self.num_samples,)
 
     @property
@@ -105,7 +102,7 @@ class AudioConfig(Sizes):
 
     @property
     def freq_ratio(self) -> int:
-        """How many time segments are stacked along frequency to make the image square."""
+        """Number of time segments stacked along frequency to make the image square."""
         return self.image_size // self.mel_bins
 
     @property
@@ -129,10 +126,10 @@ class AudioConfig(Sizes):
 
 
 class TextConfig(Sizes):
-    """One of `transformers`' encoders. `hub_name` is the checkpoint of its tokenizer and pretrained weights."""
+    """A `transformers` text encoder. `hub_name` is the checkpoint of its tokenizer and pretrained weights."""
 
     architecture: Literal["roberta", "bert"] = "roberta"
-    """What `transformers` calls it; DistilRoBERTa is a `roberta` of 6 layers."""
+    """`transformers`' name; DistilRoBERTa is a `roberta` with 6 layers."""
     hub_name: str
     vocab_size: PositiveInt
     max_positions: PositiveInt
@@ -141,7 +138,7 @@ class TextConfig(Sizes):
     num_heads: PositiveInt
     intermediate_size: PositiveInt
     layer_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """roberta-base's; `transformers.ClapModel` checkpoints carry 1e-12."""
+    """Default of roberta-base; `transformers.ClapModel` checkpoints have 1e-12."""
     pooling: Literal["cls_pooler", "mean"]
     projection: ProjectionConfig
 
@@ -151,17 +148,17 @@ class TextConfig(Sizes):
 
     @property
     def first_position(self) -> int:
-        """Row of the position table that a caption's first token takes: RoBERTa leaves two unused."""
+        """Position index of a caption's first token: RoBERTa leaves two unused."""
         return 0 if self.architecture == "bert" else PAD_TOKEN_ID + 1
 
     @property
     def max_tokens(self) -> int:
-        """Longest caption."""
+        """Maximum tokens per caption."""
         return self.max_positions - self.first_position
 
     @property
     def ends_with_first_token(self) -> bool:
-        """Whether the last layer computes each caption's first token alone past its keys and values."""
+        """Whether the last layer computes only the first token, except for keys and values."""
         return self.pooling == "cls_pooler"
 
     @model_validator(mode="after")
@@ -169,12 +166,12 @@ class TextConfig(Sizes):
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} doesn't divide into num_heads {self.num_heads}")
         if self.max_tokens < 2:
-            raise ValueError(f"max_positions {self.max_positions} leaves positions for {self.max_tokens} tokens")
+            raise ValueError(f"max_positions {self.max_positions} leaves only {self.max_tokens} tokens, expected 2")
         return self
 
 
 class ClapConfig(Sizes):
-    """A whole CLAP model: both towers and the joint embedding they project to."""
+    """A CLAP model: both towers and their joint embedding."""
 
     name: str
     audio: AudioConfig
@@ -187,14 +184,14 @@ class ClapConfig(Sizes):
 
 
 def load_preset(name: str) -> ClapConfig:
-    """Load the sizes of what `PRESETS` tells. Raises ValueError, in a line, for anything else."""
+    """Load the sizes named by one of `PRESETS`. Raises ValueError with one line."""
     names, known = preset_names(), preset_of(name)
     if known in names:
         return parse_sizes(object_in(PRESET_DIR / f"{known}.json"), known)
     path = Path(os.path.abspath(name))
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise ValueError(f"no preset {name!r}{did_you_mean(name, names, most_listed=0)}; there are {PRESETS}")
+        raise ValueError(f"no preset {name!r}{did_you_mean(name, names, most_listed=0)}; expected one of {PRESETS}")
     content = object_in(path)
     if "model_type" in content:
         return parse_sizes(read_clap(path, content), path.parent.name, str(path))
@@ -202,7 +199,7 @@ def load_preset(name: str) -> ClapConfig:
 
 
 def parse_sizes(content: dict[str, Any], name: str, where: str = "") -> ClapConfig:
-    """A preset's content, which may have a name of its own; raises ValueError, in a line, with `where` and what is wrong."""
+    """Validate a preset's content, which may override `name`. Raises ValueError with one line that starts with `where`."""
     try:
         return ClapConfig.model_validate({"name": name, **content})
     except ValidationError as error:
@@ -211,7 +208,7 @@ def parse_sizes(content: dict[str, Any], name: str, where: str = "") -> ClapConf
 
 
 def _explain(details: Any) -> str:
-    """A field, what was expected of it, and the nearest name of one that there isn't."""
+    """Format a field, what was expected, and the nearest valid name."""
     field = ".".join(map(str, details["loc"]))
     if details["type"] != "extra_forbidden":
         message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
@@ -221,7 +218,7 @@ def _explain(details: Any) -> str:
 
 
 def preset_argument(text: str) -> str:
-    """For `type=` of argparse: what `load_preset` takes."""
+    """Validate a preset, as an argparse `type=`."""
     try:
         load_preset(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Names of the models that have a preset. Standard library only."""
+"""Names of presets. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ PRESET_DIR = Path(__file__).with_name("presets")
 
 
 def preset_names() -> list[str]:
-    """Of all presets, sorted."""
+    """List all presets, sorted."""
     return sorted(path.stem for path in PRESET_DIR.glob("*.json"))
 
 
 def preset_of(name: str) -> str:
-    """The preset of a model's name as published (`HTSAT-tiny-Roberta-base`) or as open_clip's (`CLAP-HTSAT-base-Roberta-base`);
-    else the name. Some of open_clip's with `CLAP-` are models of their own, the others those without it."""
+    """Map a published (`HTSAT-tiny-Roberta-base`) or open_clip name (`CLAP-HTSAT-base-Roberta-base`) to its preset, if any.
+    Some of open_clip's `CLAP-` names are separate models, others the same as without it."""
     plain, known = name.casefold().replace("-", "_"), preset_names()
     return next((each for each in (plain, plain.removeprefix("clap_")) if each in known), name)

@@ -1,4 +1,4 @@
-"""Where this installation's own files are, where its runs go, and which commit it is of. Standard library only."""
+"""Paths of this installation and its runs, and its commit. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from pathlib import Path
 VERSION = "0.1.0"
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent if (PACKAGE / "launch").is_symlink() else None
-"""The checkout this runs from, an editable installation's too; None where a wheel was installed."""
+"""The checkout of this code, also for an editable installation; None for a wheel."""
 CONFIGS = PACKAGE / "ds_configs"
 COMMIT_FILE = "commit.txt"
-"""In the package, written when a wheel or a source archive is built: the commit they were built from."""
+"""File in built packages with the commit they were built from."""
 
 
 def work_folder() -> Path:
-    """The checkout, or else the working folder: runs go there, and relative paths start there."""
+    """Return the base of relative paths and runs: the checkout, or the working folder."""
     return CHECKOUT or Path.cwd()
 
 
 def cache_folder() -> Path:
-    """Where what can be had again is kept: `$XDG_CACHE_HOME/clap_ds`, by default below `~/.cache`."""
+    """Return the cache folder `$XDG_CACHE_HOME/clap_ds`, by default in `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clap_ds"
 
 
 def code_folder(name: str) -> Path:
-    """Make a folder of the cache into which nobody else can write. Raises PermissionError where it is another user's."""
+    """Create a cache folder that only this user can write. Raises PermissionError if it is another user's."""
     folder = cache_folder() / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.geteuid():
-        raise PermissionError(1, "belongs to another user, who might have put any code there", str(folder))
+        raise PermissionError(1, "belongs to another user, who could have put code there", str(folder))
     folder.chmod(0o700)
     return folder
 
 
 def find_config(path: Path) -> Path:
-    """A run's JSON: the file of that path if there is one, or else the packaged one of that name (`htsat_tiny`); a UserError
-    with the packaged names where there is neither."""
+    """Return the path of a run's JSON: this file, or the packaged one of that name (`htsat_tiny`).
+    Raises UserError with the packaged names if there is neither."""
     packaged = CONFIGS / path.with_suffix(".json").name
     if path.parent == Path() and path.suffix in ("", ".json") and not path.is_file() and packaged.is_file():
         return packaged
     if not path.exists():
-        from clap_ds.config.errors import UserError, did_you_mean  # not at the top: setup.py runs this file by itself
+        from clap_ds.config.errors import UserError, did_you_mean  # not at the top: setup.py runs this file alone
 
         names = sorted(file.stem for file in CONFIGS.glob("*.json"))
         hint = did_you_mean(str(path), [*map(str, path.parent.glob("*.json")), *names], most_listed=0)
@@ -52,13 +52,12 @@ def find_config(path: Path) -> Path:
 
 
 def commit() -> str | None:
-    """Commit of this code: of a checkout, with a `+` when files differ from it; of a wheel, the one it was built from. None
-    where that isn't known."""
+    """Return the commit of this code, with a `+` if a checkout's files differ, or None if unknown."""
     if CHECKOUT is None:
         recorded = PACKAGE / COMMIT_FILE
         return recorded.read_text().strip() if recorded.is_file() else None
     if not (CHECKOUT / ".git").exists():
-        return None  # files without their own repository, perhaps inside another one
+        return None  # no repository, or inside another one
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(CHECKOUT), *words]
@@ -71,7 +70,7 @@ def commit() -> str | None:
 
 
 def version(package: str) -> str | None:
-    """Version of a package that is installed here, without importing it; None where it isn't."""
+    """Return an installed package's version without importing it, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

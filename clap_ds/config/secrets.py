@@ -1,6 +1,7 @@
-"""What mustn't stand in records, logs and reports, which are sent to colleagues: values of options and parts of URLs that open
-something. Credentials belong into the environment, which isn't recorded; people type them nevertheless. Standard library
-only."""
+"""Redact secrets in options and URLs from records, logs and reports, which people share.
+
+Credentials belong in the environment, which isn't recorded. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _FOUND = [re.compile(pattern, re.IGNORECASE) for pattern in _PATTERNS]
 
 
 def redacted(text: str) -> str:
-    """Text with `[hidden]` for what looks like a secret: `--hf_token=…`, `HF_TOKEN=…`, a presigned URL's parameters,
+    """Replace what looks like a secret by `[hidden]`: `--hf_token=…`, `HF_TOKEN=…`, a presigned URL's parameters,
     `://user:password@`."""
     for pattern in _FOUND:
         text = pattern.sub(rf"\1{HIDDEN}", text)
@@ -30,12 +31,12 @@ def redacted(text: str) -> str:
 
 
 def redacted_words(words: Iterable[str]) -> list[str]:
-    """A command's words, of which one may be the value of the option before it."""
+    """Redact a command's words, where a secret may follow its option."""
     return redacted("\0".join(words)).split("\0")
 
 
 def redacted_all(content: Any) -> Any:
-    """The same in all texts of what JSON holds."""
+    """Redact all strings of a JSON value."""
     if isinstance(content, str):
         return redacted(content)
     if isinstance(content, dict):

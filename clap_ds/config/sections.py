@@ -1,7 +1,4 @@
-"""The sections of `clap`: every field's name, type and default, and beside it what it means.
-
-`docs/reference.md` is made from these.
-"""
+"""The sections of `clap`: name, type, default and meaning of every field. `docs/reference.md` is generated from them."""
 
 from __future__ import annotations
 
@@ -23,45 +20,45 @@ Template = Annotated[str, Field(pattern=r"\{\}")]
 
 
 class Section(BaseModel):
-    """Base of every `clap` section: unknown fields and wrong types are refused."""
+    """Base of every `clap` section: unknown fields and wrong types are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
-    """The sections that a field's type is made of: one, where it may be null, too; one for each kind of `data`; or none."""
+    """Return the sections in a field's type: none, one (also if nullable), or one per kind of `data`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
 class ModelSettings(Section):
-    """Which model, and how its towers run while training."""
+    """The model, and how its towers run in training."""
 
     preset: str | ClapConfig = "htsat_tiny_roberta_base"
-    """Sizes of the model: one of `clap_ds/config/presets`, also by its published name (`HTSAT-tiny-Roberta-base`); or the path
-    of a JSON like these, or of a `transformers.ClapModel`'s folder or `config.json`."""
+    """Model sizes: a preset in `clap_ds/config/presets` or its published name (`HTSAT-tiny-Roberta-base`), or the path of a
+    preset's JSON or of a `transformers.ClapModel`'s folder or `config.json`."""
     text_from_hub: bool = False
-    """Start the text tower from the preset's pretrained weights (needs a hub or its local cache)."""
+    """Initialize the text tower from the preset's pretrained weights (needs the Hub or its local cache)."""
     drop_path: Probability = 0.1
-    """Stochastic depth of the last audio block; earlier blocks have linearly less (LAION's training default)."""
+    """Stochastic depth of the last audio block, decreasing linearly to earlier blocks (LAION's default)."""
     text_dropout: Probability = 0.1
-    """Dropout of the text tower's hidden states and attention weights."""
+    """Dropout of hidden states and attention weights in the text tower."""
     spec_augment: bool = True
-    """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
+    """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, like LAION's training code."""
     attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
-    """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' where they run), on CUDA
-    `triton` where it compiles and runs, else `sdpa`."""
+    """Window attention kernel of the audio tower. `auto`: on CPUs `clap.cpu_kernels` if available, else `matmul`; on CUDA
+    `triton` if it compiles and runs, else `sdpa`."""
     mlp: Literal["auto", "torch", "triton"] = "auto"
-    """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
-    and keeps no hidden activations. `auto`: on CUDA `triton` where it compiles and runs, elsewhere `torch`."""
+    """MLP kernel of the audio blocks: unfused `torch`, or `triton`, which fuses MLPs up to 256 channels wide and stores no
+    hidden activations. `auto`: on CUDA `triton` if it compiles and runs, else `torch`."""
     checkpoint_activations: list[Tower] = []
-    """Towers that keep only each block's input and compute the rest again backward: a third more work, much less memory."""
+    """Towers with activation checkpointing per block: a third more compute, much less memory."""
 
     @field_validator("preset", mode="before")
     @classmethod
     def _preset_of(cls, given: Any) -> Any:
-        """A path is read here and now, so that what the run has is what its record says, wherever it is resumed."""
+        """Read a path now, so that the run's record has its content when resumed elsewhere."""
         if isinstance(given, dict):
             return parse_sizes(given, "own")
         is_path = isinstance(given, str) and preset_of(given) not in preset_names()
@@ -69,29 +66,29 @@ class ModelSettings(Section):
 
 
 class SyntheticData(Section):
-    """Random waveforms, in int16 until they are on the device, and random captions, seeded per rank."""
+    """Random waveforms (int16 until on the device) and captions, seeded per rank."""
 
     source: Literal["synthetic"]
-    """Which of the two kinds of `data` this is."""
+    """Selects this kind of `data`."""
     placement: Literal["host", "device"] = "host"
-    """`host`: batches lie in (pinned) host memory and are copied every step; `device`: they are already there."""
+    """`host`: batches are copied from (pinned) host memory every step; `device`: they are already on the device."""
     caption_lengths: PositiveInt | dict[str, Annotated[float, Field(ge=0)]] | None = None
-    """Real tokens per caption: a number, or a histogram {"length": weight}; null fills every one of `text_tokens`."""
+    """Tokens per caption without padding: a number, or a histogram {"length": weight}; null: all `text_tokens`."""
     num_batches: PositiveInt = 2
-    """Distinct batches per rank, used in turn."""
+    """Distinct batches per rank, cycled."""
 
 
 class ShardData(Section):
     """WebDataset tars of encoded audio with captions."""
 
     source: Literal["shards"]
-    """Which of the two kinds of `data` this is."""
+    """Selects this kind of `data`."""
     shards: str | list[str] | dict[str, PositiveFloat]
-    """Tar files: a path, a brace pattern (`train-{000..127}.tar`), a wildcard, any fsspec URL, or a list of these. A mixture:
-    {"pattern": weight}, the weights being shares of the samples."""
+    """Tar files: a path, brace pattern (`train-{000..127}.tar`), wildcard or fsspec URL, or a list of these. Mixture:
+    {"pattern": weight}, with weights as shares of the samples."""
     sampling: Literal["epochs", "replacement"] = "epochs"
-    """`epochs`: every item comes once in each epoch, for which shards are local or have a `manifest.json`; otherwise, and in a
-    mixture, whole shards are divided over the workers. `replacement`: every worker draws shards from all of them."""
+    """`epochs`: every item once per epoch, if shards are local or have a `manifest.json`; otherwise, and for mixtures, workers
+    share whole shards. `replacement`: every worker draws from all shards."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
@@ -99,14 +96,13 @@ class ShardData(Section):
     shuffle_buffer: NonNegativeInt = 1000
     """Samples held for shuffling in each worker."""
     waveforms: Literal["float32", "int16"] = "int16"
-    """How audio travels to the device: `int16`, as LAION-CLAP was trained, rounds samples by at most 1.5e-5; `float32`
-    doesn't. Both clip them to ±1."""
+    """Type of audio sent to the device: `int16`, as in LAION-CLAP's training, rounds by up to 1.5e-5. Both clip to ±1."""
     cache_gb: NonNegativeFloat = 50.0
-    """GB (1e9 bytes) of disk per host for copies of remote shards, in `$XDG_CACHE_HOME/clap_ds/shards`."""
+    """Disk cache of remote shards per host in GB (1e9 bytes), in `$XDG_CACHE_HOME/clap_ds/shards`."""
 
     @property
     def has_epochs(self) -> bool:
-        """Whether every item comes once before any comes again, where it is known how many each shard has."""
+        """Whether every item comes once before any repeats, if shard sizes are known."""
         return self.sampling == "epochs" and not (isinstance(self.shards, dict) and len(self.shards) > 1)
 
 
@@ -119,125 +115,125 @@ class LossSettings(Section):
     """The contrastive loss over the global batch."""
 
     kind: Literal["softmax", "sigmoid"] = "softmax"
-    """`softmax`: CLIP's and CLAP's symmetric cross entropy; `sigmoid`: SigLIP's pairwise loss, with a learned bias."""
+    """`softmax`: symmetric cross entropy of CLIP and CLAP; `sigmoid`: SigLIP's pairwise loss with a learned bias."""
 
 
 class BenchSettings(Section):
-    """The measuring protocol: warm-up steps are dropped, then `windows` windows of `steps_per_window` steps are timed."""
+    """The benchmark protocol: warm-up steps, then `windows` timed windows of `steps_per_window` steps."""
 
     warmup_steps: NonNegativeInt = 10
-    """Steps before anything is timed."""
+    """Untimed steps at the start."""
     windows: Annotated[int, Field(ge=2)] = 10
-    """Timed windows; samples/s is all their samples over all their seconds."""
+    """Timed windows; samples/s is their total samples over their total seconds."""
     steps_per_window: PositiveInt = 5
-    """Steps timed together, between two synchronisations of the device."""
+    """Steps timed together between device synchronizations."""
     breakdown_steps: NonNegativeInt = 5
-    """Steps of the second, instrumented pass that says where the time goes; 0 leaves it out."""
+    """Steps of the instrumented pass that breaks down a step's time; 0 skips it."""
 
 
 class HardwareSettings(Section):
-    """The peak that utilisation is a share of."""
+    """The peak for MFU."""
 
     peak_tflops: PositiveFloat | None = None
-    """Dense bf16 peak of one device; null: from this project's table, by the device's name."""
+    """Dense bf16 peak of one device in TFLOPS; null: looked up by the device's name."""
 
 
 class OutputSettings(Section):
-    """Where the run directory is made."""
+    """Location of run directories."""
 
     root: str = "runs"
-    """Folder of the run directories, relative to the checkout or, installed, to the working folder."""
+    """Folder of run directories, relative to the checkout or, for an installed wheel, to the working folder."""
     label: str | None = None
-    """First part of the run directory's name; the configuration file's name when null."""
+    """Prefix of the run directory's name; null: the configuration file's name."""
 
 
 class DebugSettings(Section):
-    """What helps to find out why a run hangs or dies; costs some speed and much log."""
+    """Diagnostics for runs that hang or crash; slower, with long logs."""
 
     enabled: bool = False
-    """Crashes leave Python stacks on the terminal and a core, NCCL says more, and no rank is ended for standing still.
-    A collective may take 5 minutes, not half an hour."""
+    """Print Python stacks and dump core on crashes, make NCCL verbose and disable hang detection. Collectives time out after 5
+    minutes instead of 30."""
 
 
 class TrainSettings(Section):
-    """How long training goes on, what it starts from and what a batch is."""
+    """Training length, initial weights and gradient accumulation."""
 
     samples: PositiveInt | None = None
-    """Audio–caption pairs to train on in all; give this or `epochs`."""
+    """Total audio–caption pairs to train on; set this or `epochs`."""
     epochs: PositiveFloat | None = None
-    """Passes over the data to train for; give this or `samples`. Not for mixtures and `replacement`, which have no epochs."""
+    """Passes over the data; set this or `samples`. Mixtures and `replacement` have no epochs."""
     initial_weights: str | None = None
-    """Start from these: a folder that `transformers.ClapModel` loads, a LAION-CLAP .pt file, or one of our checkpoints."""
+    """Weights to start from: a `transformers.ClapModel` folder, a LAION-CLAP .pt file or a checkpoint of this project."""
     freeze: list[Tower] = []
-    """Towers (with their projections) that are not trained, by `bench.py`, too."""
+    """Towers to freeze, with their projections; also in `bench.py`."""
     lr_scale: dict[Tower, PositiveFloat] = {}
-    """{"text": 0.1}: what a tower's learning rate is times the scheduler's. Its projection has the scheduler's own."""
+    """Learning-rate factor per tower, e.g. {"text": 0.1}. Projections are not scaled."""
     layer_decay: dict[Tower, Annotated[float, Field(gt=0, le=1)]] = {}
-    """{"text": 0.75}: each block's learning rate is 0.75 of the next one's, the last block's 0.75 of the projection's.
-    `lr_scale` comes on top."""
+    """Layer-wise learning-rate decay. With {"text": 0.75} each block's rate is 0.75× the next block's; the last block's is
+    0.75× the projection's. Multiplied by `lr_scale`."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an exponential moving average of the weights: 0.999 averages over about 1,000 steps. Evaluations,
-    `weights.safetensors` and exports are then of the average."""
+    """Decay of an exponential moving average of the weights; 0.999 averages about 1,000 steps. Evaluations, exports and
+    `weights.safetensors` then use the average."""
     accumulation: Literal["independent", "cached"] = "independent"
-    """What a step's micro-batches are: `independent` contrastive batches whose gradients are averaged (DeepSpeed's), or parts
-    of one large batch with its exact gradient (`cached`: GradCache, arXiv 2101.06983)."""
+    """`independent`: micro-batches are separate contrastive batches with averaged gradients, as in DeepSpeed. `cached`: they
+    form one large batch with its exact gradient (GradCache, arXiv 2101.06983)."""
     resume: str = "auto"
-    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if any; or the path of one."""
+    """Checkpoint to resume from: a path, or `auto` for the newest valid one in `clap.checkpoint.folder` or `sync_to`."""
     stop_at: dict[str, float] = {}
-    """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
+    """Stop when an evaluation reaches all of these, e.g. {"zero_shot_top1": 0.9}, and record the time it took."""
     log_every_steps: PositiveInt = 10
-    """Steps between lines of progress, and between checks that the loss is finite."""
+    """Steps between progress lines and checks that the loss is finite."""
 
 
 class CheckpointSettings(Section):
-    """When the state of training is saved, where to, and which of the saved states are kept."""
+    """When and where checkpoints are saved, and which are kept."""
 
     folder: str | None = None
     """Null: `<output.root>/<label>-<hash>-checkpoints`, with a hash of model, data, loss, seed and initial weights."""
     every_steps: PositiveInt | None = None
-    """Optimiser steps from one checkpoint to the next; null: one at the end, and one when the run is stopped by a signal."""
+    """Optimizer steps between checkpoints; null: only at the end or on a stop signal."""
     keep_last: PositiveInt = 3
-    """The newest checkpoints, which are kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1
-    """Checkpoints kept beyond the last ones for being best by `best_by`."""
+    """Number of further checkpoints to keep, the best by `best_by`."""
     best_by: str | None = None
-    """Evaluation metric that tells the best; null: `zero_shot_top1` if it is evaluated, else `retrieval_audio_to_text_r1`."""
+    """Evaluation metric of the best checkpoint; null: `zero_shot_top1` if evaluated, else `retrieval_audio_to_text_r1`."""
     background: bool = True
-    """Write from a copy in the memory of rank 0's host while training goes on."""
+    """Write checkpoints asynchronously from a copy in rank 0's host memory."""
     sync_to: str | None = None
-    """Folder or fsspec URL to which finished checkpoints are copied in the background, and from which `clap.train.resume` takes
-    them when there is none here. Credentials come from the environment alone."""
+    """Folder or fsspec URL to copy finished checkpoints to in the background, and to resume from if there are none locally.
+    Credentials come only from the environment."""
 
 
 class RetrievalSettings(Section):
     """Audio–text retrieval on held-out clips."""
 
     shards: str | list[str]
-    """Tar files with `txt` or `json` captions; each caption of a clip counts."""
+    """Tar files with `txt` or `json` captions; all captions of a clip are used."""
 
 
 class ZeroShotSettings(Section):
-    """Zero-shot classification of held-out clips by captions made of class names."""
+    """Zero-shot classification of held-out clips with captions made from class names."""
 
     shards: str | list[str]
-    """Tar files whose items carry a `json` member with their class."""
+    """Tar files with a `json` member per item that has its class."""
     class_field: str = "kind"
-    """Member of that json: a class name, or a list of them (multi-label)."""
+    """Field of that json: a class name, or a list of them (multi-label)."""
     templates: Annotated[list[Template], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
-    """Captions with {} in the class name's place; a class is compared by the mean of its captions' embeddings."""
+    """Captions with {} for the class name; a class embedding is the mean over its captions."""
     classes: dict[str, Annotated[list[NotBlank], Field(min_length=1)]] | None = None
-    """Class name → the names it has in captions; null: the classes found in the shards, with spaces for underscores."""
+    """Class name → its names in captions; null: classes found in the shards, with underscores as spaces."""
 
 
 class EvaluationSettings(Section):
-    """What is evaluated, while training and by `clap_ds/evaluate.py`."""
+    """Evaluation during training and by `clap_ds/evaluate.py`."""
 
     every_steps: PositiveInt | None = None
-    """Optimiser steps between evaluations while training; null: once, at the end."""
+    """Optimizer steps between evaluations in training; null: only at the end."""
     retrieval: RetrievalSettings | None = None
     zero_shot: ZeroShotSettings | None = None
     tokenizer: str | None = None
-    """Hub name or folder of the tokenizer; null: that of `clap.data`."""
+    """Hub name or folder of the tokenizer; null: as in `clap.data`."""
     micro_batch: PositiveInt | None = None
     """Clips per rank and forward pass; null: as in training."""
     num_workers: NonNegativeInt = 0

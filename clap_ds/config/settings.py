@@ -1,4 +1,4 @@
-"""A run's JSON: a DeepSpeed configuration with a `clap` section, typed and checked before any rank starts work. No torch."""
+"""Load and validate a run's JSON: a DeepSpeed configuration with a `clap` section. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from clap_ds.config.sections import NonNegativeInt, PositiveFloat, Section, Synt
 
 
 class ClapSettings(Section):
-    """What DeepSpeed has no word for."""
+    """Settings that DeepSpeed doesn't have."""
 
     model: sections.ModelSettings = sections.ModelSettings()
     text_tokens: Annotated[int, Field(ge=2)] = 77
-    """Caption length, start and end token and padding included."""
+    """Caption length in tokens, with start and end token and padding."""
     text: Literal["padded", "packed"] = "padded"
-    """How captions go through the text tower: padded to `text_tokens`, as in the published runs, or packed without padding.
-    Packed on CUDA in 16 bits, there is no dropout of attention weights."""
+    """Layout of captions in the text tower: padded to `text_tokens`, as in the published runs, or packed without padding.
+    Packing on CUDA in 16 bits disables attention dropout."""
     compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
-    """What torch.compile is given: nothing, or the mel front end and each tower with its backward pass (max-autotune:
-    Inductor's mode `max-autotune-no-cudagraphs`). `auto`: `towers` on CUDA, or `off`."""
+    """Parts given to torch.compile: none, or the mel front end and each tower, backward included (max-autotune: Inductor's
+    mode `max-autotune-no-cudagraphs`). `auto`: `towers` on CUDA, else `off`."""
     cpu_kernels: Literal["auto", "off"] = "auto"
-    """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
-    AMX or AVX-512, `off`: torch's operations."""
+    """This project's bf16 CPU kernels for both towers, the mel filters and AdamW. `auto`: if the CPU has AMX or AVX-512;
+    `off`: torch's operations."""
     fused_adam: Literal["torch", "deepspeed"] = "torch"
-    """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use."""
+    """AdamW implementation: torch's, or DeepSpeed's, which is compiled at first use."""
     data: sections.DataSettings = SyntheticData(source="synthetic")
     loss: sections.LossSettings = sections.LossSettings()
     gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
-    """Who averages gradients over ranks: torch's reducer under the backward pass, or DeepSpeed after it."""
+    """Gradient all-reduce: torch's reducer during the backward pass, or DeepSpeed after it."""
     gradient_bucket_mb: PositiveFloat = 12.0
-    """Most gradient bytes sent at a time when overlapped, in MB; torch's default is 25."""
+    """Bucket size of the overlapped all-reduce in MB; torch's default is 25."""
     bench: sections.BenchSettings = sections.BenchSettings()
     train: sections.TrainSettings = sections.TrainSettings()
     checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()
@@ -52,12 +52,12 @@ class ClapSettings(Section):
     output: sections.OutputSettings = sections.OutputSettings()
     debug: sections.DebugSettings = sections.DebugSettings()
     seed: NonNegativeInt = 0
-    """Of weights, dropout, augmentation and the order of the data."""
+    """Random seed of weights, dropout, augmentation and data order."""
     max_logit_scale: PositiveFloat = 100.0
     """Upper bound of the learned logit scale, as in LAION's training code."""
 
     def preset(self) -> ClapConfig:
-        """Sizes of the model."""
+        """Return the model's sizes."""
         preset = self.model.preset
         return load_preset(preset) if isinstance(preset, str) else preset
 
@@ -68,7 +68,7 @@ RunFile = create_model("RunFile", __base__=Section, **DEEPSPEED_FIELDS, clap=(Cl
 
 @dataclass
 class RunSettings:
-    """One run, by its JSON file: the `clap` section, typed, and all else as `deepspeed.initialize(config=…)` takes it."""
+    """A run's typed `clap` section, and everything else as `deepspeed.initialize(config=…)` takes it."""
 
     path: Path
     clap: ClapSettings
@@ -80,13 +80,13 @@ class RunSettings:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """`clap.checkpoint.folder`, or one in `clap.output.root` by label and a hash of what is trained on what."""
+        """`clap.checkpoint.folder`, or a folder in `clap.output.root` named by label and a hash of the training setup."""
         clap = self.clap
         if clap.checkpoint.folder is not None:
             return Path(os.path.abspath(clap.checkpoint.folder))
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
         train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze"})
-        train |= {"shuffle_captions": False}  # a field that is gone: the folders of existing runs keep their names
+        train |= {"shuffle_captions": False}  # removed field: keeps folder names of existing runs
         model = clap.model.model_dump(mode="json", include={"preset"})["preset"]
         identity = [model, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
@@ -105,7 +105,7 @@ class RunSettings:
 
     @property
     def precision(self) -> str:
-        """`bf16`, `fp16`, `torch_autocast_bfloat16` (fp32 parameters) or `fp32`, as DeepSpeed's sections say."""
+        """`bf16`, `fp16`, `torch_autocast_bfloat16` (fp32 parameters) or `fp32`, from DeepSpeed's sections."""
         autocast = self.deepspeed.get("torch_autocast", {})
         if autocast.get("enabled"):
             return "torch_autocast_" + str(autocast.get("dtype", "bfloat16")).removeprefix("torch.")
@@ -115,17 +115,17 @@ class RunSettings:
         return "fp32"
 
     def without(self, *sections: str) -> RunSettings:
-        """The same run with some of DeepSpeed's sections left out."""
+        """Return a copy without some of DeepSpeed's sections."""
         return replace(self, deepspeed={name: value for name, value in self.deepspeed.items() if name not in sections})
 
     def resolved(self) -> dict[str, Any]:
-        """The JSON with every default of `clap` filled in."""
+        """Return the JSON with all defaults of `clap` filled in."""
         return {**self.deepspeed, "clap": self.clap.model_dump(mode="json")}
 
 
 def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
-    """Read and check a run's JSON, by its path or by the name of a packaged one, and work out batch sizes for `world_size`
-    ranks. UserError where it is missing or isn't JSON, and for each field that is unknown or of an impossible value."""
+    """Read and validate a run's JSON, by path or packaged name, and compute batch sizes for `world_size` ranks.
+    Raises UserError if it is missing or not JSON, with one line per unknown or invalid field."""
     path = find_config(Path(path))
     content = read_object(path)
     clap, problems = ClapSettings(), list[str]()
@@ -146,16 +146,16 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 
 def _check_together(clap: ClapSettings) -> list[str]:
-    """Problems that only show when several fields are seen together."""
+    """Return problems that involve several fields."""
     preset, train, tokens = clap.preset(), clap.train, clap.text_tokens
     longest = preset.text.max_tokens
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
     problems = {
-        f"text_tokens: {preset.name} has positions for {longest}, found {tokens}": tokens > longest,
+        f"text_tokens: expected at most {longest}, the limit of {preset.name}, found {tokens}": tokens > longest,
         f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
-        "train: give samples or epochs, not both": bool(train.samples and train.epochs),
+        "train: set samples or epochs, not both": bool(train.samples and train.epochs),
     }
     for field in ("lr_scale", "layer_decay"):
         problems |= {f"train.{field}: {t} is in clap.train.freeze": t in train.freeze for t in getattr(train, field)}

@@ -1,7 +1,7 @@
-"""What a bench run says of its FLOPs: the closed form and, with a `flops_profiler` section, DeepSpeed's profiler.
+"""Count a benchmark's FLOPs in closed form and, with a `flops_profiler` section, with DeepSpeed's profiler.
 
-DeepSpeed would profile a step in the middle of the run and, for that, synchronize in every step. So the engine is given the
-section for one more step after everything timed, of a few clips, uncompiled and by torch's operations alone.
+The profiler would synchronize every step, so the engine enables it only for one extra step after timing. That step has
+a few clips and runs uncompiled, with torch's operations only.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PROFILED_CLIPS = 16
 
 
 def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
-    """Work out the summary's `flops` section, in GFLOPs per sample, and warnings. A collective."""
+    """Compute the summary's `flops` section in GFLOPs per sample, and warnings. Collective."""
     run, config, lengths = session.run, session.run.clap.preset(), _executed_lengths(session)
     batch = next(session.batches)
-    front_end = batch.audio.ndim == 2  # features of mel shards have been through it
+    front_end = batch.audio.ndim == 2  # mel shards skip it
     trained = trained_towers(session.engine.model)
     forward = forward_flops(config, lengths, "model", front_end=front_end)
     checkpointed = [tower for tower in run.clap.model.checkpoint_activations if tower in trained]
@@ -64,19 +64,15 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     executed = forward_flops(config, lengths, "model", front_end=front_end) / 1e9
     found |= {"deepspeed_gflops": gflops, "deepspeed_unseen_gflops": unseen, "report": REPORT}
     published = f"published convention {found['published_gflops']:.2f}"
-    print(
-        f"GFLOPs of a sample's forward pass: profiled {gflops:.2f}, closed form {executed:.2f}, {published}", flush=True
-    )
+    print(f"forward GFLOPs per sample: profiled {gflops:.2f}, closed form {executed:.2f}, {published}", flush=True)
     apart = 100 * abs(gflops / executed - 1)
-    doubt = (
-        f"DeepSpeed's profiler and the closed form are {apart:.2f} % apart: the MFU by the model's FLOPs is in doubt"
-    )
+    doubt = f"DeepSpeed's profiler and the closed form differ by {apart:.2f}%: MFU (executed FLOPs) is doubtful"
     return found, [doubt] * (apart > LARGEST_DISAGREEMENT_PERCENT)
 
 
 def _executed_lengths(session: Session) -> TextLengths:
-    """Caption lengths as the text tower works them off: all `text_tokens` where they are padded, else the real ones of
-    `LENGTH_BATCHES` more micro-batches of every rank. A collective."""
+    """Return caption lengths as executed: `text_tokens` if padded, else the real ones of `LENGTH_BATCHES` more micro-batches
+    per rank. Collective."""
     if session.run.clap.text == "padded":
         return TextLengths.fixed(session.run.clap.text_tokens)
     own = torch.cat([next(session.batches).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
@@ -84,7 +80,7 @@ def _executed_lengths(session: Session) -> TextLengths:
 
 
 class _Profiler(FlopsProfiler):
-    """DeepSpeed's, with what it can't see counted beside it, and what it told kept: the engine ends it with the step."""
+    """DeepSpeed's profiler, plus operations it misses; keeps its count, as the engine ends it with the step."""
 
     def start_profile(self, ignore_list: Any = None) -> None:
         self._beside = ExitStack()
@@ -96,14 +92,14 @@ class _Profiler(FlopsProfiler):
         self._beside.close()
 
     def print_model_profile(self, *args: Any, **kwargs: Any) -> None:
-        self.model.__duration__ = 0  # the engine begins inside the root's forward pass: its own start wasn't noted
+        self.model.__duration__ = 0  # the engine starts inside the root's forward pass, whose start isn't recorded
         super().print_model_profile(*args, **kwargs)
         self.count = Count(2.0 * self.macs, dict(self._unseen))
 
 
 @contextmanager
 def _by_torchs_operations(model: ClapModel, device: torch.device) -> Iterator[None]:
-    """Run a model uncompiled and without this project's kernels, which the profiler doesn't know."""
+    """Run a model uncompiled and without this project's kernels, which the profiler can't count."""
     with reverted(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for block in model.audio.blocks():
             for part, kernel in ((block.attention, default_kernel(device)), (block.mlp, "torch")):
@@ -113,11 +109,11 @@ def _by_torchs_operations(model: ClapModel, device: torch.device) -> Iterator[No
 
 
 def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[Count | None, Batch]:
-    """Take one more step, profiled by the engine on rank 0. Returns the count and the last micro-batch, which it is of."""
+    """Run one extra step, profiled on rank 0. Returns the count and its micro-batch, the last one."""
     engine, path = session.engine.deepspeed, session.record.path / REPORT
     batches = [next(session.batches).rows(0, PROFILED_CLIPS) for _ in range(session.run.gradient_accumulation_steps)]
     for batch in batches:
-        if session.run.clap.text == "packed" and session.device.type == "cpu":  # else an unknown kernel takes them
+        if session.run.clap.text == "packed" and session.device.type == "cpu":  # else in an uncounted kernel
             batch.pack()
     if session.ranks.is_first:
         path.unlink(missing_ok=True)  # DeepSpeed would follow a link
@@ -126,7 +122,7 @@ def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[C
         {"flops_profiler": {**asked, "profile_step": engine.global_steps, "output_file": str(path)}}
     )
     engine.flops_profiler = _Profiler(engine.module, engine, section.recompute_fwd_factor)
-    changed = {"flops_profiler_config": wanted, "wall_clock_breakdown": True}  # the latter as the section has it
+    changed = {"flops_profiler_config": wanted, "wall_clock_breakdown": True}  # as the section sets it
     changed |= {"train_micro_batch_size_per_gpu": len(batches[0])}  # for the report
     changed |= {"train_batch_size": len(batches[0]) * len(batches) * session.ranks.world_size}
     timers = EngineTimers(enable_micro_timers=True, enable_global_timers=True)

@@ -1,4 +1,4 @@
-"""What hosts do together: whether an all-reduce sums rightly, and how fast it, the links and the processors are."""
+"""Test an all-reduce's result, and measure the bandwidth of it and of links, and each rank's TFLOPS."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ LARGEST_LINK_BUFFER = 32_000_000
 
 
 def measure(megabytes: float, ranks: Ranks, device: torch.device) -> dict[str, Any]:
-    """GB/s of an all-reduce, and by rank wrong elements, TFLOPS, and links: two hosts' first ranks and the GB/s between them. A
-    collective; its answer is rank 0's."""
+    """Measure an all-reduce's GB/s and, per rank, wrong elements, TFLOPS and links: two hosts' first ranks and their GB/s.
+    Collective; only rank 0's result is complete."""
     num_elements = max(1, int(megabytes * 1e6 / 2))
     wrong, best_s = all_reduce(num_elements, ranks.world_size, device)
     links = _links(min(num_elements, LARGEST_LINK_BUFFER), ranks, device)
     tflops = measure_matmul_tflops(device, 512 if device.type == "cpu" else None, warm_up_s=0.2, measure_s=0.5)
     everyone: list[dict[str, Any]] = gather({"wrong": wrong, "seconds": best_s, "tflops": tflops, "links": links})
-    # Bytes a ring sends and receives per rank over the time of the slowest rank: comparable between world sizes.
+    # A ring's bytes per rank over the slowest rank's time: comparable across world sizes.
     slowest_s = max(rank["seconds"] for rank in everyone)
     bus_gb_per_s = 2 * (1 - 1 / ranks.world_size) * num_elements * 2 / slowest_s / 1e9
     return {"bus_gb_per_s": bus_gb_per_s, "ranks": everyone}
 
 
 def all_reduce(num_elements: int, world_size: int, device: torch.device) -> tuple[int, float]:
-    """Wrong elements after an all-reduce of ones in bf16, and the best seconds of some repeats."""
-    # Exact up to 256, whatever the order of the sum; above that a sum may round.
+    """Count wrong elements after a bf16 all-reduce of ones, and return the best time of several."""
+    # Exact up to 256 in any order; larger sums may round.
     tolerance = world_size**1.5 / 256 if world_size > 256 else 0.0
     buffer, wrong, times = torch.empty(num_elements, dtype=torch.bfloat16, device=device), 0, []
     for _ in range(REPEATS):
         buffer.fill_(1.0)
         dist.barrier()
         times.append(seconds(partial(dist.all_reduce, buffer), device))
-        fits = (buffer - world_size).abs_() <= tolerance  # NaN doesn't
+        fits = (buffer - world_size).abs_() <= tolerance  # False for NaN
         wrong = max(wrong, num_elements - int(fits.sum()))
     return wrong, min(times)
 
 
 def _links(num_elements: int, ranks: Ranks, device: torch.device) -> list[tuple[int, int, float]]:
-    """Measure this rank's links in a ring of hosts: in three turns, so that no host is in two at once."""
+    """Measure this rank's links in a ring of hosts, in three rounds so that each host uses one link at a time."""
     leads = judged(ranks.local_rank == 0, lambda lead: [rank for rank, is_lead in enumerate(lead) if is_lead])
     buffer, found = torch.ones(num_elements, dtype=torch.bfloat16, device=device), []
     for turn in range(3):

@@ -1,6 +1,6 @@
-"""How fast matrix products get on this device, by which preflight tells a slow GPU.
+"""Measure a device's matmul TFLOPS, from which preflight detects slow GPUs.
 
-Data is random: constant data draws less power and shows a rate no training sees.
+Data is random: constant data draws less power and runs faster than training.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 
 GPU_SIZE = 8192
-CPU_SIZE = 1024  # larger ones would take too long
+CPU_SIZE = 1024  # larger sizes take too long
 
 
 def measure_matmul_tflops(
     device: torch.device, size: int | None = None, *, warm_up_s: float = 1.0, measure_s: float = 2.0
 ) -> float:
-    """TFLOPS of bf16 square matrix products with random data, median over short windows. `size`: rows and columns (None: as
-    many as keep the device busy); `warm_up_s`: for clocks to settle under load."""
+    """Measure TFLOPS of square bf16 matmuls, the median over short windows. `size`: rows and columns (None: enough to keep the
+    device busy); `warm_up_s`: time for clocks to settle."""
     from torch.utils.benchmark import Timer  # imports setuptools
 
     size = size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)

@@ -1,8 +1,8 @@
-"""One rank of `launch/preflight.py`: what it finds on its host, then what all measure together.
+"""One rank of `launch/preflight.py`: check this host, then measure with all ranks.
 
     preflight_rank.py --job_folder FOLDER MEGABYTES PACKAGE,PACKAGE…
 
-Writes `rank-N.json` before anything is imported that a host may lack, and on rank 0 `measured.json`.
+Writes `rank-N.json` before importing anything that a host may lack, and on rank 0 `measured.json`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from clap_ds.ranks.accelerator import find_gpu, nvidia_smi
 from clap_ds.ranks.distributed import Ranks, initialize, run_command
 from clap_ds.ranks.hostfile import this_host
 
-TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what this is to find
-OTHERS_WRITE_S = 10.0  # that a rank which fails gives the others: launchers end them with it
+TIMEOUT_S = 180.0  # of a collective, to find unreachable hosts
+OTHERS_WRITE_S = 10.0  # for other ranks to write before this one fails and launchers end them
 MIN_FREE_GB = 5.0
 
 
@@ -52,7 +52,7 @@ def main(ranks: Ranks) -> None:
 
 
 def code_digest() -> str:
-    """Hash the package's Python files and presets, names included."""
+    """Hash the package's Python files and presets, including names."""
     digest = hashlib.sha256()
     for path in sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json") and path.is_file()):
         digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -60,23 +60,23 @@ def code_digest() -> str:
 
 
 def gpus() -> dict[str, str]:
-    """Return name, memory and driver by UUID of the GPUs this rank may use."""
+    """Return name, memory and driver of this rank's GPUs by UUID."""
     words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     lines = [line.split(", ", 2) for line in nvidia_smi("--query-gpu=index,uuid,name,memory.total,driver_version")]
-    is_any = words[0][:4] in ("", "MIG-")  # whose part that is, isn't shown
+    is_any = words[0][:4] in ("", "MIG-")  # a MIG slice's GPU isn't listed
     return {uuid: shown for index, uuid, shown in lines if is_any or index in words or uuid in words}
 
 
 def faults(mine: dict[str, str], folder: Path) -> Iterator[str]:
-    """Yield what this host lacks of disk space and GPUs, and who else uses its GPUs."""
+    """Yield problems of this host: low disk space, missing GPUs, and GPUs used by other processes."""
     for place in (str(folder.parent), "/tmp"):
         free_gb = shutil.disk_usage(place).free / 1e9
         if free_gb < MIN_FREE_GB:
-            yield f"{free_gb:.0f} GB free for {place}, expected {MIN_FREE_GB:.0f}"
+            yield f"{free_gb:.0f} GB free in {place}, expected {MIN_FREE_GB:.0f}"
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return
     if not mine and (found := find_gpu()):
-        yield f"no GPU can be seen, in spite of {found}"
+        yield f"no GPU is visible despite {found}"
     for line in nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name"):
         uuid, pid, memory, name = line.split(", ", 3)
         command = Path(f"/proc/{pid}/cmdline")

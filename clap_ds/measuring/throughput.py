@@ -1,6 +1,6 @@
-"""The measuring protocol on a running session: warm-up, timed windows, instrumented pass, summary.
+"""Run the benchmark protocol on a session: warm-up, timed windows, instrumented pass, summary.
 
-Samples per second include data wait. DeepSpeed's own figure, shown beside them, leaves that out, and what lies between steps.
+Samples/s include data wait. DeepSpeed's own figure, shown next to them, excludes it and the time between steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from clap_ds.record.terminal import Progress, print_summary
 
 
 class Window(NamedTuple):
-    """Seconds of one timed window: of every rank, (ranks,), and of its steps, (steps, ranks) each."""
+    """Seconds of a timed window: `window_s` is (ranks,), the others are (steps, ranks)."""
 
     window_s: Floats
     step_s: Floats
@@ -40,13 +40,13 @@ class Window(NamedTuple):
 
 @dataclass
 class Measurement:
-    """All windows so far, and the rates that follow from them."""
+    """All windows so far, and statistics over them."""
 
     samples_per_step: int
     windows: list[Window] = field(default_factory=list)
 
     def rates(self) -> Rates:
-        """Samples/s of one GPU over all windows; each lasts until its slowest rank is done."""
+        """Compute samples/s of one GPU over all windows, each as long as its slowest rank's."""
         seconds = [float(window.window_s.max()) for window in self.windows]
         steps = [len(window.step_s) for window in self.windows]
         return rates([self.samples_per_step * n / time_s for n, time_s in zip(steps, seconds, strict=True)], seconds)
@@ -61,21 +61,21 @@ class Measurement:
         )
 
     def data_wait_share(self) -> float:
-        """Share of the time spent waiting for data, on the rank that waited most in each window."""
+        """Compute the share of time waiting for data, on the rank that waited most in each window."""
         waited_s = sum(window.data_wait_s.sum(axis=0).max() for window in self.windows)
         return float(waited_s / sum(window.window_s.max() for window in self.windows))
 
 
 def measure(session: Session) -> Summary:
-    """Run the protocol of `clap.bench` and write `metrics.jsonl`, `summary.json` and TensorBoard scalars. Returns the summary,
-    on ranks other than 0 an empty one."""
+    """Run the protocol of `clap.bench` and write `metrics.jsonl`, `summary.json` and TensorBoard scalars.
+    Returns the summary on rank 0 and an empty one elsewhere."""
     protocol, world_size = session.run.clap.bench, session.ranks.world_size
     num_steps = protocol.warmup_steps + protocol.windows * protocol.steps_per_window + protocol.breakdown_steps
     measurement = Measurement(session.samples_per_step)
     progress = Progress(num_steps, enabled=session.ranks.is_first)
     stragglers = Stragglers(gather(session.ranks.host))
     gc.collect()
-    gc.freeze()  # collections, from here on by hand, look only at what is made from now on
+    gc.freeze()  # later collections, triggered manually, only scan new objects
     gc.disable()
     for step in range(1, protocol.warmup_steps + 1):
         _run_window(session, 1, None)
@@ -92,7 +92,7 @@ def measure(session: Session) -> Summary:
             samples = session.samples_per_step * world_size
             slow = stragglers.add(samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
             session.record.update_summary(slow, samples_per_s_per_gpu=measurement.rates())
-    timer = session.engine.deepspeed.tput_timer  # of all steps so far but the first two
+    timer = session.engine.deepspeed.tput_timer  # all steps so far except the first two
     counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
     by_deepspeed = timer.avg_samples_per_sec() if counted else None
     breakdown = _measure_breakdown(session, protocol.breakdown_steps)
@@ -122,7 +122,7 @@ def measure(session: Session) -> Summary:
 
 
 def _run_window(session: Session, num_steps: int, number: int | None) -> Window:
-    """Time some steps on every rank together, then write their lines and check their losses."""
+    """Time steps on all ranks, write their lines and check their losses."""
     clock = StepClock(session.device)
     timers = [PhaseTimer(session.device, instrumented=False) for _ in range(num_steps)]
     losses: list[Tensor] = []
@@ -166,11 +166,10 @@ def _write_steps(session: Session, window: Window, losses: list[float], number: 
 
 
 def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | None:
-    """Measure the seconds of each phase of a step, mean over ranks and of that the median over steps, with the device
-    synchronised between phases, and write each step's line. They needn't add up to the time of a step that isn't instrumented.
+    """Measure a step's phases in seconds, mean over ranks and then median over steps, and write each step's line.
 
-    Before each step come the same forward and backward passes, whose gradients stay where they are: what the step's backward
-    passes take longer is communication which nothing hides, waiting for slower ranks included.
+    The device is synchronized between phases, so they may not add up to an uninstrumented step. Exposed communication,
+    which includes waits for slower ranks, is the extra time of backward passes over the same ones without all-reduce.
     """
     if num_steps == 0:
         return None
@@ -190,7 +189,7 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
         rows.append([own[phase] for phase in STEP_PHASES])
     deepspeeds.enabled = is_timing
     engine.check_loss()
-    of_ranks = torch.tensor(rows[1:], dtype=torch.float64, device=session.device)  # the first is not like the others
+    of_ranks = torch.tensor(rows[1:], dtype=torch.float64, device=session.device)  # the first step is atypical
     dist.all_reduce(of_ranks)
     steps = [dict(zip(STEP_PHASES, row, strict=True)) for row in (of_ranks / world_size).tolist()]
     if session.ranks.is_first:
@@ -203,13 +202,13 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
 
 @doing("profiling")
 def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summary:
-    """MFU in both conventions, where the peak is known, and what its FLOPs rest on. A collective."""
+    """Compute MFU in both conventions, if the peak is known, and its FLOPs. Collective."""
     flops, warnings = measure_flops(session)
     found = utilization(
         flops["published_gflops"] * 1e9,
         flops["training_gflops"] * 1e9,
         samples_per_s_per_gpu,
-        " and ".join(sorted({*gather(hardware.device_name(session.device))})),  # of several kinds none has a known peak
+        " and ".join(sorted({*gather(hardware.device_name(session.device))})),  # mixed GPUs have no known peak
         session.run.clap.hardware.peak_tflops,
         flops["recomputed_gflops"] * 1e9,
     )

@@ -1,7 +1,7 @@
-"""How ranks agree: every function here is a collective, and none leaves a rank waiting for one that gave up.
+"""Collectives in which ranks exchange values and errors; an error on one rank blocks no other.
 
-What all have goes to rank 0, and what that makes of it to all: gloo's all-reduce and all-gather are rings, whose hops grow with
-the number of ranks. It goes through the hosts: a GPU would keep memory for each peer.
+Values are gathered on rank 0 over gloo, and the result is broadcast: hops of gloo's ring collectives grow with the number
+of ranks. NCCL would keep GPU memory for each peer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def world_size() -> int:
 
 
 def hosts() -> dist.ProcessGroup:
-    """All ranks, connected through their hosts."""
+    """Return the gloo group of all ranks."""
     return _hosts_of(dist.group.WORLD)
 
 
@@ -42,18 +42,18 @@ def _hosts_of(world: object) -> Any:
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's value, by rank, on rank 0; on each other one its own alone."""
+    """Return every rank's value, by rank, on rank 0, and only the own value elsewhere."""
     if world_size() == 1:
         return [value]
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     longest = gather_tensor(torch.tensor(len(own))).amax()
     dist.broadcast(longest, src=0, group=hosts())
     rows = gather_tensor(F.pad(own, (0, int(longest) - len(own))))
-    return [pickle.loads(row.numpy()) for row in rows]  # what follows a pickle's end isn't read
+    return [pickle.loads(row.numpy()) for row in rows]  # loads ignores the padding
 
 
 def gather_tensor(own: Tensor) -> Tensor:
-    """(ranks, *shape): every rank's tensor, all of one shape and dtype, on rank 0's host; on each other rank its own alone."""
+    """Return (ranks, *shape) on rank 0's CPU: every rank's tensor, of equal shape and dtype. Other ranks get their own."""
     own = own.cpu()
     if world_size() == 1:
         return own[None]
@@ -64,13 +64,13 @@ def gather_tensor(own: Tensor) -> Tensor:
 
 
 def judged(value: T, judge: Callable[[list[T]], R]) -> R:
-    """What rank 0 makes of every rank's value, by rank, on every rank."""
+    """Return, on every rank, the result of `judge` on rank 0 for all ranks' values."""
     everyone = gather(value)
     return on_first(lambda: judge(everyone))
 
 
 def agree(problem: str | None) -> None:
-    """Stop every rank when one has a problem: an AgreedError on all, with the first rank's."""
+    """Raise AgreedError on every rank, with the first rank's problem, if any rank has one."""
     if said := judged(problem, _first_problem):
         raise AgreedError(said)
 
@@ -81,7 +81,7 @@ def _first_problem(problems: list[str | None]) -> str | None:
 
 
 def together(build: Callable[[], T]) -> T:
-    """What `build` gives on every rank; where it raises ValueError on any, an AgreedError on all."""
+    """Call `build` on every rank and return its result. Raises AgreedError on all ranks if it raises ValueError on any."""
     with agreed():
         built = build()
     return built
@@ -89,7 +89,7 @@ def together(build: Callable[[], T]) -> T:
 
 @contextmanager
 def agreed() -> Iterator[None]:
-    """What every rank does in here; where one raises ValueError, an AgreedError on all at the end."""
+    """Run the body on every rank. Raises AgreedError on all ranks at the end if it raises ValueError on any."""
     problem = None
     try:
         yield
@@ -99,7 +99,7 @@ def agreed() -> Iterator[None]:
 
 
 def on_first(task: Callable[[], T]) -> T:
-    """What a task gives on rank 0, on every rank; a ValueError on every rank where it raises one, or an OSError."""
+    """Run a task on rank 0 and return its result on every rank. Raises ValueError on all if it raises that or OSError."""
     answer: list[Any] = [None]
     if rank() == 0:
         try:

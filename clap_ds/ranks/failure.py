@@ -1,4 +1,4 @@
-"""A rank's last word: a file that says what failed, in the run directory or before that in the job's. Standard library only."""
+"""Error files: why each rank ended, in the run directory or, before it exists, in the job's folder."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from clap_ds.config.secrets import redacted_all
 USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
 STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
 CONSEQUENCES = (LOST_PEER, STOPPED)
-"""What a rank reports because of something else: it replaces no word that is there."""
-WORDS = "errors"  # folder of the ranks' words, in the run directory or the job's
-SHOWN = 8  # ranks or hosts in one line
+"""Consequences of other failures; these never replace an error file."""
+WORDS = "errors"  # folder of error files in the run directory or the job's
+SHOWN = 8  # ranks or hosts listed per line
 _place: tuple[Path, int, str] | None = None  # a process is one rank
 
 
 @dataclass(frozen=True)
 class Word:
-    """Why a rank ended, and when; `ranks` and `hosts` are others that are missing or to blame."""
+    """Why and when a rank ended; `ranks` and `hosts` are others that are missing or at fault."""
 
     at: float
     rank: int
@@ -38,13 +38,13 @@ class Word:
 
 
 def speak_in(folder: Path, rank: int, host: str) -> None:
-    """From here on this rank's words go there."""
+    """Set the folder of this rank's error files."""
     global _place
     _place = folder / WORDS, rank, host
 
 
 def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
-    """Write why this rank ends, if that can be written, with the stack of the exception being handled."""
+    """Write why this rank ends, with the current exception's stack; ignore failures to write."""
     if _place is None:
         return
     folder, rank, host = _place
@@ -57,7 +57,7 @@ def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (),
 
 
 def read_words(folder: Path) -> list[Word]:
-    """The ranks' words; of those that can't be read, none."""
+    """Read all ranks' error files, skipping unreadable ones."""
     words = []
     for path in (folder / WORDS).glob("rank*.json"):
         with suppress(OSError, ValueError, TypeError):
@@ -66,5 +66,5 @@ def read_words(folder: Path) -> list[Word]:
 
 
 def some(names: Sequence[object]) -> str:
-    """As many of them as fit in a line."""
+    """Join as many names as fit in a line."""
     return ", ".join(map(str, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")

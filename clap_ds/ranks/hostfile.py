@@ -1,7 +1,6 @@
-"""Node lists and hostfiles as text: SLURM's environment, or a node list, to the hosts of a job and their ranks.
+"""Convert SLURM node lists and environments to DeepSpeed hostfiles.
 
-DeepSpeed takes `node[1-2] slots=4` for the name of one host, so node lists are expanded here, in the order of `scontrol
-show hostnames`. Standard library only.
+DeepSpeed would misread `node[1-2] slots=4` as one host's name. Hosts come in the order of `scontrol show hostnames`.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from collections.abc import Mapping
 from clap_ds.config.files import read_bytes
 
 PORTS = range(16000, 32000)
-"""Where ranks meet, and what a firewall between hosts has to let through; by default the kernel's own begin at 32768."""
+"""Rendezvous ports that a firewall between hosts must allow; the kernel's own start at 32768 by default."""
 _RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
 _NODES = re.compile(rf"\w(?:[\w.-]|{_RANGES})*", re.ASCII)
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand(nodelist: str) -> list[str]:
-    """Hosts of a SLURM node list such as `a[01-03,7],b-ib0,c[1-2][08-11]`; a ValueError for what is none.
+    """Expand a SLURM node list such as `a[01-03,7],b-ib0,c[1-2][08-11]`. Raises ValueError if it is malformed.
 
-    The lower end of a range gives the zero padding; of several brackets the last varies fastest.
+    A range's lower end sets the zero padding; the last bracket varies fastest.
     """
     hosts: list[str] = []
-    for term in re.split(r",(?![^\[]*\])", nodelist.strip()):  # at the commas outside brackets
+    for term in re.split(r",(?![^\[]*\])", nodelist.strip()):  # at commas outside brackets
         if not _NODES.fullmatch(term):
             raise ValueError(f"expected a node list such as a[01-03,7],b, found {nodelist!r}")
         parts = re.split(f"({_RANGES})", term)
@@ -38,25 +37,25 @@ def expand(nodelist: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Of `[01-03,7]`."""
+    """Expand `[01-03,7]`."""
     ends = [(low, high or low) for low, high in re.findall(r"(\d+)(?:-(\d+))?", ranges)]
     return [str(number).zfill(len(low)) for low, high in ends for number in range(int(low), int(high) + 1)]
 
 
 def this_host() -> str:
-    """Name of this host as SLURM's node lists have it."""
+    """Return this host's name as in SLURM's node lists."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 def slots_from_slurm(environment: Mapping[str, str], wanted: int | None = None) -> dict[str, int]:
-    """Ranks by host of the allocation: as many as `wanted`, or else its tasks or, with one task on each host, its GPUs. A
-    ValueError outside of an allocation, or where there is nothing to go by.
+    """Return ranks per host of the allocation: `wanted`, or its tasks or, with one task per host, its GPUs.
 
-    Tasks count only where somebody asked for them: SLURM makes a number up for whole nodes (`--exclusive`).
+    Only requested tasks count: SLURM invents a number for whole nodes (`--exclusive`). Raises ValueError outside an
+    allocation, or if the number is unknown.
     """
     if not (nodelist := environment.get("SLURM_JOB_NODELIST")):
         raise ValueError(
-            "no SLURM_JOB_NODELIST: run inside an allocation, or give clap-hostfile --nodelist and --slots"
+            "SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots to clap-hostfile"
         )
     hosts = expand(nodelist)
     if wanted is not None:
@@ -67,13 +66,13 @@ def slots_from_slurm(environment: Mapping[str, str], wanted: int | None = None) 
     if gpus and {*tasks} == {1}:
         return dict.fromkeys(hosts, int(gpus.rpartition(":")[2]))
     if not asked:
-        how = "give --slots N, or allocate with --gpus-per-node=N"
-        raise ValueError(f"how many ranks SLURM doesn't tell its shell of --gres, --gpus and --exclusive: {how}")
+        how = "pass --slots N, or allocate with --gpus-per-node=N"
+        raise ValueError(f"can't infer ranks per host: SLURM doesn't export --gres, --gpus or --exclusive; {how}")
     return dict(zip(hosts, tasks, strict=True))
 
 
 def parse_tasks(counts: str) -> list[int]:
-    """SLURM's tasks per node, `4(x2),2`, as [4, 4, 2]."""
+    """Parse SLURM's tasks per node: `4(x2),2` is [4, 4, 2]."""
     return [int(count) for count, times in _TASKS.findall(counts) for _ in range(int(times or 1))]
 
 
@@ -82,7 +81,7 @@ def format_hostfile(slots: Mapping[str, int]) -> str:
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Slots by host of a DeepSpeed hostfile; a ValueError where it is none."""
+    """Read slots per host from a DeepSpeed hostfile. Raises ValueError if it is malformed."""
     slots: dict[str, int] = {}
     for line in read_bytes(path).decode().splitlines():
         text = line.partition("#")[0].strip()
@@ -94,14 +93,14 @@ def read_hostfile(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def port_of(name: str) -> int:
-    """A port for rank 0 that every rank works out for itself."""
+    """Derive rank 0's port from a name that all ranks share."""
     return random.Random(name).choice(PORTS)
 
 
 def free_port() -> int:
-    """A port of this host for rank 0, later: none of the kernel's choosing, which it could give to others until then."""
+    """Find a free port of this host for rank 0, outside the kernel's range, from which others could take it meanwhile."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
             return port
-    raise OSError(f"no free port among a hundred from {PORTS[0]} to {PORTS[-1]}")
+    raise OSError(f"no free port among 100 tried from {PORTS[0]} to {PORTS[-1]}")

@@ -1,4 +1,4 @@
-"""Bounded waits for what may never answer, such as a file system whose server is gone."""
+"""Run calls that may never return, such as on a dead file system, with a timeout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def within(limit_s: float, task: Callable[[], T]) -> T:
-    """What a task gives or raises; TimeoutError where it takes longer. It then goes on in a thread that nobody waits for."""
+    """Return or raise what a task does, or TimeoutError after `limit_s`; the task then continues in a daemon thread."""
     future: Future[T] = Future()
 
     def work() -> None:
         try:
             future.set_result(task())
-        except BaseException as error:  # for who waits to handle
+        except BaseException as error:  # handled by the waiting thread
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()

@@ -1,4 +1,4 @@
-"""How ranks meet: within a limit, and with the names of those that are missing. Top-level imports stay light."""
+"""Rendezvous of ranks with a timeout that names missing ranks. Top-level imports are light."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 START_LIMIT_S = 300.0
-"""For all ranks to meet: some import from a disk that others have in memory."""
-SAY_S = 10.0  # between two lines on who is missing
-LOOK_S = 0.1  # between rank 0's looks who is there
+"""For all ranks to connect: some import from disk what others have cached."""
+SAY_S = 10.0  # between reports of missing ranks
+LOOK_S = 0.1  # between rank 0's checks
 
 
 class UnreachableError(RuntimeError):
-    """A rank or its host can't be reached; the message names it, `hosts` are those of the ranks that are missing."""
+    """A rank or host, named in the message, is unreachable; `hosts` are those of the missing ranks."""
 
     def __init__(self, message: str, hosts: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -41,16 +41,16 @@ def meet(
     device: torch.device | None = None,
     run: str = "",
 ) -> None:
-    """Make the default process group once every rank has said that it is there.
+    """Create the default process group once every rank has connected.
 
     Args:
-        hosts: of every rank, where that is known.
-        device: this rank's GPU, to which NCCL is bound and connects at once, not in the first collective.
-        run: the same on all ranks, and another one in other runs.
+        hosts: of every rank, if known.
+        device: this rank's GPU, which makes NCCL connect now instead of in the first collective.
+        run: identifier, equal on all ranks and unique to the run.
 
     Raises:
-        UnreachableError: on every rank that is there, when another doesn't come in time.
-        AgreedError: on rank 0, the address is another host's, or something else listens there.
+        UnreachableError: on every connected rank, if another doesn't connect in time.
+        AgreedError: on rank 0, if the address is another host's or the port is in use.
     """
     import torch.distributed as dist
 
@@ -60,15 +60,15 @@ def meet(
         fd = _listener(address, port, world_size) if rank == 0 else None
         tcp = dist.TCPStore(address, port, world_size, rank == 0, limit, False, True, fd)
         store: Any = dist.PrefixStore(run, tcp)
-        store.set_timeout(1.2 * limit)  # rank 0 waits for all others before it answers
+        store.set_timeout(1.2 * limit)  # rank 0 answers after waiting for all others
         store.append("arrived", f"{rank} ")
         if rank == 0:
             store.set("missing", json.dumps(_wait_for_all(store, world_size, hosts)))
         who, of_hosts = json.loads(store.get("missing"))
     except (OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
-            why = "where the ranks are to meet, is taken: give the launcher a free one by --master_port"
-            raise AgreedError(f"port {port} of {address}, {why}") from None
+            why = "is already in use: pass a free one to the launcher with --master_port"
+            raise AgreedError(f"rendezvous port {port} of {address} {why}") from None
         raise UnreachableError(f"{here} can't reach {there}: {str(error).splitlines()[0]}") from None
     if who:
         raise UnreachableError(f"{who} didn't connect within {START_LIMIT_S:.0f} s", of_hosts)
@@ -79,8 +79,8 @@ def meet(
 
 
 def _listener(address: str, port: int, world_size: int) -> int | None:
-    """A socket that listens where the ranks are to meet, and nowhere else; None where torch is to listen on all addresses: the
-    name may stand for another one here than it does for others. Raises AgreedError where it is another host's, or OSError."""
+    """Open a socket that listens only at the rendezvous address. Raises OSError, or AgreedError if it is another host's.
+    Returns None if torch must listen on all addresses: the name is loopback here, but not on other hosts."""
     of_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     for family, _, _, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         if ipaddress.ip_address(place[0]).is_loopback and of_this_host != str(world_size):
@@ -91,16 +91,16 @@ def _listener(address: str, port: int, world_size: int) -> int | None:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     raise AgreedError(
-        f"rank 0 runs on {socket.gethostname()}, and the ranks are to meet at {address}, which is another host:"
-        " deepspeed starts the ranks of a hostfile with a single host where it runs itself, unless --force_multi is given"
+        f"rank 0 runs on {socket.gethostname()}, but the rendezvous address {address} is another host's:"
+        " for a hostfile with one host, deepspeed starts ranks locally unless you pass --force_multi"
     )
 
 
 def _wait_for_all(store: Any, world_size: int, hosts: Sequence[str]) -> tuple[str, list[str]]:
-    """On rank 0: those that stay away to the end, and their hosts; meanwhile it says who is missing."""
+    """Wait on rank 0 and report missing ranks; return those missing at the end, as text, and their hosts."""
     begun = said = time.monotonic()
     while True:
-        # One question to the store, however many ranks there are. (`wait` warns by itself whenever its time is over.)
+        # One request for any number of ranks. (`wait` prints a warning at each timeout.)
         missing = sorted(set(range(world_size)) - set(map(int, store.get("arrived").split())))
         if not missing:
             return "", []

@@ -1,9 +1,9 @@
-"""Starts ranks on this machine by DeepSpeed's launcher, without its page of lines and on a port of their own.
+"""Start ranks on this machine with DeepSpeed's launcher, quietly and on a free port.
 
     python -m clap_ds.ranks.start [--num_gpus N] SCRIPT …
 
-DeepSpeed's runner reads only numbers in `CUDA_VISIBLE_DEVICES`. Where that has UUIDs, the launcher that the runner would start
-for a single host is started with them: it passes any name on.
+DeepSpeed's runner parses only numbers in `CUDA_VISIBLE_DEVICES`. For UUIDs, this starts its single-host launcher
+directly, which accepts any name.
 """
 
 import base64

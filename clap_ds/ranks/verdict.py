@@ -1,7 +1,7 @@
-"""Why a run ended: the first cause, by what its ranks left behind.
+"""Find the root cause of a run's end from the files of its ranks.
 
-Ranks leave words of what failed (`clap_ds.ranks.failure`) and a file each (`clap_ds.ranks.watch`): a line on who writes it,
-then stacks where it stood still or got a fatal signal. A rank that is killed leaves that line alone. Standard library only.
+Ranks write error files (`clap_ds.ranks.failure`) and a stack file each (`clap_ds.ranks.watch`): a header line, then
+stacks if the rank hung or got a fatal signal. The file of a killed rank has only the header. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from clap_ds.config.files import parse_json, read_bytes
 from clap_ds.ranks.failure import ERROR, LOST_PEER, SHOWN, STALL, STOPPED, UNREACHABLE, Word, read_words, some
 
 SIGNAL, KILLED = "signal", "killed"
-"""Kinds of a verdict beside those of words."""
-STACKS = "stacks"  # folder of the ranks' files in the run directory
-STEPPING, STILL = "stepping", "standing still"
-"""What a rank does by its file's first line, or else something that may take long."""
+"""Kinds of verdict in addition to those of error files."""
+STACKS = "stacks"  # folder of stack files in the run directory
+STEPPING, STILL = "stepping", "blocked"
+"""What a rank does, in its file's header; other values are tasks that may take long."""
 _OF_THE_HOST = re.compile(
     r"NCCL|CUDA error|uncorrectable|\bECC\b|\bXid\b|Input/output error|Bus error|Stale file handle"
     r"|was ended by SIG(KILL|BUS|SEGV)"
 )
-"""What an error says that may well be a host's fault."""
+"""Errors that may be a host's fault."""
 _OF_THE_PROGRAM = re.compile(
     "illegal memory access|misaligned address|device-side assert|invalid configuration|out of memory"
 )
-"""What the same error says where a kernel is to blame, which fails on any host."""
+"""Variants of these errors caused by a kernel, which would fail on any host."""
 _OF_THE_LINK = re.compile("NCCL|gloo", re.IGNORECASE)
-# What faulthandler writes.
+# faulthandler's format.
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(Current thread|Thread) .*$", re.MULTILINE)
 _FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)
@@ -41,17 +41,16 @@ _WAITING = re.compile(
     r"/torch/(distributed|autograd|_inductor|cuda)/|/triton/|inductor[^/]*/"
     r"|(^|/)(clap_ds|deepspeed)/.* (wait|synchronize|barrier)$"
 )
-"""File and function of a rank that waits for others. NCCL's collectives are queued: behind one that doesn't end, the host goes
-on until the queue is full, and then stands in whatever it launches next."""
+"""File and function of a rank that waits for others. NCCL queues collectives: if one hangs, the host continues until the queue
+is full, then blocks in its next launch."""
 
-# From what explains the rest to what only follows from it; of two alike the earlier counts. Libraries abort a rank that has
-# lost another as well as one that is broken.
+# From causes to consequences; the earliest of equals counts. Libraries abort a rank that lost a peer as well as a broken one.
 _JUDGED, _CAUSE, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(6)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run ended, in one line; the ranks it speaks of, and the hosts to blame."""
+    """Why a run ended, in one line; the ranks concerned and the hosts at fault."""
 
     message: str
     kind: str
@@ -59,12 +58,12 @@ class Verdict:
     hosts: list[str]
 
 
-_Cause = tuple[int, float, Verdict]  # with its place in that order, and its time
+_Cause = tuple[int, float, Verdict]  # rank in the order above, time, verdict
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """What one rank's file says, and when it was last written."""
+    """Content of one rank's stack file, and its modification time."""
 
     rank: int
     host: str
@@ -76,19 +75,19 @@ class Stacks:
 
     @property
     def still_s(self) -> float | None:
-        """For how long it had stood still when it wrote, if it did."""
+        """Seconds it had hung when it wrote its stacks, if it did."""
         found = _TIMEOUT.search(self.text)
         return 3600.0 * int(found[1]) + 60 * int(found[2]) + int(found[3]) if found else None
 
     @property
     def fatal(self) -> str | None:
-        """The signal that ended it, such as Segmentation fault."""
+        """Fatal signal, such as Segmentation fault."""
         found = _FATAL.search(self.text)
         return found[1] if found else None
 
     @cached_property
     def frames(self) -> list[tuple[str, str, str]]:
-        """File, line and function, innermost first: of the thread with a fatal signal, else of the main one, written last."""
+        """File, line and function, innermost first, of the thread with a fatal signal or else the main one (last)."""
         _, *parts = _THREAD.split(self.text)
         threads = dict(zip(parts[::2], parts[1::2], strict=True))
         return _FRAME.findall(threads.get("Current thread") or threads.get("Thread", ""))
@@ -97,7 +96,7 @@ class Stacks:
     def where(self) -> str:
         for file, line, function in self.frames[:1]:
             return f"in {function} ({file.rpartition('/')[2]}:{line})"
-        return "gives no answer: it is stopped or gone"
+        return "doesn't respond: stopped or gone"
 
     @property
     def waits(self) -> bool:
@@ -106,7 +105,7 @@ class Stacks:
 
 
 def read_stacks(run_directory: Path) -> list[Stacks]:
-    """Of all ranks that have a file, by rank."""
+    """Read all stack files, sorted by rank."""
     found = []
     for path in (run_directory / STACKS).glob("rank*.txt"):
         with suppress(OSError, ValueError, TypeError):
@@ -116,24 +115,24 @@ def read_stacks(run_directory: Path) -> list[Stacks]:
 
 
 def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> Verdict | None:
-    """The first cause, None where nobody left anything: in a job's folder before ranks have a run directory. `hosts` are of
-    every rank, where that is known."""
+    """Return the root cause, or None without any files; before a run directory exists they are in the job's folder.
+    `hosts` are of every rank, if known."""
     words = [word for folder in (job_folder, run_directory) if folder for word in read_words(folder)]
     files = read_stacks(run_directory) if run_directory else []
     causes = [_of_word(word, hosts) for word in sorted(words, key=lambda word: word.rank)]
     causes += [_of_signal(file) for file in files if file.fatal]
     if still := [file for file in files if file.still_s is not None]:
         causes.append((_CAUSE, min(file.at for file in still), _of_stall(still, files)))
-    # Who ends in order takes its own file away; before there are any, all that say nothing are missed.
+    # Ranks that end in order remove their file; before files exist, every rank without an error file counts as silent.
     watched = run_directory is not None and (run_directory / STACKS).is_dir()
     silent = {file.rank: file.host for file in files if not file.text.strip()} if watched else dict(enumerate(hosts))
     killed = sorted(silent.keys() - {word.rank for word in words})
     if causes and killed:
-        # What tells of a link tells of its other end.
+        # A link's error points to its other end.
         causes = [cause for cause in causes if cause[2].kind != ERROR or not _OF_THE_LINK.search(cause[2].message)]
         theirs = list(dict.fromkeys(silent[rank] for rank in killed))
         who = f"rank{'s' if len(killed) > 1 else ''} {some(killed)} on {some(theirs)}"
-        message = f"{who} ended without a word: killed, perhaps for memory, or lost"
+        message = f"{who} exited without reporting an error: killed (out of memory?) or node lost"
         causes.append((_KILLED, 0.0, Verdict(message, KILLED, killed, theirs)))
     return min(causes, key=lambda cause: cause[:2])[2] if causes else None
 
@@ -158,7 +157,7 @@ def _of_signal(file: Stacks) -> _Cause:
 
 
 def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
-    """Who holds the others up, and where those wait."""
+    """Name the ranks that block the others, and where the others wait."""
     found = files if len(files) == 1 else _elsewhere(files)
     others = [file for file in files if file not in found]
     shown = [f"rank {file.rank} on {file.host} {file.where}" for file in found[:SHOWN]]
@@ -169,8 +168,8 @@ def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
 
 
 def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
-    """The ranks that hold the others up: those that don't answer, else those that are a step behind (of these those that don't
-    wait), or that don't wait. Empty where all are alike."""
+    """Return the ranks that block the others: those without stacks, else a step behind (preferably not waiting), else not
+    waiting. Empty if all are alike."""
     latest = max(file.step for file in files)
     behind = [file for file in files if file.step < latest]
     choices = (

@@ -1,8 +1,7 @@
-"""Each rank watches itself: one that makes no step for too long writes its stacks, and the run ends saying who held it up.
+"""Hang detection: a rank that completes no step in time writes its stacks, and the run ends with the ranks at fault.
 
-faulthandler's own thread writes them, Python's lock held or not. A thread of this module sees to the end: of the ranks that
-stand still, the lowest judges and records why; then all leave. It also leaves a word of signals that come while the main
-thread is inside a library. Standard library only.
+faulthandler's thread writes stacks even if the GIL is held. A thread of this module ends the run: the lowest hung rank
+records the root cause, then all exit. It also records signals that arrive while the main thread is inside a library.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from clap_ds.config.files import open_own, own_folder
 from clap_ds.ranks.failure import STALL, STOPPED, leave_word
 from clap_ds.ranks.limits import within
 from clap_ds.ranks.verdict import STACKS, STEPPING, STILL, judge, read_stacks
-from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
+from clap_ds.record.directory import RunDirectory  # imports the standard library only
 
 LEAST_S, PAUSES = 60.0, 5.0
-"""A rank stands still when it makes no step for so many seconds, and longest times between steps so far."""
-UNTIMED_S = 600.0  # before a step has been timed
-DOING_S = 1800.0  # while it starts, saves, evaluates, compiles …
+"""A rank hangs if it makes no step for `LEAST_S` seconds and `PAUSES` times its longest gap between steps so far."""
+UNTIMED_S = 600.0  # limit before a step has been timed
+DOING_S = 1800.0  # limit while starting, saving, evaluating, compiling …
 LOOK_S = 1.0
 GRACE_S = 8.0  # for the other ranks to write their stacks
-SPEAK_S = 20.0  # for the record and the terminal
+SPEAK_S = 20.0  # for writing to the record and the terminal
 FIRST_LINE_BYTES = 400
 STARTING, ENDING = "starting", "ending"
 SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under `nohup`
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under `nohup`
     SIGNALS += (signal.SIGHUP,)
 
 
 class Watch:
-    """One rank's; `armed` is when it last gave a sign of life, and for how long none needs to follow."""
+    """Watches one rank; `armed` holds the time of its last sign of life and the limit until the next."""
 
     def __init__(self, run_directory: Path, rank: int, host: str) -> None:
         self._run, self._rank, self._host = run_directory, rank, host
@@ -51,9 +50,9 @@ class Watch:
         with own_folder(self.path.parent) as folder:
             self._file = open_own(folder / self.path.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         self._steps, self._longest_s = 0, 0.0
-        self._last_step = 0.0  # 0: something else is done before the next one
+        self._last_step = 0.0  # 0: another task precedes the next step
         self.armed = (time.monotonic(), math.inf)
-        self._others_busy = 0.0  # when another rank last was
+        self._others_busy = 0.0  # when another rank was last busy
         self.doing = ""
         self.tell(STARTING)
         faulthandler.enable(self._file)
@@ -63,7 +62,7 @@ class Watch:
         threading.Thread(target=self._attend, daemon=True, name="clap.watch").start()
 
     def tell(self, doing: str, step: int | None = None) -> None:
-        """A sign of life: what is done from now on, and the step just made."""
+        """Record a sign of life: the task that starts now, and the step just made."""
         now = time.monotonic()
         stood_still = now - self.armed[0] > self.armed[1]
         if doing != STEPPING:
@@ -76,10 +75,10 @@ class Watch:
             self.doing = doing
             self._note(doing)
         self.armed = (now, self._limit_s())
-        if doing == ENDING:  # stacks that it has written may say why
+        if doing == ENDING:  # keep written stacks: they may show why
             faulthandler.cancel_dump_traceback_later()
             return
-        if stood_still:  # it goes on
+        if stood_still:  # it has recovered
             os.ftruncate(self._file, FIRST_LINE_BYTES)
         os.lseek(self._file, FIRST_LINE_BYTES, os.SEEK_SET)
         faulthandler.dump_traceback_later(self.armed[1], file=self._file)
@@ -90,10 +89,10 @@ class Watch:
         return max(LEAST_S, PAUSES * self._longest_s) if self._longest_s else UNTIMED_S
 
     def close(self) -> None:
-        """Take the file away where it has no stacks."""
+        """Remove the file unless it has stacks."""
         self.tell(ENDING)
         faulthandler.disable()
-        with suppress(ValueError):  # by another thread than the main one
+        with suppress(ValueError):  # not the main thread
             signal.set_wakeup_fd(self._wakeup_fd)
         with suppress(OSError):
             if os.fstat(self._file).st_size <= FIRST_LINE_BYTES:
@@ -101,11 +100,11 @@ class Watch:
                     (folder / self.path.name).unlink()
 
     def _note(self, doing: str) -> None:
-        """Write the file's first line, always of the same length."""
+        """Write the file's header, of constant length."""
         content = {"rank": self._rank, "host": self._host, "pid": os.getpid(), "doing": doing, "step": self._steps}
         with suppress(OSError):  # a full disk
             os.pwrite(self._file, f"{json.dumps(content):<{FIRST_LINE_BYTES - 1}}\n".encode(), 0)
-            os.fsync(self._file)  # other hosts are to see it
+            os.fsync(self._file)  # for other hosts
 
     def _attend(self) -> None:
         while True:
@@ -117,20 +116,20 @@ class Watch:
                 while self.armed == armed:
                     self._leave_together(*armed)
                     self._hear(LOOK_S)
-                self._note(self.doing)  # it goes on
+                self._note(self.doing)  # it has recovered
 
     def _hear(self, for_s: float) -> None:
-        """Wait, and leave a word of signals that come meanwhile."""
+        """Wait, and record signals that arrive meanwhile."""
         until = time.monotonic() + for_s
         while select.select([self._signalled], [], [], max(0.0, until - time.monotonic()))[0]:
             for number in set(os.read(self._signalled, 100)) & set(SIGNALS):
                 leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
 
     def _leave_together(self, since: float, limit_s: float) -> None:
-        """End this rank where the run's end is recorded, or is to be by this rank."""
+        """Exit if the run's end is recorded, or if this rank has to record it."""
         files, now = read_stacks(self._run), time.monotonic()
         if any(file.doing not in (STEPPING, STILL) for file in files):
-            self._others_busy = now  # who has just done something else has the whole limit to step
+            self._others_busy = now  # a rank that was busy gets the whole limit to step
         is_lowest = not any(file.doing == STILL and file.rank < self._rank for file in files)
         if is_lowest and (now - max(since, self._others_busy) > limit_s + GRACE_S or now - since > DOING_S + GRACE_S):
             with suppress(Exception):
@@ -144,7 +143,7 @@ class Watch:
         if not (verdict := judge(self._run, None, ())):
             return
         if verdict.kind == STALL:
-            # What is judged now stays: a rank that was stopped may write its stacks when the others have left.
+            # Keep this verdict: a stopped rank may write its stacks after the others have exited.
             leave_word(STALL, verdict.message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
         RunDirectory(self._run).finish("failed", verdict.message)
         print(f"error: {printable(verdict.message)}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
@@ -154,30 +153,30 @@ _watch: Watch | None = None  # a process is one rank
 
 
 def start(run_directory: Path, rank: int, host: str) -> None:
-    """Begin to watch this rank, if the run directory can be seen. Crashes leave no core."""
+    """Start watching this rank, if the run directory is accessible, and disable core dumps."""
     global _watch
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     try:
         _watch = Watch(run_directory, rank, host)
     except OSError as error:
-        print(f"warning: {host}: rank {rank} isn't watched: {error}", file=sys.stderr, flush=True)
+        print(f"warning: {host}: no hang detection for rank {rank}: {error}", file=sys.stderr, flush=True)
 
 
 def step(number: int) -> None:
-    """The `number`th step of the training has been made."""
+    """Record that training step `number` is complete."""
     if _watch is not None:
         _watch.tell(STEPPING, number)
 
 
 def alive() -> None:
-    """What is being done goes on."""
+    """Record that the current task makes progress."""
     if _watch is not None:
         _watch.tell(_watch.doing)
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """While the body runs, which may take long, this rank is doing `what`."""
+    """Mark this rank as doing `what`, which may take long, while the body runs."""
     before = _watch.doing if _watch else ""
     if _watch is not None:
         _watch.tell(what)
@@ -189,13 +188,13 @@ def doing(what: str) -> Iterator[None]:
 
 
 def ending() -> None:
-    """What this rank does from here on has no time limit."""
+    """Lift the time limit from here on."""
     if _watch is not None:
         _watch.tell(ENDING)
 
 
 def stop() -> None:
-    """An orderly end: leave no stacks behind."""
+    """Stop watching after an orderly end."""
     global _watch
     watch, _watch = _watch, None
     if watch is not None:
@@ -203,7 +202,7 @@ def stop() -> None:
 
 
 def _forget() -> None:
-    """In a forked process: its crashes and signals aren't the rank's."""
+    """Stop watching in a forked process: its crashes and signals aren't the rank's."""
     global _watch
     if _watch is not None:
         _watch = None

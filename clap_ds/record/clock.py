@@ -1,6 +1,6 @@
-"""The durations of steps and of their phases.
+"""Time steps and their phases.
 
-Edges are marked by events on a GPU's stream, or by the host's clock. The device is synchronized only where marks are read.
+Marks are CUDA events or times of the host's clock. The device is synchronized only when marks are read.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, ClassVar
 import torch
 
 ALWAYS_TIMED = "data_wait"
-"""The phase that is timed while throughput is measured, too."""
+"""The phase that is timed even while throughput is measured."""
 
 _Mark = Any
-"""An event of the device's stream, or seconds of the host's clock."""
+"""A CUDA event, or seconds of the host's clock."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait for all work queued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(action: Callable[[], object], device: torch.device) -> float:
-    """How long an action takes, with the device synchronized at both ends."""
+    """Time an action in seconds, with the device synchronized before and after."""
     synchronize(device)
     started_s = time.perf_counter()
     action()
@@ -45,19 +45,19 @@ def _mark(device: torch.device) -> _Mark:
 
 
 def _seconds_between(before: _Mark, after: _Mark) -> float:
-    """Of events, once the device has come to both."""
+    """Return the seconds between two marks that the device has reached."""
     return after - before if isinstance(before, float) else before.elapsed_time(after) / 1000
 
 
 class StepClock:
-    """Durations of the steps of one window: `start()`, then `mark()` after each step, then `stop()`."""
+    """Times the steps of one window: `start()`, `mark()` after each step, `stop()`."""
 
     running: ClassVar[StepClock | None] = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._marks: list[_Mark] = []
-        self.waits: list[list[tuple[_Mark, _Mark]]] = []  # of each step, edges of each `standing_still`
+        self.waits: list[list[tuple[_Mark, _Mark]]] = []  # per step: start and end of each `standing_still`
         self._started_s = 0.0
 
     def start(self) -> None:
@@ -71,7 +71,7 @@ class StepClock:
         self.waits.append([])
 
     def stop(self) -> tuple[float, list[float], list[float]]:
-        """End the window: its seconds by the host's clock, each step's, and each step's without waits for other ranks."""
+        """End the window. Returns its seconds, each step's, and each step's without waits for other ranks."""
         synchronize(self.device)
         window_s, StepClock.running = time.perf_counter() - self._started_s, None
         step_s = [_seconds_between(before, after) for before, after in pairwise(self._marks)]
@@ -81,7 +81,7 @@ class StepClock:
 
 @contextmanager
 def standing_still() -> Iterator[None]:
-    """Note a wait for other ranks with the clock that runs."""
+    """Record the body as a wait for other ranks in the running clock."""
     clock = StepClock.running
     begin = _mark(clock.device) if clock else 0.0
     yield
@@ -90,20 +90,20 @@ def standing_still() -> Iterator[None]:
 
 
 class PhaseTimer:
-    """Where a step's time goes, by phase.
+    """Times the phases of a step.
 
-    On a GPU a phase lasts on the device: `data_wait` is how long the device stood still for data or their copy. The others are
-    timed only when `instrumented`, with the device synchronized at both edges, which slows the step.
+    GPU phases are times on the device: `data_wait` is how long it waited for data or their copy. Other phases are timed
+    only when `instrumented`, with the device synchronized before and after, which slows the step.
     """
 
     def __init__(self, device: torch.device, *, instrumented: bool) -> None:
         self._device, self._instrumented = device, instrumented
         self._open: list[str] = []
-        self._spans: list[tuple[str, int, _Mark, _Mark]] = []  # with how often each counts: -1 for one inside another
+        self._spans: list[tuple[str, int, _Mark, _Mark]] = []  # with a sign: -1 subtracts a nested phase
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Total by phase, without the phases inside it. Waits for the device."""
+        """Seconds per phase, without nested phases. Synchronizes the device."""
         synchronize(self._device)
         total: dict[str, float] = defaultdict(float)
         for phase, sign, begin, end in self._spans:

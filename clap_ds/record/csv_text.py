@@ -1,4 +1,4 @@
-"""CSV to a file or to standard output."""
+"""Write CSV to a file or to standard output."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from clap_ds.config.files import replacing
 
 
 def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]]) -> None:
-    """Rows to a file, which is there once it is whole, or to standard output; None and NaN are empty cells. OSError where the
-    file can't be written."""
+    """Write rows to a file, atomically, or to standard output; None and NaN become empty cells. Raises OSError."""
     if output is None:
         return _write(sys.stdout, rows)
     with replacing(output) as file:
         text = io.TextIOWrapper(file, "utf-8", newline="")
         _write(text, rows)
-        text.detach()  # which writes what is left
+        text.detach()  # flushes
 
 
 def _write(file: TextIO, rows: Iterable[Sequence[str | float | None]]) -> None:

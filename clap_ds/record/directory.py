@@ -1,7 +1,7 @@
-"""The run directory: what a run is, how far it got and what came of it, written as it goes.
+"""The run directory: a run's configuration, progress and results, written while it runs.
 
-`config.json`, `environment.json`, `metrics.jsonl` (a line a step), `summary.json` (what analysis reads, with the run's
-state), `monitor/` (by `monitor.py`), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`.
+It has `config.json`, `environment.json`, `metrics.jsonl` (one line per step), `summary.json` (state and results, for
+analysis), `monitor/` (by `monitor.py`), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from clap_ds.record.stream import Stream, unless_full
 
 
 class RunDirectory:
-    """Files of one run. Rank 0 writes; the others write only `summary.json`, and only to say that they failed."""
+    """Files of one run. Rank 0 writes them; other ranks only record failures in `summary.json`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, label: str) -> RunDirectory:
-        """Make `<root>/<label>-<UTC time>/`, numbered where there is one; raises OSError where it can't be made."""
+        """Create `<root>/<label>-<UTC time>/`, numbered if it exists. Raises OSError."""
         stem = f"{label}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         for number in itertools.count():
             path = root / f"{stem}-{number}" if number else root / stem
@@ -45,7 +45,7 @@ class RunDirectory:
         write_object(self.path / name, redacted_all(content))
 
     def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
-        """Merge fields into `summary.json` and return the whole. A full disk is warned of."""
+        """Merge fields into `summary.json` and return all of it; warn if the disk is full."""
         summary: Summary = {"schema": VERSION, **self.summary()}
         for part in (*parts, fields):
             summary.update(part)
@@ -58,12 +58,12 @@ class RunDirectory:
         return cast(Summary, read_json(path)) if path.exists() else {}
 
     def finish(self, state: State, error: str | None = None) -> None:
-        """Record how the run ended. The first ending recorded by any rank stays: later ones are its consequences."""
+        """Record how the run ended, unless a rank already has: later endings are consequences."""
         if self.summary().get("state") in (None, "running"):
             self.update_summary(state=state, error=error, finished=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def append_metrics(self, line: StepLine, /, **more: Any) -> None:
-        """One line of `metrics.jsonl`; `more` holds what isn't of every run, such as an evaluation's metrics by name."""
+        """Append a line to `metrics.jsonl`; `more` has run-specific fields, such as evaluation metrics."""
         self._stream.append({**line, **more})
 
     def close(self) -> None:
@@ -71,16 +71,16 @@ class RunDirectory:
 
 
 class Tee(io.TextIOBase):
-    """A stream that also writes to a log file; carriage-return redraws of progress bars stay out of the file."""
+    """A stream that copies its output, except redrawn progress bars, to a log file."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
         if "\r" not in text and "\x1b" not in text:
-            with suppress(OSError):  # of a full disk
+            with suppress(OSError):  # disk full
                 self._log.write(redacted(text))
-        with suppress(OSError):  # nobody reads the terminal any more
+        with suppress(OSError):  # the terminal is gone
             self._stream.write(text)
         return len(text)
 
@@ -97,7 +97,7 @@ class Tee(io.TextIOBase):
 
 
 def start_log(path: Path) -> None:
-    """Send a copy of standard output and error, and all of DeepSpeed's log lines, to a file."""
+    """Copy standard output, standard error and DeepSpeed's log to a file."""
     from deepspeed.utils import logger
 
     log = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1)
@@ -111,7 +111,7 @@ def start_log(path: Path) -> None:
 
 @contextmanager
 def quiet_deepspeed() -> Iterator[None]:
-    """Keep DeepSpeed's informational lines off the terminal while it is set up, which sets every handler's level."""
+    """Hide DeepSpeed's info lines on the terminal during its setup, which resets handlers' levels."""
     from deepspeed.utils import logger
 
     matters = lambda record: record.levelno >= logging.WARNING and "before it has started" not in record.getMessage()  # noqa: E731

@@ -1,4 +1,4 @@
-"""What a run ran on: device, memory, software."""
+"""Describe a run's device, memory and software."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webda
 
 
 def device_name(device: torch.device) -> str:
-    """Name the driver gives the GPU, or the model of the CPU."""
+    """Return the driver's name of the GPU, or the CPU model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with suppress(OSError, StopIteration):
@@ -30,7 +30,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory in use so far: by tensors on a GPU, by the process on a CPU (`ru_maxrss` counts what was before an exec)."""
+    """Return peak memory: tensors on a GPU, the process on a CPU (`ru_maxrss` would include memory before an exec)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status").read_text()
@@ -38,7 +38,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> list[int]:
-    """`peak_memory_bytes`, and of a GPU also what its allocator held at most."""
+    """Return `peak_memory_bytes` and, on a GPU, the allocator's peak reserved bytes."""
     reserved = [torch.cuda.max_memory_reserved(device)] if device.type == "cuda" else []
     return [peak_memory_bytes(device), *reserved]
 
@@ -68,7 +68,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> Environ
 
 
 def _driver() -> str | None:
-    with suppress(Exception):  # whatever a broken driver makes of it
+    with suppress(Exception):  # a broken driver may raise anything
         import pynvml
 
         pynvml.nvmlInit()

@@ -1,6 +1,6 @@
-"""One writer at a time of a folder that hosts share, such as that of a run's checkpoints: who could create `writer.json`.
+"""Lock a shared folder, such as a run's checkpoints, for one writer by creating `writer.json`.
 
-A killed process leaves the file. It is replaced where the process is known to be gone: on this host, or by the same job.
+A killed process leaves the file. It is replaced if that process was on this host and is gone, or was of the same job.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FILE = "writer.json"
 
 
 class FolderLock:
-    """This process's claim to be the one that writes a folder, in a job known by its folder `job` or by SLURM."""
+    """This process's lock on a folder, in a job identified by its folder `job` or by SLURM."""
 
     def __init__(self, folder: Path, job: Path | None = None) -> None:
         self._path = folder / FILE
-        # What process ids are unique in: a boot of a machine and a container in it.
+        # Process ids are unique within a boot of a machine and a container.
         kernel = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
         self._own: dict[str, Any] = {
             "host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid()), "kernel": kernel,
@@ -32,30 +32,30 @@ class FolderLock:
         }  # fmt: skip
 
     def acquire(self) -> None:
-        """Take the folder, made where it isn't there. Raises ValueError: it has a holder; OSError: it can't be written."""
+        """Lock the folder, creating it if needed. Raises ValueError if it is locked, OSError if it can't be written."""
         if self._create():
             return
         found = self._read()
         is_here = found.get("kernel") == self._own["kernel"]
         is_same_job = self._own["job"] != "" and found.get("job") == self._own["job"]
         if not (_start_time(found.get("pid")) != found.get("started") if is_here else is_same_job):
-            raise ValueError(f"{self._said('is held by')}. If that job is over, delete {self._path}")
-        print(f"{self._said('was left behind by')}; taken over", file=sys.stderr, flush=True)
+            raise ValueError(f"{self._said('is locked by')}. If that job is over, delete {self._path}")
+        print(f"{self._said('had a stale lock of')}; replaced", file=sys.stderr, flush=True)
         write_atomically(self._path, json.dumps(self._own))
 
     def check(self) -> None:
-        """Raises ValueError where another run has taken the folder over meanwhile. Call before each write."""
-        if not self._create() and self._read() != self._own:  # it is created where somebody deleted it
-            raise ValueError(self._said("was taken over by"))
+        """Raise ValueError if another run has taken the lock. Call before each write."""
+        if not self._create() and self._read() != self._own:  # created again if deleted
+            raise ValueError(self._said("was locked meanwhile by"))
 
     def release(self) -> None:
-        """Give the folder back if it is this process's."""
+        """Unlock the folder if this process holds the lock."""
         with suppress(OSError):
             if self._read() == self._own:
                 self._path.unlink()
 
     def _create(self) -> bool:
-        """Whether the file could be made."""
+        """Create the file; return False if it exists."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self._path.open("x") as file:
@@ -65,7 +65,7 @@ class FolderLock:
         return True
 
     def _read(self) -> dict[str, Any]:
-        """What the file says; nothing where there is none, or it is half-written."""
+        """Read the file; empty if it is missing or incomplete."""
         with suppress(OSError, ValueError, TypeError):
             return dict(read_json(self._path))
         return {}
@@ -76,7 +76,7 @@ class FolderLock:
 
 
 def _start_time(pid: Any) -> int | None:
-    """In ticks since the machine's boot; None for a process that has ended."""
+    """Return a process's start in ticks since boot, or None if it has ended."""
     with suppress(OSError):
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else int(rest[18])

@@ -1,6 +1,6 @@
-"""A host's GPUs while a run steps, sampled every 15 s by a thread of the host's first rank into `monitor/<host>.jsonl`.
+"""Sample a host's GPUs every 15 s with NVML into `monitor/<host>.jsonl`, in a thread of the host's first rank.
 
-By NVML. A broken driver doesn't end a run.
+A broken driver doesn't end the run.
 """
 
 import os
@@ -21,7 +21,7 @@ Sample = dict[str, Any]
 
 @contextmanager
 def watching(run_directory: Path | None, num_gpus: int) -> Iterator[None]:
-    """Take samples in the background until the end; none without a folder. The run has `num_gpus` on this host."""
+    """Sample in the background while the body runs, unless there is no folder; the run has `num_gpus` on this host."""
     over = threading.Event()
     if run_directory is not None:
         threading.Thread(target=_watch, args=(run_directory / "monitor", num_gpus, over), daemon=True).start()
@@ -40,22 +40,22 @@ def _watch(folder: Path, num_gpus: int, over: threading.Event) -> None:
                 for values in sample():
                     stream.append({"time": time.time(), **values})
     except Exception as error:
-        print(f"warning: {os.uname().nodename}: no longer monitored: {error!r}", file=sys.stderr, flush=True)
+        print(f"warning: {os.uname().nodename}: GPU monitoring stopped: {error!r}", file=sys.stderr, flush=True)
 
 
 def _gpu_sampler(num_gpus: int) -> Callable[[], list[Sample]] | None:
-    """Reads this run's GPUs; None where NVML isn't there or knows none."""
+    """Return a function that reads this run's GPUs, or None if NVML is missing or finds none."""
     try:
         import pynvml as nvml
 
         nvml.nvmlInit()
         gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    except Exception:  # of whatever type a broken driver has
+    except Exception:  # a broken driver may raise anything
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     mine = [index for index in range(len(gpus)) if str(index) in visible]
-    chosen = mine if len(mine) >= num_gpus else range(len(gpus))  # a rank may see its own alone
-    rx, tx = nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES  # counted in KB/s
+    chosen = mine if len(mine) >= num_gpus else range(len(gpus))  # a rank may see only its own
+    rx, tx = nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES  # in KB/s
     fields: dict[str, Callable[[Any], float]] = {
         "sm_percent": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
         "power_w": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
@@ -70,7 +70,7 @@ def _gpu_sampler(num_gpus: int) -> Callable[[], list[Sample]] | None:
     def read(index: int) -> Sample:
         values: Sample = {"gpu": index}
         for name, field in fields.items():
-            with suppress(nvml.NVMLError):  # not every part measures everything
+            with suppress(nvml.NVMLError):  # unsupported by this GPU
                 values[name] = field(gpus[index])
         return values
 

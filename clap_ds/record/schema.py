@@ -1,6 +1,6 @@
 """The schema of `summary.json`, `environment.json` and `metrics.jsonl`. Standard library only.
 
-Every field can be absent, as in a killed run or an older record. Times are in seconds, rates in samples per second.
+Any field can be absent, as in killed runs or older records. Times are in seconds, throughput in samples/s.
 """
 
 from __future__ import annotations
@@ -8,39 +8,39 @@ from __future__ import annotations
 from typing import Any, Literal, TypedDict
 
 VERSION = 4
-"""`schema` in `summary.json`. 4: two presets have other names (`FORMER_PRESETS`). 3: rates are samples over time (`mean`);
-before it, medians of windows. The first had none."""
+"""`schema` in `summary.json`. 4: two presets renamed (`FORMER_PRESETS`). 3: throughput is samples over time (`mean`), before
+it the median of windows. Version 1 has no `schema`."""
 FORMER_PRESETS = {
     "htsat_tiny_roberta_base": "clap_htsat_tiny_roberta_base",
     "htsat_tiny_roberta_base_fusion": "clap_htsat_tiny_roberta_base_fused",
 }
-"""By what a record of schema 3 or less calls it, the same model's name: `htsat_tiny_roberta_base` had LAION-CLAP's heads."""
+"""Preset in records up to schema 3 → its name now: `htsat_tiny_roberta_base` had LAION-CLAP's heads."""
 
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 
 State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "terminated"]
 
 STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
-"""Parts of a step, in the order they happen."""
+"""Phases of a step, in order."""
 
 
 class Rates(TypedDict, total=False):
-    """Samples/s of one GPU: all samples over all seconds of the windows, and the windows' range."""
+    """Samples/s of one GPU: total samples over total seconds of the windows, and the windows' range."""
 
     mean: float
     low: float
     high: float
     slow_windows: int
-    """Windows below 0.8 of the median window's samples/s."""
+    """Number of windows below 0.8 of the median window's samples/s."""
     windows: list[float]
     window_s: list[float]
-    """Seconds each lasted, on the slowest rank."""
+    """Duration of each window on the slowest rank."""
     median: float
-    """Before schema 3, in place of the mean: of the windows."""
+    """Median of the windows; before schema 3, instead of `mean`."""
 
 
 class StepTime(TypedDict, total=False):
-    """Seconds of a step over all timed steps: of rank 0, and the median of each step's slowest rank."""
+    """Step times over all timed steps: rank 0's, and the median of each step's slowest rank."""
 
     median: float
     p95: float
@@ -48,7 +48,7 @@ class StepTime(TypedDict, total=False):
 
 
 class SlowRank(TypedDict):
-    """By how much a rank's own time of a step is longer than the median rank's, a longer wait for data included."""
+    """By how much a rank's own step time, data wait included, exceeds the median rank's."""
 
     rank: int
     host: str
@@ -58,7 +58,7 @@ class SlowRank(TypedDict):
 
 
 class ChosenKernel(TypedDict):
-    """What `auto` stands for, and why it isn't Triton's."""
+    """The kernel chosen by `auto`, and why it isn't Triton's."""
 
     kernel: str
     problem: str | None
@@ -85,22 +85,22 @@ class Summary(TypedDict, total=False):
     device_name: str
     device_type: str
     kernels: dict[str, ChosenKernel]
-    """On CUDA, by field of `clap.model` that is `auto`."""
+    """On CUDA, per field of `clap.model` that is `auto`."""
     compiled: dict[str, str | None]
-    """By part (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
+    """Per part (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
     compile_s: float
 
     samples_per_s_per_gpu: Rates
     samples_per_s: float
     deepspeed_samples_per_s: float | None
-    """By DeepSpeed's own timer: from each forward pass to the end of its update, without what lies between."""
+    """Measured by DeepSpeed's timer, from each forward pass to the end of its update, without the time between."""
     deepspeed_times_host_alone: bool
     step_time_s: StepTime
     data_wait_percent: float
     breakdown_s: dict[str, float] | None
-    """Seconds a step by `STEP_PHASES`, of an instrumented pass: mean over ranks, median over steps."""
+    """Seconds per step by `STEP_PHASES` in an instrumented pass: mean over ranks, median over steps."""
     memory_peak_bytes: int
-    """Of tensors on a GPU, of the process on a CPU; of the rank that has most."""
+    """Tensors on a GPU, the process on a CPU; of the rank with the most."""
     memory_reserved_peak_bytes: int
     skipped_steps: int
     slow_ranks: list[SlowRank]
@@ -109,7 +109,7 @@ class Summary(TypedDict, total=False):
     warnings: list[str]
 
     flops: dict[str, Any]
-    """GFLOPs a sample: forward (`published_gflops`, `model_gflops`), forward and backward (`training_gflops`)."""
+    """GFLOPs per sample: forward (`published_gflops`, `model_gflops`), forward and backward (`training_gflops`)."""
     mfu_published_percent: float | None
     mfu_model_percent: float | None
     hfu_percent: float | None
@@ -122,7 +122,7 @@ class Summary(TypedDict, total=False):
     samples: int
     epoch: float | None
     train_s: float
-    """Seconds of training through all starts, as is `time_to_target_s`."""
+    """Training time over all starts, like `time_to_target_s`."""
     loss: float
     epoch_samples: int | None
     evaluation: dict[str, Any]
@@ -136,7 +136,7 @@ class Summary(TypedDict, total=False):
 
 
 class Environment(TypedDict, total=False):
-    """`environment.json`, of rank 0 where ranks differ."""
+    """`environment.json`, of rank 0 if ranks differ."""
 
     python: str
     versions: dict[str, str | None]
@@ -161,22 +161,22 @@ class Environment(TypedDict, total=False):
 class StepLine(TypedDict, total=False):
     """A line of `metrics.jsonl`: a step (`warmup`, `window`, `breakdown`, `train`), an evaluation or a checkpoint.
 
-    Times are of rank 0 where nothing else is said. Fields named `window_…` are in each line of a window and of all of it.
+    Times are rank 0's unless stated. Each line of a window repeats the `window_…` fields of the whole window.
     """
 
     phase: Literal["warmup", "window", "breakdown", "train", "evaluation", "checkpoint"]
     step: int
     window: int | None
     window_s: float
-    """Seconds the window lasted, on the slowest rank."""
+    """Duration of the window on the slowest rank."""
     window_data_wait_s: float
-    """Seconds of it spent waiting for data, on the rank that waited most."""
+    """Data wait in the window, on the rank that waited most."""
     time_s: float
     slowest_rank_time_s: float
     data_wait_s: float
     phases_s: dict[str, float]
-    """Of a `breakdown` step: seconds by `STEP_PHASES`, mean over ranks. `backward` includes `exposed_communication` here, which
-    is how much longer it took than without communication, below 0 in some steps."""
+    """`breakdown` step: seconds by `STEP_PHASES`, mean over ranks. Here `backward` includes `exposed_communication`: its time
+    beyond a backward pass without communication, which may be negative."""
     loss: float
     memory_bytes: int
     samples: int

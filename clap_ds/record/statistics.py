@@ -1,7 +1,6 @@
 """Throughput over time, intervals of medians and Student's t. Standard library and numpy only.
 
-There is one estimator of a rate: all samples over all seconds after warm-up. A median of windows isn't that where some steps
-take longer than others.
+Throughput is always total samples over total seconds after warm-up. A median of windows differs if step times vary.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class MedianInterval:
 
 
 def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
-    """Compute samples over seconds of all windows together, from samples/s and seconds of each window in order.
+    """Compute total samples over total seconds from samples/s and seconds of each window, in order.
 
     `low` and `high` are the range of the windows. The windows of one run support no confidence interval: rare stalls may
     have hit none of them. Repeat the run to get one.
@@ -59,16 +58,16 @@ def range_label(windows: Sequence[float], slow: int) -> str:
 
 
 def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> MedianInterval:
-    """Median and its distribution-free interval: the narrowest pair of order statistics with at least `coverage`.
+    """Compute the median and its distribution-free interval, the narrowest pair of order statistics with `coverage`.
 
     The count of values below the true median is binomial with p = 1/2 (Conover, Practical Nonparametric Statistics, 3rd ed.,
-    section 3.2). Where no pair covers that much, it is the range. Raises ValueError: no values.
+    section 3.2). If no pair covers that much, the interval is the range. Raises ValueError if there are no values.
     """
     if not values:
-        raise ValueError("no values to take a median of")
+        raise ValueError("can't take the median of no values")
     ordered, count = sorted(values), len(values)
     tails = accumulate(math.comb(count, below) for below in range((count + 1) // 2))
-    outside = [2 * tail / 2**count for tail in tails]  # both sides, by how many values are left out on each
+    outside = [2 * tail / 2**count for tail in tails]  # both tails, by number of values excluded on each side
     trim = max(sum(share <= 1 - coverage for share in outside) - 1, 0)
     covered = max(0.0, 1 - outside[trim])
     return MedianInterval(ordered[trim], ordered[count - 1 - trim], covered, count, statistics.median(ordered))
@@ -76,7 +75,7 @@ def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> Medi
 
 @cache
 def student_t(coverage: float, degrees: int) -> float:
-    """Student's t, two-sided. The angle atan(t/√degrees) has a density as cos^(degrees - 1), summed by the trapezoidal rule."""
+    """Compute two-sided Student's t: atan(t/√degrees) has a density proportional to cos^(degrees - 1), integrated here."""
     angles = np.linspace(0, math.pi / 2, 100_001)
     density = np.cos(angles) ** (degrees - 1)
     within = np.cumsum(density) - (density + density[0]) / 2

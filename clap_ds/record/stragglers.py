@@ -1,5 +1,7 @@
-"""Who makes the others wait: ranks whose own time of a step, without what they stood still for others (`clock.standing_still`)
-but with their wait for data, lies above the median rank's. A slow link, for which all ranks wait, is nobody's own time."""
+"""Find stragglers: ranks whose own step time exceeds the median rank's.
+
+Own time includes data wait but not waits for other ranks (`clock.standing_still`), so a slow link adds to no rank's.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from clap_ds.record.schema import SlowRank, Summary
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 KEPT_STEPS, GROUPS, FEWEST_STEPS = 300, 15, 20
-"""Ranks are judged by the last steps, taken together in so many groups of neighbours: some wait for data now and then."""
+"""Ranks are compared over the last steps in up to `GROUPS` groups of neighbors, as data waits are sporadic."""
 SPREADS, FLOOR, MOST = 3.0, 0.03, 0.6
-"""Behind is who is so many standard deviations above the median rank, and this share of it; slow, who is in most groups."""
+"""A straggler lags by `SPREADS` standard deviations and the share `FLOOR` in more than the share `MOST` of groups."""
 
 
 def slow_ranks(own_s: Floats, before: Collection[int] = ()) -> list[int]:
-    """Ranks slower than the others, by each one's own seconds of each step, (steps, ranks), at most `KEPT_STEPS` steps.
+    """Find stragglers from own seconds, (steps, ranks), of at most `KEPT_STEPS` steps.
 
-    The usual spread is the larger of two standard deviations, from lower medians, which slow ranks don't move: of all lags
-    behind the (lower) median rank, 0 on two; and of how two ranks' difference changes. Half counts for who was slow `before`.
+    The spread is the larger of two robust standard deviations: of lags behind the (lower) median rank, which is 0 with
+    two ranks, and of changes in the difference of two ranks. The limit is halved for ranks that were slow `before`.
     """
     if len(own_s) < FEWEST_STEPS or own_s.shape[1] < 2:
         return []
@@ -36,7 +38,7 @@ def slow_ranks(own_s: Floats, before: Collection[int] = ()) -> list[int]:
 
 
 def rate_without(slow: Sequence[int], samples: Floats, step_s: Floats, own_s: Floats) -> float:
-    """Samples/s, of steps of (steps,) samples and seconds, if slow ranks had the median rank's own time, (steps, ranks)."""
+    """Compute samples/s if slow ranks had the median rank's own time. Shapes: (steps,), (steps,), (steps, ranks)."""
     others_s = own_s.copy()
     others_s[:, slow] = np.minimum(own_s[:, slow], _lower_median(own_s))
     return float(samples.sum() / (step_s - own_s.max(axis=1) + others_s.max(axis=1)).sum())
@@ -47,14 +49,14 @@ def _lower_median(rows: Floats) -> Floats:
 
 
 class Stragglers:
-    """Told all ranks' times on rank 0, says who is slow when that is known or changes; `warnings` has what it said last."""
+    """Collects all ranks' times on rank 0 and prints stragglers when they change; `warnings` has the last line."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts, self._slow, self.warnings = np.array(hosts), list[int](), list[str]()
         self._kept: tuple[Floats, ...] = ()
 
     def add(self, samples: Any, step_s: Any, own_s: Floats, data_wait_s: Floats) -> Summary:
-        """What to record after steps of so many samples and seconds, (steps,), and each rank's own, (steps, ranks)."""
+        """Add steps, with samples and seconds, (steps,), and times of ranks, (steps, ranks). Returns fields to record."""
         new = (np.broadcast_to(np.asarray(samples, float), len(own_s)), np.asarray(step_s, float), own_s, data_wait_s)
         kept = zip(self._kept or [each[:0] for each in new], new, strict=True)
         samples, step_s, own, data = self._kept = tuple(np.concatenate(each)[-KEPT_STEPS:] for each in kept)
@@ -68,13 +70,13 @@ class Stragglers:
         cost = rate_without(self._slow, samples, step_s, own) - samples.sum() / step_s.sum()
         self.warnings = [_words(slow, cost)] if slow else []
         if self._slow != before:
-            print(*(self.warnings or ["no rank is slower than the others any more"]), flush=True)
+            print(*(self.warnings or ["no stragglers any more"]), flush=True)
         return Summary(slow_ranks=slow, slow_ranks_cost_samples_per_s=float(cost))
 
 
 def _words(slow: Sequence[SlowRank], cost: float) -> str:
     each = [
-        f"rank {one['rank']} on {one['host']} by {1000 * one['behind_s']:,.1f} ms a step ({one['behind_percent']:.1f} %),"
-        f" of which {1000 * one['data_wait_s']:,.1f} waiting for data" for one in slow[:5]
+        f"rank {one['rank']} on {one['host']}, {1000 * one['behind_s']:+,.1f} ms/step ({one['behind_percent']:+.1f}%),"
+        f" data wait {1000 * one['data_wait_s']:+,.1f} ms" for one in slow[:5]
     ] + [f"{len(slow) - 5} more"] * (len(slow) > 5)  # fmt: skip
-    return f"slower than the median rank, at a cost of {cost:,.1f} samples/s: {'; '.join(each)}"
+    return f"stragglers cost {cost:,.1f} samples/s: {'; '.join(each)}"

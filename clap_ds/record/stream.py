@@ -1,7 +1,4 @@
-"""What a run tells as it goes: a line of JSON for each step in a file.
-
-A run never ends for want of its log: what can't be written is left out, which is said once.
-"""
+"""Append JSON lines to a file. Lines that can't be written are dropped with one warning and never end the run."""
 
 from __future__ import annotations
 
@@ -21,26 +18,25 @@ _said: set[str] = set()
 
 @contextmanager
 def unless_full(what: object) -> Iterator[None]:
-    """Leave out what a full or failing disk doesn't take, and warn of it the first time, by its name `what`."""
+    """Suppress OSError of a full or failing disk, with one warning that names `what`."""
     try:
         yield
     except OSError as error:
         if str(what) not in _said:
             _said.add(str(what))
             reason = error.strerror or error
-            print(f"warning: {what} can't be written: {reason}; the run goes on without", file=sys.stderr, flush=True)
+            print(f"warning: {what} can't be written: {reason}; the run continues", file=sys.stderr, flush=True)
 
 
 class Stream:
-    """A file of lines, made with its first."""
+    """A file of lines, created with the first one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
 
     def forget_after(self, step: int) -> float:
-        """Drop lines of later steps, which will be trained again, and lines that were cut.
-        Returns the seconds of training (`train_s`) that its lines tell of."""
+        """Drop incomplete lines and those of later steps, which are trained again. Returns the largest `train_s`."""
         kept, train_s = [], 0.0
         with unless_full(self._path), suppress(FileNotFoundError):
             for line in read_lines(self._path):
@@ -52,7 +48,7 @@ class Stream:
         return train_s
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """One more line, whole or not at all."""
+        """Append a line, whole or not at all."""
         with unless_full(self._path):
             self._file = self._file or FileIO(open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
             content, size = (json.dumps(line) + "\n").encode(), os.fstat(self._file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""What a run shows on rank 0's terminal: progress while it runs, a table when it is done."""
+"""Print progress and the final table on rank 0's terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clap_ds.record.statistics import range_label
 
 
 class Progress:
-    """A line per advance: steps done and time left. `first` steps were done before this start."""
+    """Prints a line per advance: steps done and time left. `first` steps were done before this start."""
 
     def __init__(self, num_steps: int, *, enabled: bool, first: int = 0) -> None:
         self._num_steps, self._enabled = num_steps, enabled
@@ -30,7 +30,7 @@ class Progress:
 
 
 def print_summary(summary: Summary) -> None:
-    """The final table."""
+    """Print the final table."""
     table = Table(show_header=False)
     table.add_column("quantity")
     table.add_column("value", justify="right")
@@ -41,7 +41,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def show(title: str, table: Table, *notes: str) -> None:
-    """A table under its title, and lines under it."""
+    """Print a title, a table and notes."""
     console = Console(width=max(100, Console().width), highlight=False, markup=False)
     console.print(printable(title), style="bold", soft_wrap=True)
     console.print(table)
@@ -58,10 +58,10 @@ def title(summary: Summary) -> str:
 
 
 def rows(summary: Summary) -> list[tuple[str, str]]:
-    """Name and value of every line of the final table."""
+    """Return name and value of the final table's rows."""
     rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
-    host_alone = " (the host alone)" if unit == "GPU" and summary.get("deepspeed_times_host_alone") else ""
+    host_alone = " (host only)" if unit == "GPU" and summary.get("deepspeed_times_host_alone") else ""
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
     held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
     interval = f"  {range_label(rate['windows'], rate.get('slow_windows', 0))}"
@@ -70,19 +70,19 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     return [
         (f"samples/s/{unit}", f"{rate['mean']:,.2f}"),
         (interval, f"{rate['low']:,.2f} – {rate['high']:,.2f}"),
-        ("samples/s in all", f"{summary['samples_per_s']:,.2f}"),
+        ("samples/s (total)", f"{summary['samples_per_s']:,.2f}"),
         (
-            f"samples/s in all, by DeepSpeed's timer{host_alone}",
+            f"samples/s (total), DeepSpeed's timer{host_alone}",
             "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}",
         ),
         ("step time, median", f"{1000 * step['median']:,.1f} ms"),
         ("step time, 95th percentile", f"{1000 * step['p95']:,.1f} ms"),
         ("step time, slowest rank", f"{1000 * step['slowest_rank_median']:,.1f} ms"),
-        ("waiting for data", f"{summary['data_wait_percent']:.2f} %"),
+        ("data wait", f"{summary['data_wait_percent']:.2f}%"),
         ("peak memory per rank (largest)", f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB{held}"),
         *_utilization_rows(summary),
         *(
-            (f"  {phase.replace('_', ' ')}", f"{1000 * seconds:,.1f} ms  {100 * seconds / total:5.1f} %")
+            (f"  {phase.replace('_', ' ')}", f"{1000 * seconds:,.1f} ms  {100 * seconds / total:5.1f}%")
             for phase, seconds in breakdown.items()
         ),
         *(("warning", text) for text in summary.get("warnings", [])),
@@ -94,12 +94,12 @@ def _utilization_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         return
     flops, peak = summary["flops"], summary["peak_tflops"]
     yield "TFLOPS achieved per device, forward and backward", f"{summary['achieved_tflops']:,.3f}"
-    yield "GFLOPs a sample, forward and backward", f"{flops['training_gflops']:,.4f}"
+    yield "GFLOPs per sample, forward and backward", f"{flops['training_gflops']:,.4f}"
     if peak is None:
         yield "MFU", "– (unknown peak)"
     else:
         published = f"MFU, published convention (3 × {flops['published_gflops']:.2f} GFLOPs)"
-        yield published, f"{summary['mfu_published_percent']:.2f} % of {peak:g} TFLOPS"
-        yield "MFU, work really done", f"{summary['mfu_model_percent']:.2f} % of {peak:g} TFLOPS"
+        yield published, f"{summary['mfu_published_percent']:.2f}% of {peak:g} TFLOPS"
+        yield "MFU (executed FLOPs)", f"{summary['mfu_model_percent']:.2f}% of {peak:g} TFLOPS"
         if flops["recomputed_gflops"]:
-            yield "  with what is done twice (HFU)", f"{summary['hfu_percent']:.2f} % of {peak:g} TFLOPS"
+            yield "HFU (incl. recomputation)", f"{summary['hfu_percent']:.2f}% of {peak:g} TFLOPS"

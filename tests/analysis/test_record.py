@@ -44,7 +44,7 @@ def test_every_field_of_a_real_record_arrives(record: Path) -> None:
     changes = CHANGES | {"gradient_accumulation_steps": 3, "micro_batch_per_gpu": None}
     run = read_record(summed_up(record, **changes))
     assert run.batch_per_gpu == 12
-    assert "steps take unlike times" in run.notes
+    assert "step times are uneven" in run.notes
 
 
 def test_a_record_of_an_earlier_schema_has_the_rate_of_its_steps(record: Path) -> None:

@@ -1,4 +1,4 @@
-"""Batch sizes are those that DeepSpeed works out of the same configuration, and refused where it refuses them."""
+"""Batch sizes equal DeepSpeed's, and are rejected if DeepSpeed rejects them."""
 
 import itertools
 from collections.abc import Callable
@@ -60,6 +60,6 @@ def test_deepspeed_gets_what_was_worked_out(write_run: Callable[..., Path]) -> N
     for given, expected in (((None, None, 64), [16, 1, 64]), ((8, None, 64), [8, 2, 64]), ((None, 4, 64), [4, 4, 64])):
         path = write_run(**dict(zip(NAMES, given, strict=True)))
         assert [load_run(path, 4).deepspeed[name] for name in NAMES] == expected
-        assert load_run(path).batch_sizes().global_batch == 64, "on one rank, where their number isn't known"
+        assert load_run(path).batch_sizes().global_batch == 64, "one rank if the number is unknown"
     agreeing = BatchSizes.of(dict(zip(NAMES, (8, 2, 64), strict=True)), None)
     assert agreeing.global_batch == 64, "four ranks are the fewest"

@@ -1,4 +1,4 @@
-"""What a command says of a user's mistakes."""
+"""Messages of user errors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Files are replaced in one go, and what others may have written is read within limits."""
+"""Files are replaced atomically, and untrusted ones are read within limits."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_only_regular_files_of_a_sensible_size_are_read(tmp_path: Path) -> None:
     for path, reason in ((pipe, "regular file"), (link, "regular file"), (tmp_path, "regular file"), (sparse, "more")):
         with pytest.raises(OSError, match=reason):
             read_bytes(path)
-    assert list(read_lines(small, longest=20)) == [b"a", b"bc"]  # what comes after it is nobody's line
+    assert list(read_lines(small, longest=20)) == [b"a", b"bc"]  # lines after it are dropped
     assert read_bytes(small, most=29) == small.read_bytes()
     with pytest.raises(OSError, match="more than 28 bytes"):
         read_bytes(small, most=28)

@@ -1,4 +1,4 @@
-"""Packaged configurations by name, and the commit of the code that runs."""
+"""Packaged configurations by name, and the commit of the code."""
 
 import os
 import stat
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder that is a git repository of its own."""
+    """A working folder that is its own git repository."""
     monkeypatch.chdir(tmp_path)
     subprocess.run(["git", "init", "-q"], check=True)
     return tmp_path

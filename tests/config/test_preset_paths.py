@@ -1,4 +1,4 @@
-"""Sizes of a model by path stay with the run; what is wrong with them is said in a line."""
+"""Model sizes read from a path are stored with the run; errors in them take one line."""
 
 import json
 from collections.abc import Callable
@@ -37,11 +37,11 @@ def test_a_run_keeps_the_sizes_where_the_file_is_gone(write_run: Callable[..., P
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"no preset '.*own.json'; there are .*, demo, .*; or the path of a preset's JSON"),
+        (None, r"no preset '.*own.json'; expected one of .*, demo, .*; or the path of a preset's JSON"),
         (changed("audio", embed_dm=8), r"own.json: audio\.embed_dm: no such field; did you mean 'embed_dim'\?"),
         (changed("text", num_heads=3), "text: hidden_size 32 doesn't divide into num_heads 3"),
-        ({"model_type": "bert"}, "config.json is of model_type 'bert', expected 'clap'"),
-        ({**CLAP, "text_config": {"hidden_act": "relu"}}, "own.json: text_config.hidden_act is 'relu', only 'gelu'"),
+        ({"model_type": "bert"}, "config.json has model_type 'bert', expected 'clap'"),
+        ({**CLAP, "text_config": {"hidden_act": "relu"}}, "own.json: text_config.hidden_act is 'relu'; only 'gelu'"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(

@@ -1,4 +1,4 @@
-"""What looks like a secret is hidden, and what doesn't stays as it is."""
+"""Text that looks like a secret is hidden; other text is unchanged."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every mistake in a run's JSON is refused with the file, the field, what was expected and the nearest name."""
+"""Errors in a run's JSON name the file, the field, what was expected and the nearest name."""
 
 import json
 from collections.abc import Callable
@@ -16,12 +16,15 @@ WriteRun = Callable[..., Path]
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
-    ({"model": {"preset": "htsat_tiny"}}, r"no preset 'htsat_tiny'.*; there are clap_htsat_tiny_r.*; or the path of"),
+    (
+        {"model": {"preset": "htsat_tiny"}},
+        r"no preset 'htsat_tiny'.*; expected one of clap_htsat_tiny_r.*; or the path of",
+    ),
     ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'shards'"),
     ({"data": {"source": "shards", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
     ({"data": {"source": "synthetic", "placment": "host"}}, r"data\.placment: no such field; did you mean 'placement'"),
     ({"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}}, r"text_tokens = 16, found \['99'\]"),
-    ({"text_tokens": 600}, r"clap\.text_tokens: micro has positions for 64, found 600"),
+    ({"text_tokens": 600}, r"clap\.text_tokens: expected at most 64, the limit of micro, found 600"),
     ({"train": {"freeze": ["text"], "lr_scale": {"text": 0.1}}}, r"train\.lr_scale: text is in clap\.train\.freeze"),
     ({"train": {"layer_decay": {"txt": 0.5}}}, r"layer_decay\.txt.*expected 'audio' or 'text', found \"txt\""),
 ]
@@ -51,9 +54,9 @@ def test_all_mistakes_are_shown_at_once(write_run: WriteRun) -> None:
     ("text", "message"),
     [
         ('{"a": 1,\n  "b": }', r"run\.json:2:8: not valid JSON"),
-        ('{"a": 1, "a": 2}', r"field 'a' stands twice"),
+        ('{"a": 1, "a": 2}', r"field 'a' appears twice"),
         ('{"clap": 3}', r"clap: expected a valid dictionary .*, found 3"),
-        ('{"train_batch_size": 4}', r"gradient_clipping: missing; DeepSpeed would clip to 1\.0 in bf16"),
+        ('{"train_batch_size": 4}', r"gradient_clipping: missing; DeepSpeed's default is 1\.0 in bf16"),
     ],
 )
 def test_text_that_is_no_configuration(tmp_path: Path, text: str, message: str) -> None:
@@ -84,7 +87,7 @@ def test_every_shipped_configuration_loads() -> None:
 
 def test_the_reference_of_all_fields_is_current_and_says_what_each_means() -> None:
     page = reference()
-    assert (Path(__file__).parents[2] / "docs" / "reference.md").read_text() == page, "make it anew as its head says"
+    assert (Path(__file__).parents[2] / "docs" / "reference.md").read_text() == page, "regenerate it as its header says"
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) > 50
     assert not [row for row in rows if row.endswith("|  |")]

@@ -55,7 +55,7 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     for part in (
         "the title",
         "1,234 clips",
-        "retrieval_audio_to_text_r1 25.00 % [17.55, 34.30] 1.00 %",
+        "retrieval_audio_to_text_r1 25.00% [17.55, 34.30] 1.00%",
         "2.5000",
         "empty caption",
     ):
@@ -68,7 +68,7 @@ def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path.write_text(json.dumps({"metrics": {"zero_shot_top1": top1, "retrieval_loss": 10 * top1}}))
     print_folds(paths)
     assert capsys.readouterr().out.splitlines() == [
-        "zero_shot_top1: 63.33 ± 15.28 % (3 folds: 50.00, 60.00, 80.00)",
+        "zero_shot_top1: 63.33 ± 15.28% (3 folds: 50.00, 60.00, 80.00)",
         "retrieval_loss: 6.33 ± 1.53 (3 folds: 5.00, 6.00, 8.00)",
     ]
     (other := tmp_path / "other.json").write_text('{"metrics": {"zero_shot_top1": 1.0}}')

@@ -45,20 +45,20 @@ def test_every_figure_of_the_report(write_run: WriteRun, capsys: pytest.CaptureF
         figures = [report[convention][name] for name in ("analytic", "deepspeed", "training")]
         assert figures == pytest.approx([forward / 1e9] * 2 + [trained / 1e9], rel=1e-12)
     for name, values in (
-        ("closed form, from the settings", whole),
-        ("DeepSpeed's profiler, 2 × MACs, by itself", (whole[0], whole[1] - done["fft"])),
+        ("closed form", whole),
+        ("DeepSpeed's profiler alone, 2 × MACs", (whole[0], whole[1] - done["fft"])),
         ("with the backward pass", training),
         ("of the stages: block linears", (published["block_linears"], done["block_linears"])),
     ):
         assert [name, *(f"{value / 1e9:.4f}" for value in values)] in rows
     report["model"]["deepspeed"] *= 1.0005
-    assert flops.agreement(report).endswith("0.0500 % apart")
+    assert flops.agreement(report).endswith("differ by 0.0500%")
     assert report["parameters"] == parameter_counts(build(MICRO))
 
 
 def test_lengths_that_a_caption_cannot_have(write_run: WriteRun) -> None:
     for tokens in ("0", "67"):
-        with pytest.raises(UserError, match="expected 1 to 66"):
+        with pytest.raises(UserError, match="1 to 66 tokens"):
             flops.main(["--deepspeed_config", str(write_run()), "--counters", "analytic", "--text_tokens", tokens])
 
 

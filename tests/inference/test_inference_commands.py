@@ -48,7 +48,7 @@ def table(path: str) -> Block:
 def test_a_table_has_the_models_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert embed.main(["run", "sounds", "--output", "v.parquet", "--windows", "each"]) == 1
     told = capsys.readouterr()
-    assert "7 rows of 4 files" in told.out
+    assert "7 rows from 4 files" in told.out
     assert r"1 of 4 files can't be used, the first: sounds/not\x1b[31m.wav" in told.err
     found = table("v.parquet")
     rows = list(clap_ds.load("run", device="cpu").iter_windows(sorted(here.glob("sounds/*"))))
@@ -94,7 +94,7 @@ def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.Ca
     checkpoint_of(ClapModel(load_preset("micro")), made / "other", 1, Path(tokenizer_dir))
     for main, words, message in (
         (embed.main, "run sounds --output v.npz", "v.npz: expected"),
-        (search.main, "v.parquet", "expected a text to look for"),
+        (search.main, "v.parquet", "expected either TEXT"),
         (search.main, "v.parquet dog --model other", "another model"),
         (label.main, "other v.parquet --labels a,b", "another model"),
     ):
@@ -116,7 +116,7 @@ def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -
         code = {"clap-embed": embed, "clap-label": label, "clap-search": search}[command].main(words)
         assert code == (None if command == "clap-search" else 1), line
     assert len((here / "found.csv").read_text().splitlines()) == 11
-    assert "12 rows of 8 files" in capsys.readouterr().out
+    assert "12 rows from 8 files" in capsys.readouterr().out
     for name in ("part_0", "part_1"):
         (here / f"{name}.parquet").write_bytes((here / "vectors.parquet").read_bytes())
     exec(PYTHON[1], {})

@@ -72,4 +72,4 @@ def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     old = "import runpy, sys; sys.version_info = (3, 6, 8); runpy.run_path(sys.argv[1], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", old, path], capture_output=True, text=True, env=kept, cwd="/")
-    assert "needs Python 3.11 or newer" in done.stderr
+    assert "requires Python 3.11 or newer" in done.stderr

@@ -1,4 +1,4 @@
-"""The parts of a step: by a law in place of a clock, and over a link so slow that it must show."""
+"""The breakdown of a step: with a fake clock, and over a very slow link."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ LOCAL_BACKWARD_S = 8.0
 
 
 class _Engine:
-    """Whose passes last as `SECONDS` says, on rank 1 three times as long, and on both 100, 1, 8 and 2 times by turns."""
+    """Passes take `SECONDS`, three times that on rank 1, and on both 100, 1, 8 and 2 times in turn."""
 
     def __init__(self) -> None:
         self.deepspeed = SimpleNamespace(tput_timer=SimpleNamespace(config=SimpleNamespace(enabled=True)))

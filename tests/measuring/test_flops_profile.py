@@ -1,4 +1,4 @@
-"""FLOPs of a bench run: captions of every rank count, and the profiler sees a step of torch's operations whatever runs."""
+"""FLOPs of a benchmark: captions of all ranks count, and the profiled step uses torch's operations."""
 
 import contextlib
 import io
@@ -25,8 +25,7 @@ LENGTHS = {"source": "synthetic", "caption_lengths": {"5": 1.0, "16": 1.0}}
 
 
 def _profiled(root: str, compiled: str, text: str) -> tuple[dict[str, Any], list[str], str, float, int]:
-    """What is found of a run whose blocks have Triton's kernels, warnings, what is said, the mean length of all captions, and
-    graphs that run in a step afterwards."""
+    """Profile a run with Triton kernels. Returns findings, warnings, output, mean caption length and graphs of a later step."""
     torch.compiler.reset()
     rank, calls = dist.get_rank(), list[int]()
     ranks = Ranks(rank, dist.get_world_size(), rank, dist.get_world_size())
@@ -66,5 +65,5 @@ def test_profiled_figures_stand_beside_the_published_convention(
     published = published_flops(settings("fp32", 2).clap.preset()) / 1e9
     assert f"profiled {found['deepspeed_gflops']:.2f}" in said
     assert f"published convention {published:.2f}" in said
-    assert (graphs > 0) == (compiled == "towers"), "afterwards what is compiled runs again"
+    assert (graphs > 0) == (compiled == "towers"), "compiled code runs again afterwards"
     assert found["mean_text_tokens"] == pytest.approx(mean if text == "packed" else 16)

@@ -1,4 +1,4 @@
-"""Wrong sums of an all-reduce are found, and its and links' GB/s and processors' TFLOPS."""
+"""Wrong all-reduce sums, bandwidth of all-reduce and links, and TFLOPS."""
 
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ from tests.rank_pool import RankPool
 
 
 def _wrong_elements(world_size: int, spoil: dict[int, float]) -> int:
-    """Counted after an all-reduce of 37 elements, when what it gives is changed at some places."""
+    """Count wrong elements after an all-reduce of 37, some of which are altered."""
     all_reduce = dist.all_reduce
 
     def spoiled(buffer: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ def test_wrong_sums_are_counted(two_ranks: RankPool, world_size: int, spoil: dic
 
 
 def _measured() -> dict[str, Any]:
-    """Of two hosts with a rank each, where every exchange takes half a second."""
+    """Two hosts with a rank each, whose exchanges take half a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "seconds", lambda action, device: (action(), 0.5)[1])
         patch.setattr("torch.utils.benchmark.Timer", timer := mock.Mock())
@@ -49,7 +49,7 @@ def _measured() -> dict[str, Any]:
 
 
 def test_rates(two_ranks: RankPool) -> None:
-    """An all-reduce of 1 MB has each of two ranks send and receive as much; over a link it goes there and back."""
+    """In an all-reduce of 1 MB each of two ranks sends and receives 1 MB; over a link it goes there and back."""
     found = two_ranks.run(_measured)[0]
     assert (found["bus_gb_per_s"], found["ranks"][0]["links"]) == (pytest.approx(0.002), [(0, 1, pytest.approx(0.004))])
     assert found["ranks"][1]["tflops"] == 2 * 512**3 / 0.5 / 1e12

@@ -1,4 +1,4 @@
-"""This machine as a host, with GPUs and processes that an nvidia-smi of the test's shows."""
+"""This machine as a host, with a fake nvidia-smi."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ GPUS = [f"{number}, GPU-{number}aa, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"
 
 @pytest.fixture
 def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """File of the processes that it shows to compute on the GPUs."""
+    """File of the compute processes that it lists."""
     (tmp_path / "gpus").write_text("\n".join(GPUS))
     script = f'#!/bin/sh\ncd "{tmp_path}"\ncase $1 in --query-gpu=*) cat gpus ;; *) cat processes ;; esac\n'
     (tmp_path / "nvidia-smi").write_text(script)
@@ -54,9 +54,9 @@ def test_faults_of_a_host(processes: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(preflight_rank.shutil, "disk_usage", lambda _: SimpleNamespace(free=4.2e9))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     run_root, tmp, unseen = faults({}, tmp_path / "x")
-    assert f"4 GB free for {tmp_path}, expected 5" in run_root
-    assert "GB free for /tmp, expected" in tmp
-    assert unseen == "no GPU can be seen, in spite of SLURM_GPUS_ON_NODE=1"
+    assert f"4 GB free in {tmp_path}, expected 5" in run_root
+    assert "GB free in /tmp, expected" in tmp
+    assert unseen == "no GPU is visible despite SLURM_GPUS_ON_NODE=1"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert len([*faults({}, tmp_path / "x")]) == 2
 

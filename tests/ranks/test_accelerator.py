@@ -1,4 +1,4 @@
-"""A GPU that torch can't use ends a run with the reason; machines without one, and who wants the CPUs, are left in peace."""
+"""An unusable GPU ends a run with the reason, unless there is none or CPUs were requested."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def test_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: dict[str, 
         raise RuntimeError("the driver is too old.\nsecond line")
 
     for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "SLURM_GPUS_ON_NODE"):
-        monkeypatch.setenv(name, has.get(name, ""))  # so that it is restored after the test
+        monkeypatch.setenv(name, has.get(name, ""))  # restored after the test
         if name not in has:
             monkeypatch.delenv(name)
     monkeypatch.setattr(accelerator, "DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
@@ -74,7 +74,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     if expected.startswith("cuda"):
         assert choose_device(7, local_rank) == torch.device(expected)
-        assert os.environ["LOCAL_RANK"] == expected[-1]  # which DeepSpeed's engine takes
+        assert os.environ["LOCAL_RANK"] == expected[-1]  # read by DeepSpeed's engine
     else:
         with pytest.raises(UserError, match=expected):
             choose_device(7, local_rank)
@@ -82,7 +82,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
 
 @pytest.mark.end_to_end
 def test_make_bench_on_the_cpus(tmp_path: Path) -> None:
-    """With a `python` that starts no ranks, but prints the arguments."""
+    """Use a `python` that prints the launcher's arguments instead of starting ranks."""
     launcher = '[ "$2" != clap_ds.ranks.start ] || { echo "DS_ACCELERATOR=$DS_ACCELERATOR $@"; exit 0; }'
     write_program(tmp_path / "python", f'{launcher}\nexec "{sys.executable}" "$@"')
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}

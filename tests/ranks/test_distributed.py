@@ -1,4 +1,4 @@
-"""Ranks from the variables of launchers and SLURM, the hostfile's promise, and stopping together."""
+"""Ranks from launcher and SLURM variables, hostfile checks, and agreed errors."""
 
 import os
 import platform
@@ -33,10 +33,10 @@ ALONE = Ranks(0, 1, 0, 1)
         ({}, ALONE, None),
         (LAUNCHER, Ranks(3, 4, 1, 2), None),  # torchrun
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, Ranks(5, 8, 1, 4), None),  # deepspeed
-        ({"RANK": "0"}, r"RANK below WORLD_SIZE; found RANK='0', WORLD_SIZE='', LOCAL_RANK=''", None),
+        ({"RANK": "0"}, r"RANK < WORLD_SIZE, found RANK='0', WORLD_SIZE='', LOCAL_RANK=''", None),
         ({**LAUNCHER, "RANK": "4"}, "found RANK='4', WORLD_SIZE='4'", None),
         (STEP, Ranks(9, 10, 1, 2, ("n08",) * 4 + ("n09",) * 4 + ("n10",) * 2), "n08"),
-        ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), None),  # a launcher has the last word
+        ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), None),  # a launcher takes precedence
         (ONE_TASK, Ranks(0, 1, 0, 1, ("n08",)), None),
         (BATCH_STEP, ALONE, None),
     ],
@@ -45,7 +45,7 @@ def test_place_from_launchers_and_slurm(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: Ranks | str, address: str | None
 ) -> None:
     for name in [*PLACE, *(name for name in os.environ if name.startswith("SLURM"))]:
-        monkeypatch.setenv(name, "")  # so that what the code under test sets is undone
+        monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -55,9 +55,9 @@ def test_place_from_launchers_and_slurm(
         return
     assert Ranks.from_environment() == expected
     assert os.environ.get("MASTER_ADDR") == address
-    # Every rank of a step works out the same port.
+    # Every rank of a step computes the same port.
     assert os.environ.get("MASTER_PORT") == (None if address is None else "28027")
-    # What is no rank of a step is none afterwards, either.
+    # RANK is set only for ranks.
     assert ("RANK" in os.environ) == ("RANK" in given or given.get("SLURM_STEP_ID") == "1")
 
 
@@ -65,11 +65,11 @@ def test_ranks_are_as_many_as_the_hostfile_has_slots_and_on_its_hosts(tmp_path: 
     path = tmp_path / "hostfile"
     path.write_text("# two nodes\nnode1 slots=2\n\nnode2 slots=2  # half a node\n")
     assert check_hostfile(path, Ranks(3, 4, 1, 2)).hosts == ("node1", "node1", "node2", "node2")
-    with pytest.raises(UserError, match="promises 4 ranks, the launcher started 6"):
+    with pytest.raises(UserError, match="lists 4 slots, but 6 ranks"):
         check_hostfile(path, Ranks(0, 6, 0, 3))
     by_srun = Ranks(0, 4, 0, 2, ("node2", "node2", "node1", "node1"))
     assert check_hostfile(path, by_srun) == by_srun
-    with pytest.raises(UserError, match="on node1, node3: give deepspeed --include node1@node2"):
+    with pytest.raises(UserError, match="on node1, node3; pass deepspeed --include node1@node2"):
         check_hostfile(path, Ranks(0, 4, 0, 2, ("node1", "node1", "node3", "node3")))
 
 
@@ -102,7 +102,7 @@ distributed.run_command(main)
     ("rank", "error", "message"),
     [
         (0, "UserError", "error: broken\n"),
-        (1, "UserError", f"error: {platform.node()}: rank 1: broken\n"),  # where no launcher has ended it meanwhile
+        (1, "UserError", f"error: {platform.node()}: rank 1: broken\n"),  # unless a launcher has ended it
         (1, "AgreedError", ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""A rank's last word, and waits that are bounded."""
+"""Error files, and calls with a timeout."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ def test_what_a_word_says_and_which_replaces_another(tmp_path: Path, monkeypatch
     leave_word(ERROR, "nobody asks", 1)
     failure.speak_in(tmp_path, 3, "n2")
     leave_word(STOPPED, "stopped by SIGTERM", 143)
-    leave_word(LOST_PEER, "closed by peer", 1)  # a consequence replaces no word, a cause does
+    leave_word(LOST_PEER, "closed by peer", 1)  # a cause replaces an error file, a consequence doesn't
     assert [word.message for word in read_words(tmp_path)] == ["stopped by SIGTERM"]
     try:
         raise KeyError("caption")

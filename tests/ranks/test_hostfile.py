@@ -1,4 +1,4 @@
-"""Node lists and slots: a table of ugly ones."""
+"""Node lists and slots, including malformed ones."""
 
 import subprocess
 import sys
@@ -40,10 +40,10 @@ def test_refuses(nodelist: str) -> None:
         ("GPUS_PER_NODE=h100:4", None, [4, 4]),
         ("TASKS_PER_NODE=4,2 NTASKS=6 GPUS_ON_NODE=4", None, [4, 2]),
         ("TASKS_PER_NODE=1(x2) NTASKS_PER_NODE=1 GPUS_ON_NODE=4", None, [4, 4]),
-        # With --exclusive SLURM gives every GPU and counts a task per core: nobody asked for those.
+        # With --exclusive, SLURM allocates all GPUs and counts a task per core, which nobody requested.
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4", None, [4, 4]),
         ("TASKS_PER_NODE=8(x2) GPUS_ON_NODE=4 GPUS_PER_NODE=2", 3, [3, 3]),
-        ("", None, "give --slots"),
+        ("", None, "pass --slots"),
     ],
 )
 def test_slots_of_two_hosts(variables: str, wanted: int | None, slots: list[int] | str) -> None:

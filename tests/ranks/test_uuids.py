@@ -1,4 +1,4 @@
-"""DeepSpeed's own launchers where `CUDA_VISIBLE_DEVICES` names GPUs, by ranks that only note what they were given."""
+"""DeepSpeed's launchers with UUIDs in `CUDA_VISIBLE_DEVICES`; ranks only record their environment."""
 
 import os
 import subprocess

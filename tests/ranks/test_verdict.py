@@ -1,4 +1,4 @@
-"""The first cause, from files as ranks leave them: who is to blame, and who only suffers."""
+"""The root cause from the files of ranks: those at fault and those only affected."""
 
 import json
 import os
@@ -17,7 +17,7 @@ TIMEOUT, FATAL = "Timeout (0:01:00)!\n", "Fatal Python error: "
 
 
 def _thread(*frames: str, title: str = "Thread") -> str:
-    """The main thread by `function file`, innermost first, below another one."""
+    """Format the main thread's frames (`function file`, innermost first) below another thread's."""
     lines = ['Thread 0x01 (most recent call first):\n  File "/a/worker.py", line 1 in work\n']
     lines += [f"{title} 0x02 (most recent call first):"]
     lines += ['  File "{1}", line 7 in {0}'.format(*frame.split()) for frame in frames]
@@ -27,11 +27,11 @@ def _thread(*frames: str, title: str = "Thread") -> str:
 WAITS = TIMEOUT + _thread("all_reduce /x/torch/distributed/c10d.py", "step /clap/engine.py")
 DECODES = f"{FATAL}Segmentation fault\n\n" + _thread("decode /clap/audio.py", title="Current thread")
 GOES_BACK = f"{FATAL}Aborted\n" + _thread("backward /torch/autograd.py", title="Current thread")
-GONE = "gives no answer: it is stopped or gone"
+GONE = "doesn't respond"
 
 
 class Left:
-    """What ranks leave in a run directory and in a job's folder."""
+    """Writes ranks' files to a run directory and a job's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.run, self.job = folder / "run", folder / "job"
@@ -58,15 +58,15 @@ def left(tmp_path: Path) -> Left:
     return Left(tmp_path)
 
 
-# What the main thread shows, innermost first, of a rank …
+# Main threads, innermost frame first, of a rank …
 GLOO = ("all_reduce /x/torch/distributed/c10d.py", "step /clap/engine.py")
 ASKS = ("wait /x/clap_ds/training/stop.py", "step /clap/engine.py")
-# … on a GPU, whose queue is full behind a collective that doesn't end,
+# … on a GPU whose queue is full behind a hung collective,
 FORWARD = ("call /runs/.inductor-0/ab/cabc.py", "__call__ /x/torch/_inductor/output_code.py")
 BACKWARD = ("_engine_run_backward /x/torch/autograd/graph.py", "backward /x/torch/_tensor.py")
 LAUNCH = ("__call__ /x/triton/backends/nvidia/driver.py", "run /x/triton/runtime/jit.py", "mlp /x/clap_ds/mlp.py")
 AT_AN_END = ("synchronize /x/torch/cuda/__init__.py", "synchronize /x/clap_ds/record/clock.py")
-# … and of one that holds the others up.
+# … and of one that blocks the others.
 WORKER = ("select /py/selectors.py", "wait /py/multiprocessing/connection.py", "get /py/multiprocessing/queues.py")
 READS = ("read /x/clap_ds/data/tar_items.py", "_receive /x/clap_ds/data/shards.py")
 
@@ -81,10 +81,10 @@ READS = ("read /x/clap_ds/data/tar_items.py", "_receive /x/clap_ds/data/shards.p
         (WORKER, 100, [FORWARD], [5]),
         (WORKER, 100, [AT_AN_END], [5]),
         (READS, 100, [AT_AN_END, FORWARD, FORWARD], [5]),
-        # With accumulation all are in the same step.
+        # With accumulation, all are in the same step.
         (WORKER, 101, [FORWARD, BACKWARD], [5]),
         (READS, 101, [AT_AN_END, FORWARD, LAUNCH], [5]),
-        # A kernel that doesn't end looks the same on all.
+        # A hung kernel looks the same on all.
         (FORWARD, 101, [FORWARD, BACKWARD], []),
     ],
 )
@@ -104,7 +104,7 @@ def test_who_holds_15_others_on_4_hosts_up(
 
 EIO = "OSError: [Errno 5] Input/output error: '/data/1.tar'"
 LATE = "rank 3 (n2) didn't connect"
-LOST = "ended without a word"
+LOST = "exited without reporting an error"
 EVERYONE: dict[int, tuple[Any, ...]] = dict.fromkeys(range(4), ())
 STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: ("", 7, 10), 3: (WAITS, 7, 60)}
 
@@ -112,25 +112,25 @@ STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: 
 @pytest.mark.parametrize(
     ("stacks", "words", "expected"),
     [
-        ({0: ()}, {}, None),  # under way
-        # What follows from a stall isn't its cause, and what came before is.
+        ({0: ()}, {}, None),  # running
+        # Errors after a stall are consequences; earlier ones are causes.
         (STALLED, {2: (STOPPED, "", 61), 3: (ERROR, "RuntimeError: the others are gone", 61)}, (STALL, [2], ["n2"], GONE)),
         (STALLED, {2: (ERROR, "KeyError: 'caption'", 1)}, (ERROR, [2], [], "KeyError: 'caption'")),
         ({**STALLED, 2: (DECODES,)}, {2: (ERROR, "x", 1)}, (SIGNAL, [2], ["n2"], "Segmentation fault in decode")),
-        # The earliest error counts, and names a host only where it may be its fault.
+        # The earliest error counts, and blames a host only if it may be at fault.
         ({}, {0: (LOST_PEER, "closed", 0), 1: (ERROR, "x", 2), 3: (ERROR, EIO, 1)}, (ERROR, [3], ["n2"], EIO)),
         ({}, {1: (ERROR, "ValueError: x", 0.5), 3: (ERROR, EIO, 1)}, (ERROR, [1], [], "ValueError: x")),
         ({}, {1: (USER, "CUDA error: launch failure")}, (USER, [1], [], "CUDA error: launch failure")),
         ({}, {1: (OUT_OF_MEMORY, "CUDA error: x")}, (OUT_OF_MEMORY, [1], [], "CUDA error: x")),
-        # Who knows who didn't come, knows more than who misses rank 0.
+        # A list of missing ranks outweighs a rank that can't reach rank 0.
         ({}, {1: (UNREACHABLE, "can't reach a peer")}, (UNREACHABLE, [1], ["n1"], "can't reach a peer")),
         ({}, {1: (UNREACHABLE, "x", 0), 0: (UNREACHABLE, LATE, 1, ["n2"])}, (UNREACHABLE, [0], ["n2"], LATE)),
-        # Ranks that say nothing were killed; what tells of a link tells of its other end.
+        # Silent ranks were killed; a link's error points to its other end.
         (EVERYONE, {0: (LOST_PEER,), 1: (STOPPED,)}, (KILLED, [2, 3], ["n2"], LOST)),
         (EVERYONE, {0: (LOST_PEER,), 1: (ERROR, "[gloo] broken in a new way"), 3: (STOPPED,)}, (KILLED, [2], ["n2"], LOST)),
         (EVERYONE, {0: (LOST_PEER,), 1: (ERROR, "KeyError: 3"), 3: (STOPPED,)}, (ERROR, [1], [], "KeyError: 3")),
         ({0: (GOES_BACK,), 1: (GOES_BACK,), 2: (), 3: (GOES_BACK,)}, {}, (KILLED, [2], ["n2"], LOST)),
-        # Those that ended in order have taken their file away.
+        # Ranks that end in order remove their file.
         ({3: (GOES_BACK,)}, {1: (LOST_PEER,), 2: (STOPPED,)}, (SIGNAL, [3], [], "Aborted in backward")),
         ({}, {rank: (STOPPED, "by SIGTERM", rank) for rank in range(4)}, (STOPPED, [0], [], "by SIGTERM")),
         ({}, {0: (STOPPED,), 3: (LOST_PEER, "closed", 9)}, (LOST_PEER, [3], [], "closed")),
@@ -153,7 +153,7 @@ def test_the_first_cause(
 
 
 def test_what_the_ranks_have_judged_stays(left: Left) -> None:
-    """Stopped ranks write stacks, too, when they are woken to be ended."""
+    """Stopped ranks also write stacks when they are woken to be ended."""
     for rank in range(4):
         left.stacks(rank, WAITS, at=60)
     message = "no step for 60 s: rank 2 on own2 …"

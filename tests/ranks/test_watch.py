@@ -1,4 +1,4 @@
-"""A rank that stands still, is stopped or crashes is named by what the ranks leave, and the run's record says so."""
+"""A rank that hangs, is stopped or crashes is named in the run's record."""
 
 import faulthandler
 import itertools
@@ -19,7 +19,7 @@ from tests.training.training_commands import wait_until
 
 BRIEF = {f"clap_ds.ranks.watch.{name}": value for name, value in (("LEAST_S", 2.0), ("LOOK_S", 0.2), ("GRACE_S", 2.0))}
 
-# Steps of a run whose ranks wait for each other; what is done in the last rank's fifth stands in the command line.
+# Steps whose ranks wait for each other; the command line has the code of the last rank's fifth step.
 RUN = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -
     assert summary["state"] == "failed"
     assert "rank 2 on node in hold_the_lock" in summary["error"]
     assert summary["error"] in first.stderr
-    assert "no step" not in second.stderr, "one speaks for all"
+    assert "no step" not in second.stderr, "only one rank reports"
     verdict = judge(tmp_path, None, ())
     assert verdict is not None
     assert (verdict.kind, verdict.ranks, verdict.hosts) == ("stall", [2], ["node"])
@@ -105,12 +105,12 @@ def test_a_signal_that_the_main_thread_cannot_take_leaves_a_word(tmp_path: Path)
     assert (word.kind, word.code, word.host) == ("stopped", 143, "node")
 
 
-# --- when a rank has stood still for too long
+# --- when a rank counts as hung
 
 
 @pytest.fixture
 def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Of this process, which is watched."""
+    """Watch this process."""
     limits: list[float] = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda limit_s, file: limits.append(limit_s))
     watch.start(tmp_path, 3, "n3")
@@ -134,4 +134,4 @@ def test_limit_by_the_steps_so_far(
         assert limits[-1] == 1800
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now + 10_000))
     watch.step(2)
-    assert limits[-1] == limit_s, "what was done in between is no step"
+    assert limits[-1] == limit_s, "the task in between is no step"

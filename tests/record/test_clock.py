@@ -1,4 +1,4 @@
-"""The timers' bookkeeping."""
+"""Timers."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Lets time pass, on a clock that stands still otherwise: a busy machine adds nothing to it."""
+    """Advances a fake clock, so that a busy machine has no effect."""
     now = [100.0]
     monkeypatch.setattr("clap_ds.record.clock.time.perf_counter", lambda: sum(now))
     return now.append
@@ -22,7 +22,7 @@ def test_step_clock_counts_steps_and_covers_them_and_tells_what_is_own(passes: C
     clock = StepClock(CPU)
     for _ in range(2):
         with standing_still():
-            passes(32.0)  # of nobody's step
+            passes(32.0)  # outside all steps
         clock.start()
         for seconds in (1.0, 2.0, 4.0):
             passes(seconds)
@@ -55,7 +55,7 @@ def test_phases_inside_others_are_taken_out_and_only_the_wait_for_data_is_always
 
 
 def test_a_late_copy_is_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stream that gets to an event when the work before it is done; the host waits for nothing."""
+    """Use a fake stream that reaches an event when earlier work is done, without blocking the host."""
     reached, synchronised = 0.0, []
 
     class Event:
@@ -66,13 +66,13 @@ def test_a_late_copy_is_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch
             self.at = reached
 
         def elapsed_time(self, later: "Event") -> float:
-            assert synchronised, "an event that the device hasn't come to has no time"
+            assert synchronised, "the device hasn't reached the event"
             return 1000 * (later.at - self.at)
 
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.synchronize", synchronised.append)
     timer = PhaseTimer(torch.device("cuda"), instrumented=False)
-    for busy_until, copied_at in ((10.0, 13.0), (20.0, 15.0)):  # the second copy is there in time
+    for busy_until, copied_at in ((10.0, 13.0), (20.0, 15.0)):  # the second copy arrives in time
         reached = busy_until
         with timer("data_wait"):
             reached = max(reached, copied_at)

@@ -1,4 +1,4 @@
-"""The run directory tells the story of a run, also of one that ended badly."""
+"""The run directory, also of a failed run."""
 
 import io
 from pathlib import Path
@@ -7,7 +7,7 @@ from clap_ds.record.directory import RunDirectory, Tee
 
 
 def test_first_ending_stays(tmp_path: Path) -> None:
-    """A rank that runs out of memory says so before the launcher terminates the others."""
+    """A rank that runs out of memory records it before the launcher terminates the others."""
     record = RunDirectory(tmp_path)
     record.update_summary(state="running")
     record.finish("out_of_memory", "rank 3: out of memory at micro-batch 616")

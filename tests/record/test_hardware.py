@@ -1,4 +1,4 @@
-"""Memory as the kernel counts it, and what a run says that it ran on."""
+"""Memory as the kernel counts it, and the recorded environment."""
 
 import json
 import sys

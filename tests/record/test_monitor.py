@@ -1,4 +1,4 @@
-"""Samples of a host, against a stand-in for NVML."""
+"""GPU samples from a fake NVML."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from clap_ds.record import monitor
 
 def _traffic(gpu: int, counter: int) -> int:
     if gpu == 1:
-        raise OSError  # which this part doesn't measure
+        raise OSError  # unsupported by this GPU
     return 21_000_000 if counter == NVML.NVML_PCIE_UTIL_RX_BYTES else 1_000_000
 
 

@@ -1,4 +1,4 @@
-"""Rates, medians and their intervals against simulation and by hand."""
+"""Throughput, medians and their intervals, against simulations and hand calculations."""
 
 import random
 
@@ -32,7 +32,7 @@ def test_too_few_values_for_95_percent_give_their_range_and_say_so() -> None:
 
 
 def test_rate_is_all_samples_over_all_seconds_whatever_the_windows() -> None:
-    """Every tenth step takes four times as long: 10 samples a step in 0.13 s on average."""
+    """Every tenth step takes 4× as long: 10 samples per step in 0.13 s on average."""
     steps_s = [0.4 if step % 10 == 9 else 0.1 for step in range(6000)]
     for size in (1, 7, 10, 250, 1000, 6000):
         windows = [sum(steps_s[start : start + size]) for start in range(0, 6000, size)]
@@ -62,8 +62,8 @@ def test_students_t_is_the_tables(coverage: float, degrees: int, quantile: float
 
 def test_what_has_to_be_said_beside_a_figure_is_said_from_its_limit_on() -> None:
     assert uneven_steps(100.0, 10, 0.1) == uneven_steps(100.0, 10, 0.1 / 1.019) == uneven_steps(100.0, 10, 0.102) == []
-    assert "100 samples/s, +30.0 %" in uneven_steps(10 / 0.13, 10, 0.1)[0]
-    assert "-4.8 %" in uneven_steps(100.0, 10, 0.105)[0]
+    assert "100 samples/s (+30.0%)" in uneven_steps(10 / 0.13, 10, 0.1)[0]
+    assert "-4.8%" in uneven_steps(100.0, 10, 0.105)[0]
     assert doubtful_mfu(None, None) == doubtful_mfu(100.0, 90.0) == []
     of_published, of_model = doubtful_mfu(100.1, 90.2)
-    assert ("100.1 %" in of_published, "90.2 %" in of_model) == (True, True)
+    assert ("100.1%" in of_published, "90.2%" in of_model) == (True, True)

@@ -1,4 +1,4 @@
-"""Who is slow, of invented own times of a known law."""
+"""Stragglers in synthetic step times."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from clap_ds.record.stragglers import KEPT_STEPS, Stragglers, rate_without, slow
 
 
 def noise(kind: str, steps: int, ranks: int, generator: np.random.Generator) -> Any:
-    """Own times around 1 s, longer in some steps on all ranks alike."""
+    """Generate own times around 1 s, with steps that are slow on all ranks."""
     spread = {
         "normal": lambda size: generator.normal(0, 0.1, size),
         "skew": lambda size: np.exp(generator.normal(0, 0.3, size)) - 1,
@@ -33,18 +33,18 @@ def test_noise_alone_names_nobody_and_a_slow_rank_is_named(kind: str, ranks: int
 
 def test_how_much_slower_a_slow_rank_is_and_how_long_that_must_be_known() -> None:
     own_s = 1 + np.random.default_rng(2).normal(0, 0.02, (300, 6))
-    for factor, is_slow in {1.045: False, 1.075: True, 0.8: False}.items():  # 3 spreads: 6 % of a step, 2 % of ten
+    for factor, is_slow in {1.045: False, 1.075: True, 0.8: False}.items():  # 3 spreads: 6% of a step, 2% of ten
         assert slow_ranks(own_s[:30] * [1, 1, 1, 1, factor, 1]) == [4] * is_slow, factor
     assert slow_ranks(own_s**0 * [1, 1, 1.001, 1, 1.05, 1]) == slow_ranks(own_s * [1, 1, 1.001, 1, 1.045, 1]) == [4]
-    assert slow_ranks(own_s[:30] * [1, 1, 1, 1, 1.045, 1], before=[4]) == [4]  # who is told isn't taken back at once
+    assert slow_ranks(own_s[:30] * [1, 1, 1, 1, 1.045, 1], before=[4]) == [4]  # a reported rank stays slow for a while
     slow_now_and_then = own_s * np.where((np.arange(300)[:, None] % 5 == 0) & (np.arange(6) == 1), 2, 1)
-    assert slow_ranks(slow_now_and_then) == [1]  # as one that waits for data each fifth step
+    assert slow_ranks(slow_now_and_then) == [1]  # like a data wait in every fifth step
     assert slow_ranks(own_s[:19] * [1, 2, 1, 1, 1, 1]) == slow_ranks(own_s[:, :1]) == []
     assert slow_ranks(own_s * [1, 1.5, 1, 1, 1, 1.2]) == [1, 5]
 
 
 def test_the_cost_is_what_the_steps_would_be_shorter() -> None:
-    """A step takes its slowest rank's own time and 1 s more; without rank 2 it is rank 0's 4 s that count."""
+    """A step takes its slowest rank's own time plus 1 s; without rank 2, rank 0's 4 s count."""
     own_s = np.array([[4.0, 3.0, 8.0, 3.0]] * 5 + [[4.0, 3.0, 3.5, 3.0]] * 5)
     step_s = 1 + own_s.max(axis=1)
     assert rate_without([2], np.full(10, 24.0), step_s, own_s) == pytest.approx(24 / 5)
@@ -53,7 +53,7 @@ def test_the_cost_is_what_the_steps_would_be_shorter() -> None:
 
 @pytest.mark.parametrize("window", [1, 25])
 def test_a_run_says_who_is_slow_once_and_that_it_is_over(window: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 3 takes 0.3 s longer than the median rank, of which it waits 0.2 s for data; rank 0 is a little faster."""
+    """Rank 3 is 0.3 s slower than the median rank, of which 0.2 s is data wait; rank 0 is slightly faster."""
     watched, found = Stragglers(["a", "a", "b", "b"]), []
     for step in range(0, 3 * KEPT_STEPS, window):
         data_wait_s = np.full((window, 4), 0.1) + 0.2 * (np.arange(4) == 3) * (step < 300)
@@ -65,5 +65,5 @@ def test_a_run_says_who_is_slow_once_and_that_it_is_over(window: int, capsys: py
     assert [bool(each["slow_ranks"]) for each in found].index(True) == -(-20 // window) - 1
     assert (found[-1], watched.warnings) == ({"slow_ranks": [], "slow_ranks_cost_samples_per_s": 0}, [])
     first, last = capsys.readouterr().out.splitlines()
-    assert all(part in first for part in ("1.8 samples/s", "rank 3 on b", "300.0 ms", "30.0 %", "200.0"))
-    assert "no rank is slower" in last
+    assert all(part in first for part in ("1.8 samples/s", "rank 3 on b", "+300.0 ms", "+30.0%", "+200.0 ms"))
+    assert "no stragglers" in last

@@ -23,16 +23,16 @@ def test_lines_and_their_units() -> None:
     assert rows(SUMMARY) == [
         ("samples/s/GPU", "666.67"),
         ("  range of 2 windows, 1 of them slow", "500.00 – 1,000.00"),
-        ("samples/s in all", "5,333.00"),
-        ("samples/s in all, by DeepSpeed's timer (the host alone)", "5,400.00"),
+        ("samples/s (total)", "5,333.00"),
+        ("samples/s (total), DeepSpeed's timer (host only)", "5,400.00"),
         ("step time, median", "250.0 ms"),
         ("step time, 95th percentile", "500.0 ms"),
         ("step time, slowest rank", "260.0 ms"),
-        ("waiting for data", "1.50 %"),
+        ("data wait", "1.50%"),
         ("peak memory per rank (largest)", "3.00 GiB of tensors, 4.00 GiB reserved"),
-        ("  data wait", "100.0 ms   20.0 %"),
-        ("  backward", "300.0 ms   60.0 %"),
-        ("  exposed communication", "100.0 ms   20.0 %"),
+        ("  data wait", "100.0 ms   20.0%"),
+        ("  backward", "300.0 ms   60.0%"),
+        ("  exposed communication", "100.0 ms   20.0%"),
         ("warning", "first"),
     ]
 

@@ -25,7 +25,7 @@ MICRO = load_preset("micro")
 def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
     run, other = reference.settings(checkpoint={"folder": str(tmp_path)}), FolderLock(tmp_path)
     other.acquire()
-    with pytest.raises(UserError, match="is held by"), opened_checkpoints(run, Ranks(0, 1, 0, 1)):
+    with pytest.raises(UserError, match="is locked by"), opened_checkpoints(run, Ranks(0, 1, 0, 1)):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["writer.json"]
     other.release()
