@@ -114,10 +114,8 @@ def to_int16(waveforms: Tensor) -> Tensor:
 
 
 def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:
-    """Concatenate `pieces` into one batch on `device`, asynchronously from page-locked memory.
-
-    The result shares no audio with them. A single piece caches its packed captions, because synthetic batches repeat.
-    """
+    """Concatenate `pieces` into one batch on `device` without sharing audio, asynchronously from page-locked memory.
+    A single piece caches its packed captions, because synthetic batches repeat."""
     if len(pieces) == 1:
         if pack_captions:
             pieces[0].pack()

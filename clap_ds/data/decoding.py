@@ -93,10 +93,7 @@ def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
 
 
 def check_whole(file: BinaryIO) -> None:
-    """Raise BrokenItemError for a truncated WAV or AIFF, or an Ogg without its last page.
-
-    `check_samples` detects truncated FLAC and MP3 files after decoding.
-    """
+    """Raise BrokenItemError for a truncated WAV, AIFF or Ogg. `check_samples` detects truncated FLAC and MP3 files."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     start, place = file.read(4), 12

@@ -16,9 +16,7 @@ FEATURES = "npy"
 
 def read_mel(encoded: bytes, row: Tensor, *, rng: random.Random) -> None:
     """Write a clip's features from a NumPy file to `row`, (num_frames, mel_bins) float16, cropped at random by `rng`.
-
-    Raises BrokenItemError for another dtype, other or fewer dimensions, and NaN or infinite values.
-    """
+    Raises BrokenItemError for another dtype or shape, fewer frames, and NaN or infinite values."""
     num_frames, mel_bins = row.shape
     try:
         features = np.lib.format.read_array(io.BytesIO(encoded))

@@ -21,11 +21,9 @@ _NUDGE_DB = 0.5  # beyond the rounding of float16
 
 
 def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
-    """Write a file's features to `row`, (4, num_frames, mel_bins). Raises BrokenItemError like `decode_audio`.
-
-    The first is the whole file, shrunk to `num_frames`. The others are random crops from each third of the possible
-    positions. If the file is at most one clip long, all four are equal.
-    """
+    """Write a file's features to `row`, (4, num_frames, mel_bins): the whole file shrunk to `num_frames`, and a random
+    crop from each third of the possible positions. If the file isn't longer than a clip, all four are equal.
+    Raises BrokenItemError like `decode_audio`."""
     samples = torch.empty(MOST_CLIPS * audio.num_samples)
     found = decode_part(encoded, samples, sample_rate=audio.sample_rate, rng=rng)
     if found < audio.num_samples:

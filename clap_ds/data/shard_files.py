@@ -86,7 +86,6 @@ def is_absent(error: Exception) -> bool:
 
 def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
     """Open a shard for reading, fetching a remote one unless it is cached. Raises OSError.
-
     The least recently used copies beyond `cache_bytes` are deleted; open ones stay readable."""
     try:
         return _open_copy(shard, cache_bytes) if is_remote(shard) else OpenFile(shard)

@@ -75,7 +75,6 @@ def read_manifest(folder: str) -> ShardManifest:
 
 def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
     """Return the kind of these shards from their folders' manifests; `encoded` without one or if mixed with `waveform`.
-
     Raises ValueError for kinds that can't be mixed and for another model's front end."""
     own, kinds = FrontEnd.of(model.audio), dict[str, str]()  # kind → its last folder
     for folder in dict.fromkeys(shard.rpartition("/")[0] or "." for source in sources for shard in source.shards):

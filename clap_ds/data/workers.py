@@ -27,7 +27,6 @@ T = TypeVar("T")
 
 class Loader(Iterator[T], Generic[T]):
     """Wrap a `DataLoader` with single-threaded workers that leave signals to the rank, and keep torch's global generator.
-
     `section` names the settings' section with `num_workers`; `options` are passed to the DataLoader."""
 
     def __init__(self, dataset: Dataset[Any], *, num_workers: int, section: str, **options: Any) -> None:

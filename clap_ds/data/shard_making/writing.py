@@ -53,7 +53,6 @@ def fill(
     unusable: Sequence[Named] = (),
 ) -> list[BuiltShard]:
     """Write this part's missing shards and, without --part, the manifest and list of broken items, `unusable` first.
-
     `plan` and `preparation` determine the shards."""
     prepared = (preparation.kind, preparation.front_end) if preparation else ()
     _claim(folder, chain([repr(prepared)], plan))
