@@ -1,4 +1,4 @@
-"""The command that has all of shards' subcommands: it loads the one that runs, and says of mistakes what they are."""
+"""Test `clap-shards`: it imports only the subcommand that runs and reports mistakes."""
 
 import sys
 

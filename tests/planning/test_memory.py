@@ -1,4 +1,4 @@
-"""The search for a micro-batch against memory that grows in known ways, and parts that add up."""
+"""Test the search for a micro-batch with known memory functions, and the sum of memory parts."""
 
 from collections.abc import Callable
 
@@ -28,5 +28,5 @@ def test_parts_of_memory_add_up() -> None:
     step = Step(recorded, 1, 1, 100)
     parts = memory_parts(step, 2)
     assert (parts["audio activations"], parts["weights"]) == (4, 1)
-    assert sum(parts.values()) == pytest.approx(5 * 1.03 + 0.7 + 0.8)  # as docs/planning.md has them
+    assert sum(parts.values()) == pytest.approx(5 * 1.03 + 0.7 + 0.8)  # as in docs/planning.md
     assert list(parts.values()) == sorted(parts.values(), reverse=True)
