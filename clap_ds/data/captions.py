@@ -35,9 +35,7 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
         raise BrokenItemError(f"caption can't be read: {error}") from None
     captions = [found] if isinstance(found, str) else found
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise BrokenItemError(
-            "no caption: expected txt, or json with a string or list of strings in the field caption or text"
-        )
+        raise BrokenItemError("no caption: expected txt, or json with caption or text: a string or list of strings")
     if usable := [caption.strip() for caption in captions if caption.strip()]:
         return usable
     raise BrokenItemError("empty caption")

@@ -48,13 +48,7 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="T", help=beside)
     add("--micro_batch", type=positive, default=64, metavar="B", help="samples per micro-batch (default: 64)")
     add("--max_workers", type=positive, metavar="N", help="most workers to try (default: cores per rank, up to 16)")
-    add(
-        "--seconds",
-        type=number(0.1, 3600),
-        default=10.0,
-        metavar="S",
-        help="seconds per number of workers (default: 10)",
-    )
+    add("--seconds", type=number(0.1, 3600), default=10.0, metavar="S", help="seconds per measurement (default: 10)")
     add("--ranks_per_host", type=positive, default=1, metavar="R", help="ranks per host (default: 1)")
     needed = "throughput per rank to sustain, as measured by a benchmark on synthetic data"
     add("--needed_samples_per_s", type=number(0.001, 1e9), metavar="X", help=needed)

@@ -44,21 +44,10 @@ def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> No
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
     what = "for longer files: mean of all windows' vectors, only the middle window, or a row per window (default: mean)"
     add("--windows", choices=("mean", "middle", "each"), default="mean", help=what)
-    add(
-        "--overlap",
-        type=number(0, 0.95),
-        default=0.0,
-        metavar="SHARE",
-        help="overlap of consecutive windows (default: 0)",
-    )
+    what = "fraction of overlap between consecutive windows (default: 0)"
+    add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help=what)
     add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows per forward pass (default: 32)")
-    add(
-        "--num_workers",
-        type=whole_number(0),
-        default=0,
-        metavar="N",
-        help="decoding processes (default: 0, in-process)",
-    )
+    add("--num_workers", type=whole_number(0), default=0, metavar="N", help="decoding processes (default: 0, none)")
 
 
 def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[Row]:
@@ -78,9 +67,7 @@ def load_model(source: str, arguments: argparse.Namespace) -> Clap:
 
 def check_made_by(table: Path, about: About, clap: Clap) -> None:
     if about.fingerprint != clap.fingerprint:
-        raise UserError(
-            f"{table} contains vectors of another model, {about.model}; {clap.source} has different weights"
-        )
+        raise UserError(f"{table} is from another model, {about.model}; {clap.source} has different weights")
 
 
 def left_out(num_files: int, reasons: Sequence[tuple[str, str]]) -> int:

@@ -78,7 +78,7 @@ def test_the_best_good_one_is_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (best("top1"), best("loss")) == ("step-00000003", "step-00000004")
     flip_bit(tmp_path / "top1" / "step-00000003" / "weights.safetensors", 99)
     assert best("top1") == "step-00000002"
-    assert "passed over" in capsys.readouterr().err
+    assert "skipped" in capsys.readouterr().err
 
 
 def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
