@@ -82,12 +82,7 @@ def open_audio(encoded: Encoded) -> Iterator[soundfile.SoundFile]:
             yield file
     except BrokenItemError:
         raise
-    except (
-        soundfile.SoundFileError,
-        MemoryError,
-        ValueError,
-        OverflowError,
-    ) as error:  # OverflowError: invalid lengths
+    except (soundfile.SoundFileError, MemoryError, ValueError, OverflowError) as error:  # the last for invalid lengths
         reason = str(getattr(error, "error_string", error)).rstrip(".")
         raise BrokenItemError(f"audio can't be decoded: {reason}") from None
 

@@ -99,9 +99,7 @@ def open_ahead(shards: Iterable[str], cache_bytes: float) -> Iterator[tuple[str,
     """Yield shards in order, each with a function that returns it opened, while the next is being opened."""
     before: list[tuple[str, Callable[[], OpenFile]]] = []
     for shard in shards:
-        opened: Future[OpenFile] = (
-            Future()
-        )  # not from an executor, because an exiting worker would wait for its threads
+        opened: Future[OpenFile] = Future()  # no executor, because exiting workers would wait for its threads
         threading.Thread(target=_open, args=(opened, shard, cache_bytes), daemon=True).start()
         yield from before
         before = [(shard, opened.result)]

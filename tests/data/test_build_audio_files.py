@@ -65,13 +65,7 @@ def test_files_whose_end_is_missing_are_of_no_use_wherever_they_are_read(tmp_pat
     whole = {name: encoded(*name.split(".")) for name in names}
     cut = {f"{part} {name}": whole[name][: int(len(whole[name]) * part)] for name in names for part in (0.33, 0.97)}
     start, samples = whole[names[0]].split(b"data", 1)
-    for sizes in (
-        (8, 0),
-        (0, 256_000),
-        (0, 2**32 - 1),
-        (2**32 - 1, 2**32 - 1),
-        (0x7FFFF024, 0x7FFFF000),
-    ):  # from streams
+    for sizes in ((8, 0), (0, 256_000), (0, 2**32 - 1), (2**32 - 1, 2**32 - 1), (0x7FFFF024, 0x7FFFF000)):  # streamed
         of_file, of_samples = (size.to_bytes(4, "little") for size in sizes)
         whole[f"stream {sizes[0]} {sizes[1]}.wav"] = (
             start[:4] + of_file + start[8:] + b"data" + of_samples + samples[4:]

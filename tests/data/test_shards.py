@@ -87,11 +87,7 @@ def test_broken_items_are_skipped_counted_and_named_once(
         assert numbers_in(source, 20) == [1, 2] * 40
         statistics = json.loads(json.dumps(source.statistics()))
     listed = statistics.pop("broken_items")
-    counts = {
-        "num_samples": 4,
-        "epoch_samples": 4,
-        "num_broken_items": 4,
-    }  # items without sound or caption aren't samples
+    counts = {"num_samples": 4, "epoch_samples": 4, "num_broken_items": 4}  # a sample has sound and caption
     assert statistics == {"source": "shards", "kind": "encoded", "num_shards": 1, "num_workers": num_workers, **counts}
     stderr = capsys.readouterr().err.splitlines()
     for item, line, (name, _, reason) in zip(listed, stderr, BROKEN_ITEMS, strict=True):

@@ -40,9 +40,7 @@ def test_every_kind_loads_and_is_refused_for_another_model(model: ClapModel, tmp
     for source in (tmp_path / "one.safetensors", tmp_path / "hf", path, str(tmp_path / "run")):
         for config in (MICRO, None):
             assert_weights(load_weights(source, config), model)
-        with pytest.raises(
-            ValueError, match=r"uses heads: audio.num_heads is \[2, 4\] there, \[1, 4\] here"
-        ) as refusal:
+        with pytest.raises(ValueError, match=r"heads: audio.num_heads is \[2, 4\] there, \[1, 4\] here") as refusal:
             load_weights(source, heads)
         assert str(source) in str(refusal.value)
     with pytest.raises(ValueError, match=r"this run uses htsat_tiny_roberta_base: .*is 16 there, 64 .* and \d+ more"):
