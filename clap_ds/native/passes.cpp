@@ -28,7 +28,7 @@ void with_length(int64_t vectors, bool flag, Function function) {
 
 }  // namespace
 
-// y (rows × channels) = normalised x · weight + bias; with `residual`, of x + residual rounded to bf16, which goes to `sum`.
+// y (rows × channels) = normalized x · weight + bias; with `residual`, of x + residual rounded to bf16, which goes to `sum`.
 // statistics: (2, rows) fp32, each row's mean and the reciprocal of its deviation.
 extern "C" void clap_layer_norm(
     const bf16* x, const bf16* residual, bf16* sum, const bf16* weight, const bf16* bias, bf16* y, float* statistics,

@@ -36,7 +36,7 @@ struct Shape {
 // Places of a window's tokens, and which of them attend to each other.
 struct Window {
     int64_t token[N];
-    uint64_t apart[N];  // bit k: token k is in another region; set where `masked`
+    uint64_t apart[N];  // bit k: token k is in another region; set if `masked`
     bool masked;
 
     void set(const Shape& shape, int64_t index) {
@@ -52,7 +52,7 @@ struct Window {
     }
 };
 
-// Scores of 16 tokens, from 16 · `column` on, with one: product · factor + bias, in base 2, less where `apart`.
+// Scores of 16 tokens, from 16 · `column` on, with one: product · factor + bias, in base 2, lower if `apart`.
 template <bool MASKS>
 static inline __m512 score_of(const float* product, __m512 factor, const float* bias, uint64_t apart, int column) {
     const __m512 score = fma(load(product), factor, load(bias));

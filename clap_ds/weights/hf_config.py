@@ -2,7 +2,7 @@
 
 from clap_ds.config.clap_json import AUDIO, FIXED_AUDIO, FIXED_TEXT, FRONT_END, TEXT
 from clap_ds.config.model import AudioConfig, ClapConfig
-from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
 
 import transformers  # isort: skip
 

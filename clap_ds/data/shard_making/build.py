@@ -47,7 +47,7 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add, add_one = group.add_argument, group.add_mutually_exclusive_group().add_argument
     more = "fraction of items to hold out at random (default: 0); 1: all, for a test set"
     add_one("--held_out", type=arguments.number(0, 1), default=0.0, metavar="SHARE", help=more)
-    add("--group_column", metavar="NAME", help="column such as the recording or speaker, whose items aren't split")
+    add("--group_column", metavar="NAME", help="column such as the speaker: items with equal values stay in one split")
     add_one("--split_column", metavar="NAME", help=f"instead, column with each item's split: {SIDES}")
     add_one("--fold_column", metavar="NAME", help="instead, column with each item's fold, as in ESC-50")
     add("--held_out_fold", metavar="FOLD", help="fold to hold out, with --fold_column")
