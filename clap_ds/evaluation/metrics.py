@@ -137,8 +137,8 @@ def evaluate_zero_shot(
 ) -> dict[str, Measure]:
     """Compute top-k accuracies and mean average precision from fp32 rows of length 1. A collective.
 
-    The mean's interval treats each class's precision as a proportion of its clips. (In simulations of 2 to 20 clips per
-    class and 10 to 50 classes, of equal and very unequal sizes, its coverage was 96 to 100%.)
+    The mean's interval treats each class's precision as a proportion of its clips. (Its coverage was 96 to 100% in
+    simulations of 2 to 20 clips per class and 10 to 50 classes, of equal and very unequal sizes.)
     """
     relevant = is_of_class_NK.__getitem__
     found, chance = ranking.rank_candidates(audio_ND, classes_KD, relevant, at=TOP, cutoff=1, ranks=ranks)

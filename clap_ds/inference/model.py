@@ -75,10 +75,10 @@ class Clap:
 
         Args:
             audio: a list of sounds, an array (n, channels, num_samples), or a single sound (n = 1). A sound is a path, a
-                clip of a shard, an encoded file (bytes or a binary file object), an array (num_samples,) or (channels,
-                num_samples) with at most 8 channels, floating point in ±1 or int16, or, as in `datasets`, a dict of
-                `array` and `sampling_rate` or a decoder. Channels are averaged, other rates resampled, samples clipped to
-                ±1, short sounds repeated.
+                clip of a shard, an encoded file (bytes or a binary file object), an array, or, as in `datasets`, a dict of
+                `array` and `sampling_rate` or a decoder. Arrays are (num_samples,) or (channels, num_samples) with at most
+                8 channels, floating point in ±1 or int16. Channels are averaged, other rates resampled, samples clipped
+                to ±1, short sounds repeated.
             sample_rate: of arrays only, in Hz. `sampling_rate` is `transformers`' name for it.
             windows: for longer sounds, "mean" (normalized mean of all windows' embeddings) or "middle" (the middle
                 window, as in evaluation; with feature fusion, the whole sound).

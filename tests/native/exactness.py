@@ -36,8 +36,8 @@ def assert_as_exact_as_torch(
     slack: float = 0.0,
     largest: float = math.inf,
 ) -> None:
-    """Compare with `reference` in fp32. Errors are at most 1.5 times the bf16 reference's elementwise and `norm_ratio`
-    times in norm, plus a fraction `slack` of the largest value (a tenth of it in norm); the norm is at most `largest`."""
+    """Compare with `reference` in fp32. Maximal errors are at most 1.5 times, and norms `norm_ratio` times, those of
+    `reference` in bf16, plus fractions `slack` and `slack` / 10 of the values; the error's norm is at most `largest`."""
     exact = results(reference, [x.float() for x in inputs], *upstream)
     low, ours = results(reference, inputs, *upstream), results(function, inputs, *upstream)
     for number, (wanted, theirs, mine) in enumerate(zip(exact, low, ours, strict=True)):
