@@ -1,4 +1,4 @@
-"""clap-plan: consistent numbers, output and errors."""
+"""Test `clap-plan`: consistent numbers, output and errors."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def test_accumulation_and_scale_count_where_they_should(planned: Callable[..., A
     config, lengths = load_preset("micro"), TextLengths.fixed(16)
     done = 4 * 4 * (forward_flops(config, lengths, "model") + backward_flops(config, lengths)) / 1e12
     assert many["tflop"] == pytest.approx(4 * plain["tflop"])
-    assert done < many["tflop"] < 1.1 * done  # fused attention recomputes its scores; and the loss
+    assert done < many["tflop"] < 1.1 * done  # fused attention and the loss recompute scores
     assert many["parameters"] == plain["parameters"] == 64_601
     audio, update = (
         [report["step_s"][part]["middle"] for report in (many, plain)] for part in ("audio forward", "optimizer")
@@ -80,7 +80,7 @@ def test_accumulation_and_scale_count_where_they_should(planned: Callable[..., A
 
 
 def test_a_step_counts_each_operation_as_often_as_it_is_done() -> None:
-    """A million rows through a 512 × 512 matrix: at 62% of 989 TFLOPS the product takes 0.855 ms."""
+    """A million rows times a 512 × 512 matrix: at 62% of 989 TFLOPS the product takes 0.855 ms."""
     sizes, shapes = ((1, 5 * 10**8),), ((10**6, 512), (512, 512))
     product = Operation("aten.mm", "audio", False, 2 * 512**2 * 10**6, sizes, sizes, True, torch.bfloat16, shapes)
     step = mock.Mock(num_samples=1, **{"work.return_value": [(product, 3.0)]})
@@ -90,10 +90,10 @@ def test_a_step_counts_each_operation_as_often_as_it_is_done() -> None:
 
 
 def test_ranges_have_every_step_time_with_either_growth(planned: Callable[..., Any]) -> None:
-    """Short steps lose least if growth is a share of their time, long ones if it is the same seconds for all."""
+    """Short steps lose least if the loss is a fraction of their time, long ones if it is constant."""
     short, long = (planned("--nodes 1 64", gradient_accumulation_steps=number) for number in (1, 10**6))
     ends = [report["scales"][1]["efficiency_percent_range"] for report in (short, long)]
-    assert ends[0][1] == pytest.approx(ends[1][0])  # for any step that grows by the same share
+    assert ends[0][1] == pytest.approx(ends[1][0])  # of every step that grows by the same fraction
     slow_s, fast_s = ([report["step_s"]["step"][case] for report in (short, long)] for case in ("low", "high"))
     grown_s = 4 / short["scales"][1]["samples_per_s_per_gpu"]["low"] - slow_s[0]
     assert ends[0][0] == pytest.approx(100 * fast_s[0] / (fast_s[0] + grown_s))
@@ -116,6 +116,6 @@ def test_ranges_have_every_step_time_with_either_growth(planned: Callable[..., A
     ],
 )
 def test_mistakes_are_said(write_run: WriteRun, options: str, said: str) -> None:
-    whole = {"train_batch_size": 32, "gradient_accumulation_steps": None}  # two passes per step on four GPUs
+    whole = {"train_batch_size": 32, "gradient_accumulation_steps": None}  # on four GPUs, two passes per step
     with pytest.raises(UserError, match=said):
         plan.main(["--deepspeed_config", str(write_run(**whole)), "--gpu", "h200", *options.split()])

@@ -1,4 +1,4 @@
-"""clap-shards: loads only the subcommand that runs, and reports errors."""
+"""Test `clap-shards`: it imports only the subcommand that runs and reports mistakes."""
 
 import sys
 

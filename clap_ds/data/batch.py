@@ -1,4 +1,4 @@
-"""What the model is fed: `Batch`; and what every source of data gives: `Pieces`, rows on the host that `join` puts together."""
+"""Define `Batch`, the model's input, and `Pieces`, the protocol of data sources whose host rows `join` assembles."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from clap_ds.model.packed import Packing, pack
 
 @dataclass(slots=True)
 class Batch:
-    """Audio–caption pairs, all tensors on one device. B pairs, L text tokens (padding included).
+    """Hold B audio–caption pairs of L text tokens (including padding), all on one device.
 
-    `num_tokens` are the real ones, counted from the mask when left out. `packed` are the captions packed as well
-    (`clap_ds.model.packed`): token ids (tokens,) and where they belong.
+    `num_tokens` excludes padding; it is counted from the mask by default. `packed` optionally holds the captions as
+    token ids (tokens,) and their `Packing` (`clap_ds.model.packed`).
     """
 
-    audio: (
-        Tensor  # what `ClapModel.encode_audio` takes, float32; of pieces also waveforms in int16, features in float16
-    )
+    audio: Tensor  # input of `ClapModel.encode_audio`, float32; in pieces also int16 waveforms or float16 features
     input_ids: Tensor  # (B, L) int64: <s> … </s>, then padding
     attention_mask: Tensor  # (B, L) int64, 1 at real tokens, 0 at padding
     num_tokens: int = -1
@@ -43,7 +41,7 @@ class Batch:
         return self.audio.device
 
     def model_inputs(self) -> tuple[Any, ...]:
-        """Give what the model's forward takes: captions packed where they are, else padded; no mask where all are full."""
+        """Return the arguments of the model's forward: packed captions if any, else padded ones; no mask without padding."""
         if self.packed is not None:
             input_ids, packing = self.packed
             return self.audio, input_ids, None, packing
@@ -51,7 +49,7 @@ class Batch:
         return self.audio, self.input_ids, None if is_full else self.attention_mask
 
     def pack(self) -> None:
-        """Pack the captions, which waits for the device where they aren't on the host."""
+        """Pack the captions. Synchronizes if they are on a GPU."""
         if self.packed is None:
             self.packed = _pack([self], self.device)
 
@@ -59,11 +57,11 @@ class Batch:
         return self.audio, self.input_ids, self.attention_mask
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Pairs `start` to `stop`, as views. For batches on the host: it counts the tokens anew."""
+        """Return views of pairs `start` to `stop`. For host batches only, because it recounts the tokens."""
         return Batch(self.audio[start:stop], self.input_ids[start:stop], self.attention_mask[start:stop])
 
     def pin_memory(self) -> Batch:
-        """In page-locked host memory, which the GPU can copy from while the host goes on."""
+        """Copy to page-locked host memory for asynchronous copies to the GPU."""
         return self.map(Tensor.pin_memory)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -75,14 +73,14 @@ class Batch:
         return Batch(audio, input_ids, mask, self.num_tokens, packed)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tell the allocator that work on `stream` uses these tensors."""
+        """Mark these tensors as used on `stream` for the allocator."""
         for tensor in (*self.tensors(), *((self.packed[0], self.packed[1].bounds) if self.packed else ())):
             tensor.record_stream(stream)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """Which batches a rank wants; see `clap_ds.data.sources.build_batches`."""
+    """Specify a rank's batches; see `clap_ds.data.sources.build_batches`."""
 
     model: ClapConfig
     text_tokens: int
@@ -94,9 +92,9 @@ class BatchSpec:
 
 
 class Pieces(Protocol):
-    """An endless supply of micro-batches, each as pieces: batches whose rows, one after the other, make it up.
+    """Iterate endlessly over micro-batches, each a list of `Batch` pieces to be concatenated.
 
-    `state` is fit for JSON; `statistics` of this rank go into the run's record; `supply` is what workers can give, if known.
+    `state` is JSON-serializable. `statistics` go into the run's record. `supply` is the workers' throughput, if known.
     """
 
     def __next__(self) -> list[Batch]: ...
@@ -107,13 +105,13 @@ class Pieces(Protocol):
 
 
 def to_int16(waveforms: Tensor) -> Tensor:
-    """Waveforms rounded to int16, half the bytes to move; what is beyond ±1 is clipped."""
+    """Round waveforms to int16, clipping at ±1."""
     return (waveforms * INT16_SCALE).round_().clamp_(-INT16_SCALE, INT16_SCALE - 1).to(torch.int16)
 
 
 def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool = False) -> Batch:
-    """Put the rows of `pieces` into one batch on `device`, asynchronously from page-locked memory. It shares no audio,
-    and a single piece keeps its packed captions, as synthetic batches come again."""
+    """Concatenate `pieces` into one batch on `device` without sharing audio, asynchronously from page-locked memory.
+    A single piece caches its packed captions, because synthetic batches repeat."""
     if len(pieces) == 1:
         if pack_captions:
             pieces[0].pack()
@@ -127,7 +125,7 @@ def join(pieces: Sequence[Batch], device: torch.device, *, pack_captions: bool =
         mask = _move(torch.cat([piece.attention_mask for piece in pieces]), device)
         packed = _pack(pieces, device) if pack_captions else None
         whole = Batch(rows, ids, mask, sum(piece.num_tokens for piece in pieces), packed)
-    if whole.audio.dtype == torch.float16:  # after the copy, for the device converts sooner than the host
+    if whole.audio.dtype == torch.float16:  # after the copy, because the device converts faster
         whole.audio = whole.audio.float()
     elif whole.audio is pieces[0].audio and device.type == "cpu":
         whole.audio = whole.audio.clone()

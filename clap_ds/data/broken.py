@@ -1,4 +1,4 @@
-"""What in shards can't be used, and why."""
+"""Describe unusable items and tars."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 class BrokenItemError(ValueError):
-    """An item that can't be used."""
+    """Raised for an item that can't be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Something in the shards that can't be used: an item or, by its path, a tar."""
+    """Name an unusable item, or a tar by its path, with the reason."""
 
     name: str
     reason: str

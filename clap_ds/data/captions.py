@@ -1,4 +1,4 @@
-"""An item's text file becomes its captions, and a class's name words of one."""
+"""Extract captions from an item's members, and words from class names."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ CAPTION_FIELDS = ("caption", "text")
 
 
 def in_words(name: str) -> str:
-    """Write a class's name as captions have it: `low_hum` is "low hum". A text with spaces stays."""
+    """Convert a class name to caption words: `low_hum` becomes "low hum". Text with spaces is unchanged."""
     return name.strip() if " " in name else name.replace("_", " ").strip()
 
 
 def names_in_cell(cell: str) -> list[str]:
-    """Split the names that commas, semicolons or bars separate."""
+    """Split names at commas, semicolons or bars."""
     return [name for part in re.split(r"[,;|]", cell) if (name := part.strip())]
 
 
 def captions_of(members: Mapping[str, Any]) -> list[str]:
-    """Find the captions among an item's members: `txt`, or `caption` or `text` in `json`. BrokenItemError for none."""
+    """Return an item's captions from `txt`, or from `caption` or `text` in `json`. Raises BrokenItemError for none."""
     found: Any = None
     try:
         if "txt" in members:
@@ -35,15 +35,15 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
         raise BrokenItemError(f"caption can't be read: {error}") from None
     captions = [found] if isinstance(found, str) else found
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise BrokenItemError("no caption: expected txt, or json with a string or a list of them as caption or text")
+        raise BrokenItemError("no caption: expected txt, or json with caption or text: a string or list of strings")
     if usable := [caption.strip() for caption in captions if caption.strip()]:
         return usable
     raise BrokenItemError("empty caption")
 
 
 def monotony(captions: Collection[object]) -> str:
-    """Describe captions, one a clip, of which all are the same, or fewer than 2 % are different; else give an empty text."""
+    """Return a warning if captions, one per clip, are all equal or fewer than 2% are distinct; else an empty string."""
     num_different, num_clips = len(set(captions)), len(captions)
     if num_clips < 2 or num_different >= max(2, 0.02 * num_clips):
         return ""
-    return f"only {num_different:,} different caption(s) among {num_clips:,} clips; check that they are the right ones"
+    return f"only {num_different:,} different caption(s) among {num_clips:,} clips; check the caption source"

@@ -1,4 +1,4 @@
-"""Log-mel features that were prepared are read to what the model takes."""
+"""Read prepared log-mel features."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FEATURES = "npy"
 
 
 def read_mel(encoded: bytes, row: Tensor, *, rng: random.Random) -> None:
-    """Write a clip's features to `row`, (num_frames, mel_bins) float16, from a NumPy file of at least as many frames, cropped
-    at a place drawn from `rng`. BrokenItemError where it is of another dtype or shape, or holds NaN or infinite features."""
+    """Write a clip's features from a NumPy file to `row`, (num_frames, mel_bins) float16, cropped at random by `rng`.
+    Raises BrokenItemError for another dtype or shape, fewer frames, and NaN or infinite values."""
     num_frames, mel_bins = row.shape
     try:
         features = np.lib.format.read_array(io.BytesIO(encoded))
-    except (ValueError, TypeError, SyntaxError, tokenize.TokenError) as error:  # what NumPy's parser makes of damage
+    except (ValueError, TypeError, SyntaxError, tokenize.TokenError) as error:  # from NumPy's parser
         raise BrokenItemError(f"features aren't a NumPy file: {error}") from None
     if (
         features.dtype != np.float16
@@ -33,6 +33,6 @@ def read_mel(encoded: bytes, row: Tensor, *, rng: random.Random) -> None:
     start = rng.randint(0, len(features) - num_frames)
     target = row.numpy()
     target[:] = features[start : start + num_frames]
-    # As integers, which compare sooner: the largest exponent, without and with a sign, is beyond everything finite.
+    # Integers compare faster. Without and with a sign, the largest exponent is above every finite number.
     if target.view(np.int16).max() >= 0x7C00 or target.view(np.uint16).max() >= 0xFC00:
         raise BrokenItemError("features hold NaN or infinite values")

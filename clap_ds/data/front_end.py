@@ -1,7 +1,7 @@
-"""What shards hold, and by which front end it was prepared.
+"""Define the kinds of shards and the front end that prepared them.
 
-`encoded`: audio files as people have them. `waveform`: WAV files of one channel in 16 bits at the model's sample rate. `mel`:
-the model's log-mel features, as NumPy files (frames, mel_bins) in float16.
+`encoded`: audio files in any supported format. `waveform`: 16-bit mono WAV at the model's sample rate. `mel`: the
+model's log-mel features as NumPy files, (frames, mel_bins) float16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """What becomes of audio before the model's audio tower; fields as `AudioConfig` has them."""
+    """Describe the audio processing before the audio tower, with the fields of `AudioConfig`."""
 
     sample_rate: int
     num_samples: int

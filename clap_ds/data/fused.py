@@ -1,4 +1,4 @@
-"""Files of any length become what a model with feature fusion takes, as `transformers.ClapFeatureExtractor` makes it."""
+"""Compute the input of feature-fusion models from files of any length, like `transformers.ClapFeatureExtractor`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from clap_ds.model.mel import LogMel
 from clap_ds.model.patch_embed import longer_rows
 
 MOST_CLIPS = 10
-"""Of so many clips' length a file is heard whole; of a longer one so much is, from where a crop would be."""
+"""Longer files are first cropped to this many clip lengths."""
 _NUDGE_DB = 0.5  # beyond the rounding of float16
 
 
 def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
-    """Write a file's features to `row`, (4, num_frames, mel_bins): the whole shrunk to a clip's frames, and a clip from each
-    third of the places where one fits, drawn from `rng`; of a file not longer than a clip four times the same.
-    BrokenItemError as `decode_audio`."""
+    """Write a file's features to `row`, (4, num_frames, mel_bins): the whole file shrunk to `num_frames`, and a random
+    crop from each third of the possible positions. If the file isn't longer than a clip, all four are equal.
+    Raises BrokenItemError like `decode_audio`."""
     samples = torch.empty(MOST_CLIPS * audio.num_samples)
     found = decode_part(encoded, samples, sample_rate=audio.sample_rate, rng=rng)
     if found < audio.num_samples:
@@ -37,7 +37,7 @@ def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random
     for part, places in zip(row[1:], np.array_split(range(num_places), 3), strict=True):
         start = rng.randint(int(places[0]), int(places[-1])) if len(places) else 0
         part[:] = log_mel_TF[start : start + audio.num_frames]
-    if not longer_rows(row[None]):  # a steady tone, whose parts are its whole
+    if not longer_rows(row[None]):  # for a steady tone, all four are equal
         row[0, 0, 0] += _NUDGE_DB
 
 

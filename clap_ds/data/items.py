@@ -1,4 +1,4 @@
-"""One item of a shard: which of its members is its clip, and how that is read to the row of a batch."""
+"""Choose the clip among an item's members and read it into a row of a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLIP_FORMATS = (*AUDIO_FORMATS, FEATURES)
 
 
 def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
-    """Choose an item's member (extension → content) in the first format of a kind; BrokenItemError where none is there."""
+    """Return the first of a kind's formats in `members` (extension → content). Raises BrokenItemError for none."""
     formats = (FEATURES,) if kind == "mel" else AUDIO_FORMATS
     for extension in formats:
         if extension in members:
@@ -29,7 +29,7 @@ def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
 
 
 def read_clip(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
-    """Write a clip to `row`, by its shape: as `read_mel`, `read_fused` or `decode_audio` does. Raises BrokenItemError."""
+    """Read a clip with `decode_audio`, `read_mel` or `read_fused` if `row` has 1, 2 or 3 dimensions. Raises BrokenItemError."""
     if row.ndim == 2:
         assert isinstance(encoded, bytes)
         read_mel(encoded, row, rng=rng)

@@ -1,4 +1,4 @@
-"""`clap-shards measure`: how fast shards are read and decoded, and how many workers a run's step needs."""
+"""Implement `clap-shards measure`: shard loading throughput and the number of workers a step needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEXT_TOKENS = 77
 
 
 def measure(data: ShardData, spec: BatchSpec, seconds: float) -> Supply:
-    """Load one rank's share for some time, after a micro-batch that isn't counted."""
+    """Measure loading one rank's share for `seconds`, after one untimed micro-batch."""
     with closing(ShardPieces(data, spec)) as pieces:
         next(pieces)  # starts the workers
         samples, begun = 0, time.perf_counter()
@@ -35,7 +35,7 @@ def measure(data: ShardData, spec: BatchSpec, seconds: float) -> Supply:
 
 
 def workers_needed(supplies: Sequence[Supply], needed: float) -> int:
-    """Return how many workers give `MARGIN` times the samples per second that are needed, if need be extrapolated."""
+    """Return the number of workers for `MARGIN` times the needed samples per second, extrapolating if necessary."""
     enough = (supply.num_workers for supply in supplies if supply.samples_per_s >= MARGIN * needed)
     return next(enough, supplies[-1].workers_for(needed))
 
@@ -43,19 +43,19 @@ def workers_needed(supplies: Sequence[Supply], needed: float) -> int:
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
     add, positive, tiny = parser.add_argument, whole_number(), "htsat_tiny_roberta_base"
     add("shards", nargs="+", metavar="TARS", help="paths, patterns or URLs, as in clap.data.shards")
-    add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"of the model (default {tiny})")
-    beside = "folder or hub name (default: the folder tokenizer beside TARS, or RoBERTa's)"
+    add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"model preset (default: {tiny})")
+    beside = "tokenizer folder or Hub name (default: folder tokenizer next to TARS, or RoBERTa's)"
     add("--tokenizer", metavar="T", help=beside)
-    add("--micro_batch", type=positive, default=64, metavar="B", help="samples put together (default 64)")
-    add("--max_workers", type=positive, metavar="N", help="most workers to try (default: cores per rank, at most 16)")
-    add("--seconds", type=number(0.1, 3600), default=10.0, metavar="S", help="per number of workers (default 10)")
-    add("--ranks_per_host", type=positive, default=1, metavar="R", help="(default 1)")
-    needed = "that one rank's step needs, as a benchmark on synthetic data reaches them"
+    add("--micro_batch", type=positive, default=64, metavar="B", help="samples per micro-batch (default: 64)")
+    add("--max_workers", type=positive, metavar="N", help="most workers to try (default: cores per rank, up to 16)")
+    add("--seconds", type=number(0.1, 3600), default=10.0, metavar="S", help="seconds per measurement (default: 10)")
+    add("--ranks_per_host", type=positive, default=1, metavar="R", help="ranks per host (default: 1)")
+    needed = "throughput per rank to sustain, as measured by a benchmark on synthetic data"
     add("--needed_samples_per_s", type=number(0.001, 1e9), metavar="X", help=needed)
 
 
 def run_measure(options: argparse.Namespace) -> None:
-    """Measure and print; UserError for shards that can't be read."""
+    """Measure and print. Raises UserError for unreadable shards."""
     ranks, cores = options.ranks_per_host, len(os.sched_getaffinity(0))
     most = options.max_workers or max(1, min(16, cores // ranks))
     tokenizer = options.tokenizer or tokenizer_beside(options.shards[0])
@@ -74,7 +74,7 @@ def run_measure(options: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     at = ", ".join(f"{workers_needed(supplies, rate):,} at {rate:,.0f}" for rate in RATES)
-    print(f"cores a GPU, with a margin of {MARGIN - 1:.0%}: {at} samples/s")
+    print(f"cores per GPU, including a margin of {MARGIN - 1:.0%}: {at} samples/s")
     if options.needed_samples_per_s:
         best = max(supplies, key=lambda supply: supply.samples_per_s)
         print(verdict(best, options.needed_samples_per_s, ranks_per_host=ranks, cores=cores))

@@ -1,4 +1,4 @@
-"""Windowed-sinc resampling with torchaudio's filters, without the zeros in them: the same samples in a fifth of the time."""
+"""Resample with torchaudio's windowed-sinc filters, skipping their zeros: the same samples in a fifth of the time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from clap_ds.model.torchaudio_compat import torchaudio
 
 _LARGEST_RATIO_TERM = 1000  # bounds the filter; every rate in use is exact (44100: 160/147)
-_FILTERS_AT_ONCE = 16  # a product's columns: what a register holds, and few zeros
-_SMALLEST_PERIOD = 128  # output samples: long enough that products' rows don't overlap, which BLAS doesn't take
+_FILTERS_AT_ONCE = 16  # columns of a matrix product: fit registers, few zeros
+_SMALLEST_PERIOD = 128  # output samples; BLAS requires that the products' rows don't overlap
 
 
 class _Filters(NamedTuple):
@@ -25,7 +25,7 @@ class _Filters(NamedTuple):
     parts: list[tuple[int, Tensor]]  # first input sample, taps (taps, filters)
 
 
-@functools.lru_cache(maxsize=32)  # making them takes milliseconds
+@functools.lru_cache(maxsize=32)  # building filters takes milliseconds
 def _filters(ratio: Fraction) -> _Filters:
     step, num_filters = ratio.denominator, ratio.numerator
     original = torchaudio.transforms.Resample(step, num_filters)
@@ -35,7 +35,7 @@ def _filters(ratio: Fraction) -> _Filters:
         rows[:, period * step : (period + 1) * step + 2 * width] = original.kernel[:, 0]
     parts = []
     for rows in filters.flatten(0, 1).split(_FILTERS_AT_ONCE):
-        used = (rows.abs().amax(0) > 1e-12).nonzero()  # beside 1: float32 has no sum that the others would change
+        used = (rows.abs().amax(0) > 1e-12).nonzero()  # smaller taps can't change a float32 sum near 1
         first, last = int(used[0]), int(used[-1])
         parts.append((first, rows[:, first : last + 1].T.contiguous()))
     return _Filters(step * periods, num_filters * periods, width, parts)
@@ -46,10 +46,10 @@ def resampling_ratio(from_rate: int, to_rate: int) -> Fraction:
 
 
 def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tensor]:
-    """Resample as `resample` does of the blocks put together, to the rounding of its sums, in blocks."""
-    period = ratio.denominator  # samples after which the filters come again
+    """Resample block by block, equal up to rounding to `resample` of the concatenated blocks."""
+    period = ratio.denominator  # input samples after which the filters repeat
     context = -(-_filters(ratio).width // period) * period
-    held, before = torch.empty(0), 0  # of the samples held, those before what was given already
+    held, before = torch.empty(0), 0  # number of held samples that were already resampled
     for block in blocks:
         held = torch.cat([held, block])
         ready = (len(held) - context - before) // period * period
@@ -61,7 +61,7 @@ def resample_blocks(blocks: Iterable[Tensor], ratio: Fraction) -> Iterator[Tenso
 
 
 def resample(waveform: Tensor, ratio: Fraction) -> Tensor:
-    """Resample (T,) float32 as `torchaudio.transforms.Resample` does."""
+    """Resample (T,) float32 like `torchaudio.transforms.Resample`."""
     step, num_filters, width, parts = _filters(ratio)
     num_steps = len(waveform) // step + 1
     padded = torch.nn.functional.pad(waveform, (width, width + step))

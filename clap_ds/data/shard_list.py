@@ -1,4 +1,4 @@
-"""Which tars a run reads, and which of their items belong to each worker of each rank."""
+"""Find the tars of a run and assign their items to the workers of each rank."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ if TYPE_CHECKING:
 FIELD = "clap.data.shards"
 HUB_TOKENIZER = "FacebookAI/roberta-base"
 
-_FEWEST_IN_A_PASS = 8  # shards drawn with replacement before the shuffle buffer is emptied
+_FEWEST_IN_A_PASS = 8  # fewest shards drawn with replacement per pass, after which the shuffle buffer is emptied
 
 Part = tuple[str, int, int | None]
-"""A tar, the number of the first of its samples that is read, and of the first that isn't: None where that is to its end."""
+"""A tar, and the range of its samples to read: first, and end (exclusive; None: all)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Which samples of each epoch a worker gives.
+    """Assign each epoch's samples to workers.
 
-    An epoch is the N samples of all tars, laid end to end. Ranks give equally many, a rank's workers one piece each in turn:
-    that says how many of a run's first E·N samples each worker gives. So after E·N samples each has come E times.
+    An epoch is the N samples of all tars in sequence. Ranks read equally many; a rank's workers take turns, piece by
+    piece. This fixes each worker's number of a run's first E·N samples, in which each sample occurs E times.
     """
 
-    samples: tuple[int, ...]  # of each tar
-    epoch_samples: int  # of all of them
+    samples: tuple[int, ...]  # per tar
+    epoch_samples: int  # total
     world_size: int
-    num_workers: int  # of a rank
+    num_workers: int  # per rank
     piece_size: int
-    own: int  # this worker's number among those of all ranks
+    own: int  # this worker's index among all ranks' workers
 
     def given(self, epochs: int, number: int | None = None) -> int:
-        """Count the samples of the first epochs that this worker gives, or another one."""
+        """Return how many samples of the first `epochs` epochs worker `number` (default: this one) reads."""
         rank, worker = divmod(self.own if number is None else number, self.num_workers)
-        of_rank = (epochs * self.epoch_samples + rank) // self.world_size  # which adds up to all of them over the ranks
+        of_rank = (epochs * self.epoch_samples + rank) // self.world_size  # sums over ranks to the total
         rounds, rest = divmod(of_rank, self.num_workers * self.piece_size)
         return rounds * self.piece_size + min(max(rest - worker * self.piece_size, 0), self.piece_size)
 
     def parts(self, shards: list[str], epoch: int) -> tuple[list[Part], list[Part]]:
-        """Give this worker's parts of an epoch; and all others, beginning with what follows its own."""
+        """Return this worker's parts of an epoch, and all others, starting after its own."""
         start = sum(self.given(epoch + 1, number) - self.given(epoch, number) for number in range(self.own))
         end = start + self.given(epoch + 1) - self.given(epoch)
         return self._between(shards, start, end), self._between(shards, end) + self._between(shards, 0, start)
 
     def _between(self, shards: list[str], start: int, end: float = math.inf) -> list[Part]:
-        """Find what holds these samples of an epoch. A tar without any is opened by whoever has its place."""
+        """Return the parts with these samples of an epoch. Empty tars are assigned by their position."""
         parts: list[Part] = []
         before, last = 0, self.epoch_samples - 1
         for shard, number in zip(shards, self.samples, strict=True):
@@ -71,16 +71,16 @@ class Deal:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Tars that are mixed with others by weight; weights of all sources add up to 1."""
+    """Hold tars and their weight in a mixture; the weights of all sources sum to 1."""
 
     shards: list[str]
     weight: float
-    shards_per_pass: int = 0  # drawn by a worker with replacement; 0: each of `shards` once
-    deal: Deal | None = None  # the part of each pass over `shards` that is read; None: all of it
+    shards_per_pass: int = 0  # drawn per worker with replacement; 0: each of `shards` once
+    deal: Deal | None = None  # the part of each pass to read; None: all
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
-    """Find the tars that `clap.data.shards` names, with their weights. Errors: see `expand_shards`."""
+    """Find the tars of `clap.data.shards` and their weights. Errors: see `expand_shards`."""
     if not isinstance(shards, Mapping):
         return [Source(expand_shards(shards), 1.0)]
     total = sum(shards.values())
@@ -88,7 +88,7 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
 
 
 def expand_shards(shards: str | list[str]) -> list[str]:
-    """Find the tar files a setting names, in order: paths or URLs, with braces and wildcards. ValueError for none."""
+    """Expand paths or URLs with braces and wildcards to tar files, in order. Raises ValueError for none."""
     patterns = [shards] if isinstance(shards, str) else shards
     names: list[str] = []
     for pattern in patterns:
@@ -101,22 +101,22 @@ def expand_shards(shards: str | list[str]) -> list[str]:
         raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
     for name in names:
         if not (shard_files.is_remote(name) or Path(name).is_file()):
-            what = "a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "not there"
-            raise ValueError(f"{FIELD}: {name} is {what} (working folder: {Path.cwd()})")
+            what = "is a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "does not exist"
+            raise ValueError(f"{FIELD}: {name} {what} (working folder: {Path.cwd()})")
     return names
 
 
 def _matches(name: str) -> list[str]:
-    """Find what a name with wildcards stands for, in order; ValueError for nothing."""
+    """Expand wildcards, in order. Raises ValueError for no match."""
     found = [name]
     if shard_files.is_remote(name):
         shard_files.check_url(name)
-        if "*" in name or "[" in name:  # a ? in a web address begins its query
+        if "*" in name or "[" in name:  # not ?, which starts a URL's query
             fs, path = fsspec.url_to_fs(name)
             try:
                 found = sorted(str(fs.unstrip_protocol(each)) for each in fs.glob(path))
-            except Exception as error:  # whatever the file system's package raises
-                raise ValueError(f"{name!r} can't be looked up: {type(error).__name__}: {error}") from None
+            except Exception as error:  # any error of the file system package
+                raise ValueError(f"{name!r} can't be listed: {type(error).__name__}: {error}") from None
     elif glob.has_magic(name) and not Path(name).exists():
         found = sorted(glob.glob(name))
     if not found:
@@ -125,7 +125,7 @@ def _matches(name: str) -> list[str]:
 
 
 def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, num_workers: int) -> list[list[Source]]:
-    """Share out which whole tars each worker of a rank reads of every source; with `replacement` it draws from all of them."""
+    """Assign whole tars of every source to each worker of a rank; with `replacement`, each worker draws from all tars."""
     readers = world_size * max(num_workers, 1)
     if sampling == "replacement":
         numbers = [max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources]
@@ -138,7 +138,7 @@ def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, 
 def deal_out(
     source: Source, samples: list[int], spec: BatchSpec, num_workers: int, piece_size: int, *, shuffled: bool
 ) -> list[list[Source]]:
-    """Deal out what each worker of a rank reads of a source whose tars have so many samples each, in an order drawn once."""
+    """Assign to each worker of a rank its samples of a source (`samples` per tar), in an order drawn once."""
     tars = list(zip(source.shards, samples, strict=True))
     if shuffled:
         random.Random(f"seed {spec.seed}, tars").shuffle(tars)
@@ -149,7 +149,7 @@ def deal_out(
 
 
 def tokenizer_beside(shard: str) -> str:
-    """Find what to read a tar's captions with: the folder `tokenizer` beside it, or RoBERTa's own."""
+    """Return the tokenizer for a tar's captions: the folder `tokenizer` next to it, or RoBERTa's."""
     beside = Path(shard).parent / "tokenizer"
     return str(beside) if beside.is_dir() else HUB_TOKENIZER
 

@@ -1,4 +1,4 @@
-"""What a folder of shards holds, in a `manifest.json` beside them: its kind, and items, bytes and a checksum of each tar."""
+"""Read and write a shard folder's `manifest.json`: its kind, and items, bytes, seconds and checksum of each tar."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class ShardManifest:
-    """What a folder of shards holds: its tars by file name, its kind and, of prepared kinds, by which front end."""
+    """Describe a folder's tars by file name, their kind and, for prepared kinds, the front end."""
 
     shards: Mapping[str, ShardRecord]
     kind: Kind = "encoded"
@@ -46,7 +46,7 @@ def write_manifest(folder: Path, manifest: ShardManifest) -> None:
 
 
 def read_manifest(folder: str) -> ShardManifest:
-    """Read the manifest of a folder or URL; one of no shards where there is none. ValueError where it can't be read."""
+    """Read the manifest of a folder or URL; an empty one if missing. Raises ValueError if unreadable."""
     path = f"{folder}/{MANIFEST}"
 
     def read() -> bytes:
@@ -55,9 +55,9 @@ def read_manifest(folder: str) -> ShardManifest:
 
     try:
         found = again(read) if is_remote(path) else read_bytes(path)
-    except Exception as error:  # whatever the file system's package raises
+    except Exception as error:  # any error of the file system package
         if isinstance(error, NotADirectoryError | IsADirectoryError | PermissionError) or is_absent(error):
-            return ShardManifest({})  # object stores refuse what isn't there to those who mayn't list
+            return ShardManifest({})  # without permission to list, object stores deny access to missing files
         reason = error.__cause__ if isinstance(error, FileNotFoundError) else error
         raise ValueError(f"{path} can't be read: {reason}") from None
     try:
@@ -66,17 +66,17 @@ def read_manifest(folder: str) -> ShardManifest:
         front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
         manifest = ShardManifest(shards, content.get("kind", "encoded"), front_end)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return ShardManifest({})  # of another program
+        return ShardManifest({})  # another program's file
     if manifest.kind not in KINDS or (manifest.kind != "encoded" and front_end is None):
-        wanted = f"{', '.join(KINDS)}, all but the first with a front_end"
+        wanted = f"{', '.join(KINDS)}, with a front_end unless encoded"
         raise ValueError(f"{path}: kind is {manifest.kind!r}, with front_end {front_end}; expected one of {wanted}")
     return manifest
 
 
 def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
-    """Tell what a run on these shards reads, by the manifests of their folders. Without one they are `encoded`, and so are
-    mixtures with `waveform`. ValueError for kinds that can't be mixed, and for another model's front end."""
-    own, kinds = FrontEnd.of(model.audio), dict[str, str]()  # kinds with the last folder of each
+    """Return the kind of these shards from their folders' manifests; `encoded` without one or if mixed with `waveform`.
+    Raises ValueError for kinds that can't be mixed and for another model's front end."""
+    own, kinds = FrontEnd.of(model.audio), dict[str, str]()  # kind → its last folder
     for folder in dict.fromkeys(shard.rpartition("/")[0] or "." for source in sources for shard in source.shards):
         manifest, where = read_manifest(folder), f"{FIELD}: {folder}"
         matters = {"encoded": (), "waveform": ("sample_rate",), "mel": FrontEnd.__slots__}[manifest.kind]
@@ -96,7 +96,7 @@ def digest(path: Path) -> str:  # SHA-256 of a file, in hex
 
 
 def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int] | None:
-    """Count the samples in each tar by manifests or, of at most `most_bytes` of local tars, headers; None if neither tells."""
+    """Count each tar's samples from manifests or, for up to `most_bytes` of local tars, headers. Return None otherwise."""
     manifests = {folder: read_manifest(folder or ".").shards for folder in {tar.rpartition("/")[0] for tar in shards}}
     records = [manifests[folder].get(name) for folder, _, name in (tar.rpartition("/") for tar in shards)]
     unknown = [tar for tar, record in zip(shards, records, strict=True) if record is None]

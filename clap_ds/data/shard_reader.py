@@ -1,6 +1,6 @@
-"""One worker's part in reading shards: items in an order that can be entered anywhere, decoded and collated to pieces.
+"""Read one worker's share of the shards in a resumable order, and decode and collate it to pieces.
 
-The order of a pass follows from the seed, the pass and the place in it alone, and so do an item's crop and caption.
+The order of a pass and an item's crop and caption depend only on the seed, the pass and the position in it.
 """
 
 from __future__ import annotations
@@ -31,39 +31,38 @@ from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, list_items, samp
 from clap_ds.model.tokenizer import PreTrainedTokenizerBase, tokenize
 
 Position = dict[str, Any]
-"""Where a reader stands, fit for JSON: `samples` given so far, and of each source in `passes` the number of the pass and how
-many of its items were drawn."""
+"""A reader's JSON-serializable state: `samples` read so far, and per source in `passes` the pass and its items drawn."""
 START: Position = {"samples": 0, "passes": []}
 
 
 @dataclass(slots=True)
 class Piece:
-    """What a worker sends: some rows, and which of its items are broken. The audio stays in the reader's memory."""
+    """Hold what a worker sends: some rows and its broken items. The audio stays in the reader's memory."""
 
     worker: int
-    place: int  # of the audio in that memory
+    place: int  # index of the audio in that memory
     broken: list[Broken]
-    after: Position  # where its reader stands when these rows are given
+    after: Position  # the reader's position after these rows
     captions: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # `Batch.input_ids` and `attention_mask`
-    made_in_s: float = 0.0  # not counting how long they waited to be fetched; 0 of a worker's first
-    failure: str = ""  # why it has given up; then there are no rows
+    made_in_s: float = 0.0  # excludes waiting to be fetched; 0 for a worker's first piece
+    failure: str = ""  # why the reader stopped; then there are no rows
 
 
 @dataclass(slots=True)
 class SourceReader:
-    """Goes through one worker's share of a source without end."""
+    """Iterate endlessly over one worker's share of a source."""
 
     source: Source
     shuffle_buffer: int  # items held for shuffling; 0 keeps the order of files and tars
-    seed: str  # decides the order, crops and choice of captions
+    seed: str  # determines order, crops and choice of captions
     report: Report
     cache_bytes: float  # for copies of remote shards
-    given: int  # samples so far, where there is no other source
+    given: int  # samples so far, if there is no other source
     pass_number: int
-    drawn: int  # items of this pass
+    drawn: int  # items in this pass
 
     def captions(self, decode: Callable[[Item, random.Random], str | None]) -> Iterator[str]:
-        """Give what `decode` makes of each usable item; end only where a whole pass gave nothing."""
+        """Yield `decode`'s result for each usable item. End only if a whole pass has none."""
         is_useful = True
         while is_useful:
             skipped = self.drawn
@@ -83,7 +82,7 @@ class SourceReader:
                 self.pass_number, self.drawn = self.pass_number + 1, 0
 
     def _pass(self) -> Iterator[Item]:
-        """Give the items of one pass, and then those that stand in for broken ones."""
+        """Yield the items of one pass, then replacements for broken ones."""
         rng, source = random.Random(f"{self.seed}, pass {self.pass_number}"), self.source
         own: list[Part] = [(shard, 0, None) for shard in source.shards]
         others: list[Part] = []
@@ -106,27 +105,27 @@ class SourceReader:
 
 @dataclass(slots=True)
 class ShardReader:
-    """One worker's pieces. `memory`, (places, rows, *shape of a row), is filled place by place, again and again."""
+    """Make one worker's pieces. `memory`, (places, rows, *row shape), is used as a ring buffer of places."""
 
     worker: int
-    sources: list[Source]  # the worker's part of every source
+    sources: list[Source]  # the worker's share of every source
     data: ShardData
     spec: BatchSpec
     tokenizer: PreTrainedTokenizerBase
     memory: Tensor
     seed: str  # differs between runs' seeds, ranks and workers
     start: Position
-    _broken: list[Broken] = field(default_factory=list)  # that haven't been sent
-    _row: Tensor = field(default_factory=lambda: torch.empty(0))  # the next
+    _broken: list[Broken] = field(default_factory=list)  # not yet sent
+    _row: Tensor = field(default_factory=lambda: torch.empty(0))  # next row to fill
 
     def pieces(self) -> Iterator[Piece]:
-        """Give pieces without end; the last says why, where a source has nothing that can be used."""
+        """Yield pieces endlessly. If a source has no usable item, the last piece gives the reason."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a tar stays open while an item of it waits
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a tar stays open while its items are buffered
         readers = self._readers()
         streams, weights = [reader.captions(self._decode) for reader in readers], [each.weight for each in self.sources]
         places, piece_size = self.memory.shape[:2]
-        place, began_s, chosen = 0, 0.0, 0  # of the first piece, the time is that of starting
+        place, began_s, chosen = 0, 0.0, 0  # the first piece's time includes starting
         captions: list[str] = []
         for number in count(self.start["samples"]):
             self._row = self.memory[place, len(captions)]
@@ -141,7 +140,7 @@ class ShardReader:
             piece = Piece(self.worker, place, self._broken, after)
             if caption is None:
                 shards = self.sources[chosen].shards
-                piece.failure = f"a whole pass over {len(shards)} shard(s), such as {shards[0]}, gave no usable item"
+                piece.failure = f"no usable item in a whole pass over {len(shards)} shard(s), such as {shards[0]}"
                 yield piece
                 return
             ids, mask = tokenize(captions, self.tokenizer, self.spec.text_tokens)
@@ -160,7 +159,7 @@ class ShardReader:
         return readers
 
     def _decode(self, item: Item, rng: random.Random) -> str | None:
-        """Write an item's audio to the next row, and return its caption."""
+        """Write an item's audio to the next row. Return its caption, or None if it is broken."""
         try:
             fetch(item)
             caption = rng.choice(captions_of(item))

@@ -1,4 +1,4 @@
-"""`clap-shards size`: what shards take of disks, links and file systems, before any is made. Without torch."""
+"""Implement `clap-shards size`: estimate disk space, copy time and read rate of shards. Runs without torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from clap_ds.config.model import AudioConfig, load_preset, preset_argument
 from clap_ds.data.front_end import KINDS, Kind
 
 ENCODED = {"flac": 105_600, "wav": 192_000, "mp3": 16_000, "ogg": 14_000}
-"""Bytes that a second typically takes: of 48 kHz stereo in 16 bits (FLAC 55 % of it), at 128 and 112 kbit/s."""
+"""Typical bytes per second: 48 kHz 16-bit stereo (FLAC: 55% of WAV), MP3 at 128 and Ogg at 112 kbit/s."""
 RATES = (624.0, 3300.0, 4500.0)
-"""Samples per second of one GPU: the published rate, and this project's goals for one H200."""
+"""Samples per second per GPU: the published throughput, and this project's goals for an H200."""
 WAV_HEADER, NPY_HEADER = 44, 128
 
 
 def clip_bytes(kind: Kind, audio: AudioConfig, seconds: float, encoded: str = "flac") -> int:
-    """Count bytes of a clip's file: a 16-bit mono WAV, features in float16 of the model's length at least, or encoded."""
+    """Return the bytes of a clip's file: 16-bit mono WAV, float16 features of at least the model's length, or encoded."""
     samples = round(seconds * audio.sample_rate)
     if kind == "encoded":
         return math.ceil(seconds * ENCODED[encoded])
@@ -29,26 +29,26 @@ def clip_bytes(kind: Kind, audio: AudioConfig, seconds: float, encoded: str = "f
 
 
 def item_bytes(clip: int) -> int:
-    """Count bytes of an item in a tar: a clip and up to 512 bytes of JSON, each after a header and in whole blocks."""
+    """Return the bytes of an item in a tar: a clip and up to 512 bytes of JSON, each with a header and padding."""
     block = tarfile.BLOCKSIZE
     return block + math.ceil(clip / block) * block + 2 * block
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
     add, rate, count = parser.add_argument, number(0.001, 1e9), whole_number(1, 10**7)
-    add("--clips", type=whole_number(1, 10**15), required=True, metavar="N", help="how many there are")
-    length = "length of a clip in seconds (default 10)"
+    add("--clips", type=whole_number(1, 10**15), required=True, metavar="N", help="number of clips")
+    length = "length of a clip in seconds (default: 10)"
     add("--seconds", type=number(0.001, 40_000), default=10.0, metavar="S", help=length)
     tiny = "htsat_tiny_roberta_base"
-    add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"model they are for (default {tiny})")
+    add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"model preset (default: {tiny})")
     rates = ", ".join(f"{name} {rate:,}" for name, rate in ENCODED.items())
-    add("--format", choices=ENCODED, default="flac", help=f"of encoded clips; bytes a second: {rates} (default flac)")
-    add("--shard_mb", type=rate, default=500.0, metavar="MB", help="size of a tar, about (default 500)")
-    add("--link", type=rate, metavar="GBIT", help="Gbit/s of the link to copy them over")
-    add("--disk_mb_per_s", type=rate, default=1000.0, metavar="MB", help="at which they are written (default 1000)")
-    add("--rate", type=rate, nargs="+", default=RATES, metavar="R", help="samples/s of one GPU (624 3300 4500)")
-    add("--gpus", type=count, default=4, metavar="N", help="in all (default 4)")
-    add("--gpus_per_node", type=count, default=4, metavar="N", help="(default 4)")
+    add("--format", choices=ENCODED, default="flac", help=f"encoded clips' format (default: flac); bytes/s: {rates}")
+    add("--shard_mb", type=rate, default=500.0, metavar="MB", help="approximate size of a tar in MB (default: 500)")
+    add("--link", type=rate, metavar="GBIT", help="bandwidth of the link for copying, in Gbit/s")
+    add("--disk_mb_per_s", type=rate, default=1000.0, metavar="MB", help="disk write rate in MB/s (default: 1000)")
+    add("--rate", type=rate, nargs="+", default=RATES, metavar="R", help="samples/s per GPU (default: 624 3300 4500)")
+    add("--gpus", type=count, default=4, metavar="N", help="total GPUs (default: 4)")
+    add("--gpus_per_node", type=count, default=4, metavar="N", help="GPUs per node (default: 4)")
 
 
 def run_size(options: argparse.Namespace) -> None:
@@ -57,39 +57,39 @@ def run_size(options: argparse.Namespace) -> None:
     rows += [(label, *(found[label] for found in kinds.values())) for label in kinds["encoded"]]
     width = max(len(label) for label, *_ in rows)
     print("\n".join(label.ljust(width) + "".join(f"{cell:>18}" for cell in cells) for label, *cells in rows))
-    print(f"\nRates are for {options.gpus:,} GPU(s), {options.gpus_per_node} on a node, with no item in memory.")
-    print(f"encoded: {options.format}, {ENCODED[options.format]:,} bytes a second. GB = 10⁹ bytes.")
+    print(f"\nRates are for {options.gpus:,} GPU(s), {options.gpus_per_node} per node, with nothing cached in memory.")
+    print(f"encoded: {options.format}, {ENCODED[options.format]:,} bytes/s. GB = 10⁹ bytes.")
 
 
 def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
-    """Work out what the clips take as a kind: bytes, files and seconds; and what a file system must deliver to GPUs."""
+    """Compute a kind's bytes, files and seconds, and the rates that a file system must deliver to GPUs."""
     clips, gpus = options.clips, options.gpus
     clip = clip_bytes(kind, load_preset(options.preset).audio, options.seconds, options.format)
     tars = min(clips, max(1, round(clips * clip / (options.shard_mb * 1e6))))
-    size = clips * item_bytes(clip) + tars * tarfile.RECORDSIZE  # at most, of a tar's end
+    size = clips * item_bytes(clip) + tars * tarfile.RECORDSIZE  # upper bound: tar padding
     found = {
-        "a clip, in its tar": f"{round(size / clips):,} B",
-        "all": amount(size),
+        "per clip, in its tar": f"{round(size / clips):,} B",
+        "total": amount(size),
         f"tars of about {digits(options.shard_mb)} MB": f"{tars:,}",
     }
     if options.link:
         found[f"copied at {digits(options.link)} Gbit/s in"] = duration(8 * size / (options.link * 1e9))
     found[f"written at {digits(options.disk_mb_per_s)} MB/s in"] = duration(size / (options.disk_mb_per_s * 1e6))
     for rate in options.rate:
-        in_all, at = rate * gpus * size / clips, f"at {digits(rate)} samples/s a GPU"
+        in_all, at = rate * gpus * size / clips, f"at {digits(rate)} samples/s per GPU"
         to_node = in_all * min(options.gpus_per_node, gpus) / gpus
-        found[f"{at}, bytes"] = f"{amount(in_all)}/s"
-        found[f"{at}, to a node"] = f"{amount(to_node)}/s"
+        found[f"{at}, total"] = f"{amount(in_all)}/s"
+        found[f"{at}, per node"] = f"{amount(to_node)}/s"
     return found
 
 
 def digits(value: float) -> str:
-    """Write a number with three significant digits or more, without an exponent."""
+    """Format a number with three or more significant digits, without an exponent."""
     return f"{value:.3g}" if 1e-4 < value < 99.95 else f"{value:,.0f}"
 
 
 def amount(size: float) -> str:
-    """Write bytes in the unit that suits, of powers of 1000."""
+    """Format bytes with a unit, in powers of 1000."""
     power = next((k for k in range(4) if size < 1000 ** (k + 1)), 4)
     return f"{digits(size / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 

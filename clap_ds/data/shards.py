@@ -1,6 +1,6 @@
-"""Real audio and captions from WebDataset tars, decoded in worker processes.
+"""Load audio and captions from WebDataset tars in worker processes.
 
-Workers send small pieces of a micro-batch, as 616 ten-second clips are 1.2 GB, in memory that is used again and again.
+Workers send small pieces of a micro-batch in reused shared memory, because 616 ten-second clips take 1.2 GB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from clap_ds.data.supply import Supply
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.model.tokenizer import load_tokenizer
 
-COUNTED_BYTES = 1e10  # of local tars without a manifest, whose items are counted in a second
+COUNTED_BYTES = 1e10  # of local tars without a manifest; counting their items takes a second
 NUM_EXAMPLES = 5  # broken items quoted in errors
 PIECE_SIZE = 32  # rows
 
@@ -44,7 +44,7 @@ class _Readers(IterableDataset[Piece]):
 
 
 class ShardPieces:
-    """One rank's endless micro-batches from its shards. Arguments and errors: see `clap_ds.data.sources.build_batches`."""
+    """Iterate endlessly over one rank's micro-batches. Arguments and errors: see `clap_ds.data.sources.build_batches`."""
 
     def __init__(
         self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None, *, needs_epochs: bool = False
@@ -54,13 +54,13 @@ class ShardPieces:
         self.prepared: Kind = "waveform" if spec.model.audio.fusion else "mel"
         self._micro_batch, self.num_workers = spec.micro_batch, data.num_workers
         shares, order = self._share(sources, data, spec, needs_epochs=needs_epochs)
-        # Samples of all ranks before this order began; then of this rank since, and rows of the next piece that are in them.
+        # origin: all ranks' samples before this order; samples: this rank's since; rows_taken: of the current piece.
         self._state: dict[str, Any] = {"source": "shards", "order": order, "origin": 0, "samples": 0}
         self._state |= {"positions": [START] * len(shares), "next_worker": 0, "rows_taken": 0}
         if state is not None:
             self._restore(state, spec)
         piece_size = order["rows in a piece"]
-        # Two micro-batches in all wait ahead of the one in use; each worker also keeps its part of that, and fills another.
+        # Two micro-batches wait ahead of the one in use. Each worker also keeps its part of that, and fills another.
         ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else 0
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
         audio, is_mel = spec.model.audio, self.kind == "mel"
@@ -78,12 +78,12 @@ class ShardPieces:
         most = min(1000, self._num_samples // spec.world_size) if self._num_samples else 100
         self._looks = (
             sorted({min(100, most), most}) if spec.rank == 0 else []
-        )  # after so many captions: do they differ?
+        )  # numbers of captions after which to check that they differ
         self._captions: list[bytes] = []  # the first
-        self._made, self._made_in_s = 0, 0.0  # rows, and a worker's time for them
+        self._made, self._made_in_s = 0, 0.0  # rows, and worker seconds for them
         self._broken: dict[str, Broken] = {}  # by name
         self._piece: tuple[Piece, Batch] | None = None
-        # Workers are asked in turn, so the one whose turn it is comes first.
+        # The loader polls workers in turn, so the next one comes first.
         next_worker = self._state["next_worker"]
         self._received: Loader[Piece] = Loader(
             _Readers(readers[next_worker:] + readers[:next_worker]),
@@ -92,15 +92,15 @@ class ShardPieces:
         )  # fmt: skip
         if spec.device.type == "cuda":
             if lock_pages(self._memory):
-                # Not by `close`, which follows errors, too: CUDA may wait for all that other ranks have left undone.
+                # Not in `close`, which also runs after errors: CUDA could wait for unfinished work of other ranks.
                 weakref.finalize(self, unlock_pages, self._memory).atexit = False
             else:
-                note("clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU hold the host up")
+                note("clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU block the host")
 
     def _share(
         self, sources: list[Source], data: ShardData, spec: BatchSpec, *, needs_epochs: bool
     ) -> tuple[list[list[Source]], dict[str, Any]]:
-        """Share out what each worker reads, and return with it all that the order of samples follows from."""
+        """Return each worker's share, and everything that determines the order of samples."""
         all_shards = [shard for source in sources for shard in source.shards]
         samples = samples_of(all_shards, math.inf if needs_epochs else COUNTED_BYTES)
         self._num_shards, self._num_samples = len(all_shards), sum(samples) if samples else None
@@ -124,7 +124,7 @@ class ShardPieces:
         }
 
     def _restore(self, state: dict[str, Any], spec: BatchSpec) -> None:
-        """Resume where `state` stood; where that can't be exact, in a new order."""
+        """Resume from `state`, in a new order if it can't be exact."""
         order, before = self._state["order"], state.get("order", {})
         changed = [name for name, value in order.items() if before.get(name) != value]
         if not changed:
@@ -135,10 +135,10 @@ class ShardPieces:
         if spec.rank == 0:
             values = {name: f" (then {before.get(name)}, now {order[name]})" for name in changed if name != "shards"}
             other = ", ".join(name + values.get(name, "") for name in changed)
-            note(f"resuming after {origin:,} samples in a new order, because of other {other}")
+            note(f"resuming after {origin:,} samples in a new order, because these changed: {other}")
 
     def __next__(self) -> list[Batch]:
-        """Rows that stay as they are until the next call."""
+        """Return rows that are valid until the next call."""
         rows, num_missing, state = [], self._micro_batch, self._state
         while num_missing:
             piece, batch = self._piece = self._piece or self._receive()
@@ -157,13 +157,13 @@ class ShardPieces:
     def _receive(self) -> tuple[Piece, Batch]:
         piece = next(self._received)
         for broken in piece.broken:
-            if broken.name not in self._broken:  # workers may meet the same one
+            if broken.name not in self._broken:  # several workers may report the same one
                 note(f"skipped {broken}")
                 self._broken[broken.name] = broken
         if piece.captions is None:
             self.close()
             examples = "; ".join(map(str, islice(self._broken.values(), NUM_EXAMPLES)))
-            found = f"{len(self._broken)} broken, the first: {examples}" if examples else "they hold no items"
+            found = f"{len(self._broken)} broken, the first: {examples}" if examples else "they contain no items"
             raise ValueError(f"{FIELD}: {piece.failure}; {found}")
         self._captions += map(bytes, piece.captions[0]) if self._looks else []
         while self._looks and len(self._captions) >= self._looks[0]:
@@ -186,7 +186,7 @@ class ShardPieces:
         return dict(self._state)
 
     def statistics(self) -> dict[str, Any]:
-        """Count broken items and damaged tars once each; samples are None where nobody knows how many there are."""
+        """Return statistics that count broken items and damaged tars once each; unknown numbers of samples are None."""
         return {
             "source": "shards",
             "kind": self.kind,

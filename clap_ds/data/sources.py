@@ -1,4 +1,4 @@
-"""A rank's batches on the device in time: on a GPU one is copied ahead, on a stream of its own, under the step before it."""
+"""Move a rank's batches to its device. On a GPU, the next batch is copied during the current step on its own stream."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from clap_ds.data.batch import Batch, BatchSpec, Pieces, join
 from clap_ds.data.supply import Supply
 from clap_ds.data.synthetic import SyntheticPieces
 
-_Ahead = tuple[Batch, Any, dict[str, Any]]  # the event at its copy's end, or None; where its source stood after it
+_Ahead = tuple[Batch, Any, dict[str, Any]]  # the copy's end event or None; the source's state after the batch
 
 
 class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
-    """Endless iterator of batches on the device. Use it as a context manager, or call `close()`."""
+    """Iterate endlessly over batches on the device. Use as a context manager, or call `close()`."""
 
     def __init__(self, pieces: Pieces, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False) -> None:
         self._pieces = pieces
@@ -29,14 +29,14 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         self._state = pieces.state()
 
     def __next__(self) -> Batch:
-        """Return the next batch; work queued on the current stream afterwards sees it complete."""
+        """Return the next batch, ready for work queued on the current stream."""
         batch, done, self._state = self._ahead or self._take()
         self._ahead = None
         if done:
             compute_stream = torch.cuda.current_stream(self._device)
             compute_stream.wait_event(done)
             batch.record_stream(compute_stream)
-            done.synchronize()  # begun a step ago; its source may use the host's memory again
+            done.synchronize()  # started a step ago; then the source may reuse its host memory
             self._ahead = self._take()
         return batch
 
@@ -57,7 +57,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         return batch, done, self._pieces.state()
 
     def state(self) -> dict[str, Any]:
-        """Tell where this rank's data stands after the last batch handed out, for `build_batches` to resume. Fit for JSON."""
+        """Return this rank's JSON-serializable state after the last returned batch, for `build_batches` to resume."""
         return self._state
 
     def statistics(self) -> dict[str, Any]:
@@ -90,22 +90,22 @@ def build_batches(
     state: dict[str, Any] | None = None,
     needs_epochs: bool = False,
 ) -> BatchSource:
-    """Open the batches of one rank, as the `clap.data` section describes them, on `device` and without end.
+    """Build one rank's endless batches on `device` from the `clap.data` section.
 
     Args:
-        state: of a former source (`BatchSource.state()`) to resume, this rank's; from another number of ranks, any rank's.
-            Exact where ranks, workers, settings and shards are the same; else data continues in a new order.
-        needs_epochs: local tars without a manifest are counted however large they are.
+        state: `BatchSource.state()` of this rank to resume, or of any rank if the number of ranks changed. Exact if ranks,
+            workers, settings and shards are unchanged; else data continues in a new order.
+        needs_epochs: count local tars without a manifest regardless of their size.
 
     Raises:
-        ValueError: settings that can't be met, naming the field. On all ranks alike.
+        ValueError: invalid settings, with the field's name, on all ranks.
     """
     spec = BatchSpec(model, text_tokens, micro_batch, rank, world_size, seed, device)
     copy_ahead = device.type == "cuda"
     if isinstance(data, SyntheticData):
         pieces: Pieces = SyntheticPieces(data, spec, state)
         copy_ahead = copy_ahead and data.placement == "host"
-    else:  # imported here because synthetic runs have no use for audio decoders and tokenizers
+    else:  # imported here because synthetic runs don't need audio decoders and tokenizers
         from clap_ds.data.shards import ShardPieces
 
         pieces = ShardPieces(data, spec, state, needs_epochs=needs_epochs)

@@ -1,4 +1,4 @@
-"""Random batches of the right shapes, so that a benchmark measures the machine and not its disks or decoders."""
+"""Generate random batches of the right shapes, to benchmark without disks and decoders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ START_TOKEN_ID, END_TOKEN_ID, FIRST_WORD_ID = 0, 2, 4  # RoBERTa's: <s>, <pad>, 
 
 
 class SyntheticPieces:
-    """`num_batches` random batches, made once and handed out in turn. Noise is drawn on the device."""
+    """Generate `num_batches` random batches once and cycle through them. Noise is drawn on the device."""
 
     def __init__(self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
         setting = data.caption_lengths
@@ -56,14 +56,14 @@ class SyntheticPieces:
         return {"source": "synthetic", "num_broken_items": 0, "broken_items": []}
 
 
-def _mix(*parts: int) -> int:  # a 63-bit seed in which every part matters
+def _mix(*parts: int) -> int:  # a 63-bit seed that depends on every part
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _random_captions(
     lengths_B: Tensor, text_tokens: int, text: TextConfig, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Draw token ids and attention mask, both (B, text_tokens) int64, of captions with so many real tokens."""
+    """Draw token ids and attention mask, both (B, text_tokens) int64, for captions of `lengths_B` real tokens."""
     ids = torch.randint(FIRST_WORD_ID, text.vocab_size, (len(lengths_B), text_tokens), generator=generator)
     ids[:, 0] = START_TOKEN_ID
     ids[torch.arange(len(ids)), lengths_B - 1] = END_TOKEN_ID

@@ -1,4 +1,4 @@
-"""The items of one tar: what its members of the same name hold, as WebDataset groups them. Nothing is decoded here."""
+"""Read the items of a tar: its members grouped by name, as in WebDataset, without decoding them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from clap_ds.data.items import CLIP_FORMATS
 from clap_ds.data.shard_files import OpenFile, open_shard
 
 Item = dict[str, Any]
-"""Extension → content (bytes, or a `Place` in the tar), with `__key__`, `__url__` and, where there are places, `__file__`."""
+"""Extension → content (bytes or a `Place` in the tar), with `__key__`, `__url__` and, for places, `__file__`."""
 Report = Callable[[str, str], None]
-"""Called for what can't be used, with its name and why."""
+"""Called with the name of an unusable tar or item, and the reason."""
 UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError, RecursionError, MemoryError)
-DAMAGE = (*UNREADABLE, OSError)  # what reading a damaged tar, or one that is gone, raises
+DAMAGE = (*UNREADABLE, OSError)  # errors of reading a damaged or deleted tar
 
-_HEADER_BUFFER_BYTES = 2**13  # some file systems would have it be megabytes, which each jump to a header would read
-_MOST_READ_BEHIND = 2**24  # a tar's end, where writers fill a block up
-_MOST_REMEMBERED = 200_000  # items of a process, of some 700 bytes
+_HEADER_BUFFER_BYTES = 2**13  # the default is megabytes on some file systems, which each seek to a header would read
+_MOST_READ_BEHIND = 2**24  # bytes after the last member: block padding
+_MOST_REMEMBERED = 200_000  # items per process, about 700 bytes each
 
 
 class Place(NamedTuple):
-    """Where a member's content lies in its tar, in bytes."""
+    """Locate a member's content in its tar, in bytes."""
 
     start: int
     size: int
 
     def read(self, file: OpenFile) -> bytes:
-        """Read the content. Raises OSError; EOFError where the tar ends within it."""
+        """Read the content. Raises OSError, or EOFError if the tar is truncated."""
         content = file.read(self.start, self.size)
         if len(content) < self.size:
-            raise EOFError("the tar ends within it")
+            raise EOFError("the tar is truncated within it")
         return content
 
 
@@ -43,7 +43,7 @@ _remembered: dict[tuple[int, ...], list[Item]] = {}  # by file and version
 
 
 def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | None = None) -> Iterator[Item]:
-    """List the items of a tar (path or URL) in order, their contents left in it. A damaged tar gives what can be read of it."""
+    """Yield the items of a tar (path or URL) in order without reading their contents, as far as the tar is readable."""
     try:
         file = open_file() if open_file else open_shard(shard)
         state = os.fstat(file.number)
@@ -51,12 +51,12 @@ def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | N
         for item in _remembered.get(version) or _read_headers(shard, file, version, report):
             yield {**item, "__file__": file}
     except DAMAGE as error:
-        expected = "; expected a plain tar, not compressed" if isinstance(error, tarfile.ReadError) else ""
+        expected = "; expected an uncompressed tar" if isinstance(error, tarfile.ReadError) else ""
         report(shard, f"tar can't be read: {words(error)}{expected}")
 
 
 def read_items(shard: str, report: Report) -> Iterator[Item]:
-    """Read the items of a tar as `list_items`, with their contents."""
+    """Yield the items of a tar like `list_items`, with their contents."""
     for item in list_items(shard, report):
         try:
             fetch(item)
@@ -67,11 +67,11 @@ def read_items(shard: str, report: Report) -> Iterator[Item]:
 
 
 def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: Report) -> Iterator[Item]:
-    """Give items as they are met; all of them are remembered in the end, unless something was to report."""
+    """Yield items, and cache them all at the end if nothing was reported."""
     found: list[Item] = []
     problems: list[str] = []
 
-    def tell(error: Exception) -> bool:  # of a damaged tar, or a name that comes twice in an item
+    def tell(error: Exception) -> bool:  # a damaged tar, or a duplicate name in an item
         problems.append(str(error.args[0]))
         report(shard, problems[-1])
         return True
@@ -84,7 +84,7 @@ def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: 
 
 
 def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) -> Iterator[Item]:
-    """Give all files in a tar as `group_by_keys` takes them. tarfile takes damage, or a cut between members, for the end."""
+    """Yield the files of a tar for `group_by_keys`. Detect damage and truncation, which tarfile treats as the end."""
     with (
         os.fdopen(os.dup(file.number), "rb", _HEADER_BUFFER_BYTES) as stream,
         tarfile.open(fileobj=stream, mode="r:") as tar,
@@ -93,9 +93,9 @@ def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) ->
         try:
             while member := tar.next():
                 if tar.offset <= offset:
-                    raise tarfile.ReadError("its headers lead back")
+                    raise tarfile.ReadError("its headers point backwards")
                 offset = tar.offset
-                tar.__dict__["members"].clear()  # which would be kept, of every member
+                tar.__dict__["members"].clear()  # to save memory
                 if member.isfile() and not member.issparse():
                     if member.offset_data + member.size > size:
                         raise EOFError("unexpected end of data")
@@ -103,9 +103,9 @@ def _members(shard: str, file: OpenFile, tell: Callable[[Exception], object]) ->
                     yield {"fname": member.name, "data": place, "__url__": shard}
             rest = file.read(tar.offset, _MOST_READ_BEHIND)
             if not rest or any(rest):
-                raise EOFError(f"no end-of-archive mark, or more than zeros behind it, at byte {tar.offset:,}")
+                raise EOFError(f"end-of-archive mark missing, or followed by other than zeros, at byte {tar.offset:,}")
         except UNREADABLE as error:
-            tell(EOFError(f"tar is truncated or damaged ({words(error)}); what can be read of it is used"))
+            tell(EOFError(f"tar is truncated or damaged ({words(error)}); using its readable part"))
 
 
 def words(error: BaseException) -> str:
@@ -113,7 +113,7 @@ def words(error: BaseException) -> str:
 
 
 def fetch(item: Item) -> None:
-    """Read what was left in a tar, in place. Raises as `Place.read` does."""
+    """Replace the places in `item` by their contents. Raises like `Place.read`."""
     file = item.pop("__file__")
     for name, content in item.items():
         if isinstance(content, Place):
@@ -121,7 +121,7 @@ def fetch(item: Item) -> None:
 
 
 def is_sample(item: Item) -> bool:
-    """Tell whether an item has audio or features, and what a caption can be in: only such are counted."""
+    """Return whether an item has audio or features, and a member that can hold captions."""
     return all(item.keys() & set(formats) for formats in (CLIP_FORMATS, CAPTION_FORMATS))
 
 
@@ -130,7 +130,7 @@ def count_samples(shard: str) -> int:
 
 
 def samples_between(items: Iterator[Item], first: int, end: int | None) -> Iterator[Item]:
-    """Give a tar's items from one sample's number up to another's, or to its end; what is no sample there, too."""
+    """Yield a tar's items from sample `first` to before sample `end` (None: all), including items that aren't samples."""
     number = 0
     for item in items:
         if number >= first:

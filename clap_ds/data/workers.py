@@ -1,4 +1,4 @@
-"""Worker processes that load data, and memory that they fill and the training process reads."""
+"""Run data worker processes, and allocate memory shared with them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from torch.utils.data import DataLoader, Dataset
 from clap_ds.ranks.distributed import keep_freed_memory
 
 _LIKELY_CAUSES = {
-    -signal.SIGKILL: "; the host has most likely run out of memory: use fewer workers or a smaller shuffle_buffer",
-    -signal.SIGBUS: "; shared memory (/dev/shm) is most likely full: make it larger or use fewer workers",
+    -signal.SIGKILL: "; the host probably ran out of memory: use fewer workers or a smaller shuffle_buffer",
+    -signal.SIGBUS: "; shared memory (/dev/shm) is probably full: enlarge it or use fewer workers",
 }
 
 T = TypeVar("T")
 
 
 class Loader(Iterator[T], Generic[T]):
-    """A `DataLoader` whose workers compute in one thread and leave signals to the rank. torch's global generator stays as it
-    is. `section` of the settings has `num_workers`, `options` are the DataLoader's."""
+    """Wrap a `DataLoader` with single-threaded workers that leave signals to the rank, and keep torch's global generator.
+    `section` names the settings' section with `num_workers`; `options` are passed to the DataLoader."""
 
     def __init__(self, dataset: Dataset[Any], *, num_workers: int, section: str, **options: Any) -> None:
         self._section = section
         handler = signal.getsignal(signal.SIGCHLD)
-        generator = torch.Generator()  # instead of the global one, and so dropout's
+        generator = torch.Generator()  # replaces the global one, which dropout uses
         self._loaded: Iterator[T] = iter(
             DataLoader(dataset, num_workers=num_workers, worker_init_fn=_start_worker, generator=generator, **options)
         )
@@ -44,9 +44,9 @@ class Loader(Iterator[T], Generic[T]):
             return next(self._loaded)
         except StopIteration:
             raise
-        except Exception as error:  # of several kinds, depending on what a worker's end leaves undone
+        except Exception as error:  # its type depends on what a dead worker left unfinished
             for worker in getattr(self._loaded, "_workers", []):
-                worker.join(timeout=1)  # the end may show a little later than what it left undone
+                worker.join(timeout=1)  # the exit code may appear after the error
                 if code := worker.exitcode:
                     self.close()
                     how = f"{signal.Signals(-code).name}{_LIKELY_CAUSES.get(code, '')}" if code < 0 else f"code {code}"
@@ -55,35 +55,35 @@ class Loader(Iterator[T], Generic[T]):
             raise
 
     def close(self) -> None:
-        """Stop the workers and wait for them. The iterator's finaliser would, too, but swallow what a signal raises then."""
+        """Stop the workers and wait for them. Unlike the iterator's finalizer, don't swallow a signal's exception."""
         loaded, self._loaded = self._loaded, iter(())
         getattr(loaded, "_shutdown_workers", lambda: None)()
 
 
 def _start_worker(worker: int) -> None:
-    """Set up a worker process. It lets a first SIGTERM pass, for its rank still has a step to finish, and obeys the next."""
+    """Set up a worker process. It ignores the first SIGTERM, because its rank finishes a step, but not the second."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    keep_freed_memory()  # decoders ask for megabytes of it for every clip
+    keep_freed_memory()  # decoders allocate megabytes per clip
     torch.set_num_threads(1)
 
 
 def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor of zeros for this process and those forked from it: not in /dev/shm, which is small in containers."""
+    """Return a zero tensor shared with forked processes, but not in /dev/shm, which is small in containers."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 def lock_pages(tensor: Tensor) -> bool:
-    """Let the GPU copy from a tensor while the host goes on, until `unlock_pages`. Returns whether CUDA can do that."""
+    """Page-lock a tensor until `unlock_pages`, for asynchronous copies to the GPU. Return whether CUDA succeeded."""
     size = tensor.numel() * tensor.element_size()
     if not int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)):
         return True
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")  # CUDA's last error, which the next kernel would raise
+        torch.zeros(1, device="cuda")  # clears CUDA's last error, which the next kernel would raise
     return False
 
 

@@ -1,6 +1,6 @@
-"""The clips of evaluation shards: what is said of each and where its audio lies, which a task can use, later the audio itself.
+"""List the clips of evaluation shards, plan tasks on them and load their audio.
 
-Audio and features longer than the model's clips are cropped in their middle, or with feature fusion heard whole.
+Audio and features longer than the model's clips are center-cropped, or used whole with feature fusion.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from clap_ds.evaluation.embedding import class_captions
 
 FIELD = "clap.evaluation"
 NUM_EXAMPLES = 5  # quoted in errors
-_PIECE = 16  # clips that a worker process hands over at a time
+_PIECE = 16  # clips per transfer from a worker process
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """One item of a shard: the tar's path, its name there, where the encoded audio lies, its text files by extension."""
+    """Locate an item: its tar, its name there, the place of its encoded audio, and its text files by extension."""
 
     shard: str
     key: str
@@ -50,7 +50,7 @@ class Clip:
 
 
 def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip], list[Broken]]:
-    """List the items of tars that hold audio or, of `mel`, features, in order, and what else was met."""
+    """List the items with audio (`mel`: features) in tars, in order, and the unusable ones."""
     clips: list[Clip] = []
     broken: list[Broken] = []
 
@@ -69,11 +69,11 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
 
 
 def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
-    """Read a clip's classes in a field of its json; a BrokenItemError where that holds no class name or list of them."""
+    """Return a clip's classes from a field of its json. Raises BrokenItemError if it holds no class name or list of them."""
     try:
         content = parse_json(described.get("json", b""))
-    except ValueError as error:  # of JSON or of UTF-8
-        raise BrokenItemError(f"json isn't there or isn't valid: {error}") from None
+    except ValueError as error:  # invalid JSON or UTF-8
+        raise BrokenItemError(f"json is missing or invalid: {error}") from None
     value = content.get(field) if isinstance(content, dict) else None
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name.strip() for name in names):
@@ -84,7 +84,7 @@ def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a task uses: numbers of clips among all, and their captions; for zero-shot those of classes, and each clip's
+    """Hold a task's clips (indices into all) with their captions or, for zero-shot, captions of classes and the clips'
     classes."""
 
     clips: list[int]
@@ -94,13 +94,13 @@ class Plan:
 
 
 def plan_retrieval(clips: dict[int, Clip]) -> tuple[Plan, list[Broken]]:
-    """Choose the clips that have a caption; a ValueError if none has."""
+    """Select the clips with captions. Raises ValueError for none."""
     found, broken = _read(clips, captions_of, f"{FIELD}.retrieval.shards: expected clips with captions")
     return Plan(list(found), list(found.values())), broken
 
 
 def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[Plan, list[Broken]]:
-    """Choose the clips that have a class; a ValueError if none has, one isn't expected, or there are fewer than two."""
+    """Select the clips with classes. Raises ValueError for no clips, an unknown class, or fewer than two classes."""
     field = settings.class_field
     wanted = f"{FIELD}.zero_shot.shards: expected clips with {field!r} ({FIELD}.zero_shot.class_field) in a json"
     found, broken = _read(clips, partial(classes_of, field=field), wanted)
@@ -110,7 +110,7 @@ def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[
         where = f"the shards have {unknown!r} ({examples[unknown].name})"
         raise ValueError(f"{FIELD}.zero_shot.classes: {where}{did_you_mean(unknown, classes)}")
     if len(classes) < 2:
-        raise ValueError(f"{FIELD}.zero_shot.classes: expected at least 2 classes to tell apart, found {list(classes)}")
+        raise ValueError(f"{FIELD}.zero_shot.classes: expected at least 2 classes, found {list(classes)}")
     captions = class_captions(classes, settings.templates)
     index = {name: number for number, name in enumerate(classes)}
     of_each = [[index[name] for name in names] for names in found.values()]
@@ -153,23 +153,23 @@ class _ClipAudio(Dataset[Tensor | str]):
 
 
 class Middle(random.Random):
-    """Draws the middle of the places a crop can be at."""
+    """Return the middle of each range, to center crops."""
 
     def randint(self, low: int, high: int) -> int:
         return (low + high) // 2
 
 
 def empty_row(audio: AudioConfig, kind: Kind) -> Tensor:
-    """Make zeros for a clip: of `mel` features (num_frames, mel_bins) float16, else float32 a waveform (num_samples,) or, with
-    feature fusion, features (4, num_frames, mel_bins)."""
+    """Return zeros for a clip: (num_frames, mel_bins) float16 for `mel`; else float32, (num_samples,) or, with feature
+    fusion, (4, num_frames, mel_bins)."""
     return torch.zeros(audio.feature_shape, dtype=torch.float16) if kind == "mel" else torch.zeros(audio.clip_shape)
 
 
 def load_audio(
     clips: list[Clip], audio: AudioConfig, *, num_workers: int, kind: Kind = "encoded"
 ) -> Iterator[Tensor | str]:
-    """Load clips in order, shaped as `empty_row`, or the reason why one can't be had, by `num_workers` processes (0: this one).
-    A ValueError where one of these was killed."""
+    """Yield clips in order, shaped like `empty_row`, or the reason why one is unusable, from `num_workers` processes
+    (0: this one). Raises ValueError if one was killed."""
     if not clips:
         return
     dataset, num_workers = _ClipAudio(clips, audio, kind), min(num_workers, len(clips))

@@ -1,7 +1,6 @@
-"""Embeddings of clips and captions in evaluation mode, without gradients, in the model's dtype; fp32 rows of length 1.
+"""Embed clips and captions in evaluation mode, without gradients, in the model's dtype, as fp32 rows of length 1.
 
-Micro-batches are filled up, so that a row is the same to the bit whatever is embedded beside it; `fill=False` leaves the last
-as it is, which takes less time.
+The last micro-batch is padded, so that a row's bits don't depend on the others; `fill=False` skips that to save time.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ T = TypeVar("T")
 
 
 def embed_audio(model: ClapModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:
-    """Embed clips as `ClapModel.encode_audio` takes a batch of them: (N, joint_dim)."""
+    """Embed inputs of `ClapModel.encode_audio`: (N, joint_dim)."""
     return torch.cat([_none(model), *audio_batches(model, clips, micro_batch)])
 
 
 def audio_batches(model: ClapModel, clips: Iterable[Tensor], micro_batch: int, fill: bool = True) -> Iterator[Tensor]:
-    """Embed clips, a micro-batch at a time."""
+    """Embed clips by micro-batches."""
 
     def encode(batch: list[Tensor]) -> Tensor:
         audio = torch.stack(batch + [torch.zeros_like(batch[0])] * (micro_batch - len(batch)) * fill)
@@ -39,7 +38,7 @@ def embed_text(
     model: ClapModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int, micro_batch: int,
     fill: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Embed captions, cut after `text_tokens`: (N, joint_dim)."""
+    """Embed captions, truncated to `text_tokens`: (N, joint_dim)."""
 
     def encode(batch: list[str]) -> Tensor:
         ids, mask = tokenize(batch + [""] * (micro_batch - len(batch)) * fill, tokenizer, text_tokens)
@@ -49,12 +48,12 @@ def embed_text(
 
 
 def class_captions(classes: Mapping[str, Sequence[str]], templates: Sequence[str]) -> list[list[str]]:
-    """Make a caption of each class by every name that it has in every template."""
+    """List each class's captions: all its names in all templates."""
     return [[text.replace("{}", name) for name in names for text in templates] for names in classes.values()]
 
 
 def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor:
-    """Average the features of each class's captions, held by `text_MD` in order: (classes, D)."""
+    """Average the features of each class's captions (in order in `text_MD`): (classes, D), rows of length 1."""
     means = [rows.double().mean(0) for rows in text_MD.split([len(each) for each in captions])]
     return F.normalize(torch.stack(means), dim=-1).float()
 

@@ -1,6 +1,6 @@
-"""Evaluates a model as the `clap.evaluation` section describes it, during training and after.
+"""Evaluate a model by the `clap.evaluation` section, during training and afterwards.
 
-Mistakes in settings, shards and labels show when an `Evaluator` is made. Ranks take turns with clips and with captions.
+Constructing an `Evaluator` detects mistakes in settings, shards and labels. Clips and captions are interleaved over ranks.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ MAX_NOTES = 20  # lines about broken items
 
 
 class NonFiniteEmbeddingsError(ValueError):
-    """Embeddings that aren't finite, of a model whose weights are."""
+    """Raised for non-finite embeddings of a model with finite weights."""
 
 
 @dataclass
 class Evaluator:
-    """Retrieval and zero-shot classification on held-out clips. All ranks make theirs together, a collective; an AgreedError
-    where something is missing or doesn't fit. `loss_kind` is the `clap.loss.kind` of training."""
+    """Evaluate retrieval and zero-shot classification on held-out clips. `loss_kind` is training's `clap.loss.kind`.
+    Constructing it is a collective. Raises AgreedError if something is missing or doesn't fit."""
 
     settings: EvaluationSettings
     _: KW_ONLY
@@ -59,7 +59,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._broken: dict[Broken, None] = {}
-        together(lambda: on_first(self._load_tokenizer))  # one rank asks a hub that may not answer
+        together(lambda: on_first(self._load_tokenizer))  # only one rank contacts the Hub, which may be unreachable
         together(self._prepare)
         digest = hashlib.sha256(repr(self._clips).encode()).digest()
         if judged(digest, lambda found: len(set(found)) > 1):
@@ -68,7 +68,7 @@ class Evaluator:
     def _load_tokenizer(self) -> None:
         field, text = f"{FIELD}.tokenizer", self.model_config.text
         if self.tokenizer_name is None:
-            raise ValueError(f"{field}: missing: the tokenizer that the model's captions are for")
+            raise ValueError(f"{field}: missing; set the tokenizer that the model was trained with")
         fit = {"vocab_size": text.vocab_size, "pad_token_id": text.pad_token_id}
         self._tokenizer = load_tokenizer(self.tokenizer_name, **fit, field=field)
 
@@ -96,17 +96,17 @@ class Evaluator:
             self._plans[task] = plan
             self._note(broken)
             if settings and self.ranks.is_first:
-                print(f"captions of classes are such as {max(chain(*plan.captions), key=len)!r}", flush=True)
+                print(f"example of a class caption: {max(chain(*plan.captions), key=len)!r}", flush=True)
 
     @doing("evaluating")
     def evaluate(self, model: ClapModel, predictions: dict[str, Any] | None = None) -> Evaluation:
-        """Compute a model's metrics with chance levels, intervals and counts, and fill `predictions` by task.
+        """Compute metrics with chance levels, intervals and counts, and fill `predictions` by task. A collective.
 
-        A collective: every rank gets the same, or a ValueError if no clip can be decoded, or embeddings aren't finite.
+        All ranks get the same result. Raises ValueError if no clip can be decoded or embeddings aren't finite.
         """
         audio, failed = self._embed_clips(model)
         if not audio[[number for number in range(len(audio)) if number not in failed]].isfinite().all():
-            raise NonFiniteEmbeddingsError("the model's embeddings of clips are NaN or infinite: it has diverged")
+            raise NonFiniteEmbeddingsError("the model's embeddings of clips are NaN or infinite: training has diverged")
         self._note(Broken(self._clips[number].name, reason) for number, reason in sorted(failed.items()))
         tasks = {}
         for name, plan in self._plans.items():
@@ -148,7 +148,7 @@ class Evaluator:
         return metrics.evaluate_retrieval(audio, text, clip_of_caption, self.ranks) | {LOSS: loss}
 
     def _embed_clips(self, model: ClapModel) -> tuple[Tensor, dict[int, str]]:
-        """Embed all clips: (N, D) fp32, and why those that can't be decoded can't, by number; their rows mean nothing."""
+        """Embed all clips: (N, D) fp32, and the reasons for undecodable ones by index, whose rows are meaningless."""
         own = range(self.ranks.rank, len(self._clips), self.ranks.world_size)
         audio, failed = model.config.audio, dict[int, str]()
 
@@ -172,7 +172,7 @@ class Evaluator:
         return self._shared(len(captions), embed)
 
     def _shared(self, total: int, embed_own: Callable[[], Tensor]) -> Tensor:
-        """Gather (total, D) features of things that ranks take turns with; any rank's ValueError is all ranks' AgreedError."""
+        """Gather (total, D) features of items interleaved over ranks. A rank's ValueError raises AgreedError on all."""
         own = together(embed_own)
         rows = own.new_zeros(-(-total // self.ranks.world_size), own.shape[1])
         rows[: len(own)] = own
@@ -191,7 +191,7 @@ class Evaluator:
 
 @contextmanager
 def _about(field: str) -> Iterator[None]:
-    """Have errors within name `field`, not the training data's."""
+    """Make errors name `field` instead of the training data's."""
     try:
         yield
     except ValueError as error:

@@ -1,11 +1,11 @@
-"""Metrics of audio–text retrieval and zero-shot classification, each with its chance level and its uncertainty.
+"""Compute metrics of audio–text retrieval and zero-shot classification, with chance levels and intervals.
 
-Retrieval is as on Clotho and AudioCaps in arXiv 2211.06687 and in DCASE's language-based audio retrieval: from audio to text a
-clip is found when any of its captions is among the best k; mean average precision at 10 asks for all of them. Its loss is of
-each clip with its first caption, in batches whose size no number of ranks changes. Equal captions are positives there.
+Retrieval follows arXiv 2211.06687 (Clotho, AudioCaps) and DCASE's language-based audio retrieval. Audio to text counts
+a hit if any of the clip's captions is among the best k; mean average precision at 10 considers all of them. The loss
+uses each clip's first caption, in batches whose size doesn't depend on the ranks. Equal captions are positives.
 
-Zero-shot: a class is the mean of its captions' embeddings. A clip of several classes counts as right at k when any of them is
-among the best k. The mean average precision ranks the clips for each class that has clips, as on AudioSet and FSD50K.
+Zero-shot: a class's embedding is the mean of its captions'. A clip of several classes counts as a hit if any of them is
+among the best k. Mean average precision ranks the clips for each class with clips, as on AudioSet and FSD50K.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOSS_BATCH = 1024
 
 @dataclass(frozen=True)
 class Measure:
-    """One metric, from 0 to 1 but for the loss; the expectation of a model that says the same of everything; 95 % interval."""
+    """Hold a metric (0 to 1, except for the loss), its expectation for constant predictions, and its 95% interval."""
 
     value: float
     chance: float
@@ -44,7 +44,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Metrics by name, and counts of clips, captions, classes."""
+    """Hold metrics by name, and the numbers of clips, captions and classes."""
 
     counts: dict[str, int]
     measures: dict[str, Measure]
@@ -52,7 +52,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results by task (`retrieval`, `zero_shot`), and what couldn't be used."""
+    """Hold results by task (`retrieval`, `zero_shot`), and unusable items."""
 
     tasks: dict[str, TaskResult]
     broken: list[Broken]
@@ -76,14 +76,14 @@ class Evaluation:
 
 
 def wilson(proportion: float, number: float) -> tuple[float, float]:
-    """Compute Wilson's 95 % interval of a proportion. For means of other values from 0 to 1 it is rather too wide."""
+    """Compute Wilson's 95% interval of a proportion. It is conservative for means of other values from 0 to 1."""
     spread = Z * math.sqrt(proportion * (1 - proportion) / number + Z**2 / (4 * number**2))
     centre, scale = proportion + Z**2 / (2 * number), 1 + Z**2 / number
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
 def _means(names: Sequence[str], found: Tensor, chance: Tensor, num_clips: float) -> dict[str, Measure]:
-    """Average values from 0 to 1, (Q, M) each, with the intervals of a mean over so many clips."""
+    """Average values from 0 to 1, (Q, M) each, with intervals of a mean over `num_clips`."""
     values = zip(names, found.mean(0).tolist(), chance.mean(0).tolist(), strict=False)
     return {name: Measure(value, by_chance, *wilson(value, num_clips)) for name, value, by_chance in values}
 
@@ -91,8 +91,7 @@ def _means(names: Sequence[str], found: Tensor, chance: Tensor, num_clips: float
 def evaluate_retrieval(
     audio_ND: Tensor, text_MD: Tensor, clip_of_caption_M: Tensor, ranks: Ranks
 ) -> dict[str, Measure]:
-    """Compute recall and mean average precision in both directions by features, fp32 rows of length 1, and each caption's clip.
-    A collective."""
+    """Compute recall and mean average precision in both directions from fp32 rows of length 1. A collective."""
     clip_N = torch.arange(len(audio_ND), device=audio_ND.device)
     measures: dict[str, Measure] = {}
     for direction, (queries, clip_of_query), (candidates, clip_of_candidate) in (
@@ -105,7 +104,7 @@ def evaluate_retrieval(
 
         found, chance = ranking.rank_candidates(queries, candidates, relevant, at=RECALL_AT, cutoff=CUTOFF, ranks=ranks)
         names = [f"retrieval_{direction}_{name}" for name in (*(f"r{k}" for k in RECALL_AT), f"map{CUTOFF}")]
-        # Captions of one clip are found or missed together: their interval is that of as many clips.
+        # A clip's captions are correlated, so the interval is for the number of clips.
         measures |= _means(names, found, chance, len(audio_ND))
     return measures
 
@@ -113,9 +112,9 @@ def evaluate_retrieval(
 def retrieval_loss(
     kind: str, audio_ND: Tensor, text_ND: Tensor, captions: Sequence[str], scale: Tensor, bias: Tensor | None
 ) -> Measure:
-    """Compute the loss of a `clap.loss.kind`: the mean over the clips, in as few batches of at most `LOSS_BATCH` as possible.
+    """Compute the mean loss of a `clap.loss.kind` over the clips, in the fewest batches of at most `LOSS_BATCH`.
 
-    Chance is the least that equal similarities of all pairs give. Features are fp32 rows of length 1.
+    Chance is the lowest loss with equal similarities of all pairs. Features are fp32 rows of length 1.
     """
     number_of = {caption: number for number, caption in enumerate(captions)}
     caption_N = torch.tensor([number_of[caption] for caption in captions], device=audio_ND.device)
@@ -136,10 +135,10 @@ def retrieval_loss(
 def evaluate_zero_shot(
     audio_ND: Tensor, classes_KD: Tensor, is_of_class_NK: Tensor, ranks: Ranks
 ) -> dict[str, Measure]:
-    """Compute top-k accuracies and mean average precision by features, fp32 rows of length 1. A collective.
+    """Compute top-k accuracies and mean average precision from fp32 rows of length 1. A collective.
 
-    Each class's precision counts as a proportion of its clips in the mean's interval. (In simulations of 2 to 20 clips a class
-    and 10 to 50 classes, of equal and very unequal sizes, it held the true value in 96 to 100 %.)
+    The mean's interval treats each class's precision as a proportion of its clips. (Its coverage was 96 to 100% in
+    simulations of 2 to 20 clips per class and 10 to 50 classes, of equal and very unequal sizes.)
     """
     relevant = is_of_class_NK.__getitem__
     found, chance = ranking.rank_candidates(audio_ND, classes_KD, relevant, at=TOP, cutoff=1, ranks=ranks)

@@ -1,4 +1,4 @@
-"""What a model says of each clip, to look behind the metrics: fit for JSON."""
+"""Collect a model's predictions per clip, JSON-serializable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_BEST = 5
 def of_clips(
     clips: Sequence[Clip], own: Sequence[Sequence[int]], labels: Sequence[str], audio_ND: Tensor, labels_CD: Tensor
 ) -> list[dict[str, Any]]:
-    """Of each clip its own labels, captions or classes, and the best, with score and rank: 1 the best, a mean of equal ones."""
+    """List each clip's own and best labels (captions or classes), with score and rank (1: best; ties: mean rank)."""
     found, audio_ND, labels_CD = [], audio_ND.cpu().double(), labels_CD.cpu().double()
     for clip, of, audio_D in zip(clips, own, audio_ND, strict=True):
         scores_C = (labels_CD @ audio_D).float()
@@ -30,8 +30,8 @@ def of_clips(
 
 
 def by_class(clips: Sequence[dict[str, Any]], classes: Sequence[str]) -> dict[str, Any]:
-    """What `of_clips` gives; of each class that has any, their number and the share taken for it; and as what (columns, in the
-    order of classes) those of each (row) were taken."""
+    """Add to `of_clips`' result, for each class with clips, their number and top-1 accuracy, and the confusion matrix
+    (rows: true classes; columns: predictions)."""
     taken_for = Counter((name, next(iter(clip["best"]))) for clip in clips for name in clip["of"])
     rows = {name: [taken_for[name, other] for other in classes] for name in classes}
     heard = {name: sum(row) for name, row in rows.items() if any(row)}

@@ -1,7 +1,7 @@
-"""How high relevant candidates rank by similarity: hits among the best k, and average precision.
+"""Rank candidates by similarity and compute hits among the best k and average precision.
 
-Candidates of equal score have no order of their own. Every measure here is its expectation over all orders they could be in
-(McSherry & Najork, ECIR 2008), so that a model that says the same of everything scores chance.
+With ties, each measure is its expectation over all orders of equal scores (McSherry & Najork, ECIR 2008). So constant
+predictions score chance.
 
 Shape letters: Q queries, C candidates, D joint dimension, M measures, U different numbers of relevant candidates.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from clap_ds.ranks.distributed import Ranks
 
 SCORES_HELD = 2**22
-"""Most scores a rank holds at a time (some 150 bytes each), or one query's if those are more."""
+"""Most scores that a rank holds in memory (about 150 bytes each), but at least one query's."""
 
 
 def rank_candidates(
@@ -30,14 +30,14 @@ def rank_candidates(
     cutoff: int | None = None,
     ranks: Ranks,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `measures` by the products of fp32 features, and their chance levels, (Q, M) each. A collective. `relevant` gives
-    of some queries, (their number, C) bool, which candidates are relevant."""
+    """Compute `measures` from dot products of fp32 features, and their chance levels, (Q, M) each. A collective.
+    `relevant` returns, for a slice of n queries, the relevant candidates as (n, C) bool."""
     found_2QM = torch.zeros(2, len(queries_QD), len(at) + 1, dtype=torch.float64, device=queries_QD.device)
     by_number: dict[int, Tensor] = {}
     for rows, scores in similarity(queries_QD, candidates_CD, ranks):
         relevant_QC = relevant(rows)
         found_2QM[0, rows] = measures(scores, relevant_QC, at=at, cutoff=cutoff)
-        # Chance is what all candidates tied would give, by how many are relevant.
+        # Chance is the result with all candidates tied, which depends only on the number of relevant ones.
         numbers_Q = relevant_QC.sum(1, dtype=torch.int32)  # a quarter of int64's time
         for number in {*numbers_Q.tolist()} - by_number.keys():
             tied_1C = torch.arange(len(candidates_CD), device=scores.device)[None] < number
@@ -49,15 +49,15 @@ def rank_candidates(
 
 
 def measures(scores_QC: Tensor, relevant_QC: Tensor, *, at: Sequence[int] = (), cutoff: int | None = None) -> Tensor:
-    """Measure rankings, (Q, M) float64: for each k of `at` the probability that a relevant candidate is among the best k, last
-    the average precision of the best `cutoff`, of all by default. NaN where none is relevant. NaN scores rank last."""
+    """Measure rankings, (Q, M) float64: for each k of `at` the probability of a relevant candidate among the best k, then
+    the average precision at `cutoff` (default: all). NaN if none is relevant. NaN scores rank last."""
     scores_QC = scores_QC.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     num_relevant_Q = relevant_QC.sum(1, dtype=torch.int32)
     cutoff = cutoff or scores_QC.shape[1]
     num_ranks = max([cutoff, *at])
     best, order = scores_QC.topk(min(num_ranks + 1, scores_QC.shape[1]), dim=1)
     found_QM = _measures(best[:, :num_ranks], relevant_QC.gather(1, order[:, :num_ranks]), num_relevant_Q, at, cutoff)
-    # All are sorted only where what ties with the last of the best goes on beyond them.
+    # Sort all only if ties with the last of the best continue beyond them.
     goes_on_Q = (best[:, num_ranks:] == best[:, num_ranks - 1 : num_ranks]).any(1)
     best, order = scores_QC[goes_on_Q].sort(dim=1, descending=True)
     found_QM[goes_on_Q] = _measures(
@@ -67,11 +67,11 @@ def measures(scores_QC: Tensor, relevant_QC: Tensor, *, at: Sequence[int] = (), 
 
 
 def _measures(best_QR: Tensor, relevant_QR: Tensor, total_Q: Tensor, at: Sequence[int], cutoff: int) -> Tensor:
-    """Measure by the R best, (Q, R) scores and which are relevant, all that tie among them, and how many are in all, (Q,)."""
+    """Measure the R best scores, (Q, R), which include all their ties, by their relevance and the total relevant, (Q,)."""
     num_ranks = best_QR.shape[1]
     rank = torch.arange(num_ranks, device=best_QR.device)
     differs = best_QR[:, 1:] != best_QR[:, :-1]
-    # Of the candidates that the one at each rank is tied with, (Q, R): how many are above, and how many reach to where.
+    # Start (`above`) and end of the tie at each rank, (Q, R).
     above = torch.where(F.pad(differs, (1, 0), value=True), rank, 0).cummax(1).values
     end = torch.where(F.pad(differs, (0, 1), value=True), rank + 1, num_ranks).flip(1).cummin(1).values.flip(1)
     num_relevant = F.pad(relevant_QR.cumsum(1), (1, 0))
@@ -89,8 +89,7 @@ def _measures(best_QR: Tensor, relevant_QR: Tensor, total_Q: Tensor, at: Sequenc
 
 
 def _missed(tied_Q: Tensor, relevant_Q: Tensor, drawn_Q: Tensor, most: int) -> Tensor:
-    """Compute the probability, (Q,) float64, that of so many candidates drawn from those tied, at most `most`, none is
-    relevant."""
+    """Compute the probability, (Q,) float64, that none of `drawn_Q` (at most `most`) tied candidates is relevant."""
     missed = torch.ones(len(relevant_Q), dtype=torch.float64, device=relevant_Q.device)
     for number in range(most):
         others = (tied_Q - relevant_Q - number).clamp(min=0)
@@ -99,8 +98,8 @@ def _missed(tied_Q: Tensor, relevant_Q: Tensor, drawn_Q: Tensor, most: int) -> T
 
 
 def similarity(queries_QD: Tensor, candidates_CD: Tensor, ranks: Ranks) -> Iterator[tuple[slice, Tensor]]:
-    """Compute this rank's share of the similarity matrix, some rows at a time: which, and their scores in fp32, summed in fp64,
-    so that equal features have equal scores. How the rows are cut depends on C alone."""
+    """Yield this rank's blocks of the similarity matrix: row slices and fp32 scores, summed in fp64 so that equal
+    features have equal scores. The blocks depend only on C."""
     candidates_DC = candidates_CD.double().T
     num_rows = max(1, SCORES_HELD // max(1, len(candidates_CD)))
     for number, start in enumerate(range(0, len(queries_QD), num_rows)):

@@ -1,7 +1,7 @@
-"""Forward cost of a CLAP model in closed form, from its sizes alone.
+"""Compute the FLOPs of a CLAP model in closed form from its sizes. Imports no torch.
 
-Imports no torch. Counts 2 FLOPs per multiply-add of every matrix product and convolution; element-wise work, norms, softmax
-and the loss's logits are left out, as in the published figures.
+Counts 2 FLOPs per multiply-add of every matrix product and convolution. Omits element-wise operations, norms, softmax
+and the loss's logits, as in the published figures.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ CONVENTIONS: tuple[Convention, ...] = ("published", "model")
 PUBLISHED_ONLY = ("stft_convolution", "tscam_conv")
 MODEL_ONLY = ("fft", "stretch")
 FRONT_END = ("stft_convolution", "fft", "mel")
-"""What is done to waveforms alone."""
+"""Components of the front end, which processes waveforms."""
 STAGE_VIEWS = ("block_linears", "window_attention", "patch_mergings")
-"""Components that divide the sum of the stages another way."""
+"""Components that split the sum of the stages by operation."""
 
 
 @dataclass(frozen=True)
 class TextLengths:
-    """How long captions are, for linears (the mean) and attention (the mean square)."""
+    """Hold captions' mean length, for linears, and mean square length, for attention."""
 
     mean: float
     mean_square: float
 
     @classmethod
     def fixed(cls, num_tokens: int) -> TextLengths:
-        """Every caption takes `num_tokens`, as when captions are padded."""
+        """Return the lengths of captions padded to `num_tokens`."""
         return cls(num_tokens, num_tokens**2)
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> TextLengths:
-        """Captions that take only their own length, as when they are packed."""
+        """Return the lengths of packed captions."""
         lengths = list(lengths)
         return cls(fmean(lengths), fmean(length**2 for length in lengths))
 
 
 def forward_flops(config: ClapConfig, lengths: TextLengths, convention: Convention, *, front_end: bool = True) -> float:
-    """FLOPs of one sample's forward pass."""
+    """Return the FLOPs of one sample's forward pass."""
     return forward_components(config, lengths, convention, front_end=front_end)["forward"]
 
 
 def backward_flops(config: ClapConfig, lengths: TextLengths, *, trained: Collection[str] = ("audio", "text")) -> float:
-    """FLOPs of one sample's backward pass: two products for each of these towers' forward pass, by its input and by its
-    weight. The spectrogram has none and the stretch, which isn't learned, one."""
+    """Return the FLOPs of one sample's backward pass: two products (input and weight gradients) per forward product of
+    the trained towers; none for the spectrogram, and one for the stretch, which has no weight gradient."""
     parts = forward_components(config, lengths, "model", front_end=False)
     flops = {"audio": 2 * parts["audio_tower"] - parts["stretch"], "text": 2 * parts["text_tower"]}
     return sum(flops[tower] for tower in trained)
@@ -59,9 +59,9 @@ def backward_flops(config: ClapConfig, lengths: TextLengths, *, trained: Collect
 def recomputed_flops(
     config: ClapConfig, lengths: TextLengths, checkpointed: Collection[str], *, drop_path: float
 ) -> float:
-    """FLOPs of one sample's forward pass that the backward pass does again, with the blocks of these towers (`audio`,
-    `text`) checkpointed. PyTorch stops where it has what it needs: not at an audio block's last product, unless the branch
-    that it ends is dropped now and then (the first block's never is)."""
+    """Return the FLOPs of one sample that activation checkpointing of these towers (`audio`, `text`) recomputes.
+    PyTorch stops early: it skips an audio block's last product, unless drop path applies to its branch (never to the
+    first block's)."""
     audio, text = config.audio, forward_components(config, lengths, "model")
     flops = {"audio": sum(linears + attention for linears, attention, _ in _stages(audio))}
     flops["text"] = text["text_linears"] + text["text_attention"]
@@ -75,25 +75,25 @@ def recomputed_flops(
 
 
 def published_flops(config: ClapConfig, *, front_end: bool = True) -> float:
-    """FLOPs of one sample as the published table counts them, whatever a run's captions: 111.20 (tiny) and 130.09 (base)
-    GFLOPs, of 514 tokens, and 2.17 less without a front end."""
+    """Return the FLOPs of one sample as in the published table, with 514 tokens for any captions: 111.20 (tiny) and
+    130.09 (base) GFLOPs; 2.17 less without a front end."""
     return forward_flops(config, TextLengths.fixed(config.text.max_positions), "published", front_end=front_end)
 
 
 def forward_components(
     config: ClapConfig, lengths: TextLengths, convention: Convention, *, front_end: bool = True
 ) -> dict[str, float]:
-    """FLOPs of one sample's forward pass by component.
+    """Return the FLOPs of one sample's forward pass by component.
 
     Args:
-        convention: `published` counts the STFT as a convolution and the AudioSet head `tscam_conv`, and the stretch of
-            the spectrogram as nothing; `model` counts what this engine executes: FFTs, the stretch as the matrix
-            product it is, no AudioSet head, and in the last text layer only the tokens that are pooled.
-        front_end: the model is fed waveforms; else log-mel features, and neither STFT nor mel filters count.
+        convention: `published` counts the STFT as a convolution and the AudioSet head `tscam_conv`, but not the stretch of
+            the spectrogram. `model` counts what this engine executes: FFTs, the stretch as a matrix product, no AudioSet
+            head, and only the pooled tokens in the last text layer.
+        front_end: whether the input is waveforms; else it is log-mel features, without STFT and mel filters.
 
     Returns:
-        FLOPs by name, in the model's order, the same names in both conventions; 0 where one doesn't count. `STAGE_VIEWS`
-        divide the sum of the `stage_…` another way; `audio_tower`, `text_tower` and `forward` are totals.
+        FLOPs by name in the model's order; names that a convention doesn't count are 0. `STAGE_VIEWS` split the sum of the
+        `stage_…` by operation; `audio_tower`, `text_tower` and `forward` are totals.
     """
     audio = _audio_components(config.audio)
     audio["audio_projection"] = _projection(config.audio.output_dim, config.audio.projection, config.joint_dim)
@@ -106,7 +106,7 @@ def forward_components(
 
 
 def fft_flops(num_points: int) -> float:
-    """One FFT of real input: half of the 5·N·log2(N) of a complex one, as FFTW's benchmarks count it."""
+    """Return the FLOPs of a real FFT: half of a complex one's 5·N·log2(N), as in FFTW's benchmarks."""
     return 2.5 * num_points * math.log2(num_points)
 
 
@@ -115,10 +115,10 @@ def _product(rows: float, inputs: int, outputs: int) -> float:
 
 
 def _audio_components(audio: AudioConfig) -> dict[str, float]:
-    """Those of both conventions, the projection left out."""
+    """Return the audio tower's components in both conventions, without the projection."""
     num_bins, last_grid = audio.stft_window // 2 + 1, audio.stage_grids[-1]
     width, channels = audio.image_size * audio.freq_ratio, CHANNELS if audio.fusion else 1
-    # The AudioSet head's kernel spans the frequencies and three steps of time.
+    # The AudioSet head's kernel spans all frequencies and three time steps.
     kernel_height = max(1, last_grid // audio.freq_ratio)
     num_steps = last_grid * (last_grid // kernel_height)
     linears, attention, mergings = zip(*_stages(audio), strict=True)
@@ -127,7 +127,7 @@ def _audio_components(audio: AudioConfig) -> dict[str, float]:
         "stft_convolution": _product(audio.num_frames, audio.stft_window, 2 * num_bins),
         "fft": audio.num_frames * fft_flops(audio.stft_window),
         "mel": _product(audio.num_frames, num_bins, audio.mel_bins),
-        # In time, bicubic, which `htsat.FoldToImage` holds as a dense matrix.
+        # Bicubic in time, a dense matrix in `htsat.FoldToImage`.
         "stretch": channels * _product(audio.mel_bins, audio.num_frames, width) if audio.num_frames < width else 0.0,
         "patch_embedding": _product(audio.stage_grids[0] ** 2, audio.patch_size**2, audio.embed_dim),
         **({"fusion": _fusion(audio)} if audio.fusion else {}),
@@ -138,10 +138,10 @@ def _audio_components(audio: AudioConfig) -> dict[str, float]:
 
 
 def _stages(audio: AudioConfig) -> list[tuple[float, float, float]]:
-    """Linears, attention and patch merging of each stage."""
+    """Return FLOPs of linears, attention and patch merging per stage."""
     found = []
     for dim, depth, grid in zip(audio.stage_dims, audio.depths, audio.stage_grids, strict=True):
-        # Query, key, value and output: 4·C² a token; the MLP's two layers: 2·ratio·C².
+        # Query, key, value and output: 4·C² per token; the MLP's two layers: 2·ratio·C².
         linears = _product(depth * grid**2, dim, (4 + 2 * audio.mlp_ratio) * dim)
         attention = _product(depth * grid**2, min(audio.attention_window, grid) ** 2, 2 * dim)
         found.append((linears, attention, _product(grid**2 // 4, 4 * dim, 2 * dim) * (grid != audio.stage_grids[-1])))
@@ -149,7 +149,7 @@ def _stages(audio: AudioConfig) -> list[tuple[float, float, float]]:
 
 
 def _fusion(audio: AudioConfig) -> float:
-    """Tokens of the file's parts, and twice two layers of attention: of each place and of their mean."""
+    """Count the tokens of the file's parts, and twice two layers of attention: per position and on their mean."""
     grid, part = audio.stage_grids[0], 3 * audio.patch_size
     tokens = _product((CHANNELS - 1) * grid * (audio.image_size // part), part * audio.patch_size, audio.embed_dim)
     return tokens + 2 * _product(grid**2 + 1, audio.embed_dim, audio.embed_dim // NARROWING)
@@ -158,7 +158,7 @@ def _fusion(audio: AudioConfig) -> float:
 def _text_components(config: ClapConfig, lengths: TextLengths, convention: Convention) -> dict[str, float]:
     text = config.text
     width, rows, has_pooler = text.hidden_size, text.num_layers * lengths.mean, text.pooling == "cls_pooler"
-    # Of the last layer, only the first token goes on past the attention.
+    # In the last layer, only the first token is used after the attention.
     first_alone = convention == "model" and text.ends_with_first_token
     rows_past_attention = rows - (lengths.mean - 1 if first_alone else 0)
     past_attention = _product(rows_past_attention, width, width + 2 * text.intermediate_size)

@@ -1,6 +1,6 @@
-"""The same forward cost as `analytic`'s, counted by DeepSpeed's profiler while one sample runs through the model on the CPU.
+"""Count forward FLOPs, as in `analytic`, with DeepSpeed's profiler while one sample runs through the model on the CPU.
 
-It knows torch's operations only: a model must not have been through `clap_ds.native.convert`.
+It only counts torch's operations, so the model must not be converted by `clap_ds.native.convert`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRODUCTS: list[tuple[Any, str]] = [(torch, "matmul"), (Tensor, "matmul"), (Tenso
 
 @dataclass
 class Count:
-    """FLOPs of one forward pass: what the profiler says by itself, and by name what it can't see."""
+    """Hold one forward pass's FLOPs: the profiler's count, and by name what it misses."""
 
     counted: float
     unseen: dict[str, float] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Count:
 
 
 def build(config: ClapConfig) -> ClapModel:
-    """A model to be counted, in evaluation on the CPU. Its weights are whatever the memory held."""
+    """Build a model for counting, in evaluation mode on the CPU, with uninitialized weights."""
     with torch.device("meta"):
         model = ClapModel(config).eval().requires_grad_(False)
     model.to_empty(device="cpu")
@@ -49,8 +49,8 @@ def build(config: ClapConfig) -> ClapModel:
 
 
 def parameter_counts(model: ClapModel) -> dict[str, int]:
-    """Parameters of the towers with their projections and in all, as open_clip counts them (its audio tower has frozen STFT
-    and mel matrices and the AudioSet head), and those that are trained."""
+    """Return parameters per tower (with projection) and in total as open_clip counts them, and trainable ones. Its audio
+    tower includes frozen STFT and mel matrices and the AudioSet head."""
     trainable = sum(parameter.numel() for parameter in model.parameters())
     text = sum(parameter.numel() for part in (model.text, model.text_projection) for parameter in part.parameters())
     unused = sum(buffer.numel() for part in (model.audio.tscam_conv, model.audio.head) for buffer in part.buffers())
@@ -60,15 +60,15 @@ def parameter_counts(model: ClapModel) -> dict[str, int]:
 
 
 def count_by_deepspeed(model: ClapModel, text_tokens: int) -> Count:
-    """Of one waveform and a caption of so many tokens, up to all of the position table's rows."""
-    # RoBERTa numbers real tokens from 2, and would run out of its 514 positions after 512; padding is not numbered.
+    """Count the FLOPs of one waveform and a caption of `text_tokens`, at most the position table's rows."""
+    # RoBERTa numbers real tokens from 2, so its 514 positions hold 512 of them; padding isn't numbered.
     padding = model.config.text.pad_token_id
     waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.full((1, text_tokens), padding)
     return profile_by_deepspeed(FlopsProfiler(model), lambda: model(waveform, caption, None))
 
 
 def profile_by_deepspeed(profiler: FlopsProfiler, forward: Callable[[], object]) -> Count:
-    """What DeepSpeed's profiler counts, and what it leaves out, while `forward` runs its model once."""
+    """Count FLOPs with DeepSpeed's profiler, and those it misses, while `forward` runs its model once."""
     with unseen_by_deepspeed() as unseen:
         profiler.start_profile()
         try:
@@ -81,9 +81,9 @@ def profile_by_deepspeed(profiler: FlopsProfiler, forward: Callable[[], object])
 
 @contextmanager
 def unseen_by_deepspeed() -> Iterator[dict[str, float]]:
-    """FLOPs by name that DeepSpeed's profiler leaves out of what runs inside, from the shapes of calls: FFTs, and of a product
-    whose first operand is broadcast over a batch all but one. To be entered before the profiler starts, which wraps the same
-    functions."""
+    """Count FLOPs that DeepSpeed's profiler misses, by name, from the shapes of calls: FFTs, and all but one of the
+    products with a first operand that is broadcast over a batch. Enter it before the profiler starts, which wraps the
+    same functions."""
     flops: dict[str, float] = defaultdict(float)
 
     def noting(function: Callable[..., Any], name: str, formula: Callable[..., float]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Rates of accelerators by their data sheets, and what follows from their peaks: model FLOPs utilisation.
+"""List accelerators' data-sheet rates, and compute model FLOPs utilization (MFU) from their peaks.
 
-Dense bf16 with fp32 accumulation, by the whole name that the driver gives; data sheets that state a rate with 2:4 sparsity
-are halved. A device that isn't listed has no peak and so no MFU: an H20 is no H200, and a slice of an H200 (MIG) neither.
+Peaks are for dense bf16 with fp32 accumulation, by the driver's full device name; rates with 2:4 sparsity are halved.
+A device that isn't listed, such as a MIG slice, has no peak and no MFU.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.record.schema import Summary
 
 TRAINING_OVER_FORWARD = 3
-"""By the published convention: every forward product has two in backward, for its input and for its weight."""
+"""In the published convention, every forward product has two in the backward pass, for its input and its weight."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU as its data sheet has it. What only plans ask for is 0 where plans aren't made for it."""
+    """Hold a GPU's data sheet. Fields used only by plans are 0 if plans don't support it."""
 
-    names: str  # that drivers give it, without the maker's
+    names: str  # from drivers, without the vendor
     bf16_tflops: float  # dense, with fp32 accumulation
     source: str
-    name: str = ""  # by which plans know it
-    memory_gib: float = 0.0  # that PyTorch can have, a little less than is sold
+    name: str = ""  # in plans
+    memory_gib: float = 0.0  # available to PyTorch, slightly less than nominal
     memory_tbytes_per_s: float = 0.0
     fp32_tflops: float = 0.0  # outside tensor cores
     link_gbytes_per_s: float = 0.0  # to other GPUs of its node, one way
@@ -69,12 +69,12 @@ _TABLE = (
     Gpu("MI325X, MI325X OAM, MI325X VF", 1307.4, _AMD.format("MI325X")),
 )
 GPUS = {gpu.name: gpu for gpu in _TABLE if gpu.name}
-"""Those that plans are made for."""
+"""GPUs that plans support."""
 ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}
 
 
 def _plain(device_name: str) -> str:
-    """A name as it is compared: drivers, and people who copy them, differ in the maker's name, case, spaces and hyphens."""
+    """Normalize a name: vendor, case, spaces and hyphens differ between drivers and users."""
     words = device_name.casefold().replace("-", " ").split()
     return " ".join(word for word in words if word not in ("nvidia", "amd", "instinct"))
 
@@ -83,18 +83,18 @@ _BY_DEVICE = {_plain(name): gpu for gpu in _TABLE for name in gpu.names.split(",
 
 
 def peak_for(device_name: str, override_tflops: float | None = None) -> Gpu | None:
-    """The device with its peak, by `clap.hardware.peak_tflops`, else by its whole name in the table; None for others."""
+    """Return the device with its peak from `clap.hardware.peak_tflops`, else by its full name; None if unknown."""
     if override_tflops is not None:
         return Gpu(device_name, override_tflops, "clap.hardware.peak_tflops")
     return _BY_DEVICE.get(_plain(device_name))
 
 
 def gpu_named(name: str) -> Gpu:
-    """Raises UserError, with the nearest name that there is, for one that isn't listed."""
+    """Return the GPU of this name. Raises UserError with the nearest name if it isn't listed."""
     plain = name.casefold().replace("_", "-")
     found = GPUS.get(ALIASES.get(plain, plain))
     if found is None:
-        raise UserError(f"--gpu {name}: not in the table{did_you_mean(plain, GPUS)}")
+        raise UserError(f"--gpu {name}: unknown GPU{did_you_mean(plain, GPUS)}")
     return found
 
 
@@ -102,17 +102,17 @@ def utilization(
     published_flops: float, training_flops: float, samples_per_s: float, device_name: str,
     override_tflops: float | None, recomputed_flops: float = 0.0,
 ) -> Summary:  # fmt: skip
-    """The summary's fields: model FLOPs utilisation (arXiv 2204.02311, appendix B) in percent in both conventions, achieved
-    TFLOPS (of the work really done), and the peak. Without a peak there is no percentage, and `peak_source` says what to do.
+    """Return the summary's fields: MFU (arXiv 2204.02311, appendix B) in percent in both conventions, achieved TFLOPS
+    and the peak. If it is unknown, percentages are None and `peak_source` gives instructions.
 
-    Args, per sample: `published_flops` of the forward pass in the published convention; `training_flops` of the work really
-    done, forward and backward; `recomputed_flops` that are done once more, which count as hardware's (`hfu_percent`).
+    Args, per sample: `published_flops` of the forward pass in the published convention; `training_flops` executed in
+    forward and backward; `recomputed_flops` executed in addition, which count for `hfu_percent`.
     """
     peak, per_s = peak_for(device_name, override_tflops), samples_per_s / 1e12
     published, achieved = TRAINING_OVER_FORWARD * published_flops * per_s, training_flops * per_s
     hardware = achieved + recomputed_flops * per_s
     missing = (
-        f"no MFU: the peak of {device_name!r} is not known; set clap.hardware.peak_tflops to its dense bf16 TFLOPS"
+        f"no MFU: the peak of {device_name!r} is unknown; set clap.hardware.peak_tflops to its dense bf16 TFLOPS"
         ' (in the run\'s JSON: "clap": {"hardware": {"peak_tflops": …}})'
     )
 

@@ -1,6 +1,5 @@
-"""The model as open_clip's profiler met it, in shape and cost: what the published figures count and this engine doesn't do.
-
-For counting only: most of its weights compute nothing of use.
+"""Build the model that open_clip's profiler measured, with operations that the published figures count but this engine
+doesn't execute. For counting only: its outputs are meaningless.
 """
 
 import math
@@ -16,7 +15,7 @@ from clap_ds.model.mel import MIN_POWER, LogMel
 
 
 def published_model(config: ClapConfig) -> ClapModel:
-    """The STFT as a convolution, the stretch as an interpolation, the AudioSet head, every token in the last text layer."""
+    """Build a model with convolutional STFT, interpolated stretch, AudioSet head, and all tokens in the last text layer."""
     model = build(config)
     model.text.compute_every_token()
     model.add_module("mel", ConvolutionMel(config.audio))
@@ -26,7 +25,7 @@ def published_model(config: ClapConfig) -> ClapModel:
 
 
 class ConvolutionMel(LogMel):
-    """The same features as torchlibrosa has them for LAION-CLAP: its Fourier transform is a convolution."""
+    """Compute the features like torchlibrosa in LAION-CLAP, with a convolution as Fourier transform."""
 
     waves: Tensor
 
@@ -45,7 +44,7 @@ class ConvolutionMel(LogMel):
 
 
 class InterpolatingFold(nn.Module):
-    """The fold into an image with the stretch as an interpolation, which no counter takes for multiply-adds."""
+    """Fold into an image with an interpolation as stretch, which no counter counts as multiply-adds."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class InterpolatingFold(nn.Module):
 
 
 class NormWithAudioSetHead(nn.LayerNorm):
-    """The last norm, followed by HTSAT's AudioSet head, whose result is dropped as the contrastive loss drops it."""
+    """Apply the last norm and HTSAT's AudioSet head, whose result is unused, as in contrastive training."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__(config.output_dim)
@@ -68,7 +67,7 @@ class NormWithAudioSetHead(nn.LayerNorm):
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:
         normed = super().forward(tokens_BHWC)
-        # Rows of the grid are time segments of `kernel_height` frequencies each: lay the segments side by side.
+        # Grid rows are time segments of `kernel_height` frequencies each: place the segments side by side.
         segments = normed.permute(0, 3, 1, 2).unflatten(2, (-1, self.kernel_height))
         self.tscam_conv(segments.transpose(2, 3).flatten(3))
         return normed

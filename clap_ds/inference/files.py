@@ -1,4 +1,4 @@
-"""Which audio files and clips of shards a command is given. Nothing is decoded here; torch is loaded for shards alone."""
+"""Find the audio files and clips of shards in a command's arguments. Imports torch only for shards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Found: TypeAlias = "Path | Clip | Broken"
 
 
 def find_sources(inputs: Sequence[str]) -> dict[str, Found]:
-    """Find audio files and clips by name, the path or `tar: key`, in order and each once: those in folders at any depth, in
-    lists, and in tars (paths, patterns, URLs). A UserError or ValueError for an argument that isn't there or holds none."""
+    """Find audio files and clips in folders (recursively), lists and tars (paths, patterns, URLs), in order, each once,
+    by path or `tar: key`. Raises UserError or ValueError for a missing or empty argument."""
     found: dict[str, Found] = {}
     for argument in inputs:
         for source in _sources_in(argument):

@@ -1,4 +1,4 @@
-"""A trained CLAP in use: embeddings of sounds and texts, and labels for sounds, by the code that evaluation embeds with."""
+"""Use a trained CLAP: embed audio and text and classify audio, with evaluation's code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Audio = str | Path | Clip | bytes | IO[bytes] | NDArray[Any] | Mapping[str, Any]
 
 
 class Clap:
-    """A model that `clap_ds.load` gives.
+    """Embed and classify with a model from `clap_ds.load`.
 
     >>> import clap_ds
     >>> clap = clap_ds.load("my_run-checkpoints", best=True)
@@ -46,11 +46,11 @@ class Clap:
     storm.wav 0.5–1.5 s: (32,)
     storm.wav 0.8–1.8 s: (32,)
 
-    Batches are filled up to `batch_size`: the same input gives the same bits, whatever is embedded beside it, and evaluation in
-    float32 gives them, too. What is given alone, not in a list, isn't filled up, and may be rounded otherwise.
+    Batches are padded to `batch_size`: an input's result is bitwise independent of the others, and equals evaluation's in
+    float32. A single input that isn't in a list isn't padded, and may be rounded differently.
 
-    `sample_rate` and `clip_s` are a window's, in Hz and s; `dim` is of embeddings, which can be compared where `fingerprint` is
-    equal. Texts are cut after `text_tokens`.
+    Windows last `clip_s` (s) at `sample_rate` (Hz). Embeddings have `dim` elements, and are comparable if `fingerprint` is
+    equal. Texts are truncated to `text_tokens`.
     """
 
     def __init__(self, weights: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: str | None) -> None:
@@ -63,7 +63,7 @@ class Clap:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer_name is None:
-            raise ValueError("tokenizer: missing: the one that the model's captions are for")
+            raise ValueError("tokenizer: missing; set the one that the model was trained with")
         fit = {"vocab_size": self.config.text.vocab_size, "pad_token_id": self.config.text.pad_token_id}
         return load_tokenizer(self._tokenizer_name, **fit, field="tokenizer")
 
@@ -71,26 +71,26 @@ class Clap:
         self, audio: Audio | Sequence[Audio], sample_rate: float | None = None, *, sampling_rate: float | None = None,
         windows: Which = "mean", overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
     ) -> Array:  # fmt: skip
-        """Embed sounds of any length: (n, dim) float32, rows of length 1. A ValueError for the first that can't be used.
+        """Embed sounds of any length: (n, dim) float32, rows of length 1. Raises ValueError for the first unusable one.
 
         Args:
-            audio: a list of sounds, an array of n, (n, channels, num_samples), or a single sound (n = 1). A sound is a path, a
-                clip of a shard, an encoded file (bytes or a binary file object), an array (num_samples,) or (channels,
-                num_samples) of at most 8 channels, floating of full scale ±1 or int16, or, as `datasets` has it, a dict of
-                `array` and `sampling_rate` or a decoder. Channels are averaged, other rates resampled, samples clipped to ±1,
-                short sounds repeated.
-            sample_rate: of arrays, Hz; for them alone. `sampling_rate` is the same, by `transformers`' name.
-            windows: of longer sounds "mean", the normalised mean of their windows' embeddings, or "middle", the embedding of
-                their middle, as in evaluation (with feature fusion of the whole sound).
-            overlap: share of a window that is in the next one, too, from 0 to below 1.
-            batch_size: windows at a time.
-            num_workers: processes that decode files (0: none).
+            audio: a list of sounds, an array (n, channels, num_samples), or a single sound (n = 1). A sound is a path, a
+                clip of a shard, an encoded file (bytes or a binary file object), an array, or, as in `datasets`, a dict of
+                `array` and `sampling_rate` or a decoder. Arrays are (num_samples,) or (channels, num_samples) with at most
+                8 channels, floating point in ±1 or int16. Channels are averaged, other rates resampled, samples clipped
+                to ±1, short sounds repeated.
+            sample_rate: of arrays only, in Hz. `sampling_rate` is `transformers`' name for it.
+            windows: for longer sounds, "mean" (normalized mean of all windows' embeddings) or "middle" (the middle
+                window, as in evaluation; with feature fusion, the whole sound).
+            overlap: fraction of overlap between consecutive windows, from 0 to below 1.
+            batch_size: windows per batch.
+            num_workers: decoding processes (0: none).
         """
         is_alone = _is_encoded(audio) or isinstance(audio, Mapping) or getattr(audio, "ndim", 3) < 3
         items: Any = audio
         if sampling_rate is not None:
             if sample_rate is not None:
-                raise ValueError("sample_rate and sampling_rate are the same: expected one of them")
+                raise ValueError("sample_rate and sampling_rate are synonyms: expected one of them")
             sample_rate = sampling_rate
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
         sources = [_source(name, each, sample_rate) for name, each in named.items()]
@@ -106,10 +106,10 @@ class Clap:
         self, sources: Source | Iterable[Source], *, windows: Which = "each", overlap: float = 0.0, batch_size: int = 32,
         num_workers: int = 0, _fill: bool = True,
     ) -> Iterator[Row]:  # fmt: skip
-        """Embed paths and clips of shards, of any length, in their order; a batch of windows is in memory at a time.
+        """Embed paths and clips of any length in order, keeping only a batch of windows in memory.
 
-        Of "each" there is a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one for each file, as
-        `embed_audio` has it. What can't be used is a row without a vector that says why, after the windows before it.
+        "each" yields a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one row per file, as in
+        `embed_audio`. Errors yield a row with the reason and without a vector, after the windows before it.
         """
         sources = [sources] if isinstance(sources, Source) else sources
         if windows not in ("each", "mean", "middle") or not 0 <= overlap < 1:
@@ -123,7 +123,7 @@ class Clap:
     def _embedded(
         self, pieces: Iterator[tuple[Row, torch.Tensor | None]], batch_size: int, fill: bool
     ) -> Iterator[Row]:
-        """Fill in the vectors of the rows of `read_windows` that have waveforms."""
+        """Set the vectors of `read_windows`' rows that have waveforms."""
         waiting: deque[Row] = deque()
 
         def waveforms() -> Iterator[torch.Tensor]:
@@ -144,7 +144,7 @@ class Clap:
         yield from waiting
 
     def embed_text(self, texts: str | Sequence[str], *, batch_size: int = 32) -> Array:
-        """Embed texts: (n, dim) float32, rows of length 1. A ValueError for a blank one, and without a tokenizer."""
+        """Embed texts: (n, dim) float32, rows of length 1. Raises ValueError for a blank text or no tokenizer."""
         each = [texts] if isinstance(texts, str) else [*texts]
         if not all(map(str.strip, each)):
             raise ValueError(f"expected texts, found a blank one: {each}")
@@ -152,13 +152,13 @@ class Clap:
         return embed_text(self.model, each, self.tokenizer, self.text_tokens, batch_size, fill).cpu().numpy()
 
     def class_embeddings(self, labels: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Array:
-        """Embed labels as zero-shot evaluation does: (len(labels), dim) float32, rows of length 1.
+        """Embed labels as in zero-shot evaluation: (len(labels), dim) float32, rows of length 1.
 
-        A label's is the normalised mean of its embeddings in every template, for {}, with spaces for underscores (`dog_bark`).
+        Each is the normalized mean over templates, whose {} becomes the label, with spaces for underscores (`dog_bark`).
         """
         for name, given in (("labels", labels), ("templates", templates)):
             if isinstance(given, str) or not given or len(set(given)) < len(given):
-                raise ValueError(f"{name}: expected a list of texts, each once, found {given!r}")
+                raise ValueError(f"{name}: expected a list of distinct texts, found {given!r}")
         if not all("{}" in text for text in templates):
             raise ValueError(f"templates: expected {{}} in the label's place, found {templates!r}")
         captions = class_captions({label: [in_words(label)] for label in labels}, templates)
@@ -168,21 +168,21 @@ class Clap:
         self, audio: Audio | Sequence[Audio], labels: Sequence[str], templates: Sequence[str] = TEMPLATES,
         sample_rate: float | None = None, **options: Any,
     ) -> Array:  # fmt: skip
-        """Compute the probabilities of two labels or more for each sound, (n, len(labels)) float32: the softmax of the model's
-        logit scale times the cosines with `class_embeddings`. `options` are `embed_audio`'s."""
+        """Compute the probabilities of two or more labels per sound, (n, len(labels)) float32: the softmax of the logit
+        scale times the cosines with `class_embeddings`. `options` are those of `embed_audio`."""
         if len(labels) < 2:
-            raise ValueError(f"labels: expected at least 2 to tell apart, found {labels!r}")
+            raise ValueError(f"labels: expected at least 2, found {labels!r}")
         classes = self.class_embeddings(labels, templates)
         return self.probabilities(self.embed_audio(audio, sample_rate, **options), classes)
 
     def probabilities(self, audio: Array, classes: Array) -> Array:
-        """Classify by embeddings of sounds (n, dim) and of classes (K, dim): (n, K) float32."""
+        """Compute probabilities from embeddings of sounds (n, dim) and classes (K, dim): (n, K) float32."""
         cosines = torch.from_numpy(audio).double() @ torch.from_numpy(classes).double().T
         return (self.model.logit_scale.detach().cpu().double().exp() * cosines).softmax(dim=1).float().numpy()
 
 
 def _whole(rows: Iterator[Row]) -> Iterator[Row]:
-    """Make a row for each file from those of its windows and its end, which has its length and no vector."""
+    """Merge each file's window rows and end row, which has its length and no vector, into one row."""
     vectors, error = list[Array](), ""
     for row in rows:
         error = error or row.error
@@ -198,13 +198,13 @@ def _whole(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def _is_encoded(audio: Any) -> bool:
-    """Whether audio is a file, its content or a decoder of it, which know their sample rate."""
+    """Return whether audio is a file, its content or a decoder, which have a sample rate."""
     return isinstance(audio, Source | bytes) or hasattr(audio, "read") or hasattr(audio, "get_all_samples")
 
 
 def _source(name: str, audio: Any, sample_rate: float | None) -> Source:
     if (_is_encoded(audio) or isinstance(audio, Mapping)) and sample_rate is not None:
-        raise ValueError(f"sample_rate: expected for arrays alone; {name} has its own")
+        raise ValueError(f"sample_rate: only for arrays; {name} has its own")
     if isinstance(audio, Source):
         return audio
     if isinstance(audio, bytes) or hasattr(audio, "read"):
@@ -212,7 +212,7 @@ def _source(name: str, audio: Any, sample_rate: float | None) -> Source:
         if not isinstance(content, bytes):
             raise ValueError(f"{name}: expected a file opened in binary mode, found one of {type(content).__name__}")
         return Content(name, content)
-    if hasattr(audio, "get_all_samples"):  # torchcodec's, as `datasets` has it
+    if hasattr(audio, "get_all_samples"):  # torchcodec's decoder, as in `datasets`
         samples = audio.get_all_samples()
         audio, sample_rate = samples.data, samples.sample_rate
     elif isinstance(audio, Mapping):
@@ -233,16 +233,16 @@ def load(
     source: str | Path, *, best: bool = False, device: str | torch.device | None = None,
     dtype: str | torch.dtype = "float32", tokenizer: str | None = None, preset: str | None = None,
 ) -> Clap:  # fmt: skip
-    """Load a trained model to embed and classify with; a ValueError where that can't be.
+    """Load a trained model for embedding and classification. Raises ValueError if that fails.
 
     Args:
-        source: one of this project's checkpoints, or the folder they lie in; a folder that `transformers.ClapModel` loads, or
-            the id of one on the hub (its cache on this host comes first); a LAION-CLAP .pt file.
-        best: of a folder of checkpoints the best by its run's `best_by` instead of the newest.
-        device: default: a GPU where there is one, else the CPU.
-        dtype: float32, bfloat16 or float16, which the model computes in; embeddings are float32.
-        tokenizer: hub name or folder; default: the checkpoint's.
-        preset: the sizes that are expected: a preset's name, or a path.
+        source: a checkpoint of this project, or a folder of them; a folder for `transformers.ClapModel`, or its Hub id
+            (this host's cache first); a LAION-CLAP .pt file.
+        best: take a folder's best checkpoint by `best_by` instead of the newest.
+        device: default: a GPU if available, else the CPU.
+        dtype: the model's computation in float32, bfloat16 or float16; embeddings are float32.
+        tokenizer: Hub name or folder (default: the checkpoint's).
+        preset: expected sizes: a preset's name or path.
     """
     if (name := str(dtype).removeprefix("torch.")) not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype: expected float32, bfloat16 or float16, found {dtype!r}")
@@ -256,5 +256,5 @@ def load(
         raise ValueError(f"device {str(device)!r}: {str(error).splitlines()[0]}") from None
     clap = Clap(load_weights(source, expected, best=best), where, getattr(torch, name), tokenizer)
     if tokenizer is not None:
-        clap.tokenizer  # noqa: B018  (a wrong name shows at once)
+        clap.tokenizer  # noqa: B018  (detects a wrong name early)
     return clap

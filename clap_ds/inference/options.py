@@ -1,4 +1,4 @@
-"""Options that the commands on a trained model share. Loads torch only for a model."""
+"""Define the shared options of commands on a trained model. Imports torch only to load a model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") -> None:
-    """Add which model, and its precision: a default of `DTYPES`, or words for one that is found out later."""
-    add, sizes = parser.add_argument, f"the model's sizes, for a file that doesn't say them: {PRESETS}"
-    best = "of a folder of checkpoints, the best by its run's best_by (default: newest)"
+    """Add the model's options. `precision` is a default of `DTYPES`, or text that describes one chosen later."""
+    add, sizes = parser.add_argument, f"model preset, for a file without sizes: {PRESETS}"
+    best = "use a folder's best checkpoint by its run's best_by (default: newest)"
     add("--best", action="store_true", help=best)
-    add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
+    add("--tokenizer", metavar="NAME", help="Hub name or folder (default: the checkpoint's)")
     add("--preset", type=preset_argument, metavar="NAME", help=sizes)
     known = precision if precision in DTYPES else None
-    add("--precision", choices=tuple(DTYPES), default=known, help=f"of the model (default: {precision})")
+    add("--precision", choices=tuple(DTYPES), default=known, help=f"model's precision (default: {precision})")
 
 
 def make_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
@@ -38,15 +38,16 @@ def make_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> None:
-    """Add the checkpoint, what it is to hear, and how."""
+    """Add the checkpoint, its audio inputs and how to process them."""
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a name on the hub")
+    add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
-    what = "of longer files: the mean of their windows' vectors, the middle alone, or a row for each window (default: mean)"
+    what = "for longer files: mean of all windows' vectors, only the middle window, or a row per window (default: mean)"
     add("--windows", choices=("mean", "middle", "each"), default="mean", help=what)
-    add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help="of a window and the next (default 0)")
-    add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows in a forward pass (default 32)")
-    add("--num_workers", type=whole_number(0), default=0, metavar="N", help="decoding processes (default 0: this one)")
+    what = "fraction of overlap between consecutive windows (default: 0)"
+    add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help=what)
+    add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows per forward pass (default: 32)")
+    add("--num_workers", type=whole_number(0), default=0, metavar="N", help="decoding processes (default: 0, none)")
 
 
 def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[Row]:
@@ -55,7 +56,7 @@ def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Names
 
 
 def load_model(source: str, arguments: argparse.Namespace) -> Clap:
-    """Load the model as the options say. Raises ValueError."""
+    """Load the model by its options. Raises ValueError."""
     from clap_ds.inference.model import load
     from clap_ds.ranks.distributed import keep_freed_memory
 
@@ -66,18 +67,18 @@ def load_model(source: str, arguments: argparse.Namespace) -> Clap:
 
 def check_made_by(table: Path, about: About, clap: Clap) -> None:
     if about.fingerprint != clap.fingerprint:
-        raise UserError(f"{table} holds vectors of another model, {about.model}; {clap.source} has other weights")
+        raise UserError(f"{table} is from another model, {about.model}; {clap.source} has different weights")
 
 
 def left_out(num_files: int, reasons: Sequence[tuple[str, str]]) -> int:
-    """Say how many files can't be used, and return the exit code: 1 where it is more than a hundredth."""
+    """Print the number of unusable files. Return the exit code: 1 if they exceed 1%."""
     if reasons:
         examples = "; ".join(printable(f"{name}: {reason}") for name, reason in reasons[:3])
-        print(f"{len(reasons)} of {num_files} files can't be used, the first: {examples}", file=sys.stderr)
+        print(f"skipped {len(reasons)} of {num_files} files; the first: {examples}", file=sys.stderr)
     return int(100 * len(reasons) > num_files)
 
 
 def check_output(path: Path | None, option: str = "--output") -> None:
-    """Raise a UserError for a file that can't be written."""
+    """Raise UserError for a file that can't be written."""
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise UserError(f"{option} {path}: expected a file in a folder that can be written")
+        raise UserError(f"{option} {path}: expected a file in a writable folder")

@@ -1,6 +1,6 @@
-"""Tables of vectors in Parquet, written and read block by block, and the rows that are nearest to a vector.
+"""Write and read Parquet tables of vectors in blocks, and find the nearest rows to a vector.
 
-`vector` is null where a file can't be used, `error` says why. The metadata say, as JSON, what made the vectors.
+`vector` is null and `error` holds the reason for an unusable file. The metadata describe the model as JSON.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 PARQUET = ".parquet"
 METADATA = b"clap_ds"
 ROWS = 16384
-"""Of a block, and of Parquet's row groups: 32 MB of 512 numbers each."""
+"""Rows per block and Parquet row group: 32 MB if vectors have 512 elements."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What made a table's vectors, as `clap_ds.load` and `Clap.iter_windows` take it."""
+    """Describe how a table's vectors were made, by arguments of `clap_ds.load` and `Clap.iter_windows`."""
 
     model: str
     fingerprint: str
@@ -44,7 +44,7 @@ class About:
 
 
 class Block(NamedTuple):
-    """Rows of a table: columns of equal length, texts, float64 and `vector` (rows, dim) float32; NaN where there is none."""
+    """Hold rows of a table as columns: text, float64, and `vector` (rows, dim) float32, NaN if missing."""
 
     file: NDArray[Any]
     start_s: NDArray[Any]
@@ -54,12 +54,12 @@ class Block(NamedTuple):
 
     @property
     def left_out(self) -> list[tuple[str, str]]:
-        """Files that can't be used, and why."""
+        """List unusable files and the reasons."""
         return [(str(self.file[n]), str(self.error[n])) for n in np.flatnonzero(self.error != "")]
 
 
 def text_of(name: object) -> str:
-    """A file's or a clip's name as UTF-8 can have it: bytes that aren't, as `\\xff`."""
+    """Return a file's or clip's name as valid UTF-8, with other bytes escaped like `\\xff`."""
     return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -74,13 +74,13 @@ def blocks_of(rows: Iterable[Row], dim: int, size: int = ROWS) -> Iterator[Block
 
 
 def check_suffix(path: Path) -> None:
-    """Raise a UserError for a table that isn't .parquet, or where pyarrow isn't installed."""
+    """Raise UserError if a table isn't .parquet or pyarrow isn't installed."""
     if path.suffix != PARQUET or importlib.util.find_spec("pyarrow") is None:
-        raise UserError(f"{path}: expected a name that ends in {PARQUET}, and pyarrow: pip install 'clap-ds[embed]'")
+        raise UserError(f"{path}: requires a name ending in {PARQUET}, and pyarrow: pip install 'clap-ds[embed]'")
 
 
 def write_table(file: BinaryIO, about: About, blocks: Iterable[Block]) -> tuple[int, list[tuple[str, str]]]:
-    """Write a table; how many rows it has, and which files are left out."""
+    """Write a table. Return its number of rows, and the unusable files with reasons."""
     import pyarrow
     import pyarrow.parquet
 
@@ -101,8 +101,7 @@ def write_table(file: BinaryIO, about: About, blocks: Iterable[Block]) -> tuple[
 
 
 def read_table(path: Path) -> tuple[About, Iterator[Block]]:
-    """Read what made a table, and its rows in blocks, of which one or two are in memory at a time. A ValueError where it isn't
-    such a table."""
+    """Read a table's description and its rows in blocks, keeping at most two in memory. Raises ValueError if invalid."""
     check_suffix(path)
     import pyarrow
     import pyarrow.parquet
@@ -110,7 +109,7 @@ def read_table(path: Path) -> tuple[About, Iterator[Block]]:
     try:
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
         about = TypeAdapter(About).validate_json((table.schema_arrow.metadata or {}).get(METADATA, b""))
-    except (OSError, ValueError) as error:  # pyarrow's are these, too
+    except (OSError, ValueError) as error:  # pyarrow's errors are subclasses
         raise ValueError(f"{path}: expected a table of clap-embed: {error}") from None
     return about, _read_blocks(table, about.dim)
 
@@ -120,13 +119,13 @@ def _read_blocks(table: Any, dim: int) -> Iterator[Block]:
         *columns, vectors = (batch.column(name) for name in Block._fields)
         found = np.full((len(vectors), dim), np.nan, np.float32)
         there = vectors.is_valid().to_numpy(zero_copy_only=False)
-        found[there] = vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)  # leaves null ones out
+        found[there] = vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)  # flatten omits null vectors
         yield Block(*(*(each.to_numpy(zero_copy_only=False) for each in columns), found))
 
 
 def nearest(blocks: Iterable[Block], query: NDArray[np.float32], top: int) -> list[tuple[float, str, float, float]]:
-    """Find the `top` rows that have the highest cosines with a query, (dim,) of length 1: cosine, file, start and end in s. Of
-    equal ones the earlier is first; rows without a vector are left out."""
+    """Return the `top` rows with the highest cosines to a query, (dim,) of length 1: cosine, file, start and end in s.
+    Stable; skips rows without a vector."""
     best: list[tuple[float, str, float, float]] = []
     for block in blocks:
         scores = block.vector @ query

@@ -1,4 +1,4 @@
-"""Audio of any length in windows of the model's length, read on from its start: hours take no more memory than a minute."""
+"""Read audio of any length as a stream of windows of the model's length, in constant memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Which = Literal["each", "mean", "middle"]
 
 @dataclass(frozen=True)
 class Sound:
-    """Samples in memory, (channels, num_samples) float32 of full scale ±1 or int16, and what errors call them."""
+    """Hold samples in memory, (channels, num_samples) float32 in ±1 or int16, and their name for errors."""
 
     name: str
     samples: NDArray[Any]
@@ -43,7 +43,7 @@ class Sound:
 
 @dataclass(frozen=True)
 class Content:
-    """An encoded file in memory, and what errors call it."""
+    """Hold an encoded file in memory, and its name for errors."""
 
     name: str
     encoded: bytes
@@ -54,8 +54,8 @@ Source = str | Path | Clip | Sound | Content | Broken
 
 @dataclass(slots=True)
 class Row:
-    """The embedding of a window of a source (a path, or `tar: key`), or of all of it, (dim,) float32 of length 1; or the error,
-    why there is none, and where it came."""
+    """Hold the embedding, (dim,) float32 of length 1, of a window of a source (a path or `tar: key`) or of all of it; or
+    the error and where it occurred."""
 
     source: str
     start_s: float
@@ -65,15 +65,15 @@ class Row:
 
     @property
     def is_end(self) -> bool:
-        """Whether nothing of the source comes after it."""
+        """Return whether this row ends its source."""
         return self.start_s == self.end_s
 
 
 def read_windows(
     sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float, *, num_workers: int, ahead: int
 ) -> Iterator[tuple[Row, Tensor | None]]:
-    """Read the windows of the sources in order, and after those of each source a row without one, with what is wrong, if
-    anything is. `num_workers` processes read (0: this one), and have `ahead` windows ready."""
+    """Yield the windows of the sources in order, and after each source a row without a window, with the error if any.
+    `num_workers` processes (0: this one) prefetch `ahead` windows."""
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
@@ -127,12 +127,12 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
                 yield start / rate, (start + length) / rate, waveform
 
     def _content(self, source: Source) -> Encoded:
-        """Open a source: what is encoded, or of a file a path to it."""
+        """Return a source's encoded content, or a path for a file."""
         if isinstance(source, Broken):
             raise BrokenItemError(source.reason)
         if isinstance(source, Content):
             return source.encoded
-        if isinstance(source, Sound):  # by the same code as files
+        if isinstance(source, Sound):  # to use the same code as for files
             subtype = "PCM_16" if source.samples.dtype == np.int16 else "FLOAT"
             soundfile.write(to := io.BytesIO(), source.samples.T, source.sample_rate, format="RF64", subtype=subtype)
             return to.getvalue()
@@ -141,7 +141,7 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
 
 
 def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
-    """Read the mean of the channels, (T,) float32, in blocks; then a BrokenItemError where that was of no use."""
+    """Yield the mean of the channels, (T,) float32, in blocks. Finally raise BrokenItemError if it was unusable."""
     found, is_silent = 0, True
     while len(frames := file.read(_BLOCK, "float32", always_2d=True)):
         mixed = np.empty(len(frames), np.float32)
@@ -152,8 +152,8 @@ def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
 
 
 def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
-    """Cut the blocks in windows, repeated where shorter, and say where they start: every `hop` samples, the last at the end."""
-    held, at, following = torch.empty(0), 0, 0  # `at`: where what is held starts
+    """Yield windows and their starts: every `hop` samples, and one at the end. Repeat audio shorter than a window."""
+    held, at, following = torch.empty(0), 0, 0  # `at`: start of the held samples
     for block in blocks:
         held = torch.cat([held, block])
         while following + length <= at + len(held):

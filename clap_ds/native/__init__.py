@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs with AMX or AVX-512, compiled on first use, behind one door: `clap_ds.native.convert`."""
+"""Run C++ kernels on CPUs with AMX or AVX-512, compiled on first use. Entry point: `clap_ds.native.convert`."""

@@ -1,11 +1,11 @@
-// AdamW for bf16 parameters with fp32 masters, in one pass over each tensor's gradient, master, moments and parameter; and the
-// squares of bf16 gradients.
+// AdamW for bf16 parameters with fp32 masters, in one pass over gradient, master, moments and parameter; and sums of squares
+// of bf16 gradients.
 #include "memory.h"
 #include "vectors.h"
 
 namespace {
 
-// What one parameter consists of; laid out as rows of six 64-bit integers, which the caller passes.
+// A parameter's tensors, laid out as a row of six 64-bit integers from the caller.
 struct Parameter {
     bf16* low;
     const bf16* gradient;
@@ -13,7 +13,7 @@ struct Parameter {
     int64_t size;
 };
 
-// Likewise, of two integers.
+// Likewise with two integers.
 struct Values {
     const bf16* at;
     int64_t size;
@@ -21,11 +21,11 @@ struct Values {
 
 struct Coefficients { float scale, rate1, beta2, rate2, bias, eps, step, keep; };
 
-constexpr int64_t BLOCK = 1 << 14;  // elements whose squares are added up at a time; adamw.py counts with it
+constexpr int64_t BLOCK = 1 << 14;  // elements whose squares are summed at a time; as in adamw.py
 constexpr int64_t AHEAD = 512;      // elements between a prefetch and its use
 
-// A product that the compiler won't join with a sum after it. Rounded where torch's vector kernel rounds, which for beta1 above
-// a half gives its results to the bit.
+// A product that the compiler doesn't fuse with a following sum. It rounds like torch's vector kernel, so results are bitwise
+// equal for beta1 above 0.5.
 __m512 times(__m512 a, __m512 b) { return _mm512_mul_round_ps(a, b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 // Updates master and moments of the valid elements from i on; returns the new parameters.
@@ -52,13 +52,13 @@ void update(const Parameter& p, const Coefficients& c, int64_t begin, int64_t en
         const __m256i first = sixteen(p, c, i, valid), second = sixteen(p, c, i + 16, valid >> 16);
         const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
         if (aligned && valid == ~0u)
-            _mm512_stream_si512((__m512i*)(p.low + i), both);  // not read before the next step: spares reading it first
+            _mm512_stream_si512((__m512i*)(p.low + i), both);  // not read before the next step; avoids reading it first
         else
             _mm512_mask_storeu_epi16(p.low + i, valid, both);
     }
 }
 
-// In fp64, of at most BLOCK elements added up in fp32, 1/64 of them in a lane.
+// Sum in fp64 of at most BLOCK elements, of which each lane sums 1/64 in fp32.
 double sum_of_squares(const bf16* from, int64_t count) {
     __m512 sums[4] = {};
     int64_t i = 0;
@@ -97,7 +97,7 @@ extern "C" void clap_adamw(const Parameter* parameters, int64_t count, const Coe
     }
 }
 
-// Each block's sum of squares, to be added up in their order, whatever the number of threads.
+// Each block's sum of squares, to be added in order, independent of the number of threads.
 extern "C" void clap_sums_of_squares(const Values* tensors, int64_t count, double* sums) {
 #pragma omp parallel
     for (int64_t n = 0, passed = 0; n < count; passed += divide_up(tensors[n++].size, BLOCK))

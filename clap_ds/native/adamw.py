@@ -1,7 +1,6 @@
-"""AdamW on CPUs by this project's own kernel: bf16 parameters with fp32 masters, each byte of theirs touched once a step.
+"""AdamW CPU kernel for bf16 parameters with fp32 master weights, in one pass over memory per step.
 
-With torch's kernel a step also makes fp32 copies of the gradients and copies the masters back. `native_norm` reads gradients
-once, too, and adds their squares up without losing any.
+Torch's kernel also needs fp32 copies of the gradients and copies the masters back.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from torch import Tensor
 from clap_ds.native.library import is_ready, kernel, unavailable
 
 BLOCK = 1 << 14
-"""Elements of a tensor whose squares are added up in fp32; adamw.cpp has the same."""
+"""Elements whose squares are summed in fp32; as in adamw.cpp."""
 
 
 def supports(low: Tensor, gradient: Tensor, *fp32: Tensor) -> bool:
-    """Whether `native_adamw` takes these here: bf16, bf16 and fp32, all contiguous, on the CPU and of one size."""
+    """Return whether `native_adamw` supports these tensors: bf16, bf16 and fp32, contiguous CPU tensors of one size."""
     sizes = {each.numel() for each in (low, gradient, *fp32)}
     contiguous = all(each.dtype == torch.float32 and each.is_cpu and each.is_contiguous() for each in fp32)
     return is_ready(low, gradient) and contiguous and len(sizes) == 1 and not unavailable()
@@ -39,19 +38,19 @@ def native_adamw(
     weight_decay: float,
     scale: float = 1.0,
 ) -> None:
-    """One update of any number of parameters, in place, as `torch.optim.AdamW` makes it.
+    """Update parameters in place, like `torch.optim.AdamW`.
 
     Args:
-        low: the parameters, bf16; their values aren't read.
-        step: this update's number, from 1.
-        scale: what the gradients are to be divided by.
+        low: bf16 parameters, written only.
+        step: number of this update, from 1.
+        scale: divisor of the gradients.
 
     Raises:
-        ValueError: `supports` doesn't hold of some parameter.
+        ValueError: `supports` is false for a parameter.
     """
     rows = list(zip(low, gradients, masters, exp_avgs, exp_avg_sqs, strict=True))
     if not all(supports(*row) for row in rows):
-        raise ValueError("native AdamW takes contiguous CPU tensors: bf16 parameters and gradients, the rest fp32")
+        raise ValueError("native AdamW requires contiguous CPU tensors: bf16 parameters and gradients, others fp32")
     table = torch.tensor([[*(each.data_ptr() for each in row), row[0].numel()] for row in rows])
     beta1, beta2 = betas
     bias1, bias2 = 1.0 - beta1**step, 1.0 - beta2**step
@@ -61,7 +60,7 @@ def native_adamw(
 
 
 def native_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """2-norm of contiguous bf16 tensors on the CPU, taken together, scalar fp64; the same bits with any number of threads."""
+    """Return the total 2-norm of contiguous bf16 CPU tensors as fp64 scalar, independent of the number of threads."""
     assert is_ready(*tensors)
     table = torch.tensor([[each.data_ptr(), each.numel()] for each in tensors])
     sums = torch.empty(sum(-(-each.numel() // BLOCK) for each in tensors), dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""The door to this project's CPU kernels: `convert` has a model use them, which itself knows nothing of them.
+"""Make a model use this project's CPU kernels.
 
-Modules become subclasses of what they were: the same parameters, names and hooks, another forward pass. It computes a block as
-a whole: the modules inside give it their weights and aren't called. The results differ from torch's bf16 by rounding alone, and
-less often: sums, GELU and residuals stay in fp32 until they are stored. AdamW's kernel is in `adamw.py`.
+Modules become subclasses of themselves with the same parameters, names and hooks, but another forward pass. It computes a
+whole block with the weights of the inner modules, which aren't called. Results differ from torch's bf16 only by rounding,
+which is rarer: sums, GELU and residuals stay in fp32 until they are stored.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from clap_ds.native.window_attention import fits_windows, native_window_attentio
 
 
 def report(setting: Literal["auto", "off"]) -> str:
-    """`native` and their implementation where bf16 models on this CPU run by these kernels, by this `clap.cpu_kernels`; else
-    `torch` and why."""
+    """Return `native` and the implementation if bf16 models on this CPU use these kernels with this `clap.cpu_kernels`;
+    else `torch` and the reason."""
     reason = 'clap.cpu_kernels is "off"' if setting == "off" else unavailable()
     return f"torch: {reason}" if reason else f"native ({executable()[0]})"
 
 
 def convert(model: nn.Module) -> None:
-    """Have a model run by CPU kernels, in place, as far as there are kernels. Nothing changes where they can't run."""
+    """Convert a model in place to CPU kernels as far as they exist. Do nothing if they can't run."""
     if unavailable():
         return
     native_by_plain = {native.__bases__[-1]: native for native in NATIVE}
@@ -47,7 +47,7 @@ def convert(model: nn.Module) -> None:
 
 @contextmanager
 def reverted(model: nn.Module) -> Iterator[None]:
-    """Has a converted model, or part of one, run by torch's operations for the time: those that FLOP counters know."""
+    """Run a converted model, or part of one, temporarily with torch's operations, as FLOP counters require."""
     converted = [(module, type(module)) for module in model.modules() if isinstance(module, NATIVE)]
     for module, native in converted:
         module.__class__ = native.__bases__[-1]
@@ -59,8 +59,8 @@ def reverted(model: nn.Module) -> Iterator[None]:
 
 
 class NativeModule(nn.Module):
-    """A module by kernels (`run`) where its weights are bf16 on a CPU; as it was in other dtypes and where torch.compile traces
-    it. What it was is its last base. `fits`, of such a one, says whether there are kernels for its sizes and options."""
+    """Run a module with kernels (`run`) if its weights are bf16 on a CPU and torch.compile isn't tracing; else use its
+    last base, the original class. `fits` returns whether there are kernels for its sizes and options."""
 
     run: Callable[..., Tensor]
 
@@ -72,7 +72,7 @@ class NativeModule(nn.Module):
 
 
 class NativeLogMel(LogMel):
-    """The mel filters by a kernel, which takes fp32 whatever the model is in."""
+    """Apply the mel filters with a kernel, in fp32 for any model dtype."""
 
     def fits(self) -> bool:
         return True
@@ -102,7 +102,7 @@ class NativePatchMerging(NativeModule, PatchMerging):
 
 class NativeSwinBlock(NativeModule, SwinBlock):
     def fits(self) -> bool:
-        """Not where the window attention or the MLP is to be another kernel than what CPUs have without these."""
+        """Return False also if attention or MLP are configured to use other kernels."""
         attention, channels = self.attention, self.attention.proj.in_features
         num_heads = attention.relative_position_bias.shape[1]
         return (
@@ -158,7 +158,7 @@ NATIVE: tuple[Any, ...] = (NativeLogMel, NativePatchEmbed, NativePatchMerging, N
 
 
 def _segments(hidden_BLC: Tensor, mask_B11L: Tensor | None, layout: Layout | None, *, first_only: bool) -> Segments:
-    """Whose tokens attend to whose: captions padded on the right, or packed ones with those of padding."""
+    """Return the segments of right-padded captions, or of packed ones including padding."""
     if layout is not None:
         bounds, num_captions, _ = layout.packing
         count = num_captions if first_only else len(bounds) - 1
@@ -180,7 +180,7 @@ def _add_and_norm(branch: Tensor, residual: Tensor, output: Any) -> Tensor:
 
 
 def _add_branch(drop_path: DropPath, branch: Callable[..., tuple[Tensor, Tensor]], tokens: Tensor) -> Tensor:
-    """`tokens` plus the branch, whose own pass adds them unless it is dropped here and there."""
+    """Return `tokens` plus the branch, fused unless drop path applies."""
     if drop_path.training and drop_path.probability > 0.0:
         return tokens + drop_path(branch()[0])
     return branch(residual=tokens)[0]

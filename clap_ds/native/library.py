@@ -1,6 +1,6 @@
-"""Compiles the C++ files beside this one into a library, once per machine, and opens it.
+"""Compile the C++ files in this folder into a library, once per machine, and open it.
 
-Kernels take addresses and sizes as C functions do; the modules that wrap them check shapes and dtypes.
+Kernels take addresses and sizes; the modules that wrap them check shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMPILE_TIMEOUT_S = 300
 
 
 class Implementation(NamedTuple):
-    """Features of the processor that it needs, by their names in /proc/cpuinfo, and the compiler's flags beside `FLAGS`."""
+    """Hold the required processor features, as in /proc/cpuinfo, and the compiler flags in addition to `FLAGS`."""
 
     needed: frozenset[str]
     flags: tuple[str, ...]
@@ -49,35 +49,35 @@ IMPLEMENTATIONS = {
     "AVX-512": Implementation(BF16, ("-mavx512bf16",)),
     "AVX-512 without bf16": Implementation(AVX512, ("-mno-avx512bf16",)),
 }
-"""What the kernels can be compiled for, the quickest first."""
+"""Compilation targets, fastest first."""
 
 _C_TYPES: dict[type, Any] = {int: ctypes.c_int64, float: ctypes.c_float}
 log = logging.getLogger(__name__)
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """Return what `-march=native` depends on."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
 def executable() -> list[str]:
-    """The implementations that this processor can execute; the first one is used."""
+    """List the implementations that this processor supports; the first one is used."""
     features = {word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()}
     return [name for name, each in IMPLEMENTATIONS.items() if each.needed <= features]
 
 
 def _compiler() -> list[str]:
-    """The compiler's command, which `$CXX` may give with arguments."""
+    """Return the compiler command from `$CXX`, which may include arguments, or the default."""
     command = shlex.split(os.environ.get("CXX", "")) or ["g++" if shutil.which("g++") else "c++"]
     if not shutil.which(command[0]):
-        raise RuntimeError("no C++ compiler found (g++, or what $CXX names)")
+        raise RuntimeError("no C++ compiler found; install g++ or set $CXX")
     return command
 
 
 def _build(flags: Sequence[str]) -> IO[bytes]:
-    """The library for this machine, these sources and flags, open, compiled unless it is there."""
+    """Open the library for this machine, sources and flags, compiling it if necessary."""
     compiler = _compiler()
     version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
     parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *flags]
@@ -87,19 +87,19 @@ def _build(flags: Sequence[str]) -> IO[bytes]:
         if found := _opened(library):
             return found
         with library.with_suffix(".lock").open("a") as lock:
-            _wait_for(lock)  # ranks of a host: one compiles
+            _wait_for(lock)  # one rank per host compiles
             found = _opened(library)
             if found is None:
                 _compile(compiler, flags, library)
                 found = _opened(library)
     except OSError as error:
-        raise RuntimeError(f"can't keep what is compiled in {cache_folder()} ($XDG_CACHE_HOME): {error}") from error
+        raise RuntimeError(f"can't store compiled kernels in {cache_folder()} ($XDG_CACHE_HOME): {error}") from error
     assert found is not None
     return found
 
 
 def _wait_for(lock: IO[str]) -> None:
-    """Locks the file, as long as this process has it open; not where the file system has no locks."""
+    """Lock the file while this process has it open. Do nothing if the file system doesn't support locks."""
     for _ in range(int(24 * COMPILE_TIMEOUT_S)):
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,7 +107,7 @@ def _wait_for(lock: IO[str]) -> None:
             time.sleep(0.05)
         except OSError:
             return None
-    raise RuntimeError(f"another process still compiles them (it holds {lock.name})")
+    raise RuntimeError(f"another process is still compiling them (it holds {lock.name})")
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
@@ -115,7 +115,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made, log_file = Path(folder) / library.name, Path(folder) / "messages"
         command = [*compiler, *flags, *map(str, sorted(HERE.glob("*.cpp"))), "-o", str(made)]
-        with log_file.open("w") as messages:  # a pipe would wait for the compiler's own processes after a timeout
+        with log_file.open("w") as messages:  # after a timeout, a pipe would wait for the compiler's subprocesses
             done = run(command, stdin=DEVNULL, stdout=messages, stderr=messages, timeout=COMPILE_TIMEOUT_S, check=False)
         if done.returncode != 0:
             lines = log_file.read_text(errors="replace").splitlines() or [f"exit status {done.returncode}"]
@@ -127,8 +127,8 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
 
 
 def _opened(library: Path) -> IO[bytes] | None:
-    """The library, if it is there, nobody else could have written it, and it is all that `_compile` wrote, which ends in a
-    checksum of the rest: opening another file may crash, or run somebody's code."""
+    """Open the library if it exists, only its owner can write it, and its final checksum matches.
+    Loading any other file could crash or run foreign code."""
     try:
         file = open_regular(library)
     except FileNotFoundError:
@@ -143,49 +143,46 @@ def _opened(library: Path) -> IO[bytes] | None:
 
 
 def _may_use_amx() -> bool:
-    """Linux lets a process use AMX's tiles only after it has asked: arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA."""
+    """Request AMX tiles from Linux (arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA). Return whether they are permitted."""
     return ctypes.CDLL(None).syscall(*map(ctypes.c_long, (158, 0x1023, 18))) == 0
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """Return the library, or why there is none."""
     try:
         if not executable():
             return "this CPU has no AVX-512"
         name = executable()[0]
         if name == "AMX" and not _may_use_amx():
-            return "the kernel doesn't let processes use AMX"
-        with _build(
-            (*FLAGS, *IMPLEMENTATIONS[name].flags)
-        ) as library:  # and no other that is put in its place meanwhile
+            return "the Linux kernel doesn't permit AMX"
+        with _build((*FLAGS, *IMPLEMENTATIONS[name].flags)) as library:  # kept open, so that no other file replaces it
             return ctypes.CDLL(
                 f"/proc/self/fd/{library.fileno()}"
-            )  # its OpenMP is torch's: loaded before, under the same name
-    except Exception as error:  # whatever it is, torch can do without
+            )  # shares torch's OpenMP, which is loaded already under the same name
+    except Exception as error:  # fall back to torch for any error
         problem = str(error) or type(error).__name__
-        log.warning("no CPU kernels, torch's operations instead: %s", problem)
+        log.warning("CPU kernels are unavailable, using torch's operations: %s", problem)
         return problem
 
 
 def unavailable() -> str:
-    """Why the kernels can't be used here; empty where they can."""
+    """Return why the kernels can't be used here; empty if they can."""
     found = _load()
     return found if isinstance(found, str) else ""
 
 
 def is_ready(*tensors: Tensor | None) -> bool:
-    """Whether kernels can read these: contiguous bf16 on the CPU, or None."""
+    """Return whether all tensors are contiguous bf16 on the CPU, or None."""
     given = [each for each in tensors if each is not None]
     return all(each.dtype == torch.bfloat16 and each.is_cpu and each.is_contiguous() for each in given)
 
 
 @functools.cache
 def kernel(name: str) -> Callable[..., Any]:
-    """A function of the library; tensors among its arguments become addresses, ints 64-bit integers, floats C floats.
+    """Return a function of the library that takes tensors (as addresses), ints (64-bit) and floats (32-bit).
 
-    It runs in as many threads as torch's operations, and like them, with more than one, not in a process forked from one that
-    had threads already.
+    It uses as many threads as torch. Like torch, it can't use several in a process forked after threads were started.
     """
     library = _load()
     assert not isinstance(library, str), library
@@ -195,7 +192,7 @@ def kernel(name: str) -> Callable[..., Any]:
     def call(*arguments: Tensor | int | float | None) -> None:
         if function.argtypes is None:
             function.argtypes = [_C_TYPES.get(type(each), ctypes.c_void_p) for each in arguments]
-        torch.get_num_threads()  # has a thread that is new to torch take over torch's number
+        torch.get_num_threads()  # initializes torch's number of threads in new threads
         function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
 
     return call

@@ -1,4 +1,4 @@
-// Linear layers on tiles: forward, the input's gradient, and what follows each in the same pass (bias, GELU, residual). Shapes:
+// Linear layers on tiles: forward and the input's gradient, each fused with bias, GELU and residual. Shapes:
 // x (M, K), weight (N, K), y (M, N), all bf16 and row-major, sums in fp32. N and K are multiples of 32, M is any. The weight's
 // rows, like the bias, may be in up to three equal parts, each a multiple of 32: layers that have the same input.
 
@@ -6,15 +6,15 @@
 
 namespace {
 
-constexpr int64_t PACKING = 3;  // what packing an element costs, in copies of one
+constexpr int64_t PACKING = 3;  // cost of packing an element, in copies of one
 
 // Both are odd functions of x around 1/2, fitted as x · p(u), u = 2 (x/5)² − 1, on [−5, 5] by least squares at Chebyshev nodes
-// (largest error 3e-7 and 1e-5), then held at their value at 5 above, and 0 below. NaN gives NaN.
+// (largest errors 3e-7 and 1e-5); above 5 their value at 5, below −5 0. NaN gives NaN.
 inline __m512 odd_around_half(__m512 x, const float (&p)[13]) {
     const __mmask16 within = _mm512_cmp_ps_mask(x, splat(-5.0f), _CMP_NLT_UQ);
-    x = _mm512_min_ps(splat(5.0f), x);  // of NaN and a number the second
+    x = _mm512_min_ps(splat(5.0f), x);  // min of NaN and a number is the second operand
     const __m512 u = _mm512_fmsub_ps(x * splat(2.0f / 25.0f), x, splat(1.0f));
-    // Estrin's scheme: the processor works on several terms at once.
+    // Estrin's scheme computes several terms in parallel.
     auto two = [&](int i) { return fma(splat(p[i]), u, splat(p[i + 1])); };
     const __m512 u2 = u * u, u4 = u2 * u2;
     const __m512 top = fma(splat(p[0]), u4, fma(two(1), u2, two(3)));
@@ -47,8 +47,8 @@ inline void tile_rows(bf16* tiles, const bf16* left, int64_t m, int64_t rows, in
     }
 }
 
-// The calling thread's part of the product, in blocks: threads share the rows or the columns, whichever leaves them less to
-// rearrange. A chunk of rows, for which all columns are packed, has at most `longest` blocks.
+// The calling thread's part of the product, in blocks. Threads split the rows or the columns, whichever needs less packing. A
+// chunk of rows, for which all columns are packed, has at most `longest` blocks.
 inline std::pair<Range, Range> part_of(int64_t blocks, int64_t panels, int64_t longest) {
     const int64_t threads = omp_get_num_threads(), shared = divide_up(blocks, threads);
     const int64_t by_rows = shared + PACKING * panels * divide_up(shared, longest);
@@ -57,8 +57,8 @@ inline std::pair<Range, Range> part_of(int64_t blocks, int64_t panels, int64_t l
     return {{0, blocks}, share_of(panels)};
 }
 
-// What is done to a product's rows on their way to `to`: (c + bias) · gelu′(slopes) + added. All but `to` may be null;
-// `activated` gets its gelu.
+// Computes `to` = (c + bias) · gelu′(slopes) + added from a product's rows. All but `to` may be null; `activated` receives its
+// gelu.
 struct Finish {
     Joined<const bf16> bias;
     const bf16 *slopes, *added;
@@ -66,7 +66,7 @@ struct Finish {
     bool past_caches, activated_past_caches;
     int64_t columns;
 
-    // Block m of the result's `rows`, 32 columns wide; fetches what the one below needs.
+    // Block m of the result's `rows`, 32 columns wide; prefetches the next block's data.
     void operator()(int64_t m, int64_t rows, int64_t column, const float* c) const {
         __m512 shift[2] = {splat(0), splat(0)};
         if (bias) shift[0] = load(bias[column]), shift[1] = load(bias[column] + 16);
@@ -86,8 +86,8 @@ struct Finish {
 // `left` (rows, inner) times a right side with as many columns as the result. `pack(column, count, k, length, tiles)` packs
 // `count` panels of 32 columns of the right side's rows k … k + length, each `length` / 32 pairs of tiles.
 //
-// Each thread works through its part in chunks of rows, groups of panels and slices of `inner` that stay in its cache together,
-// and packs a group just before it multiplies it: what one core packs for another is slow to fetch.
+// Each thread processes its part in chunks of rows, groups of panels and slices of `inner` that fit in its cache together. It
+// packs each group itself just before multiplying, because data packed by another core is slow to fetch.
 template <typename Pack>
 void multiply(const bf16* left, int64_t rows, int64_t inner, Pack pack, const Finish& given) {
     const int64_t slices = divide_up(inner, SLICE), slice = divide_up(inner / BLOCK, slices) * BLOCK;
@@ -96,7 +96,7 @@ void multiply(const bf16* left, int64_t rows, int64_t inner, Pack pack, const Fi
 #pragma omp parallel
     {
         Tiles tiles;
-        const Finish finish = given;  // a local variable, which no store changes
+        const Finish finish = given;  // a local variable, which no store can alias
         const auto [blocks, panels] = part_of(divide_up(rows, BLOCK), finish.columns / BLOCK, longest);
         const int64_t chunk = std::min(longest, blocks.end - blocks.begin);
         auto packed = scratch<bf16>(group * BLOCK * slice), tiled = scratch<bf16>(chunk * BLOCK * inner);
@@ -111,7 +111,7 @@ void multiply(const bf16* left, int64_t rows, int64_t inner, Pack pack, const Fi
                     pack(BLOCK * g, count, k, length, &packed[0]);
                     for (int64_t m = start; m < stop; m++) {
                         float* c = &sums[slices > 1 ? (m - start) * count * BLOCK * BLOCK : 0];
-                        for (int64_t n = 0; n <= count; n++) {  // finished one block after the matrix unit has started on it
+                        for (int64_t n = 0; n <= count; n++) {  // finished one block after the matrix unit started it
                             if (n < count)
                                 multiply_block(&tiled[(m - start) * BLOCK * inner + BLOCK * k], &packed[n * BLOCK * length],
                                                length / BLOCK, c + n * BLOCK * BLOCK, k > 0, rows - BLOCK * m <= 16);
@@ -121,7 +121,7 @@ void multiply(const bf16* left, int64_t rows, int64_t inner, Pack pack, const Fi
                 }
             }
         }
-        _mm_sfence();  // what was streamed is there for other threads
+        _mm_sfence();  // makes streamed data visible to other threads
     }
 }
 

@@ -1,5 +1,4 @@
-"""Linear layers by this project's CPU kernels: products of bf16, sums in fp32, and what follows a layer (bias, GELU,
-residual) in the same pass.
+"""Linear layers with CPU kernels: bf16 products, fp32 sums, with bias, GELU and residual fused.
 
 All tensors are bf16 on the CPU. Shape letters: M rows (all leading dimensions), K inputs, N outputs.
 """
@@ -16,25 +15,25 @@ from torch.autograd.function import once_differentiable
 from clap_ds.native.library import is_ready, kernel
 
 BLOCK = 32
-"""Inputs and outputs are a multiple of it."""
+"""Numbers of inputs and outputs must be multiples of this."""
 
 
 def fits_linears(*layers: nn.Linear) -> bool:
-    """Whether there are kernels for layers of these sizes."""
+    """Return whether there are kernels for layers of these sizes."""
     return not any(size % BLOCK for layer in layers for size in layer.weight.shape)
 
 
 def native_linears(x: Tensor, *parameters: Tensor | None, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Up to three layers of one size with the same input, as one: x · weightᵀ + bias of each, plus a residual.
+    """Apply up to three layers of one size to the same input, x · weightᵀ + bias, and add a residual.
 
     Args:
         x: (…, K).
-        parameters: weight (N, K) and bias (N,) in turn; no layer has a bias, or all have.
+        parameters: alternating weights (N, K) and biases (N,); either all biases or none are None.
         residual: (…, layers·N).
 
     Returns:
-        (…, layers·N), the layers' outputs one after the other in each row, rounded once; and `x` itself, whose other gradient
-        is then added on the way, not to be changed in place.
+        (…, layers·N), the concatenated outputs, rounded once; and `x` itself, so that its other gradient is added in the
+        same pass. Don't modify it in place.
     """
     return _Linear.apply(x, residual, *parameters)
 
@@ -42,7 +41,7 @@ def native_linears(x: Tensor, *parameters: Tensor | None, residual: Tensor | Non
 def native_mlp(
     x: Tensor, weight1_NK: Tensor, bias1_N: Tensor, weight2_KN: Tensor, bias2_K: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """gelu(x · weight1ᵀ + bias1) · weight2ᵀ + bias2 + residual, (…, K) all, by the exact GELU; and `x` itself, as in
+    """Return gelu(x · weight1ᵀ + bias1) · weight2ᵀ + bias2 + residual, (…, K), with exact GELU; and `x` itself, as in
     `native_linears`."""
     return _Mlp.apply(x, residual, weight1_NK, bias1_N, weight2_KN, bias2_K)
 
@@ -55,12 +54,12 @@ def _three(parts: Parts) -> list[Tensor | None]:
 
 
 def _sizes(rows: Tensor, weights: Sequence[Tensor]) -> tuple[int, int, int]:
-    """Rows, outputs of all weights, inputs."""
+    """Return the numbers of rows, of all weights' outputs, and of inputs."""
     return rows.numel() // rows.shape[-1], sum(map(len, weights)), weights[0].shape[1]
 
 
 def _forward(x: Tensor, weights: Sequence[Tensor], biases: Parts, residual: Any, activated: Any = None) -> Tensor:
-    """`residual` and `activated`, which gets the layers' output after GELU, are tensors like it or None."""
+    """Apply the layers. `residual` and `activated` (receives gelu(output)) are shaped like the output, or None."""
     M, N, K = _sizes(x, weights)
     y, residual = x.new_empty(*x.shape[:-1], N), _contiguous(residual)
     assert is_ready(x, residual, *weights, *biases)
@@ -76,7 +75,7 @@ def _forward(x: Tensor, weights: Sequence[Tensor], biases: Parts, residual: Any,
 def _backward_input(
     dy: Tensor, weights: Sequence[Tensor], passed: Tensor | None, before: Tensor | None = None
 ) -> Tensor:
-    """Gradient of the layers' input, or of what GELU made it from where `before` is that; plus `passed`."""
+    """Return the gradient of the layers' input, or of GELU's input `before` if given, plus `passed`."""
     M, N, K = _sizes(dy, weights)
     dx = dy.new_empty(*dy.shape[:-1], K)
     kernel("clap_linear_backward_input")(dy, *_three(weights), before, _contiguous(passed), dx, M, N, K)
@@ -84,7 +83,7 @@ def _backward_input(
 
 
 def _backward_weights(dy: Tensor, x: Tensor, weights: Sequence[Tensor], *, with_bias: bool) -> list[Tensor | None]:
-    """Each weight's gradient and after it its bias's."""
+    """Return alternating gradients of weights and biases."""
     dweights = [torch.empty_like(weight) for weight in weights]
     dbiases = [dy.new_empty(len(weight)) if with_bias else None for weight in weights]
     kernel("clap_linear_backward_weight")(dy, x, *_three(dweights), *_three(dbiases), *_sizes(dy, weights))

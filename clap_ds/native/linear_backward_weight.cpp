@@ -4,8 +4,8 @@
 
 namespace {
 
-// Calls pack(place of the tile, first column, rows, how many of the 32 there are) for all 16 of `width` columns of `steps` blocks
-// of rows, of which `rows` are left; fetches the next block.
+// Calls pack(tile, first column, rows, number of valid rows up to 32) for every 16 of `width` columns of `steps` blocks of rows,
+// of which `rows` remain; prefetches the next block.
 template <typename Pack>
 void for_each_tile(const bf16* from, int64_t stride, int64_t width, int64_t rows, int64_t steps, Pack pack) {
     for (int64_t step = 0; step < steps; step++, rows -= BLOCK, from += BLOCK * stride) {
@@ -14,8 +14,8 @@ void for_each_tile(const bf16* from, int64_t stride, int64_t width, int64_t rows
     }
 }
 
-// One thread's part of dweight (N, K) = dyᵀ · x: rows `n` and columns `k`. The sum goes over chunks of rows of x and dy that
-// stay in its cache.
+// One thread's part of dweight (N, K) = dyᵀ · x: rows `n` and columns `k`, summed over chunks of rows of x and dy that fit in
+// its cache.
 void sum_up(const bf16* dy, const bf16* x, int64_t M, int64_t N, int64_t K, Range n, Range k, const Joined<bf16>& dweight,
             const Joined<bf16>& dbias) {
     const int64_t height = n.end - n.begin, width = k.end - k.begin;
@@ -53,14 +53,14 @@ void sum_up(const bf16* dy, const bf16* x, int64_t M, int64_t N, int64_t K, Rang
         for (int64_t j = 0; j < width; j += BLOCK) store(to + j, load(from + 32 * j), load(from + 32 * j + 16), past_caches);
     }
     _mm_sfence();
-    if (dbias && k.begin == 0)  // threads that share rows all write it, else the one that has the first columns
+    if (dbias && k.begin == 0)  // written by the threads with the first columns
         for (int64_t i = 0; i < height; i += 16) store(dbias[n.begin + i], load(&bias_sums[i]));
 }
 
 }  // namespace
 
-// dweight (N, K) = dyᵀ · x and dbias (N) = column sums of dy; dbias may be null. Threads share the longer side of dweight, so
-// that none waits for another and sums have one order. There may be no rows.
+// dweight (N, K) = dyᵀ · x and dbias (N) = column sums of dy; dbias may be null. Threads split the longer side of dweight, so
+// that none waits for another and the order of sums is fixed. M may be 0.
 extern "C" void clap_linear_backward_weight(const bf16* dy, const bf16* x, bf16* dweight0, bf16* dweight1, bf16* dweight2,
                                             bf16* dbias0, bf16* dbias1, bf16* dbias2, int64_t M, int64_t N, int64_t K) {
     const Joined<bf16> dweight{{dweight0, dweight1, dweight2}, N, K}, dbias{{dbias0, dbias1, dbias2}, N, 1};

@@ -1,4 +1,4 @@
-// A thread's part of the work, and memory for as long as a kernel runs.
+// A thread's part of the work, and its memory while a kernel runs.
 #pragma once
 
 #include <immintrin.h>
@@ -23,14 +23,14 @@ static inline Range share_of(int64_t count) {
 
 static inline int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// Brings `count` elements to the second-level cache.
+// Prefetches `count` elements to the L2 cache.
 template <typename T>
 static inline void prefetch(const T* from, int64_t count) {
     for (const char *p = (const char*)from, *end = (const char*)(from + count); p < end; p += 64) _mm_prefetch(p, _MM_HINT_T1);
 }
 
-// A thread's memory for the time of a kernel, kept for the next one: huge pages, as with small ones an operand that fits the
-// second-level cache still evicts itself from it. What a kernel needs beyond that comes from elsewhere, and the next has more.
+// A thread's memory during a kernel, reused by the next one. It uses huge pages, because with small ones an operand that fits in
+// the L2 cache still evicts itself. If it is too small, other memory is allocated, and the next kernel gets more.
 class Arena {
    public:
     void* take(int64_t bytes) {
@@ -41,7 +41,7 @@ class Arena {
                 size_ = divide_up(wanted_, HUGE_PAGE) * HUGE_PAGE;
                 memory_ = (char*)aligned_alloc(HUGE_PAGE, size_);
                 if (!memory_) size_ = 0;
-                madvise(memory_, size_, MADV_HUGEPAGE);  // of nothing does nothing
+                madvise(memory_, size_, MADV_HUGEPAGE);  // no effect on size 0
             }
             wanted_ = 0;
         }
@@ -67,7 +67,7 @@ struct GiveBack {
 template <typename T>
 using Scratch = std::unique_ptr<T[], GiveBack>;
 
-// Memory for `count` elements at a cache line's edge, until the end of the scope. Only the thread that took it gives it back.
+// Memory for `count` elements, aligned to a cache line, until the end of the scope, in which the allocating thread frees it.
 template <typename T>
 static inline Scratch<T> scratch(int64_t count) {
     return Scratch<T>((T*)GiveBack::arena.take(std::max<int64_t>(count, 1) * sizeof(T)));

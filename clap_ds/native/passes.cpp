@@ -1,4 +1,4 @@
-// What takes one pass over memory: layer normalisation of bf16 rows, forward and backward, its statistics and sums in fp32;
+// Kernels with one pass over memory: layer normalization of bf16 rows, forward and backward, with fp32 statistics and sums;
 // dropout of bf16; the mel power spectrogram in fp32.
 #include "memory.h"
 #include "vectors.h"
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int MAX_VECTORS = 256;  // of 16 channels
 
-// Threads for so many elements: below some ten microseconds of work a second one costs more than it saves.
+// Number of threads for `elements`: below about 10 µs of work, a second one costs more than it saves.
 int threads_for(int64_t elements) {
     return (int)std::min<int64_t>(omp_get_max_threads(), std::max<int64_t>(1, elements / (1 << 15)));
 }
@@ -17,8 +17,7 @@ float mean_of(const __m512 (&sums)[2], int64_t channels) {
     return _mm512_reduce_add_ps(sums[0] + sums[1]) * (1.0f / (float)channels);
 }
 
-// Calls function(length, flag) with constants; `length` is the row's in vectors of 16 where that is small enough for registers,
-// else 0.
+// Calls function(length, flag) with constants; `length` is the row's number of vectors of 16 if it fits in registers, else 0.
 template <typename Function>
 void with_length(int64_t vectors, bool flag, Function function) {
     const bool fits = vectors == 6 || vectors == 12 || vectors == 24;
@@ -29,7 +28,7 @@ void with_length(int64_t vectors, bool flag, Function function) {
 
 }  // namespace
 
-// y (rows × channels) = normalised x · weight + bias; with `residual`, of x + residual rounded to bf16, which goes to `sum`.
+// y (rows × channels) = normalized x · weight + bias; with `residual`, of x + residual rounded to bf16, which goes to `sum`.
 // statistics: (2, rows) fp32, each row's mean and the reciprocal of its deviation.
 extern "C" void clap_layer_norm(
     const bf16* x, const bf16* residual, bf16* sum, const bf16* weight, const bf16* bias, bf16* y, float* statistics,
@@ -72,8 +71,7 @@ extern "C" void clap_layer_norm(
     });
 }
 
-// dx (rows × channels) from dy, added to `passed` if there is that, and dweight and dbias. The threads' partial sums are added
-// up in the threads' order.
+// dx (rows × channels) from dy, plus `passed` if not null, and dweight and dbias. Partial sums are added in the threads' order.
 extern "C" void clap_layer_norm_backward(
     const bf16* dy, const bf16* passed, const bf16* x, const bf16* weight, const float* statistics, bf16* dx, bf16* dweight,
     bf16* dbias, int64_t rows, int64_t channels) {
@@ -118,20 +116,20 @@ extern "C" void clap_layer_norm_backward(
     }
 }
 
-// y = x / (1 − probability) where it is kept, else 0. What is kept is a function of the seed and the element's number, so the
-// backward pass is the same call on the gradient.
+// y = x / (1 − probability) if kept, else 0. The mask is a function of the seed and the element's index, so the backward pass
+// is the same call on the gradient.
 extern "C" void clap_dropout(const bf16* x, bf16* y, int64_t count, int64_t seed, float probability) {
     const __m512 factor = splat(1.0f / (1.0f - probability));
 #pragma omp parallel for schedule(static) if (count > 1 << 16)
     for (int64_t i = 0; i < count; i += 16) {
         const __m512i number = _mm512_add_epi32(lane_numbers(), _mm512_set1_epi32((int)i));
         const uint64_t part = (uint64_t)seed + ((uint64_t)i >> 32);  // numbers have 32 bits
-        store(y + i, load(x + i) * _mm512_maskz_mov_ps(kept(part, number, probability), factor));  // NaN stays, as with torch
+        store(y + i, load(x + i) * _mm512_maskz_mov_ps(kept(part, number, probability), factor));  // keeps NaN, like torch
     }
 }
 
 // mel[frame][band] = Σ_bin filters[band][bin] · |spectrum[frame][bin]|² over bins in [first[band], end[band]).
-// spectrum: (frames, bins) complex, real and imaginary parts in turn; filters: (bands, bins).
+// spectrum: (frames, bins) complex, interleaved real and imaginary parts; filters: (bands, bins).
 extern "C" void clap_mel_power(const float* spectrum, const float* filters, const int32_t* first, const int32_t* end,
                                float* mel, int64_t frames, int64_t bins, int64_t bands) {
 #pragma omp parallel

@@ -1,7 +1,7 @@
-"""What takes one pass over memory on CPUs by this project's kernels: layer norm, dropout, mel power.
+"""CPU kernels with one pass over memory: layer norm with residual, dropout, mel power.
 
-A pre-norm block needs its input twice, normalised and as it is, and a post-norm block normalises a sum: with torch's operations
-one more pass over the activations in each direction. Dropout's mask is drawn by all threads, torch's by one.
+They fuse the residual of pre-norm and post-norm blocks, for which torch needs another pass over the activations in each
+direction. All threads draw dropout's mask; in torch, only one does.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ MAX_CHANNELS = 4096
 
 
 def fits_norm(channels: int) -> bool:
-    """Whether there are kernels for rows of so many channels."""
+    """Return whether there are kernels for this number of channels."""
     return 0 < channels <= MAX_CHANNELS and channels % 16 == 0
 
 
 def native_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`F.layer_norm` of `x + residual` over the last dimension.
+    """Compute `F.layer_norm` of `x + residual` over the last dimension.
 
     Args:
-        x: (..., C) bf16 on the CPU; the kernels fit C.
+        x: (..., C) bf16 on the CPU; `fits_norm(C)`.
         weight, bias: (C,) bf16.
         eps: added to the variance.
-        residual: as `x`.
+        residual: like `x`.
 
     Returns:
-        The normalised rows, and `x + residual`, rounded to bf16 as torch's is; without a residual `x` itself, not to be changed
-        in place. The second one's gradient, if any, is added on the way.
+        The normalized rows, and `x + residual` rounded to bf16 as in torch; without a residual `x` itself, which must not
+        be modified in place. The second output's gradient is added in the same pass.
     """
     return _LayerNorm.apply(x, residual, weight, bias, eps)
 
@@ -73,12 +73,12 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def draw_seed() -> int:
-    """A seed for one mask, from torch's generator."""
+    """Draw a seed for a mask from torch's generator."""
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
 
 def native_dropout(x: Tensor, probability: float) -> Tensor:
-    """`F.dropout` while training, of a multiple of 16 bf16 elements on the CPU; `probability` is below 1."""
+    """Apply training's `F.dropout` to a multiple of 16 bf16 elements on the CPU; `probability` is below 1."""
     assert x.numel() % 16 == 0
     assert 0 <= probability < 1
     return x if probability == 0.0 else _Dropout.apply(x, draw_seed(), float(probability))
@@ -100,8 +100,8 @@ class _Dropout(torch.autograd.Function):
 
 
 def native_mel_power(spectrum_BTK: Tensor, filters_FK: Tensor) -> Tensor:
-    """Squared magnitudes of complex64 spectra times the filters, without gradients: (batch, frames, frequencies) and (mel bins,
-    frequencies) fp32, on the CPU → (batch, frames, mel bins) fp32."""
+    """Multiply squared magnitudes of complex64 spectra (batch, frames, frequencies) by fp32 filters (mel bins, frequencies)
+    on the CPU, without gradients: (batch, frames, mel bins) fp32."""
     spectrum_BTK, filters_FK = spectrum_BTK.contiguous(), filters_FK.contiguous()
     B, T, K = spectrum_BTK.shape
     assert spectrum_BTK.dtype == torch.complex64

@@ -1,7 +1,7 @@
-"""Softmax attention of captions over their own tokens on CPUs, by this project's kernels.
+"""Softmax attention of captions over their own tokens with CPU kernels.
 
-Captions are segments of rows, so one kernel takes padded and packed ones, with every token or the first alone as query, and
-reads q, k and v where a projection left them. Shape letters: S segments, T rows, A heads, D head dim, C = A·D.
+Captions are segments of rows. So one kernel supports padded and packed ones, with all tokens or only the first as
+queries, and reads q, k and v in place. Shape letters: S segments, T rows, A heads, D head dim, C = A·D.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from clap_ds.native.passes import draw_seed
 
 HEAD_DIMS = (32, 64, 96, 128)
 PARTS = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}
-"""Of q, k and v, how many lie side by side in each of so many tensors."""
+"""Number of tensors → how many of q, k and v are side by side in each."""
 
 
 class Segments(NamedTuple):
-    """Which rows attend to which; each (S,) int32 on CPU: segment s's queries are `query_rows[s]` rows, perhaps none, from row
-    `query_start[s]` on; the keys and values they attend to likewise. Segments follow one another in the queries and in the keys
-    without overlap, perhaps with gaps, and lie inside the tensors: the kernel doesn't look.
+    """Define which rows attend to which, each (S,) int32 on the CPU.
+
+    Segment s's queries are `query_rows[s]` ≥ 0 rows from `query_start[s]`; keys and values likewise. Segments must be in
+    order, without overlap (gaps are allowed) and inside the tensors, which the kernel doesn't check.
     """
 
     query_start: Tensor
@@ -34,8 +35,8 @@ class Segments(NamedTuple):
 
     @classmethod
     def of_captions(cls, start: Tensor, rows: Tensor, keys: Tensor | None = None, *, first_only: bool) -> Segments:
-        """Those of captions with `rows` rows each from `start` on, of which the first `keys` are keys; all by default. With
-        `first_only` the queries are (captions, C), one row per caption; else every row is one."""
+        """Build the segments of captions with `rows` rows from `start`, of which the first `keys` (default: all) are keys.
+        With `first_only` the queries are (captions, C); else every row is a query."""
         keys = rows if keys is None else keys
         if first_only:
             return cls(torch.arange(len(start), dtype=torch.int32), torch.ones_like(start), start, keys)
@@ -45,17 +46,17 @@ class Segments(NamedTuple):
 def native_segment_attention(
     tensors: Sequence[Tensor], heads: int, segments: Segments, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """dropout(softmax(q kᵀ · scale)) v of each segment and head.
+    """Compute dropout(softmax(q kᵀ · scale)) v of each segment and head.
 
     Args:
-        tensors: queries, (their rows, A·D), keys and values, (their rows, A·D) each, in bf16 on CPU: all three side by side in
-            one tensor, queries and the two others side by side, or three tensors. Perhaps slices of wider rows. Gradients come
-            as the tensors do.
+        tensors: queries, keys and values, (rows, A·D) bf16 on the CPU each: all three side by side in one tensor, queries
+            and the other two side by side, or three tensors. They may be slices of wider rows. Gradients have the same
+            layout.
         scale: above 0.
-        dropout: probability of a weight to become 0, as in `F.dropout` while training; below 1.
+        dropout: probability of dropping a weight, below 1.
 
     Returns:
-        bf16 (rows of the queries, A·D). Zeros where a segment has no keys and in rows of no segment.
+        bf16 (rows of the queries, A·D). Zeros for segments without keys and rows outside of segments.
     """
     q, k, v = _parts(tensors)
     for tensor in (q, k, v):
@@ -73,12 +74,12 @@ def native_segment_attention(
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """q, k and v; of their gradients likewise."""
+    """Split tensors, or their gradients, into q, k and v."""
     return [part for count, tensor in zip(PARTS[len(tensors)], tensors, strict=True) for part in tensor.chunk(count, 1)]
 
 
 def _run(name: str, tensors: list[Tensor], *call: Any) -> None:
-    """A kernel, its first argument a table of q, k, v and its other tensors, each with the distance of its rows."""
+    """Call a kernel with a table of the tensors' addresses and row strides as first argument."""
     kernel(name)(torch.tensor([[each.data_ptr(), each.stride(0)] for each in tensors]), *call)
 
 

@@ -1,6 +1,6 @@
-// Softmax attention of segments of rows over other segments of rows, backward. Scores are (keys × queries), which is how the
-// gradients of values and keys take them as a left operand, and sums over keys go down the columns. Sums of nothing are 0: so
-// are the gradients where a segment has no queries or no keys.
+// Softmax attention of segments of rows over other segments of rows, backward. Scores are (keys × queries), so that they are
+// left operands for the gradients of values and keys, and sums over keys are column sums. If a segment has no queries or no
+// keys, gradients are 0.
 
 #include "segments.h"
 
@@ -27,7 +27,7 @@ struct Backward {
             multiply<true>(value_rows, output_columns.from(tile), tiles_of(keys), D / 32, slopes_.get(), 16);
             (this->*differentiate)(16 * tile, log_sums + head.place(), head);
         }
-        // Apart from the loop above, which would no longer fit the first cache.
+        // Separate, so that the loop above fits in the L1 cache.
         store_query_gradients(pack_summed<D>(packed_.get(), {key_rows_.get(), D}, keys), queries, keys, d_q);
         store_key_gradients(weights_.get(), pack_summed<D>(packed_.get(), d_out, queries), queries, keys, d_v);
         store_key_gradients(d_scores_.get(), pack_summed<D>(packed_.get(), q, queries), queries, keys, d_k);
@@ -75,7 +75,7 @@ struct Backward {
         }
     }
 
-    // Of weights and values or d_scores and keys.
+    // For weights and values or d_scores and keys.
     void store_key_gradients(const bf16* left, Operand packed, int64_t queries, int64_t keys, Matrix to) {
         const Operand rows = {left, 32, TILE, step_of(keys)};
         for (int64_t start = 0; start < keys; start += 16) {
@@ -99,7 +99,7 @@ struct Backward {
 
 }  // namespace
 
-// As forward, which left `log_sums` and had the same seed. `at`: q, k, v, and the gradients of the output, q, k and v.
+// Like forward, with its `log_sums` and seed. `at`: q, k, v, and the gradients of the output, q, k and v.
 extern "C" void clap_segment_attention_backward(
     const Matrix* at, const float* log_sums, const int32_t* places, const Sizes* sizes, float scale, float dropout) {
     for_each_head<Backward>(at, log_sums, places, *sizes, scale, dropout);

@@ -1,6 +1,6 @@
 // Softmax attention of segments of rows over other segments of rows, forward. One (segment, head) at a time. Scores of a few
-// queries with all keys stay in cache, so the softmax is the plain one. They are (queries × keys), 16 queries at a time, which
-// leaves the first cache to keys and values.
+// queries with all keys fit in cache, so the softmax is a plain one. They are (queries × keys), 16 queries at a time, which
+// leaves the L1 cache to keys and values.
 
 #include <cmath>
 
@@ -8,9 +8,9 @@
 
 namespace {
 
-// Softmax of 16 rows of scores, `stride` apart, without the division: puts bf16 weights where each row of scores began, zeros
-// up to a multiple of 32 keys, and gives what to multiply them by. `scale` includes log2 e. Returns ln Σ e^score. DROPS: with
-// `dropout` of the weights, where the first row is that of `query`.
+// Softmax of 16 rows of scores, `stride` apart, without the division: overwrites each row's start with bf16 weights, padded by
+// zeros to a multiple of 32 keys, and outputs their factors. `scale` includes log2 e. Returns ln Σ e^score. DROPS: applies
+// `dropout`; the first row is that of `query`.
 template <bool DROPS>
 __m512 exponentiate_rows(
     float* scores, float* factors, int64_t stride, int64_t keys, float scale, Dropout dropout, int64_t query) {
@@ -44,7 +44,7 @@ __m512 exponentiate_rows(
                 low = _mm512_maskz_mov_ps(dropout.keeps(query + row, key, lane_numbers()), low);
                 high = _mm512_maskz_mov_ps(dropout.keeps(query + row, key + 16, lane_numbers()), high);
             }
-            store((bf16*)s + key, low, high);  // never ahead of what is read
+            store((bf16*)s + key, low, high);  // never ahead of the reads
         }
         r[row] = low_sum + high_sum;
     }
@@ -95,9 +95,9 @@ struct Forward {
 }  // namespace
 
 // Segment s: queries places[0][s] and on, places[1][s] of `q_rows`; keys and values likewise by places[2] and [3]. Segments
-// follow one another in both, without overlap; rows between them get zeros. `at`: q, k, v and the output. `log_sums` is
-// (heads, q_rows). Weights become 0 with probability `dropout`, others are divided by 1 − `dropout`; which, depends on seed,
-// segment, head, query and key alone.
+// are in order in both, without overlap; rows between them get zeros. `at`: q, k, v and the output. `log_sums` is
+// (heads, q_rows). Weights become 0 with probability `dropout`, others are divided by 1 − `dropout`; the mask depends only on
+// seed, segment, head, query and key.
 extern "C" void clap_segment_attention_forward(
     const Matrix* at, float* log_sums, const int32_t* places, const Sizes* sizes, float scale, float dropout) {
     for_each_head<Forward>(at, log_sums, places, *sizes, scale, dropout);

@@ -1,5 +1,5 @@
-// What attention of segments of rows over other segments shares forward and backward: where segments are, dropout, and products
-// of any number of rows, which are padded with zeros to whole tiles in scratch memory. D is the width of a head.
+// Shared code of forward and backward attention of segments of rows over other segments: segments' places, dropout, and products
+// of any number of rows, zero-padded to whole tiles in scratch memory. D is the width of a head.
 #pragma once
 
 #include "memory.h"
@@ -19,14 +19,14 @@ struct Matrix {
     }
 };
 
-// Where the segments lie among the `total` rows of a tensor, one after the other, perhaps with gaps.
+// Places of the segments among the `total` rows of a tensor, in order, with optional gaps.
 struct Segments {
     const int32_t *start, *rows;
     int64_t count, total;
 
     int64_t longest() const { return count ? *std::max_element(rows, rows + count) : 0; }
 
-    // Columns of a segment's rows. With `clears`, those of the gap behind it, and of that before the first, get zeros.
+    // Columns of a segment's rows. With `clears`, zeros the gap after it, and before the first.
     Matrix part(Matrix all, int64_t segment, int64_t column, int64_t columns, bool clears) const {
         const int64_t end = start[segment] + rows[segment];
         if (clears) all.from(end, column).clear((segment + 1 < count ? start[segment + 1] : total) - end, columns);
@@ -35,24 +35,24 @@ struct Segments {
     }
 };
 
-// Dropout of one head's weights in one segment. Weights are numbered query by query, `stride` of them each.
+// Dropout of one head's weights in one segment. Each query has `stride` weight numbers.
 struct Dropout {
     uint64_t seed;
     float probability;
     uint32_t stride;
 
-    // What it multiplies the rest by.
+    // Factor of kept weights.
     float factor() const { return 1.0f / (1.0f - probability); }
 
-    // 1 for the weights that stay, of these numbers counted from (query, key).
+    // 1 for kept weights among these numbers counted from (query, key).
     __mmask16 keeps(int64_t query, int64_t key, __m512i numbers) const {
         const uint32_t first = (uint32_t)query * stride + (uint32_t)key;
         return kept(seed, _mm512_add_epi32(numbers, _mm512_set1_epi32((int)first)), probability);
     }
 };
 
-// C (fp32, rows `c_stride` apart) = A · B where one of them, the right one with DOWN, is one tile wide, and the other `tiles`,
-// taken in strips of up to five: many sums at once hide how long each takes.
+// C (fp32, rows `c_stride` apart) = A · B. One of them (with DOWN the right one) is one tile wide, the other `tiles`, processed
+// in strips of up to five, because many simultaneous sums hide latency.
 template <bool DOWN>
 static void multiply(Operand a, Operand b, int64_t tiles, int64_t steps, float* c, int64_t c_stride) {
     for (int64_t strips = divide_up(tiles, 5), tile = 0; strips > 0; strips--) {
@@ -67,7 +67,7 @@ static void multiply(Operand a, Operand b, int64_t tiles, int64_t steps, float* 
     }
 }
 
-// A tiles: rows one after the other, then zeros up to whole tiles.
+// A tiles: consecutive rows, then zeros up to whole tiles.
 template <int D>
 static Operand copy_padded(bf16* to, Matrix from, int64_t rows) {
     for (int64_t row = 0; row < rows; row++)
@@ -97,7 +97,7 @@ static Operand pack_summed(bf16* to, Matrix from, int64_t rows) {
     return {to, 32, TILE, D / 16 * TILE};
 }
 
-// Rows of D fp32 one after the other, times `factors[row]` if there are any, to bf16.
+// Consecutive rows of D fp32, times `factors[row]` if not null, to bf16.
 template <int D>
 static void store_rows(Matrix to, const float* from, int64_t rows, const float* factors = nullptr) {
     for (int64_t row = 0; row < rows; row++) {
@@ -131,8 +131,8 @@ struct SegmentHead {
     int64_t place() const { return head * in_queries.total + in_queries.start[segment]; }
 };
 
-// Calls a State<head dim>'s `attend(head, at, log_sums)` for all heads, in several threads, each with a state of its own, made
-// from the longest segments' lengths. `places` is (4, count): where queries start, their rows, where keys start, their rows.
+// Calls a State<head dim>'s `attend(head, at, log_sums)` for all heads, in several threads, each with its own state, made from
+// the longest segments' lengths. `places` is (4, count): where queries start, their rows, where keys start, their rows.
 template <template <int> class State, typename LogSum>
 static void for_each_head(
     const Matrix* at, LogSum* log_sums, const int32_t* places, const Sizes& sizes, float scale, float dropout) {

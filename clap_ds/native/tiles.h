@@ -1,6 +1,6 @@
-// The one operation on tiles that the kernels are made of, by AMX or by AVX-512, whichever the compiler is told that the processor
-// has. A product C (16 × 16 fp32) += A (16 × 32 bf16) · B (32 × 16 bf16) takes B with each two rows interleaved: row r of the tile
-// holds B[2r][n], B[2r+1][n] for n = 0 … 15 in turn ("pairs": one 32-bit lane is one pair).
+// The kernels' only operation on tiles, with AMX or AVX-512, depending on compiler flags. A product C (16 × 16 fp32) += A (16 ×
+// 32 bf16) · B (32 × 16 bf16) takes B with pairs of rows interleaved: row r of the tile holds B[2r][n], B[2r+1][n] for n = 0 …
+// 15 ("pairs": one 32-bit lane is one pair).
 #pragma once
 
 #include <cstdint>
@@ -19,18 +19,18 @@ struct Operand {
     Operand from(int64_t tiles) const { return {at + tiles * tile, row, tile, step}; }
 };
 
-enum Reuse { KEEPS, STREAMS };  // whether an operand should stay in the first-level cache
+enum Reuse { KEEPS, STREAMS };  // whether an operand should stay in the L1 cache
 
 #ifdef CLAP_AMX
 
-constexpr int64_t SLICE = 768;  // of a sum in a linear layer, multiplied at once
+constexpr int64_t SLICE = 768;  // elements of a linear layer's sum that are multiplied at once
 
 #ifdef CLAP_EMULATED_AMX
-#include CLAP_EMULATED_AMX  // tests' own, for processors without AMX
+#include CLAP_EMULATED_AMX  // from tests, for processors without AMX
 #else
 
-// The compiler's own functions for these take no numbers of tiles that depend on template parameters. They don't tell the
-// compiler what memory is read and written by loads and stores: `fence` does, and isn't an instruction.
+// The compiler's intrinsics don't accept tile numbers that depend on template parameters. These don't declare which memory
+// loads and stores access, so `fence`, which isn't an instruction, does.
 namespace amx {
 
 INLINE void configure(const uint8_t (&layout)[64]) { asm volatile("ldtilecfg %0" ::"m"(layout)); }
@@ -56,7 +56,7 @@ INLINE void fence() { asm volatile("" ::: "memory"); }
 
 #endif
 
-// Sets up all eight tiles as 16 rows of 64 bytes for the calling thread, which needs one while it multiplies.
+// Configures all eight tiles as 16 rows of 64 bytes for the calling thread, which needs one while it multiplies.
 struct Tiles {
     Tiles() {
         uint8_t layout[64] = {1};
@@ -82,7 +82,7 @@ INLINE void each(Function function) {
 // C (16·M × 16·N fp32, rows `c_stride` apart) = A · B, each `steps` tiles long; with `add`, added to what C holds.
 template <int M, int N, Reuse A_REUSE = KEEPS, Reuse B_REUSE = KEEPS>
 INLINE void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add = false) {
-    // Tiles: sums, then those of A, then those of B. What is used once takes turns in the tiles that are left.
+    // Tiles: sums, then A's, then B's. Operands that are used once alternate in the remaining tiles.
     constexpr int SUMS = M * N, RIGHT = M > 1 ? N : 7 - SUMS, LEFT = N > 1 ? M : 8 - SUMS - RIGHT;
     static_assert(SUMS + LEFT + RIGHT <= 8 && LEFT > 0 && RIGHT > 0);
     const auto place = [=](int i) INLINED { return c + i / N * 16 * c_stride + i % N * 16; };
@@ -111,10 +111,10 @@ INLINE void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_
 constexpr int64_t SLICE = 384;
 
 struct Tiles {
-    Tiles() {}  // nothing to set up; not trivial, as compilers warn of variables that do nothing
+    Tiles() {}  // no setup; not trivial, because compilers warn of unused variables
 };
 
-// As above. So many rows and all columns at once as leave registers for B's row and A's pair.
+// As above. Processes all columns and as many rows at once as leave registers for B's row and A's pair.
 template <int M, int N, Reuse = KEEPS, Reuse = KEEPS>
 INLINE void multiply_tiles(Operand a, Operand b, int64_t steps, float* c, int64_t c_stride, bool add = false) {
     constexpr int ROWS = N == 1 ? 16 : N <= 3 ? 8 : 4;

@@ -1,5 +1,5 @@
-// Sixteen numbers at once: bf16 and fp32, functions of one variable, random bits, sums across vectors. Arithmetic on __m512 is
-// the compilers' own (+, −, ·, /), which never joins a product and a sum; `fma` does.
+// Vectors of 16 numbers: bf16 and fp32, functions of one variable, random bits, sums across vectors. Arithmetic on __m512 uses
+// the compiler's operators (+, −, ·, /), which never fuse a product and a sum; `fma` does.
 #pragma once
 
 #include <immintrin.h>
@@ -63,8 +63,8 @@ static inline __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff
 static inline __mmask32 first_of_32(int64_t count) { return first_lanes(count) | (__mmask32)first_lanes(count - 16) << 16; }
 static inline __m512i lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
-// While it lives, the calling thread's results too small for normal floats are 0, such as weights of masked tokens: a hundred
-// times slower otherwise.
+// During its lifetime, the calling thread flushes denormal results to 0, such as weights of masked tokens, which are otherwise
+// a hundred times slower.
 struct FlushToZero {
     const unsigned before = _mm_getcsr();
     FlushToZero() { _mm_setcsr(before | 0x8040); }
@@ -80,7 +80,7 @@ static inline __m512 polynomial(__m512 x, const float (&factors)[COUNT]) {
     return y;
 }
 
-// 2^x, 0 for very negative x, NaN for NaN. Relative error below 2e-7; QUICK: 1e-4, a fortieth of what rounding to bf16 adds.
+// 2^x, 0 for very negative x, NaN for NaN. Relative error below 2e-7; QUICK: 1e-4, 1/40 of bf16's rounding error.
 template <bool QUICK = false>
 static inline __m512 exp2_ps(__m512 x) {
     constexpr float exact[] = {1.87757507e-3f, 8.98934435e-3f, 5.58263138e-2f, 2.40153626e-1f, 6.93153083e-1f, 0.99999994f};
@@ -107,7 +107,7 @@ static inline __m512i random_bits(uint64_t seed, __m512i number) {
     return _mm512_xor_si512(x, _mm512_srli_epi32(x, 15));
 }
 
-// 1 in the lanes that dropout with this probability keeps.
+// 1 in the lanes kept by dropout with this probability.
 static inline __mmask16 kept(uint64_t seed, __m512i number, float probability) {
     const uint32_t limit = (uint32_t)std::min(probability * 4294967296.0, 4294967295.0);
     return _mm512_cmpge_epu32_mask(random_bits(seed, number), _mm512_set1_epi32((int)limit));
@@ -136,7 +136,7 @@ INLINE void transpose16(__m512i r[16]) {
     }
 }
 
-// Lane i of the result is all lanes of r[i] taken together by `combine`.
+// Lane i of the result is r[i] reduced over its lanes by `combine`.
 template <typename Combine>
 static inline __m512 across(const __m512 r[16], Combine combine) {
     __m512 fours[4];

@@ -1,8 +1,8 @@
-"""Window attention on CPUs by this project's kernels.
+"""Window attention with CPU kernels.
 
-Windows are read from the qkv projection's output and written to the output's grid in place, one head of one window at a time.
-Scores and softmax are in fp32; weights and their gradients are rounded to bf16 for the products. The backward pass computes the
-weights again from the softmax denominators. Gradients are the same from run to run with the same number of threads.
+Each head of a window is read from the qkv projection's output and written to its place in the output grid. Scores and
+softmax are in fp32; weights and their gradients are rounded to bf16 for the products. The backward pass recomputes the
+weights from the softmax denominators. Gradients are reproducible with the same number of threads.
 
 Shape letters: B batch, H and W the token grid, A attention heads, D head dim, E = 3·A·D.
 """
@@ -22,16 +22,16 @@ LARGEST_DIM = 64
 
 
 def fits_windows(window: int, head_dim: int) -> bool:
-    """Whether there are kernels for such windows and heads."""
+    """Return whether there are kernels for these sizes."""
     return window == WINDOW and head_dim % 8 == 0 and head_dim <= LARGEST_DIM
 
 
 def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
-    """`clap_ds.model.window_attention.attend_windows` by the native kernel, with autograd.
+    """Compute `clap_ds.model.window_attention.attend_windows` with the native kernel and autograd.
 
     Args:
-        qkv_BHWE: (B, H, W, 3·A·D) in bf16 on the CPU, H = W; `fits_windows` holds of D.
-        bias_ANN: (A, 64, 64) in any floating dtype, which is that of its gradient; used in fp32.
+        qkv_BHWE: (B, H, W, 3·A·D) bf16 on the CPU, H = W; D satisfies `fits_windows`.
+        bias_ANN: (A, 64, 64) in any floating dtype, which its gradient has too; used in fp32.
         shift: below 8.
     """
     _, H, W, E = qkv_BHWE.shape

@@ -10,7 +10,7 @@ struct alignas(64) Buffers {
     bf16 k[STEPS * 4 * TILE], v[STEPS * 4 * TILE];                  // A tiles
     bf16 q_columns[STEPS * 4 * TILE], d_columns[STEPS * 4 * TILE];  // B tiles of the transposes; d: the output's gradient
     bf16 q_pairs[STEPS * 4 * TILE], k_pairs[STEPS * 4 * TILE], d_pairs[STEPS * 4 * TILE];
-    union {  // one after the other, to keep more of the L1 cache
+    union {  // used in turn, to save L1 cache
         float scores[2][N * 32];  // a half's scores, then weights; gradients of weights
         float products[3][16 * 32 * STEPS];
     };
@@ -87,7 +87,7 @@ struct Backward {
                 pack_rows_as_a(s.d_scores_by_query[2 * half + i / 2][i % 2], from, 32, 32);
             }
         }
-        for (int i = 0; i < 14; i++) {  // written two blocks after the matrix unit has started on them
+        for (int i = 0; i < 14; i++) {  // written two blocks after the matrix unit started them
             if (i < 12) multiply(i);
             if (i >= 2) write(i - 2, window, head);
         }
@@ -137,7 +137,7 @@ inline void transpose_bias(int64_t heads, const float* from, float* to) {
 
 }  // namespace
 
-// As forward, which left `log_sums`; d_output like output → d_qkv like qkv, and d_bias (heads, 64, 64) fp32.
+// Like forward, with its `log_sums`; d_output like output → d_qkv like qkv, and d_bias (heads, 64, 64) fp32.
 extern "C" void clap_window_attention_backward(
     const bf16* qkv, const float* bias, const float* log_sums, const bf16* d_output, bf16* d_qkv, float* d_bias, int64_t clips,
     int64_t grid, int64_t heads, int64_t dim, int64_t shift) {

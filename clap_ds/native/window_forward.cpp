@@ -5,7 +5,7 @@
 
 namespace {
 
-// A head of a window on its way through the forward pass.
+// A head of a window in the forward pass.
 template <int STEPS>
 struct alignas(64) Head {
     static constexpr int V_TILES = 2 * STEPS + 1;  // for each 32 tokens; the last: ones
@@ -14,16 +14,16 @@ struct alignas(64) Head {
     int64_t index, head;
 };
 
-// What 16 queries' products leave for the vector unit and the other way round: two blocks in turn, and one to do over.
+// Buffers between matrix and vector units for 16 queries: two alternating blocks, and one to recompute.
 template <int STEPS>
 struct alignas(64) Buffers {
-    static constexpr int WIDTH = 32 * STEPS + 16;  // the last 16: sums of weights, where v leaves no column free
+    static constexpr int WIDTH = 32 * STEPS + 16;  // the last 16: sums of weights, if v leaves no column free
     Head<STEPS> heads[2];
     bf16 weights[3][2 * TILE];
     float scores[3][16 * N], mixed[2][16 * WIDTH], largest[16];
 };
 
-// Weights not divided by their sums. SAFE: each row's largest score is subtracted first.
+// Weights not divided by their sums. SAFE: subtracts each row's largest score first.
 template <bool SAFE, bool MASKS>
 inline void weigh_rows(
     bf16* weights, const float* scores, const float* bias, const uint64_t* apart, __m512 factor, float* all_largest) {
@@ -112,8 +112,8 @@ struct Forward {
         }
     }
 
-    // The matrix unit's stores take long to reach the vector unit and back, so each block of 16 queries is at four places on
-    // its way: its scores are one block ahead of its weights, its products one behind, and its output two behind.
+    // Transfers between the matrix and vector units are slow, so blocks of 16 queries are pipelined: scores are one block ahead
+    // of the weights, products one behind, and outputs two behind.
     void run(const Share& share) {
         for (auto& head : s.heads)
             for (int tile = 2 * STEPS; tile < 2 * V_TILES; tile += V_TILES) std::fill_n(head.v + tile * TILE, TILE, 0x3f80);

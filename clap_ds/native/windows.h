@@ -1,7 +1,7 @@
-// Where the tokens of 8 × 8 windows of a square grid are, which of them attend to one another, and their rows from and to the
-// grid: partition, cyclic shift and reverse are where rows are read and written. Rows of a head become B tiles of pairs by
-// unpacking halves of 128-bit lanes, which leaves the columns of each 32 in the order 0-3, 8-11, 16-19, 24-27 (tile "low") and
-// 4-7, 12-15, 20-23, 28-31 ("high"). What comes out of a product is put right in `write_row`.
+// Places of the tokens of 8 × 8 windows in a square grid, which of them attend to each other, and reading and writing of their
+// rows, which includes partition, cyclic shift and reverse. Rows of a head become B tiles of pairs by unpacking halves of
+// 128-bit lanes, which leaves the columns of each 32 in the order 0-3, 8-11, 16-19, 24-27 (tile "low") and 4-7, 12-15, 20-23,
+// 28-31 ("high"). `write_row` restores the order of products.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 constexpr int N = 64;                        // tokens of a window
 constexpr int SIDE = 8;                      // of a window
 constexpr float MASKED = -100.0f * LOG2E;    // MASKED_SCORE of window_attention.py
-constexpr int64_t GROUP_BYTES = 256 * 1024;  // of qkv that stay in the L2 cache while heads take turns over them
+constexpr int64_t GROUP_BYTES = 256 * 1024;  // of qkv that stay in the L2 cache while all heads are processed
 
 struct Shape {
     int64_t clips, grid, heads, dim, shift;
@@ -33,10 +33,10 @@ struct Shape {
     }
 };
 
-// Where a window's tokens are, and which of them attend to one another.
+// Places of a window's tokens, and which of them attend to each other.
 struct Window {
     int64_t token[N];
-    uint64_t apart[N];  // bit k: token k is in another region; set where `masked`
+    uint64_t apart[N];  // bit k: token k is in another region; set if `masked`
     bool masked;
 
     void set(const Shape& shape, int64_t index) {
@@ -45,14 +45,14 @@ struct Window {
         const bool last_down = index / (last + 1) % (last + 1) == last, last_across = index % (last + 1) == last;
         masked = shape.shift > 0 && (last_down || last_across);
         if (!masked) return;
-        uint64_t below = 0, right = 0;  // tokens that the shift brought from the grid's other side
+        uint64_t below = 0, right = 0;  // tokens that the shift moved from the grid's other side
         if (last_down) below = ~0ull << (SIDE * (SIDE - shape.shift));
         if (last_across) right = 0x0101010101010101ull * (uint8_t)(0xff << (SIDE - shape.shift));
         for (int t = 0; t < N; t++) apart[t] = (below ^ -(below >> t & 1)) | (right ^ -(right >> t & 1));
     }
 };
 
-// Scores of 16 tokens, from 16 · `column` on, with one: product · factor + bias, in base 2, less where `apart`.
+// Scores of 16 tokens, from 16 · `column` on, with one: product · factor + bias, in base 2, lower if `apart`.
 template <bool MASKS>
 static inline __m512 score_of(const float* product, __m512 factor, const float* bias, uint64_t apart, int column) {
     const __m512 score = fma(load(product), factor, load(bias));
@@ -108,7 +108,7 @@ static inline void write_row(bf16* to, const float* from, __m512 factor, const _
     }
 }
 
-// A thread's share of windows' heads: windows in groups, each group's windows head by head.
+// A thread's share of windows' heads: groups of windows, each processed head by head.
 struct Share {
     const Shape& shape;
     const int64_t windows = shape.windows(), heads = shape.heads;

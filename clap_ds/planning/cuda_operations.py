@@ -1,4 +1,4 @@
-"""Has code on fake CPU tensors dispatch what it would on CUDA, as fake CUDA tensors need a CUDA build of PyTorch."""
+"""Dispatch CUDA's operations on fake CPU tensors, because fake CUDA tensors require a CUDA build of PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _layer_norm, _softmax = F.layer_norm, Tensor.softmax
 
 @contextmanager
 def like_cuda() -> Iterator[None]:
-    """For fake CPU tensors only: the stand-ins can't compute."""
+    """Replace operations by CUDA's, for fake CPU tensors only."""
     replaced = [
         (Tensor, "is_cuda", True),
         (F, "scaled_dot_product_attention", efficient_attention),
@@ -42,8 +42,8 @@ def efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """`F.scaled_dot_product_attention` by flash attention, or with a mask or in fp32 by the memory-efficient kernel, the mask
-    brought into the form it takes."""
+    """Run `F.scaled_dot_product_attention` with flash attention or, with a mask or in fp32, the memory-efficient kernel,
+    converting the mask for it."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -66,7 +66,7 @@ def efficient_attention(
 
 @cache
 def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one operation, which reads its inputs and writes its results."""
+    """Wrap the function as a single operation."""
     operation = torch.library.custom_op(f"compiled::{function.__name__.strip('_')}", function, mutates_args=())
     operation.register_fake(function)
     return operation

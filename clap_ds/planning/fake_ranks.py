@@ -1,4 +1,4 @@
-"""Has the engine be built and step on fake tensors, as one rank of any number: DeepSpeed, torch's reducer and all."""
+"""Build and step the engine, including DeepSpeed and torch's reducer, on fake tensors as one rank of any number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from clap_ds.record.directory import quiet_deepspeed
 
 @contextmanager
 def rank_of(world_size: int) -> Iterator[None]:
-    """A group of so many ranks of which there is one: what it gets from the others is what it has itself."""
+    """Fake a process group in which all ranks have this rank's data."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     all_reduce = dist.all_reduce
 
@@ -50,14 +50,14 @@ def rank_of(world_size: int) -> Iterator[None]:
 
 @contextmanager
 def faked_by(fakes: FakeTensorMode) -> Iterator[None]:
-    """Tensors are fake, and `ClapEngine` takes them. Within `rank_of`."""
+    """Make tensors fake and `ClapEngine` accept them. Use within `rank_of`."""
     quiet_deepspeed()
     with (
-        mock.patch.dict(vars(groups), _WORLD_GROUP=None),  # of groups that are gone, and put back what it was
+        mock.patch.dict(vars(groups), _WORLD_GROUP=None),  # refers to destroyed groups; restored on exit
         mock.patch.dict(vars(comm), cdb=None),
         mock.patch.dict(os.environ, LOCAL_RANK="0"),
         mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False),
-        # By which modules change dtype, and which can't where something refers to a parameter.
+        # Modules change dtype with it, but it fails if anything refers to a parameter.
         mock.patch.object(torch.utils, "swap_tensors", lambda own, new: setattr(own, "data", new.data)),
         mock.patch.object(cached_step, "restore_random_state"),
         mock.patch.object(ddp, "_verify_param_shape_across_processes"),
@@ -69,7 +69,7 @@ def faked_by(fakes: FakeTensorMode) -> Iterator[None]:
 
 
 def _register_hooks(state: Any) -> None:
-    """Those given to `replicate`, or one that sends as torch's reducer does by itself, for which this group has no result."""
+    """Register `replicate`'s hooks, or an all-reduce hook, because the reducer's own one has no result in this group."""
 
     def send(gradients: Tensor) -> torch.futures.Future[Tensor]:
         return dist.all_reduce(gradients, async_op=True).get_future().then(lambda future: future.value()[0])

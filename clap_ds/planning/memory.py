@@ -1,4 +1,4 @@
-"""A rank's peak memory by part, and the largest micro-batch that a GPU has room for."""
+"""Compute a rank's peak memory by part, and the largest micro-batch that fits on a GPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ GIB = 2**30
 CONTEXT_GIB = 0.7
 """CUDA context, kernels and cuBLAS workspace: 0.5 to 0.8 on H100 (assumed)."""
 NCCL_GIB = 0.8
-"""Buffers of its channels, where there is more than one rank (assumed)."""
+"""Channel buffers if there is more than one rank (assumed)."""
 FRAGMENTATION = 0.03
-"""Of live tensors, what PyTorch's allocator holds on top (assumed; blocks of one step come again in the next)."""
+"""Fraction of live memory that PyTorch's allocator holds in addition (assumed; each step reuses the last one's blocks)."""
 MULTIPLE, LEAP, MOST_TRIES = 8, 4, 8
 _NAMES = {"audio": "audio activations", "text": "text activations"}
 
 
 def memory_parts(step: Step, world_size: int) -> dict[str, float]:
-    """GiB by part at the peak, largest first; their sum is the peak."""
+    """Return GiB by part at the peak, largest first; their sum is the peak."""
     found = {_NAMES.get(part, part): num_bytes / GIB for part, num_bytes in step.recorded.at_peak.items()}
     found["fragmentation (assumed)"] = FRAGMENTATION * sum(found.values())
     found["context and libraries (assumed)"] = CONTEXT_GIB + NCCL_GIB * (world_size > 1)
@@ -26,9 +26,9 @@ def memory_parts(step: Step, world_size: int) -> dict[str, float]:
 
 
 def largest_micro_batch(peak_gib: Callable[[int], float], start: int, limit_gib: float) -> int | None:
-    """Largest multiple of 8 whose peak is within the limit; None where 8 is too much.
+    """Return the largest multiple of 8 whose peak is within the limit; None if 8 is too large.
 
-    Each peak takes a recorded step, so that few are tried: next, where the line through the last two meets the limit.
+    Extrapolate linearly from the last two sizes, because each peak requires recording a step.
     """
     peaks = {start: peak_gib(start)}
     last, share = start, limit_gib / peaks[start]
@@ -40,6 +40,6 @@ def largest_micro_batch(peak_gib: Callable[[int], float], start: int, limit_gib:
         peaks[size] = peak_gib(size)
         before, last = last, size
         slope = (peaks[last] - peaks[before]) / (last - before)
-        # Small batches may need less than what the update of the weights does, which doesn't grow.
+        # Small batches may need less memory than the weight update, which has a constant size.
         wanted = last + (limit_gib - peaks[last]) / slope if slope > 0 else LEAP * max(last, before)
     return max((size // MULTIPLE * MULTIPLE for size, peak in peaks.items() if peak <= limit_gib), default=0) or None

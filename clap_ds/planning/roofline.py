@@ -1,5 +1,5 @@
-"""How long recorded operations take on a device of which rates are known: each as long as its FLOPs or its bytes need, whatever
-is more (the roofline, Williams et al. 2009), one after the other, at low, middle and high shares of the data sheet's rates."""
+"""Estimate the time of recorded operations on a device with the roofline model (Williams et al. 2009): sequentially, the
+larger of FLOPs and bytes at low, middle and high fractions of the data sheet's rates."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from clap_ds.planning.trace import Operation
 
 CASES = ("low", "middle", "high")
 HOST_S = {"low": 12e-6, "middle": 8e-6, "high": 5e-6}
-"""What Python takes to launch an operation: 5 to 25 µs, the less the younger the processor. Waited for only where the GPU has
-nothing left to do."""
+"""Python's time to launch an operation: 5 to 25 µs, less on newer processors. It only matters if the GPU is idle."""
 KERNEL_S = 2e-6
-"""Least time of a kernel, the gap before it included."""
+"""Minimum time of a kernel, including the gap before it."""
 TOWERS = ("audio", "text")
 ROW_SUMS = ("aten.sum", "aten.native_layer_norm_backward")
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """By the data sheet, but for the share of it that classes of operations reach (others 1), the least time of a kernel and
-    the host's time to launch one."""
+    """Hold the data sheet's rates, the fractions that classes of operations reach (default 1), a kernel's minimum time and
+    the host's launch time."""
 
     flops_per_s: Mapping[torch.dtype, float]
     bytes_per_s: float
@@ -35,7 +34,7 @@ class DeviceRates:
     share_of: Mapping[str, float] = field(default_factory=dict)
 
     def ideal_s(self, operation: Operation) -> float:
-        """Of one operation at the data sheet's rates; 0 of views and of collectives."""
+        """Return an operation's time at the data sheet's rates; 0 for views and collectives."""
         if not operation.launches or operation.is_collective:
             return 0.0
         compute_s = operation.flops / self.flops_per_s[operation.dtype or torch.float32] if operation.flops else 0.0
@@ -47,7 +46,7 @@ class DeviceRates:
 
 
 def rates_of(gpu: Gpu, case: str) -> DeviceRates:
-    """What a GPU is assumed to reach, low, middle or high."""
+    """Return the rates that a GPU is assumed to reach in a case of `CASES`."""
     fast, slow = 1e12 * gpu.bf16_tflops, 1e12 * gpu.fp32_tflops
     by_dtype = {torch.bfloat16: fast, torch.float16: fast, torch.float32: slow, torch.float64: slow / 2}
     shares = {name: getattr(each, case) for name, each in efficiencies_of(gpu).items()}
@@ -55,9 +54,9 @@ def rates_of(gpu: Gpu, case: str) -> DeviceRates:
 
 
 def fused(operations: Sequence[Operation], parts: Collection[str] = TOWERS) -> list[Operation]:
-    """What torch.compile leaves of the operations of some parts: those between two products, FFTs or custom operations become
-    one kernel, which reads once what comes from before and writes only what is used after it. Sums over rows, of biases' and
-    norms' gradients, are kernels of their own, which read their inputs once more."""
+    """Fuse operations of some parts like torch.compile: those between two products, FFTs or custom operations become one
+    kernel that reads each input once and writes only what is used later. Sums over rows, for gradients of biases and
+    norms, are separate kernels that read their inputs again."""
     last_read = {number: place for place, op in enumerate(operations) for number, _ in op.read}
     result: list[Operation] = []
     group: list[Operation] = []
@@ -90,8 +89,8 @@ def _merged(group: Sequence[Operation], used_later: Collection[int]) -> Operatio
 
 
 def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: DeviceRates) -> dict[str, float]:
-    """Seconds of operations in their order, each done so many times, by `part` and direction: `audio forward`, …, and in all
-    (`step`). The host launches them one after the other ahead of the GPU, which waits where it isn't ahead."""
+    """Return the seconds of (operation, repetitions) pairs in order, by `part` and direction: `audio forward`, …, and in
+    total (`step`). The host launches them ahead of the GPU, which waits if the host falls behind."""
     found: defaultdict[str, float] = defaultdict(float)
     launched_s = done_s = 0.0
     for operation, times in operations:

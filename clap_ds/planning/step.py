@@ -1,6 +1,6 @@
-"""One training step of a run by its own engine, recorded on fake tensors: model, loss over all ranks, backward, AdamW.
+"""Record a rank's training step with the run's engine on fake tensors: model, loss over all ranks, backward, AdamW.
 
-It is the second one: by then the optimiser has its state and torch's reducer its buckets. Memory is that of one rank.
+It is the second step, when the optimizer has its state and torch's reducer its buckets.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from clap_ds.record.clock import PhaseTimer
 
 CPU = torch.device("cpu")
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
-"""Of DeepSpeed's sections, those that say what a step computes and holds."""
+"""DeepSpeed's sections that affect a step's computation and memory."""
 PARTS = {
     "data_wait": "batches", "forward": "gradients", "loss": "loss", "backward": "gradients", "optimizer": "optimizer",
 }  # fmt: skip
-"""A phase of the engine's step → the part of what it does outside the towers and autograd."""
+"""Phase of the engine's step → part of its operations outside the towers and autograd."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A recorded step, a rank's samples in it, how often it does what was recorded of micro-batches, and the number of trained
+    """Hold a recorded step, its samples per rank, the repetitions of its recorded micro-batches, and the number of trained
     parameters."""
 
     recorded: Recorded
@@ -56,15 +56,14 @@ class Step:
     num_parameters: int
 
     def work(self, *, compiled: bool) -> list[tuple[Operation, float]]:
-        """Operations without collectives, each with how often the step does it; as compiled towers have them, or one by one."""
+        """Return the operations except collectives with their repetitions per step, fused if `compiled`."""
         own = [each for each in self.recorded.operations if not each.is_collective]
         operations = fused(own) if compiled else own
         return [(each, 1 if each.part in ("gradients", "optimizer") else self.repeats) for each in operations]
 
 
 def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
-    """Real tokens of a batch's captions: synthetic ones' as many of each length as the run's histogram expects; others are
-    taken to be full."""
+    """Return the real tokens of a batch's captions: by the run's histogram for synthetic data; else the maximum."""
     setting = getattr(run.clap.data, "caption_lengths", None) or run.clap.text_tokens
     histogram = setting if isinstance(setting, dict) else {setting: 1}
     lengths, weights = zip(*sorted((int(length), weight) for length, weight in histogram.items()), strict=True)
@@ -73,11 +72,11 @@ def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
 
 
 def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda: bool = True) -> Step:
-    """Record a step of a run with this micro-batch in place of its own, on one of so many ranks; as on a GPU, or as a CPU does
-    it by torch's operations. A UserError for another optimizer than AdamW."""
+    """Record a step of a run with this micro-batch on one of `world_size` ranks, with CUDA's or the CPU's torch operations.
+    Raises UserError for an optimizer other than AdamW."""
     run = _without_side_effects(run, micro_batch)
     number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "cached"
-    num_traced = number if cached else min(number, 2)  # every further one is like the second
+    num_traced = number if cached else min(number, 2)  # later ones are like the second
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
         model = build_model(run, torch.device("cuda" if cuda else "cpu"))
@@ -92,7 +91,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     packed, layout = _packed(run, lengths, fakes)
     with (
         rank_of(world_size),
-        mock.patch.object(text, "lay_out", return_value=layout),  # the engine's own depends on values
+        mock.patch.object(text, "lay_out", return_value=layout),  # the engine's layout depends on values
         faked_by(fakes),
     ):
         engine = ClapEngine(run, model, CPU)
@@ -102,7 +101,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(lambda each: recorded.hold([each.grad], "gradients"))
             engine.set_accumulation_steps(1)
-            with engine.sync.off():  # after a step that sends, torch's reducer orders its buckets anew, by values
+            with engine.sync.off():  # after a synchronized step, torch's reducer reorders its buckets by values
                 engine.step(batches, timer)
             recorded.hold([*model.parameters(), *model.buffers()], "weights")
             average = engine.average.tensors if engine.average is not None else []
@@ -114,10 +113,10 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
 
 
 def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
-    """The run as the engine is given it: by torch's operations, AdamW by the project's, and none of DeepSpeed's monitors."""
+    """Return the run for the engine: with torch's operations and AdamW, and without DeepSpeed's monitors."""
     optimizer = run.deepspeed.get("optimizer", {"type": ""})
     if optimizer["type"].lower() not in ("adam", "adamw"):
-        raise UserError(f"{run.path}: optimizer.type: plans are made for AdamW, found {optimizer['type']!r}")
+        raise UserError(f"{run.path}: optimizer.type: plans support only AdamW, found {optimizer['type']!r}")
     model = run.clap.model.model_copy(update={"text_from_hub": False})
     clap = run.clap.model_copy(update={"model": model, "cpu_kernels": "off", "fused_adam": "torch"})
     params = optimizer.get("params", {})
@@ -130,14 +129,14 @@ def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
 
 
 def _state(optimizer: Any) -> Iterator[Tensor]:
-    """Masters and moments."""
+    """Yield master weights and moments."""
     yield from getattr(optimizer, "fp32_groups_flat", [])
     for state in getattr(optimizer, "optimizer", optimizer).state.values():
         yield from state.values()
 
 
 def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tuple[Any, Any]:
-    """Where a run packs captions: a batch's row and packing, and their layout."""
+    """Return a batch's packed row with packing, and their layout, if the run packs captions."""
     if run.clap.text == "padded":
         return None, None
     mask = (torch.arange(run.clap.text_tokens) < torch.tensor(lengths)[:, None]).long()
@@ -147,7 +146,7 @@ def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tupl
 
 
 def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *, cuda: bool) -> Iterator[Batch]:
-    """As `BatchSource` has them. On a GPU one more is on its way, and beside it what comes from the host in 16 bits."""
+    """Yield batches like `BatchSource`. On a GPU the next one is in memory too, with its 16-bit copy from the host."""
     data, audio = run.clap.data, run.clap.preset().audio
     narrow = torch.float16 if audio.fusion else torch.int16
 

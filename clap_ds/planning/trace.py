@@ -1,11 +1,11 @@
-"""What a piece of PyTorch code does, operation by operation, without doing it: FLOPs, bytes moved, kernels, live memory.
+"""Record the operations of PyTorch code without executing them: FLOPs, bytes moved, kernels, live memory.
 
     with FakeTensorMode(), trace(parts={"audio": [model.audio]}) as recorded:
         run()
     recorded.total("flops", part="audio"); recorded.peak_bytes
 
-Under `FakeTensorMode` nothing is computed and nothing allocated, and values that the host reads are 0. A storage lives until
-the last tensor on it is gone. FLOPs are by `torch.utils.flop_counter`'s formulas, with FFTs added here.
+Under `FakeTensorMode` nothing is computed or allocated, and values that the host reads are 0. A storage lives until its
+last tensor is deleted. FLOPs follow `torch.utils.flop_counter`'s formulas, and FFTs are added here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from clap_ds.flop_count.analytic import fft_flops
 
 _OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
-"""Don't read what they write to."""
+"""Operations that don't read what they overwrite."""
 _NO_KERNEL = frozenset({
     "aten._reshape_alias", "aten._unsafe_view", "aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided",
     "aten.empty_permuted", "aten.lift_fresh", "aten.new_empty", "aten.new_empty_strided", "aten._local_scalar_dense",
@@ -40,13 +40,13 @@ _NO_KERNEL = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One dispatched operation.
+    """Describe a dispatched operation.
 
     Attributes:
-        part: of the traced code; in the backward pass (recomputation included), of what is differentiated.
-        read, written: storages by number, and bytes of each as they lie in memory. Empty where nothing is launched.
-        dtype: of its first floating-point input or result.
-        shapes: of its tensor arguments in order, as torch.profiler's `record_shapes` has them without empty entries.
+        part: part of the traced code; in the backward pass (including recomputation), the part that is differentiated.
+        read, written: numbers and bytes of storages. Empty if nothing is launched.
+        dtype: dtype of the first floating-point input or result.
+        shapes: tensor arguments' shapes in order, like torch.profiler's `record_shapes` without empty entries.
     """
 
     name: str
@@ -73,12 +73,11 @@ class _Storage:
     number: int
     reference: weakref.ref[Any]
     num_bytes: int
-    part: str | None = None  # None before it counts
+    part: str | None = None  # None until counted
 
 
 class Recorded(TorchDispatchMode):
-    """Records what is dispatched while it is entered: operations in their order, bytes of storages alive now, and the most at
-    any time, also by part."""
+    """Record dispatched operations in order, the bytes of live storages, and their peak, also by part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,13 +90,13 @@ class Recorded(TorchDispatchMode):
         self._entered = [(0, "other")]
 
     def total(self, what: str, *, part: str | None = None, backward: bool | None = None) -> int:
-        """Sum of one of `Operation`'s numbers, without collectives."""
+        """Sum a numeric attribute of `Operation` without collectives."""
         own = [each for each in self.operations if part in (None, each.part) and backward in (None, each.backward)]
         return sum(int(getattr(each, what)) for each in own if not each.is_collective)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is dispatched within, and its backward pass, is that part's."""
+        """Assign operations dispatched within, and their backward pass, to this part."""
         before = self.enter(name)
         yield
         self.enter(before)
@@ -107,7 +106,7 @@ class Recorded(TorchDispatchMode):
         return self._entered[-2][1]
 
     def hold(self, tensors: Iterable[Any], part: str) -> None:
-        """Count tensors as live and as a part's, whether they were counted before or not."""
+        """Count tensors as live and assign them to a part, even if they were counted before."""
         for tensor in tensors:
             storage = self._storage(tensor)
             self._count(storage, -1)
@@ -115,13 +114,13 @@ class Recorded(TorchDispatchMode):
             self._count(storage, 1)
 
     def restart(self) -> None:
-        """Forget what was done; the peak is measured from what is live now."""
+        """Clear the operations and reset the peak to the live memory."""
         self.operations.clear()
         self.peak_bytes, self.at_peak = self.live_bytes, dict(self._live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func._overloadpacket)
-        if func.namespace == "prim":  # asks for a fake tensor's device
+        if func.namespace == "prim":  # queries a fake tensor's device
             return func(*args, **kwargs)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self:  # composites reach this only in inference mode
@@ -182,7 +181,7 @@ class Recorded(TorchDispatchMode):
 
 @contextmanager
 def trace(parts: Mapping[str, Iterable[nn.Module]] | None = None) -> Iterator[Recorded]:
-    """Record what is dispatched within; `parts` are name → modules whose forward and backward passes are that part."""
+    """Record operations dispatched within; `parts` maps names to modules whose forward and backward passes belong to it."""
     recorded, before = Recorded(), list[str]()
     with ExitStack() as stack:
         for name, modules in (parts or {}).items():
@@ -199,7 +198,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of a tensor's elements; those that lie in one place, as expanded ones do, once."""
+    """Return the bytes of a tensor, counting expanded elements once."""
     strided = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(size for size, stride in strided if stride) * tensor.itemsize if tensor.numel() else 0
 

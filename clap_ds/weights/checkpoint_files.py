@@ -1,7 +1,7 @@
-"""A checkpoint as files on a disk: a folder `step-<number>` with a manifest of the hash of every file.
+"""On-disk checkpoint format: folders `step-<number>` whose manifest holds every file's hash, to detect damage.
 
-It is put together under a hidden name and renamed; what is deleted is renamed first. So a kill at any moment leaves each
-checkpoint whole or absent. Files are compared with the manifest before they are loaded. Imports neither torch nor DeepSpeed.
+Checkpoints are written under a hidden name and then renamed, and renamed before they are deleted. So a kill leaves each
+one whole or absent. Files are verified before loading. Imports neither torch nor DeepSpeed.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from clap_ds.config.sections import CheckpointSettings
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 RAW = "raw.safetensors"
-"""The weights themselves, where `WEIGHTS` are a moving average of them."""
+"""The raw weights, if `WEIGHTS` holds their moving average."""
 STATE = "state.safetensors"
 TOKENIZER = "tokenizer"
 FORMAT = 2
 FILE_NAME = re.compile(rf"(weights|raw|state)\.safetensors|progress\.json|{TOKENIZER}/\w[\w.+-]*", re.ASCII)
-"""Of a file in a checkpoint. Somebody else may have written the manifest: none outside, and no URL."""
+"""Allowed file names. Manifests are untrusted: no paths outside the checkpoint, and no URLs."""
 NAME = re.compile(r"step-\d{8,}(-\d+)?")
 
 
@@ -42,12 +42,12 @@ def warn(message: str) -> None:
 
 
 class DamagedError(ValueError):
-    """A checkpoint that isn't what was written."""
+    """Raised for a checkpoint that is damaged or missing."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and BLAKE2b-128 of a file's content."""
+    """Hold the size in bytes and the BLAKE2b-128 of a file."""
 
     bytes: int
     hash: str
@@ -55,16 +55,16 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds and what it may be loaded into.
+    """Describe a checkpoint's contents and what it can be loaded into.
 
     Attributes:
-        serial: ms since 1970 when it was saved, and larger than every older one's in its folder.
-        engine: what a run that resumes must have in common (`clap_ds.engine.state.describe`).
-        tokenizer: hub name of the captions' tokenizer, or `TOKENIZER`: the folder in the checkpoint.
-        metrics: of the evaluation at this step, if there was one, and `TRAIN_LOSS`.
-        run: id of the run that saved it, through all its restarts.
-        settings: the run's JSON as resolved.
-        best_by: the evaluation metric that tells the run's best.
+        serial: time of saving in ms since 1970, increasing within a folder.
+        engine: what a resuming run must match (`clap_ds.engine.state.describe`).
+        tokenizer: Hub name of the captions' tokenizer, or `TOKENIZER` for the folder in the checkpoint.
+        metrics: `TRAIN_LOSS`, and evaluation metrics at this step if any.
+        run: id of the run that saved it, constant across restarts.
+        settings: the run's resolved JSON.
+        best_by: evaluation metric that selects the run's best checkpoint.
     """
 
     serial: int
@@ -84,16 +84,16 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: object) -> Self:
-        """Read `to_json`'s text, fields of other versions left out; raises DamagedError, naming `where`."""
+        """Parse `to_json`'s text, ignoring unknown fields. Raises DamagedError, naming `where`."""
         try:
             content = parse_json(text)
             if content["format"] != FORMAT:
-                raise ValueError(f"it is of format {content['format']}, this version reads {FORMAT}")
+                raise ValueError(f"its format is {content['format']}, but this version reads {FORMAT}")
             if content.pop("hash") != _hash(content):
                 raise ValueError("it has changed since it was written")
             found = TypeAdapter(cls).validate_python(content)
             if outside := [name for name in found.files if not FILE_NAME.fullmatch(name)]:
-                raise ValueError(f"it names {outside[0]!r}, which is no file of a checkpoint")
+                raise ValueError(f"it lists {outside[0]!r}, which isn't a checkpoint file")
             return found
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise DamagedError(f"{where}: its {MANIFEST} can't be read: {error}") from error
@@ -111,14 +111,14 @@ class Manifest:
 
 
 def write_file(path: Path, content: bytes) -> FileRecord:
-    """A new file, in a folder that is made where it isn't there."""
+    """Write a new file, creating its folder if necessary."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     return record_of(path)
 
 
 def record_of(path: Path) -> FileRecord:
-    """Of a file that has just been written, once it is on the disk."""
+    """Flush a new file to disk and return its record."""
     with open_regular(path) as file:
         os.fsync(file.fileno())
         return FileRecord(os.fstat(file.fileno()).st_size, _hash_of(file))
@@ -138,13 +138,13 @@ def free_name(step: int, taken: Collection[str]) -> str:
 
 
 def begin(folder: Path, step: int) -> AbstractContextManager[Path]:
-    """Give a hidden folder to put a checkpoint of this step together in, manifest included; then it gets its name."""
+    """Return a context with a hidden folder for a checkpoint and its manifest, which is renamed on success."""
     folder.mkdir(parents=True, exist_ok=True)
     return drafted(folder / free_name(step, os.listdir(folder)))
 
 
 def verify(folder: Path) -> Manifest:
-    """Compare every file with the manifest; raises DamagedError: which is missing or changed."""
+    """Compare every file with the manifest. Raises DamagedError for a missing or changed file."""
     manifest = Manifest.read(folder)
     for name, record in manifest.files.items():
         try:
@@ -157,18 +157,18 @@ def verify(folder: Path) -> Manifest:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint so that no half of it is ever taken for one."""
+    """Delete a checkpoint atomically."""
     shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted")))
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what a killed process left half-written or half-deleted."""
+    """Delete a killed process's partly written or deleted checkpoints."""
     for path in folder.glob(".step-*.*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def move_aside(folder: Path, *, but: str) -> Path | None:
-    """Move all that is in a folder, but one file, into a new one beside it; None where there was nothing."""
+    """Move a folder's contents except the file `but` to a new sibling folder and return it; None if there were none."""
     paths = [path for path in folder.iterdir() if path.name != but]
     aside = folder.with_name(f"{folder.name}-aside-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
     for path in paths:
@@ -178,7 +178,7 @@ def move_aside(folder: Path, *, but: str) -> Path | None:
 
 
 def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged: dict[str, str]) -> dict[str, Manifest]:
-    """Manifests by those names that are a checkpoint's, the newest first. `damaged` gets why others can't be read, by name."""
+    """Return checkpoints' manifests by name, newest first, and add the reasons for unreadable ones to `damaged`."""
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:
@@ -191,14 +191,14 @@ def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged:
 
 
 def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
-    """`newest_first` of a folder."""
+    """Return `newest_first` of a folder."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     return newest_first(names, lambda name: Manifest.read(folder / name), {} if damaged is None else damaged)
 
 
 def newest_good(folder: Path, damaged: dict[str, str] | None = None, *, best: bool = False) -> Path | None:
-    """The newest checkpoint of a folder that is all there, or the best by the newest one's `best_by`; None where there is none.
-    Those passed over are warned of; `damaged` gets why, by name."""
+    """Return a folder's newest undamaged checkpoint, or the best by the newest one's `best_by`; None if there is none.
+    Warn of skipped ones, and add the reasons to `damaged` by name."""
     damaged = {} if damaged is None else damaged
     manifests = read_all(folder, damaged)
     metric = next((manifest.best_by or "" for manifest in manifests.values()), "")
@@ -215,29 +215,29 @@ def newest_good(folder: Path, damaged: dict[str, str] | None = None, *, best: bo
 
 def warn_of(damaged: dict[str, str]) -> None:
     for reason in damaged.values():
-        warn(f"passed over: {reason}")
+        warn(f"skipped: {reason}")
 
 
 def find_checkpoint(path: Path, *, best: bool = False) -> Path:
-    """`path` itself if it is a checkpoint, else what `newest_good` finds in it; raises DamagedError: neither, or damaged."""
+    """Return `path` if it is a checkpoint, else `newest_good` of it. Raises DamagedError if damaged or none."""
     if (path / MANIFEST).exists() and not best:
         verify(path)
         return path
     damaged: dict[str, str] = {}
     if (found := newest_good(path, damaged, best=best)) is None:
-        evaluated = " that was evaluated by its run's best_by" if best else ""
+        evaluated = " with its run's best_by metric" if best else ""
         reasons = "; ".join(damaged.values()) or f"expected {MANIFEST}, or folders step-… with one"
-        raise DamagedError(f"{path}: no good checkpoint here{evaluated}: {reasons}")
+        raise DamagedError(f"{path}: no good checkpoint found{evaluated}: {reasons}")
     return found
 
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
-    """Names to delete of manifests with the newest first: all but the last, the best and that with the lowest training loss."""
+    """Return the names to delete (`manifests`: newest first): all but the last, the best and the lowest training loss."""
     kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_by or "")[: rule.keep_best]}
     return [name for name in reversed(manifests) if name not in {*kept, *best_first(manifests, TRAIN_LOSS)[:1]}]
 
 
 def best_first(manifests: dict[str, Manifest], metric: str) -> list[str]:
-    """Names of checkpoints that have this metric, the best first; of equals, the one that comes first."""
+    """Return the names of checkpoints that have this metric, best first (stable)."""
     scores = {name: score(metric, each.metrics[metric]) for name, each in manifests.items() if metric in each.metrics}
     return sorted(scores, key=lambda name: -scores[name])

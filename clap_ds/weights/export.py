@@ -1,4 +1,4 @@
-"""Command: a checkpoint as a folder that `transformers.ClapModel` and `transformers.ClapProcessor` load.
+"""Export a checkpoint to a folder for `transformers.ClapModel` and `transformers.ClapProcessor`.
 
     clap-export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER]
 
@@ -23,13 +23,13 @@ import transformers  # isort: skip  (after torchaudio_compat)
 
 
 def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> list[str]:
-    """Write the new folder, all of it or nothing; returns what its users should know. Raises ValueError: the model can't be
-    expressed, there is no tokenizer or none that fits, or the folder is there."""
+    """Write the new folder atomically and return notes for its users.
+    Raises ValueError if the model can't be expressed, no tokenizer fits, or the folder exists."""
     if folder.exists():
-        raise ValueError(f"{folder}: expected a new folder")
+        raise ValueError(f"{folder} exists: expected a new folder")
     tokenizer, text = tokenizer or found.tokenizer, found.config.text
     if tokenizer is None:
-        raise ValueError(f"{found.shown} names no tokenizer: give it with --tokenizer")
+        raise ValueError(f"{found.shown} names no tokenizer: set --tokenizer")
     loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
     length = found.text_tokens or min(loaded.model_max_length, text.max_tokens)
     loaded.model_max_length = length  # what `truncation=True` keeps
@@ -39,19 +39,19 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
             transformers.ClapProcessor(feature_extractor(found.config.audio), loaded).save_pretrained(draft)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{folder} can't be written: {error}") from error
-    cut = "are only cut where the processor is told: text_kwargs={'padding': True, 'truncation': True}"
-    return [*changes(found.config), f"captions beyond {length} tokens {cut}"]
+    cut = "only if the processor gets text_kwargs={'padding': True, 'truncation': True}"
+    return [*changes(found.config), f"captions are truncated to {length} tokens {cut}"]
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("clap-export", description=(__doc__ or "").splitlines()[0])
-    kinds = "a checkpoint, a folder of them (its newest good one), a .safetensors file of this project's, or a LAION-CLAP .pt"
+    kinds = "checkpoint, folder of checkpoints (the newest good one), .safetensors of this project, or LAION-CLAP .pt"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="to be made")
-    parser.add_argument("--best", action="store_true", help="of a folder, the best by its run's best_by instead")
-    raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new output folder")
+    parser.add_argument("--best", action="store_true", help="export a folder's best by best_by, not the newest")
+    raw = "export a clap.train.ema run's raw weights instead of their moving average"
     parser.add_argument("--raw", action="store_true", help=raw)
-    parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="of the captions (default: the checkpoint's)")
+    parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="captions' tokenizer (default: the checkpoint's)")
     arguments = parser.parse_args(argv)
     found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.raw)
     for remark in export(found, arguments.folder, arguments.tokenizer):

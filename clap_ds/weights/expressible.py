@@ -1,10 +1,9 @@
-"""Models of a shape that `transformers.ClapModel` lacks, as ones of a shape that it has and that give the same embeddings.
+"""Convert models to a shape that `transformers.ClapModel` supports, with the same embeddings.
 
-Projections of other widths than the joint space, or without biases, are filled up with zeros, in whose place ReLU and GELU
-have zeros too. The mean over a caption's tokens becomes a further layer of the text tower: with queries and keys of 0 each
-token attends to all alike, and what follows (layer norms, the first token's residual, the pooler's tanh) takes such small
-numbers that it is linear in them, to within the rounding of fp32: a layer norm divides by the root of variance + eps, of
-which only eps is left. The next linear, the projection's, multiplies them back up.
+Projections without biases, or of other widths than the joint space, are padded with zeros; ReLU and GELU map 0 to 0.
+The mean over a caption's tokens becomes another layer of the text tower: with zero queries and keys, each token attends
+equally to all. Layer norms and the pooler's tanh then get such small numbers that they are linear up to fp32 rounding:
+of the variance + eps under a layer norm's root, only eps remains. The projection's first linear scales them back up.
 """
 
 import math
@@ -16,14 +15,14 @@ from clap_ds.config.model import ClapConfig, ProjectionConfig, TextConfig
 from clap_ds.weights.names import State
 
 _LAYERS = "text.roberta.encoder.layer."
-_MEAN_TO_FIRST_TOKEN = 2.0**24  # by how much the mean outweighs the first token's own state, which comes with it
-_SMALL = 2.0**-13  # in units of the root of eps; its square is lost beside 1 in fp32
-_POOLED = 2.0**-17  # what goes into the tanh, of that; too large a factor back for float16: infinite rather than wrong
+_MEAN_TO_FIRST_TOKEN = 2.0**24  # factor of the mean over the first token's residual
+_SMALL = 2.0**-13  # in units of the root of eps; its square vanishes next to 1 in fp32
+_POOLED = 2.0**-17  # factor before the tanh; undoing it overflows in float16, giving infinite rather than wrong results
 
 
 def expressible(config: ClapConfig, state: State) -> tuple[ClapConfig, State]:
-    """Sizes and state (fp32, in `ClapModel`'s names) of a model that pools by the first token and has projections of one width,
-    with biases. Embeddings are longer by zeros where a projection was wider. ValueError: the text tower is no RoBERTa."""
+    """Return sizes and fp32 state of an equivalent model with first-token pooling and biased projections of one width.
+    Embeddings are zero-padded if a projection was wider. Raises ValueError if the text tower isn't a RoBERTa."""
     if (architecture := config.text.architecture) != "roberta":
         reason = f"its text tower is a {architecture}, not a roberta"
         raise ValueError(f"{config.name} can't be a transformers.ClapModel: {reason}")
@@ -38,13 +37,13 @@ def expressible(config: ClapConfig, state: State) -> tuple[ClapConfig, State]:
 
 
 def changes(config: ClapConfig) -> list[str]:
-    """What `expressible` changes of a model that its user would notice, in words."""
+    """Describe the changes by `expressible` that users would notice."""
     told = []
     if (width := _width(config)) > config.joint_dim:
-        told.append(f"embeddings have {width} numbers, those beyond {config.joint_dim} are 0")
+        told.append(f"embeddings have {width} elements, of which those beyond {config.joint_dim} are 0")
     if config.text.pooling == "mean":
-        what = "the mean over a caption's tokens is a further layer of the text tower"
-        told.append(f"{what}: for embeddings in float32 and bfloat16 (float16 gives NaN), not for further training")
+        what = "an added layer of the text tower computes the mean over a caption's tokens"
+        told.append(f"{what}: use float32 or bfloat16 (float16 gives NaN), and don't train it further")
     return told
 
 
@@ -53,7 +52,7 @@ def _width(config: ClapConfig) -> int:
 
 
 def _widen(tower: str, config: ProjectionConfig, width: int, state: State) -> ProjectionConfig:
-    """Fill both linears up to `width` with zeros, in place."""
+    """Zero-pad both linears to `width`, in place."""
     for name in ("linear1", "linear2"):
         weight = state[f"{tower}_projection.{name}.weight"]
         bias = state.get(f"{tower}_projection.{name}.bias", weight.new_zeros(len(weight)))
@@ -71,7 +70,7 @@ def _add_mean(config: TextConfig, state: State) -> None:
     state |= {name.replace(last, added): torch.zeros_like(state[name]) for name in list(state) if name.startswith(last)}
     gain, shift = (state[f"{last}output.LayerNorm.{name}"].double() for name in ("weight", "bias"))
     root = math.sqrt(config.layer_norm_eps)
-    unit = 2.0 ** round(math.log2(root))  # powers of two, so that nothing is rounded
+    unit = 2.0 ** round(math.log2(root))  # powers of two avoid rounding
     ones, same = torch.ones(config.hidden_size), torch.eye(config.hidden_size)
     state |= {
         f"{last}output.LayerNorm.weight": ones * (unit * _SMALL / _MEAN_TO_FIRST_TOKEN),
@@ -83,7 +82,7 @@ def _add_mean(config: TextConfig, state: State) -> None:
         "text.roberta.pooler.dense.weight": same * _POOLED,
         "text.roberta.pooler.dense.bias": ones * 0,
     }
-    # Of 1 in the mean of what the last layer norm made, without gain and shift:
+    # Pooled value for a mean of 1 of the last layer norm's output, without gain and shift.
     pooled = (unit / root) ** 2 * _SMALL * _POOLED
     weight, bias = (state[f"text_projection.linear1.{name}"].double() for name in ("weight", "bias"))
     state["text_projection.linear1.weight"] = (weight * gain / pooled).float()

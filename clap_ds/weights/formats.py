@@ -1,4 +1,4 @@
-"""Weights to and from `transformers.ClapModel` and this project's own safetensors, checked against the model's own names."""
+"""Read and write weights as `transformers.ClapModel` and this project's safetensors, checking names and shapes."""
 
 import hashlib
 import shutil
@@ -28,14 +28,14 @@ LOGIT_BIAS = "logit_bias"
 _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
 _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS)
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
-"""Ends of names of constants that other CLAPs save as tensors."""
+"""Suffixes of constants that other CLAPs save as tensors."""
 _NUM_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's sizes and state, in `ClapModel`'s names, and of its training tokenizer, caption length and loss, if known;
-    `path` is where it is from, `reached` its step there and the value of `best_by`, in words."""
+    """Hold a model's sizes and state in `ClapModel`'s names, and its training's tokenizer, caption length and loss.
+    `path` is its origin; `reached` describes its step and `best_by` value."""
 
     config: ClapConfig
     state: State
@@ -51,12 +51,12 @@ class Checkpoint:
 
     @property
     def tokenizer_name(self) -> str | None:
-        """Its own, or the hub's that its sizes belong to."""
+        """Return its own tokenizer, or the one on the Hub for its text tower."""
         return self.tokenizer or self.config.text.hub_name or None
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the sizes and of the tensors, in fp32, that an embedding depends on."""
+        """Return a hash of the sizes and fp32 tensors that determine embeddings."""
         digest = hashlib.sha256(self.config.model_dump_json(exclude={"name": True, "text": {"hub_name"}}).encode())
         for name in sorted(self.state):
             if not name.startswith((*_NOT_IN_OTHERS, "logit_scale")):
@@ -65,7 +65,7 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
     def build_for(self, device: torch.device, dtype: torch.dtype) -> ClapModel:
-        """A `ClapModel` to be used, not trained, by the fastest kernels that need no compiling."""
+        """Build a `ClapModel` for inference, with the fastest kernels that need no compilation."""
         model = self.build(attention=default_kernel(device)).to(device, dtype).eval()
         if device.type == "cpu":
             convert(model)
@@ -77,14 +77,14 @@ class Checkpoint:
         return model
 
     def load_into(self, model: ClapModel) -> None:
-        """Copy the weights into a model; raises ValueError for other names or shapes. A classifier or a logit bias may lack."""
+        """Copy the weights into a model. Raises ValueError for other names or shapes, except missing optional tensors."""
         state = {name: t for name, t in self.state.items() if name != LOGIT_BIAS or model.logit_bias is not None}
         _check(state, model.state_dict(), f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
         model.load_state_dict(state, strict=False)
 
 
 def load_transformers(folder: str | Path) -> Checkpoint:
-    """Read a folder that `transformers.ClapModel` saved; raises ValueError where it holds something else."""
+    """Read a folder saved by `transformers.ClapModel`. Raises ValueError for other contents."""
     folder, tensors = Path(folder), {}
     sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
     config = parse_sizes(read_clap(sizes, files.object_in(sizes)), folder.name, str(sizes))
@@ -95,35 +95,35 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     found = renamed_checkpoint(config, tensors, transformers_names, str(folder))
     if not tokenizer.exists():
         return found
-    cut = files.object_in(tokenizer).get("model_max_length")  # said where it is short of the model's positions
+    cut = files.object_in(tokenizer).get("model_max_length")  # used if below the model's positions
     tokens = cut if isinstance(cut, int) and 2 <= cut < config.text.max_tokens else None
     return replace(found, tokenizer=str(folder), text_tokens=tokens)
 
 
 def save_transformers(model: ClapModel, folder: str | Path) -> None:
-    """Write a folder that `transformers.ClapModel.from_pretrained` and `ClapFeatureExtractor.from_pretrained` load, in fp32.
-    The AudioSet classifier and the sigmoid loss's logit bias are left out. Raises ValueError: ClapModel can't express this."""
+    """Write an fp32 folder for transformers' `ClapModel.from_pretrained` and `ClapFeatureExtractor.from_pretrained`.
+    Omits the AudioSet classifier and the logit bias. Raises ValueError if ClapModel can't express the model."""
     from clap_ds.weights.hf_config import config_to_transformers, feature_extractor, transformers
 
     config, state = expressible(model.config, model.state_dict())
     theirs: Any = transformers.ClapModel(config_to_transformers(config))
     lacking = theirs.load_state_dict(to_transformers(state), strict=False).missing_keys
-    assert all(name.endswith(_CONSTANTS) for name in lacking), lacking  # which it makes itself
+    assert all(name.endswith(_CONSTANTS) for name in lacking), lacking  # which it creates itself
     theirs.save_pretrained(folder)
     feature_extractor(config.audio).save_pretrained(folder)
     for file in Path(folder).glob("*.safetensors"):
-        shutil.copymode(Path(folder) / "config.json", file)  # safetensors leaves its files to their owner
+        shutil.copymode(Path(folder) / "config.json", file)  # safetensors creates files that only their owner can read
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> State:
-    """A `ClapModel` state in `transformers.ClapModel`'s names, in fp32, with the trained logit scale in both directions."""
+    """Convert a `ClapModel` state to fp32 with `transformers.ClapModel`'s names and the logit scale in both directions."""
     named = to_names({k: v for k, v in state.items() if not k.startswith(_NOT_IN_OTHERS)}, transformers_names)
     named["logit_scale_t"] = named["logit_scale_a"].clone()
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
 
 
 def save_safetensors(model: ClapModel, path: str | Path) -> None:
-    """Write a model to one safetensors file that carries its sizes; dtypes are kept."""
+    """Write a model and its sizes to a safetensors file, keeping dtypes."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_tensors(Path(path), *to_safetensors(model.state_dict(), model.config))
 
@@ -131,7 +131,7 @@ def save_safetensors(model: ClapModel, path: str | Path) -> None:
 def to_safetensors(
     state: Mapping[str, Tensor], config: ClapConfig, text_tokens: int | None = None
 ) -> tuple[State, dict[str, str]]:
-    """Tensors and metadata of the file; `text_tokens` is the caption length of training."""
+    """Return the file's tensors and metadata; `text_tokens` is training's caption length."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
     metadata = {"format": "pt", METADATA_KEY: config.model_dump_json()}
     trained = {} if text_tokens is None else {TEXT_TOKENS_KEY: str(text_tokens)}
@@ -139,11 +139,11 @@ def to_safetensors(
 
 
 def load_safetensors(path: str | Path) -> Checkpoint:
-    """Read what `save_safetensors` wrote; raises ValueError for another file."""
+    """Read a file of `save_safetensors`. Raises ValueError for another file."""
     state, metadata = _read_safetensors(Path(path))
     if METADATA_KEY not in metadata:
         check_not_open_clip(path, state)
-        raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")
+        raise ValueError(f"{path}: no {METADATA_KEY} metadata found; expected a file of save_safetensors")
     config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(TEXT_TOKENS_KEY, "")
     expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
     _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
@@ -153,7 +153,7 @@ def load_safetensors(path: str | Path) -> Checkpoint:
 def renamed_checkpoint(
     config: ClapConfig, tensors: Mapping[str, Tensor], names: Callable[[str], list[str]], label: str
 ) -> Checkpoint:
-    """A checkpoint from tensors under other names; raises ValueError where they don't have these sizes."""
+    """Build a checkpoint from tensors with other names. Raises ValueError if they don't fit `config`."""
     expected = _expected(config.model_dump_json())
     _check(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
     return Checkpoint(config, from_names(expected, names, tensors))
@@ -161,17 +161,17 @@ def renamed_checkpoint(
 
 @cache
 def _expected(sizes: str, *, learns_bias: bool = False) -> State:
-    """The state of a model of these sizes (JSON) on the meta device."""
+    """Return the state of a model of these sizes (JSON) on the meta device."""
     with torch.device("meta"):
         return ClapModel(ClapConfig.model_validate_json(sizes), learns_bias=learns_bias).state_dict()
 
 
 def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complaint: str) -> None:
-    """Refuse tensors that aren't the expected ones."""
+    """Raise ValueError for missing, unexpected or differently shaped tensors."""
     problems = {
         "missing": [name for name in expected if name not in found and not any(part in name for part in _OPTIONAL)],
         "unexpected": [name for name in found if name not in expected and not name.endswith(_CONSTANTS)],
-        "of another shape": [
+        "different shape": [
             f"{name} {tuple(tensor.shape)} instead of {tuple(expected[name].shape)}"
             for name, tensor in found.items()
             if name in expected and tensor.shape != expected[name].shape
@@ -183,7 +183,7 @@ def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complain
 
 
 def some(items: list[str]) -> str:
-    """The first few, in words, and how many more there are."""
+    """List the first few items, and the number of others."""
     shown, rest = ", ".join(items[:_NUM_SHOWN]), len(items) - _NUM_SHOWN
     return f"{shown} and {rest} more" if rest > 0 else shown
 

@@ -1,14 +1,14 @@
-"""This project's model sizes as a `transformers.ClapConfig`: what that can't express is refused with the reason."""
+"""Convert model sizes to a `transformers.ClapConfig`, rejecting what it can't express."""
 
 from clap_ds.config.clap_json import AUDIO, FIXED_AUDIO, FIXED_TEXT, FRONT_END, TEXT
 from clap_ds.config.model import AudioConfig, ClapConfig
-from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
 
 import transformers  # isort: skip
 
 
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
-    """The `transformers.ClapConfig` of sizes that `clap_ds.weights.expressible` gives; raises ValueError where it has none."""
+    """Return the `transformers.ClapConfig` of sizes from `clap_ds.weights.expressible`. Raises ValueError if there is none."""
     audio, text = config.audio, config.text
     is_one, fits = (
         audio.projection.activation == text.projection.activation,
@@ -16,7 +16,7 @@ def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
     )
     if not (is_one and fits) or audio.num_samples % audio.sample_rate:
         wanted = "clips of whole seconds, one activation in both projections, and no token grid smaller than the window"
-        raise ValueError(f"{config.name} can't be a transformers.ClapModel, which has {wanted}")
+        raise ValueError(f"{config.name} can't be a transformers.ClapModel, which requires {wanted}")
     return transformers.ClapConfig(
         audio_config={
             **FIXED_AUDIO,
@@ -38,9 +38,9 @@ def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
 
 
 def feature_extractor(config: AudioConfig) -> transformers.ClapFeatureExtractor:
-    """The HF front end with this model's mel settings. Without feature fusion it could crop longer clips at random alone, and
-    so refuses them: its error is "data_truncating", what is said here, and "not implemented"."""
-    cropping = "of longer clips (crop them first, or say truncation='rand_trunc' for crops at random)"
+    """Return the transformers front end. Without feature fusion it could only crop longer clips at random, so it
+    rejects them with the error "data_truncating", `cropping`, "not implemented"."""
+    cropping = "of longer clips (crop them first, or set truncation='rand_trunc' for random crops)"
     return transformers.ClapFeatureExtractor(
         feature_size=config.mel_bins,
         max_length_s=config.num_samples // config.sample_rate,

@@ -1,7 +1,7 @@
-"""LAION-CLAP's `.pt` files: pickles, of which only tensors are read, of models whose sizes the file doesn't name.
+"""Read the tensors of LAION-CLAP's pickled `.pt` files, and infer the model's sizes, which they lack.
 
-Nothing in a file is run. torch's own restricted reader takes neither pickle protocol 4 nor numpy's scalars, which
-published files have. The unpickler here makes nothing but tensors, and passes over such numbers.
+No code in a file is run. torch's restricted reader supports neither pickle protocol 4 nor numpy scalars, which
+published files contain. The unpickler here creates only tensors, and skips such numbers.
 """
 
 import pickle
@@ -37,22 +37,22 @@ class _TensorsOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _OF_TENSORS | _OF_NUMBERS:
             made_by = super().find_class(module, name) if (module, name) in _OF_TENSORS else _PassedOver
-            return lambda *arguments: made_by(*arguments)  # a pickle may set attributes of what it gets
+            return lambda *arguments: made_by(*arguments)  # wrapped, because a pickle may set attributes
         raise pickle.UnpicklingError(
-            f"it refers to {module}.{name}, and what isn't tensors and numbers is never loaded."
-            " If you trust it, keep its tensors: torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pt')"
+            f"it refers to {module}.{name}, but only tensors and numbers are loaded. If you trust it,"
+            " extract its tensors: torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pt')"
         )
 
 
-_tensors_only: Any = types.ModuleType("tensors_only", "What torch.load asks of a module to unpickle by.")
+_tensors_only: Any = types.ModuleType("tensors_only", "The pickle module interface that torch.load needs.")
 _tensors_only.Unpickler = _TensorsOnly
 _tensors_only.load = lambda file, **options: _TensorsOnly(file, **options).load()
 
 
 def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint:
-    """Weights of a LAION-CLAP `.pt` file: a state dict, bare or under "state_dict", with or without a `module.` prefix.
+    """Load a LAION-CLAP `.pt` file: a state dict, bare or under "state_dict", with or without a `module.` prefix.
 
-    Its sizes are `config`, or those of LAION's models and this project's presets that fit. ValueError: none does.
+    Its sizes are `config`, or the first fitting ones of LAION's models and this project's presets. Raises ValueError.
     """
     tensors = {
         name.removeprefix("module."): value
@@ -64,14 +64,14 @@ def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint
     for layout in [config] if config else _layouts(any(".mel_conv2d." in name for name in tensors)):
         try:
             found = renamed_checkpoint(layout, tensors, laion_names, str(path))
-            return replace(found, tokenizer=layout.text.hub_name or None)  # RoBERTa's, as LAION trained them
+            return replace(found, tokenizer=layout.text.hub_name or None)  # RoBERTa's, as in LAION's training
         except ValueError as error:
             problems.append(str(error))
     raise ValueError(problems[0])
 
 
 def _layouts(has_fusion: bool) -> list[ClapConfig]:
-    """List what a file may hold, LAION's models first: HTSAT-tiny, HTSAT-base, and HTSAT-base with tiny's heads."""
+    """List candidate sizes, LAION's models first: HTSAT-tiny, HTSAT-base, and HTSAT-base with tiny's heads."""
     tiny, base = load_preset("clap_htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
     music = tiny.model_copy(update={"name": "laion_htsat_base_roberta_base", "audio": audio})
@@ -86,19 +86,19 @@ def _read(path: Path) -> dict[str, Any]:
             content = _load(opened)
     except OSError as error:
         raise ValueError(f"{path}: can't be read: {error}") from error
-    except Exception as error:  # whatever torch makes of a damaged file
+    except Exception as error:  # torch raises various types for damaged files
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path}: can't be read as a checkpoint of plain tensors: {reason}") from error
     state = content.get("state_dict", content) if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise ValueError(f"{path}: holds no state dict (tensors by name), bare or under 'state_dict'")
+        raise ValueError(f"{path}: no state dict (tensors by name) found, bare or under 'state_dict'")
     return state
 
 
 def _load(path: str) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the protocol
+        warnings.simplefilter("ignore")  # about the pickle protocol
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:  # so that it isn't a TorchScript archive, which would be run
+        except pickle.UnpicklingError:  # this rules out TorchScript archives, which would be run
             return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_tensors_only)

@@ -1,4 +1,4 @@
-"""Weights to start from, to evaluate or to export, whatever they are kept in: told apart by what lies at the path."""
+"""Load weights of any supported format, detected from the path."""
 
 import re
 from dataclasses import replace
@@ -21,25 +21,25 @@ _OF_A_MODEL = ["*.json", "*.txt", "model*.safetensors"]
 def load_weights(
     path: str | Path, config: ClapConfig | None = None, *, best: bool = False, raw: bool = False
 ) -> Checkpoint:
-    """The weights at a path.
+    """Load the weights at a path.
 
     Args:
-        path: one of this project's checkpoints, or their folder (its newest good one is taken); a file of
-            `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads, or its id on the hub,
-            whose cache comes first; a LAION-CLAP .pt file.
-        config: sizes to expect; by default their own.
-        best: of a folder the best by `best_by` instead of the newest.
-        raw: of a checkpoint with `clap.train.ema` the weights themselves.
+        path: a checkpoint of this project, or a folder of them (the newest good one); a file of
+            `clap_ds.weights.formats.save_safetensors`; a folder for `transformers.ClapModel`, or its Hub id (cache
+            first); a LAION-CLAP .pt file.
+        config: expected sizes (default: the weights' own).
+        best: take a folder's best by `best_by` instead of the newest.
+        raw: take a `clap.train.ema` checkpoint's raw weights.
 
     Raises:
-        ValueError: nothing there, none of these, damaged, of another model, or not finite.
+        ValueError: missing, unsupported or damaged file, another model, or non-finite weights.
     """
     path, found = _read(Path(path), config, best=best, raw=raw)
     if wrong := [name for name, tensor in found.state.items() if not tensor.isfinite().all()]:
         where = f"{len(wrong)} of {len(found.state)} tensors ({some(wrong)})"
-        raise ValueError(f"{path}: NaN or infinity in {where}: take an earlier checkpoint")
+        raise ValueError(f"{path}: NaN or infinity in {where}: use an earlier checkpoint")
     if config is not None:
-        check_same_model(path, found.config, config)  # by tensors alone a model with other attention heads would fit
+        check_same_model(path, found.config, config)  # tensors alone would fit other numbers of attention heads
         found = replace(found, config=config)
     return replace(found, path=str(path))
 
@@ -72,9 +72,9 @@ def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
 
 
 def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
-    """What the manifest beside a file of weights says of them."""
+    """Add the information of the manifest next to a file of weights."""
     folder = path.parent
-    kind = "sigmoid" if LOGIT_BIAS in found.state else "softmax"  # of checkpoints that don't say it
+    kind = "sigmoid" if LOGIT_BIAS in found.state else "softmax"  # default without a manifest
     if not (folder / MANIFEST).exists():
         return replace(found, loss_kind=kind)
     manifest = Manifest.read(folder)
@@ -90,14 +90,14 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
 
 def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:
     """Raise ValueError with the sizes that differ."""
-    aside: Any = {"name": True, "text": {"hub_name", "layer_norm_eps"}}  # weights fit whatever these are
+    aside: Any = {"name": True, "text": {"hub_name", "layer_norm_eps"}}  # these don't affect whether weights fit
     found = differences(theirs.model_dump(exclude=aside), ours.model_dump(exclude=aside))
     if found:
-        raise ValueError(f"{where} holds model {theirs.name}, this run has {ours.name}: {some(found)}")
+        raise ValueError(f"{where} contains model {theirs.name}, but this run uses {ours.name}: {some(found)}")
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any], prefix: str = "") -> list[str]:
-    """In words, what a checkpoint has otherwise than this run."""
+    """Describe how a checkpoint's sizes differ from this run's."""
     found = []
     for name, value in ours.items():
         if isinstance(value, dict) and isinstance(theirs.get(name), dict):

@@ -1,4 +1,4 @@
-"""How other CLAPs name the tensors of this model's state, and how their tensors are cut."""
+"""Map state names and tensors between this model and other CLAPs."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -42,7 +42,7 @@ def _renamed(key: str, parts: Iterable[tuple[str, str]]) -> str:
 
 
 def transformers_names(key: str) -> list[str]:
-    """`transformers.ClapModel`'s names of one of our keys: three for a fused qkv, else one."""
+    """Return `transformers.ClapModel`'s names for a key: three for a fused qkv, else one."""
     name = _renamed(key, _TRANSFORMERS_PARTS)
     if ".qkv." in name:
         return [name.replace(".qkv.", f".{part}.") for part in ("query", "key", "value")]
@@ -50,7 +50,7 @@ def transformers_names(key: str) -> list[str]:
 
 
 def laion_names(key: str) -> list[str]:
-    """LAION-CLAP's name of one of our keys."""
+    """Return LAION-CLAP's name for a key."""
     name = _renamed(key, _LAION_PARTS)
     if name.startswith("audio_branch.layers."):
         name = name.replace(".attention.", ".attn.")
@@ -58,15 +58,13 @@ def laion_names(key: str) -> list[str]:
 
 
 def check_not_open_clip(where: object, keys: Iterable[str]) -> None:
-    """Raise ValueError for names of tensors as open_clip's CLAP has them."""
+    """Raise ValueError for tensor names of open_clip's CLAP."""
     if any(key.removeprefix("module.").startswith(("audio.encoder.", "text.transformer.")) for key in keys):
-        raise ValueError(
-            f"{where}: a checkpoint of open_clip, which can't be read: expected LAION-CLAP's or clap_ds's own"
-        )
+        raise ValueError(f"{where}: open_clip checkpoints aren't supported: expected one of LAION-CLAP or clap_ds")
 
 
 def from_names(keys: Iterable[str], names: Callable[[str], list[str]], source: Mapping[str, Tensor]) -> State:
-    """Our state from tensors under other names; keys whose tensors the source lacks are left out."""
+    """Build our state from tensors with other names, omitting keys without tensors."""
     state: State = {}
     for key in keys:
         tensors = [source[name] for name in names(key) if name in source]
@@ -77,7 +75,7 @@ def from_names(keys: Iterable[str], names: Callable[[str], list[str]], source: M
 
 
 def to_names(state: Mapping[str, Tensor], names: Callable[[str], list[str]]) -> State:
-    """Inverse of `from_names`; logit scales become 0-dimensional."""
+    """Invert `from_names`; logit scales become 0-dimensional."""
     renamed: State = {}
     for key, tensor in state.items():
         targets = names(key)

@@ -1,6 +1,6 @@
-"""Nested state of dictionaries, lists, numbers, text and tensors as one safetensors file: data, of which nothing can run.
+"""Store nested dictionaries, lists, numbers, text and tensors in a safetensors file, which can't contain code.
 
-Tensors are the file's, what they hang on is JSON in its metadata.
+The structure is JSON in the file's metadata.
 """
 
 import json
@@ -19,29 +19,29 @@ KEY = "clap_ds.state"
 
 
 def write_tensors(path: Path, tensors: State, metadata: dict[str, str]) -> FileRecord:
-    """A new safetensors file, on the disk when this returns; raises OSError."""
+    """Write a new safetensors file and flush it to disk. Raises OSError."""
     path.touch()
     mode = path.stat().st_mode
     try:
         safetensors.torch.save_file(tensors, path, metadata)
     except safetensors.SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from error
-    path.chmod(mode)  # safetensors leaves its files to their owner
+    path.chmod(mode)  # safetensors creates files that only their owner can read
     return record_of(path)
 
 
 def to_state_file(state: Any) -> tuple[State, dict[str, str]]:
-    """The file's tensors and metadata."""
+    """Return the file's tensors and metadata."""
     tensors: State = {}
     return tensors, {KEY: json.dumps(_described(state, tensors, set()))}
 
 
 def _described(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> Any:
-    """The value in JSON's words; its tensors, on the CPU, go to `tensors`."""
+    """Convert a value to JSON types, moving its tensors to the CPU and into `tensors`."""
     if isinstance(value, Tensor):
         tensor = value.detach().to("cpu").contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        if storage in storages:  # safetensors saves none that share their memory
+        if storage in storages:  # safetensors rejects tensors that share memory
             tensor = tensor.clone()
         storages.add(storage)
         tensors[name := str(len(tensors))] = tensor
@@ -55,7 +55,7 @@ def _described(value: Any, tensors: dict[str, Tensor], storages: set[int]) -> An
 
 
 def read_state_file(path: Path) -> Any:
-    """What `to_state_file` was given; raises ValueError where that can't be told."""
+    """Read the state given to `to_state_file`. Raises ValueError for an invalid file."""
     try:
         with pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             return _restored(parse_json((file.metadata() or {})[KEY]), file.get_tensor)

@@ -1,4 +1,4 @@
-"""Clips, lists of them and the command that makes shards of them, for tests of that."""
+"""Create clips and lists, and run the shard commands, for tests."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def tone(number: int, seconds: float = 0.05) -> np.ndarray:
 
 
 def write_list(folder: Path, number: int, more: str = "") -> Path:
-    """A CSV of so many clips and other rows."""
+    """Write `number` clips and a CSV that lists them, followed by `more` rows."""
     (folder / "audio").mkdir()
     names = [f"clip {n:02d}.wav" for n in range(number)]
     for n, name in enumerate(names):
@@ -33,13 +33,13 @@ def run(*arguments: object) -> int:
 
 
 def reasons_in(folder: Path) -> dict[str, str]:
-    """Why items are left out, by the names of their files."""
+    """Return file name → reason for skipped items."""
     listed = map(json.loads, (folder / "broken.jsonl").read_text().splitlines())
     return {Path(item["file"]).name: item["reason"] for item in listed}
 
 
 def items_by_source(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]]:
-    """Members of all tars by the names of the files they came from."""
+    """Return members of all tars by source file name."""
     items = list(items_in(folder, pattern).values())
     sources = [json.loads(item["json"])["source"] for item in items]
     by_source = {" = ".join(np.atleast_1d(source)): item for source, item in zip(sources, items, strict=True)}

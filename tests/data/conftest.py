@@ -1,4 +1,4 @@
-"""What the data tests share."""
+"""Fixtures of the data tests."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ OpenSource = Callable[..., BatchSource]
 
 @pytest.fixture(autouse=True)
 def shard_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of copies of remote shards; what fails is tried again at once."""
+    """Return the cache folder of remote shards, and retry without waiting."""
     monkeypatch.setattr(shard_files, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
     return tmp_path / "cache" / "shards"
@@ -26,7 +26,7 @@ def shard_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def open_source(tokenizer_dir: str, micro: ClapConfig) -> OpenSource:
-    """Opens the batches of a rank: of the shards named, or synthetic ones. More settings are those of `clap.data`."""
+    """Return a function that opens a rank's batches from shards, or synthetic ones, with settings of `clap.data`."""
 
     def open_data(shards: Any = None, state: dict[str, Any] | None = None, **settings: Any) -> BatchSource:
         spec = {"micro_batch": 4, "rank": 0, "world_size": 1, "seed": 0, "needs_epochs": False}

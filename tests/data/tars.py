@@ -1,4 +1,4 @@
-"""Tars and items made by hand with the standard library, for tests of everything that reads them."""
+"""Build tars and items with the standard library."""
 
 import functools
 import io
@@ -21,9 +21,9 @@ def wav(samples: np.ndarray, sample_rate: int = 48000, subtype: str = "FLOAT") -
     return buffer.getvalue()
 
 
-@functools.cache  # a header tells the second in which it was written
+@functools.cache  # a header contains its time of writing
 def marked_item(number: int) -> list[tuple[str, bytes]]:
-    """An item recognisable after loading by `number_of`: its 480 samples are all alike."""
+    """Return an item that `number_of` recognizes after loading: its 480 samples are equal."""
     sound = wav(np.full(480, (number + 1) / 1000, dtype=np.float32))
     return [(f"{number:04d}.wav", sound), (f"{number:04d}.txt", f"tone {number}".encode())]
 
@@ -33,12 +33,12 @@ def marked_items(numbers: Iterable[int]) -> list[tuple[str, bytes]]:
 
 
 def number_of(waveform: torch.Tensor) -> int:
-    """Which marked item a waveform is of."""
+    """Return the number of a waveform's marked item."""
     return round(float(waveform[0]) * 1000) - 1
 
 
 def numbers_in(source: Iterator[Batch], num_batches: int) -> list[int]:
-    """Which marked items come, in order."""
+    """Return the numbers of marked items in order."""
     return [number_of(row) for _ in range(num_batches) for row in next(source).audio]
 
 
@@ -52,7 +52,7 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
 
 
 def marked_tars(directory: Path, num_tars: int, items_per_tar: int, first: int = 0) -> str:
-    """Tars of marked items, numbered through from `first`. Returns their pattern."""
+    """Write tars of marked items numbered from `first`. Return their pattern."""
     directory.mkdir(exist_ok=True)
     for tar in range(num_tars):
         start = first + tar * items_per_tar
@@ -61,7 +61,7 @@ def marked_tars(directory: Path, num_tars: int, items_per_tar: int, first: int =
 
 
 def items_in(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]]:
-    """Members of all items of a folder's tars: key → extension → content."""
+    """Return all items of a folder's tars: key → extension → content."""
     items: dict[str, dict[str, bytes]] = defaultdict(dict)
     for path in sorted(folder.glob(pattern)):
         with tarfile.open(path) as tar:
@@ -73,7 +73,7 @@ def items_in(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]
 
 
 def put(url: str, content: bytes) -> str:
-    """Write a remote file, and return its URL."""
+    """Write a remote file and return its URL."""
     with fsspec.open(url, "wb") as file:
         file.write(content)
     return url

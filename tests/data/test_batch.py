@@ -24,7 +24,7 @@ def test_join_puts_pieces_together_in_order() -> None:
     assert_equal(join([whole.rows(0, 3), whole.rows(3, 4), whole.rows(4, 10)], CPU), whole)
     alone = join([whole], CPU)
     assert_equal(alone, whole)
-    assert alone.audio.data_ptr() != whole.audio.data_ptr(), "memory that workers fill again"
+    assert alone.audio.data_ptr() != whole.audio.data_ptr(), "shares memory that workers reuse"
     assert whole.num_tokens == whole.attention_mask.sum()
     shorts, halves = whole.rows(0, 1), whole.rows(1, 2)
     shorts.audio, halves.audio = torch.tensor([[-(2**15), 2**14]], dtype=torch.int16), torch.tensor([[0.5, -2]]).half()
@@ -34,7 +34,7 @@ def test_join_puts_pieces_together_in_order() -> None:
 
 
 def test_pieces_are_packed_together() -> None:
-    """The packed captions of a batch of two pieces are the real tokens in order, and its padded form is still there."""
+    """A batch of two pieces has its real tokens in order as packed captions, and still its padded form."""
     ids = torch.tensor([[0, 5, 2, 1], [0, 2, 1, 1], [0, 6, 7, 2]])
     mask = (ids != 1).long()
     pieces = [Batch(torch.zeros(2, 8), ids[:2], mask[:2]), Batch(torch.zeros(1, 8), ids[2:], mask[2:])]
@@ -47,7 +47,7 @@ def test_pieces_are_packed_together() -> None:
     assert len(row) == packing.bounds[-1] == 16
     assert torch.equal(batch.input_ids, ids)
     assert join(pieces, CPU).model_inputs()[1].shape == (3, 4)
-    assert join(pieces[1:], CPU).model_inputs()[2] is None  # of full captions
+    assert join(pieces[1:], CPU).model_inputs()[2] is None  # full captions
     again = [join(pieces[:1], CPU, pack_captions=True).model_inputs()[1] for _ in range(2)]
     assert again[0][:5].tolist() == [0, 5, 2, 0, 2]
     assert again[0] is again[1]

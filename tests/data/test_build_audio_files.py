@@ -1,4 +1,4 @@
-"""Audio files on their way into shards: what is never opened, what is one item, and what is left out as its end is missing."""
+"""Test which audio files are never opened, are merged, or are skipped as truncated."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ NOISE = np.random.default_rng(0).uniform(-0.5, 0.5, 8 * RATE)
 
 
 def test_files_that_are_the_same_are_one_item(tmp_path: Path) -> None:
-    """By whatever path they are reached; captions and other columns of all of them are kept."""
+    """Independent of their paths; captions and other columns of all are kept."""
     more = "./audio/../audio/clip 00.wav,again,2\nlink/clip 01.wav,linked,2\ncopy.wav,copied,3\n"
     path = write_list(tmp_path, 3, more)
     path.write_text(path.read_text().replace("path,caption", "path,caption,take").replace("wav\n", "wav,1\n"))
@@ -39,7 +39,7 @@ def test_files_that_are_the_same_are_one_item(tmp_path: Path) -> None:
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    """A pipe that nobody writes to would be waited for without end."""
+    """Reading a pipe without a writer would block forever."""
     path = write_list(tmp_path, 2, "audio/pipe.wav,x\naudio/gone.wav,x\n")
     os.mkfifo(tmp_path / "audio" / "pipe.wav")
     assert run(path, tmp_path / "out") == 0
@@ -47,7 +47,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
 
 
 def build_one(folder: Path, files: dict[str, bytes]) -> tuple[set[str], dict[str, str]]:
-    """Names of the files that become items, and the reasons why others don't."""
+    """Return the names of files that become items, and the reasons for the others."""
     for name, content in files.items():
         (folder / name).write_bytes(content)
     (folder / "list.csv").write_text("path,caption\n" + "".join(f"{name},x\n" for name in files))
@@ -65,7 +65,7 @@ def test_files_whose_end_is_missing_are_of_no_use_wherever_they_are_read(tmp_pat
     whole = {name: encoded(*name.split(".")) for name in names}
     cut = {f"{part} {name}": whole[name][: int(len(whole[name]) * part)] for name in names for part in (0.33, 0.97)}
     start, samples = whole[names[0]].split(b"data", 1)
-    for sizes in ((8, 0), (0, 256_000), (0, 2**32 - 1), (2**32 - 1, 2**32 - 1), (0x7FFFF024, 0x7FFFF000)):  # of streams
+    for sizes in ((8, 0), (0, 256_000), (0, 2**32 - 1), (2**32 - 1, 2**32 - 1), (0x7FFFF024, 0x7FFFF000)):  # streamed
         of_file, of_samples = (size.to_bytes(4, "little") for size in sizes)
         whole[f"stream {sizes[0]} {sizes[1]}.wav"] = (
             start[:4] + of_file + start[8:] + b"data" + of_samples + samples[4:]

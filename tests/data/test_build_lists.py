@@ -1,4 +1,4 @@
-"""Lists of audio files with captions: as others write them, and how those that can't be read are refused."""
+"""Test lists of audio files with captions in common formats, and errors for invalid ones."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ def described_in(folder: Path) -> dict[str, dict[str, object]]:
     return {name: json.loads(item["json"]) for name, item in items_by_source(folder).items()}
 
 
-LISTS = {  # name of the list and its content, encoding, options, captions by the names of audio files
+LISTS = {  # list name, content, encoding, options, captions by audio file name
     "excel": (
         "x.csv", "path;caption;;\r\n{};Glöckchen, nah;;\r\n{};Regen;;\r\n;;;\r\n\r\n", "utf-8-sig", "",
         {"a.wav": "Glöckchen, nah", "b.wav": "Regen"},
@@ -72,7 +72,7 @@ def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:
         {"text": ["A dog barks.", "A bark"], "tag": ["dog"], "original_data": {"title": "x"}},
     )
     (folder / "within").mkdir(parents=True)
-    files = {  # name: name and content of a caption file, what is read or why it is left out
+    files = {  # name: caption file's name and content, captions or reason for skipping
         "within/lines": ("txt", "a sound\n\nanother\n", {"caption": ["a sound", "another"]}),
         "laion": ("json", json.dumps(text), {"caption": text["text"], "tag": ["dog"], "original_data": {"title": "x"}}),
         "none": ("text", "a sound", "expected none.txt"),
@@ -91,14 +91,14 @@ def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:
         assert str(files[Path(name).stem][2]) in reason
 
 
-MISTAKES = [  # content of a list, options, message; in a CSV unless it says otherwise
+MISTAKES = [  # list content, options, message; CSV by default
     ("path,caption\n", "", "no rows"),
     ("url,caption\nx,y\n", "", "--audio_column"),
     ("path,caption\nx,y\n", "--caption_columns captoin", "did you mean 'caption'"),
     ('path,caption\na.wav,wind\nb.wav,"rain\nfalls\n', "", "quotes"),
     ("path,caption\na.wav,b\n\na.wav,b,c\n", "", "list.csv:4"),
     ("path,caption\nx,Gl\u00f6ckchen\n", "", "UTF-8"),
-    ("path,caption\nx,y\n", "", "none of 1 items can be used, the first: {folder}/x"),
+    ("path,caption\nx,y\n", "", "none of 1 items are usable; the first: {folder}/x"),
     ('{"path": "x"\n', "jsonl", "list.jsonl:1: not valid JSON"),
 ]
 

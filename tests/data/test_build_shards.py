@@ -1,4 +1,4 @@
-"""The build command: from a list to what a run reads, resumed or refused."""
+"""Test the build command: from a list to training data, resuming, and errors."""
 
 import hashlib
 import json
@@ -16,13 +16,13 @@ from tests.data.builds import items_by_source, run, write_list
 def test_a_newcomer_can_train_on_the_result(
     tmp_path: Path, micro: ClapConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The printed settings load; held-out items are apart; the manifest's counts are those of an epoch."""
+    """The printed settings load, held-out items are separate, and the manifest's counts match an epoch."""
     out, path = tmp_path / "out", write_list(tmp_path, 20, "audio/gone.wav,x\n")
     (tmp_path / "audio" / "clip 00.wav").write_bytes(b"broken")
     options = (path, out, "--held_out", 0.25, "--shards", 3, "--train_tokenizer", 300, "--max_left_out")
     assert run(*options, 0.09) == 1
     printed = capsys.readouterr()
-    assert f"2 left out, listed with reasons in {out}/broken.jsonl" in printed.out
+    assert f"skipped 2, listed with reasons in {out}/broken.jsonl" in printed.out
     assert "--max_left_out" in printed.err
     assert run(*options, 0.1) == 0
     train, held_out = items_by_source(out, "train-*.tar"), items_by_source(out, "held_out-*.tar")
@@ -47,7 +47,7 @@ def test_other_contents_and_other_lists_are_refused(tmp_path: Path, capsys: pyte
     path, out = write_list(tmp_path, 3), tmp_path / "out"
     assert run(path, out) == 0
     assert run(path, out) == 0
-    assert "1 of 1 shards are there already" in capsys.readouterr().out
+    assert "1 of 1 shards already exist" in capsys.readouterr().out
     for folder, options, message in (
         (tmp_path / "audio", (), "isn't an empty folder"),
         (path / "out", (), "Not a directory"),

@@ -1,4 +1,4 @@
-"""What is held out: a share of items or groups, or what a column says."""
+"""Test held-out splits: a fraction of items or groups, or by a column."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -23,7 +23,7 @@ def divided(items: list[Entry], **options: Any) -> dict[str, Numbered]:
 
 
 def sides(items: list[Entry], share: float = 0.2, **options: Any) -> dict[str, set[int]]:
-    """Numbers of the items on each side; all of them are there, once."""
+    """Return the item numbers of each split, checking that each occurs once."""
     shards = divided(items, held_out=share, **options)
     assert sorted(int(str(entry.path)) for group in shards.values() for _, entry in group) == list(range(len(items)))
     of_side = {
@@ -49,27 +49,27 @@ def test_groups_are_never_divided(seed: int) -> None:
 
 
 def test_a_column_says_what_is_held_out() -> None:
-    """In common words; of files that are the same, whatever is held out once."""
+    """By common names; identical files are held out if any of them is."""
     said = ["train", "Training", "held_out", "valid", "val", "validation", "Test", "dev", ["train", "test"]]
     assert sides(entries(said, "split"), 0, split_column="split") == {"train": {0, 1}, "held_out": set(range(2, 9))}
 
 
 def test_a_fold_is_held_out() -> None:
-    """As text, whatever it was in a JSONL; a sound of two folds is held out of both."""
+    """Compared as text, also in a JSONL; a sound of two folds is held out with either."""
     items = entries(["1", "2", 1, [2, 1], "11"], "fold")
     found = sides(items, 0, fold_column="fold", held_out_fold="1")
     assert found == {"train": {1, 4}, "held_out": {0, 2, 3}}
-    with pytest.raises(UserError, match="there are 1, 11, 2"):
+    with pytest.raises(UserError, match="found 1, 11, 2"):
         divided(items, held_out=0, fold_column="fold", held_out_fold="3")
 
 
 @pytest.mark.parametrize(
     ("values", "options", "message"),
     [
-        (["a"], {}, r"all of 1 item\(s\) would be held out"),
+        (["a"], {}, r"all 1 item\(s\) would be held out"),
         (["train", "development"], {"split_column": "speaker"}, "found 'development'"),
-        (["a"], {"group_column": "who"}, "there are speaker"),
-        (["a", "b"], {"shards": 2}, "--shards 2 is more than the 1 items"),
+        (["a"], {"group_column": "who"}, "its columns: speaker"),
+        (["a", "b"], {"shards": 2}, "--shards 2 exceeds the 1 items"),
     ],
 )
 def test_divisions_that_cannot_be(values: list[str], options: dict[str, Any], message: str) -> None:

@@ -50,7 +50,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_rows_are_what_libsndfile_numpy_and_torchaudio_make(name: str) -> None:
-    """The mean of the channels at the row's rate, cropped at a place that is drawn, or repeated and filled up with zeros."""
+    """The channel mean at the row's rate, cropped at random, or repeated and zero-padded."""
     encoded = FILES[name]
     samples, rate = soundfile.read(io.BytesIO(encoded), dtype="float32", always_2d=True)
     for num_samples, seed in ((300, 0), (300, 1), (2500, 0), (400_000, 0)):
@@ -61,7 +61,7 @@ def test_rows_are_what_libsndfile_numpy_and_torchaudio_make(name: str) -> None:
         repeated = whole.repeat(num_samples // len(whole))
         expected = torch.cat([repeated, torch.zeros(num_samples - len(repeated))])
         is_exact = rate == SECOND and name[:3] not in ("Ogg", "MP3")
-        tolerance = 1e-7 if is_exact else 1e-5  # beside 1; seeking in lossy files may round otherwise
+        tolerance = 1e-7 if is_exact else 1e-5  # relative to 1; seeking in lossy files may round differently
         found = decode(encoded, num_samples, seed)
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
         in_16_bits = decode(encoded, num_samples, seed, torch.int16)
@@ -103,11 +103,11 @@ def test_samples_beyond_full_scale_are_clipped_and_warned_of(rate: int) -> None:
         (encode(np.zeros(10), SECOND, "FLAC"), "silent"),
         (encode(np.array([0.1, np.nan, 0.2]), 16000, "WAV", "FLOAT"), "peaks at nan"),
         (encode(tone(440, 16000) * 32767, 16000, "WAV", "FLOAT"), "integers kept"),
-        (encode(tone(440, SECOND), 1, "WAV"), "sample rate of 1 Hz"),  # hours, as the model hears it
-        # An MP3's length stands at its start, so a part of a file still promises all of it.
+        (encode(tone(440, SECOND), 1, "WAV"), "sample rate of 1 Hz"),  # hours after resampling
+        # An MP3's length is in its header, so a truncated file still states the full length.
         (encode(np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND), SECOND, "MP3")[:20000], "breaks off"),
     ],
-    ids=itertools.count(),  # encoded audio may hold the time
+    ids=itertools.count(),  # encoded audio may contain the time
 )
 def test_unusable_audio_is_refused_with_a_reason(encoded: bytes, reason: str) -> None:
     with pytest.raises(BrokenItemError, match=reason):

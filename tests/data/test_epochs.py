@@ -1,4 +1,4 @@
-"""An epoch is each item once: however many shards, ranks and workers there are, when resumed, and beside broken items."""
+"""Test that an epoch has each item once, for any shards, ranks and workers, when resumed, and with broken items."""
 
 from collections import Counter
 from itertools import accumulate
@@ -22,7 +22,7 @@ SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
 def test_the_parts_of_all_workers_are_an_epoch(
     sizes: list[int], world_size: int, num_workers: int, piece_size: int, epoch: int
 ) -> None:
-    """And each gives what there is in its own; every tar is opened, for its damage to be told."""
+    """Each reads all its samples, and every tar is opened, so that damage is reported."""
     sizes_by_tar = {f"{number}.tar": size for number, size in enumerate(sizes)}
     everything = Counter((tar, number) for tar, size in sizes_by_tar.items() for number in range(size))
 
@@ -45,7 +45,7 @@ def test_the_parts_of_all_workers_are_an_epoch(
 def _given(
     open_source: OpenSource, shards: str, steps: int, world_size: int, **options: Any
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """The items that all ranks give in each step; where workers stand at the end."""
+    """Return the items of all ranks per step, and the workers' final positions."""
     by_step: list[list[int]] = [[] for _ in range(steps)]
     ends = []
     for rank in range(world_size):
@@ -60,7 +60,7 @@ def _given(
     ("sizes", "world_size", "num_workers", "micro_batch", "shuffle_buffer"),
     [
         ([7, 90, 1, 2], 3, 2, 16, 20),
-        ([5], 2, 3, 4, 0),  # fewer than a global batch, and than workers
+        ([5], 2, 3, 4, 0),  # fewer than a global batch and than workers
         ([33, 70, 3], 1, 0, 40, 9),  # in pieces of 32
     ],
 )
@@ -68,7 +68,7 @@ def test_each_item_comes_once_an_epoch(
     tmp_path: Path, open_source: OpenSource,
     sizes: list[int], world_size: int, num_workers: int, micro_batch: int, shuffle_buffer: int,
 ) -> None:  # fmt: skip
-    """After S samples each of N items has come S/N times, rounded up or down, after every step of three epochs."""
+    """After S samples, each of N items has occurred S/N times, rounded up or down, at every step of three epochs."""
     total, seen = sum(sizes), Counter(range(sum(sizes)))
     for tar, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
         write_tar(tmp_path / f"{tar}.tar", marked_items(range(end - size, end)))
@@ -82,8 +82,8 @@ def test_each_item_comes_once_an_epoch(
 
 
 def test_others_stand_in_for_broken_items(tmp_path: Path, open_source: OpenSource) -> None:
-    """Of 48 items 7 can't be read, and 6 more are behind a cut: no rank gets ahead, each of the others comes in every epoch,
-    and as many once more as are broken."""
+    """Of 48 items 7 are unreadable and 6 are lost to truncation: ranks stay in step, and each epoch has all others, and as
+    many again as are broken."""
     broken, seen = set(range(5, 42, 6)), Counter[int]()
     items = [(f"{n:04d}.wav", b"no audio") if n in broken else marked_item(n)[0] for n in range(48)]
     for tar in range(4):

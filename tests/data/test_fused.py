@@ -1,4 +1,4 @@
-"""Files of any length as transformers' feature extractor hears them, its draws aside."""
+"""Test equality with transformers' feature extractor for files of any length, except for its random crops."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.data.tars import wav, write_tar
 MICRO = load_preset("micro")
 SIZES = load_preset("clap_htsat_tiny_roberta_base_fused").audio
 AUDIO = SIZES.model_copy(update={"num_samples": 48000})
-"""Of a second. The extractor fuses 64 mel bins alone."""
+"""Clips of a second. The extractor only fuses 64 mel bins."""
 
 
 def noise(num_samples: int, seed: int = 0) -> np.ndarray:
@@ -43,7 +43,7 @@ def test_equals_the_extractor_of_transformers(num_samples: int) -> None:
     found = read(samples, Middle())
     torch.testing.assert_close(
         found, torch.tensor(np.asarray(expected)).float(), rtol=0, atol=2e-3
-    )  # dB, of fp32's FFT
+    )  # dB, from fp32's FFT
     assert bool(longer_rows(found[None])) == (num_samples >= 48_480)
 
 

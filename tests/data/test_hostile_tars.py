@@ -1,4 +1,4 @@
-"""Tars that were made to hang, fill or end their reader."""
+"""Test tars made to hang their reader, exhaust its memory or crash it."""
 
 import io
 import tarfile
@@ -26,7 +26,7 @@ def test_whatever_is_changed_it_ends_and_nothing_escapes(
     content = bytearray(buffer.getvalue()[:6144])
     for _ in range(data.draw(st.integers(1, 8))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    for start in range(0, len(content), 512):  # right checksums, so that more than the first byte is looked at
+    for start in range(0, len(content), 512):  # valid checksums, so that more than the first byte is read
         if content[start + 257 : start + 262] == b"ustar" and data.draw(st.booleans()):
             content[start + 148 : start + 156] = b" " * 8
             content[start + 148 : start + 156] = b"%06o\0 " % sum(content[start : start + 512])

@@ -28,7 +28,7 @@ def test_measures_more_and_more_workers(tmp_path: Path, tokenizer_dir: str, caps
 
 
 def test_the_first_batch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes 50 s, while workers start, and every other one 1 s."""
+    """It takes 50 s while workers start, and every other one 1 s."""
     now, pieces = [0.0], mock.MagicMock(kind="mel", prepared="mel")
     pieces.__next__.side_effect = lambda: now.append(now[-1] + (1.0 if now[-1] else 50.0))
     monkeypatch.setattr(loader_speed, "ShardPieces", lambda *_: pieces)

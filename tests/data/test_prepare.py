@@ -1,4 +1,4 @@
-"""Prepared shards hold what decoding live would give; what can't be used is named; a command that was stopped resumes."""
+"""Test that prepared shards equal live decoding, unusable items are reported and interrupted commands resume."""
 
 import io
 import json
@@ -24,14 +24,14 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
 from tests.data.tars import items_in, wav, write_tar
 
-MICRO = load_preset("micro")  # of clips of one second
+MICRO = load_preset("micro")  # clips of one second
 RATE = MICRO.audio.sample_rate
 HALF_STEP = 2**-5 + 1e-4
-"""dB by which features below 128 are rounded at most, half the distance of float16 numbers, and by which kernels may differ."""
+"""dB of maximal rounding error of features below 128 (half of float16's spacing), and of kernels' differences."""
 
 
 def sound(seconds: float, rate: int = RATE, channels: int = 1, seed: int = 0) -> np.ndarray:
-    """A falling tone in noise, other in each channel."""
+    """Return a falling tone in noise that differs by channel."""
     rng = np.random.default_rng(seed)
     time = np.arange(round(seconds * rate))[:, None] / rate
     tones = 0.4 * np.sin(2 * np.pi * (900 - 300 * time) * time + np.arange(channels))
@@ -59,14 +59,14 @@ def run(*arguments: object) -> int:
 
 
 def live(clip: bytes, num_samples: int = RATE) -> torch.Tensor:
-    """What a run on `waveforms: int16` decodes, (num_samples,) int16."""
+    """Decode like a run with `waveforms: int16`, (num_samples,) int16."""
     row = torch.empty(num_samples, dtype=torch.int16)
     decode_audio(clip, row, sample_rate=RATE, rng=random.Random(0))
     return row
 
 
 def test_features_are_those_of_decoding_live(tmp_path: Path) -> None:
-    """But for rounding; embeddings, too."""
+    """Up to rounding; embeddings, too."""
     shard = write_tar(tmp_path / "a.tar", members(CLIPS))
     assert run(shard, tmp_path / "mel", "--kind", "mel") == 0
     items = items_in(tmp_path / "mel")
@@ -89,7 +89,7 @@ def test_features_are_those_of_decoding_live(tmp_path: Path) -> None:
 
 
 def test_waveforms_are_those_of_decoding_live(tmp_path: Path) -> None:
-    """Standard WAV files, as long as the clips, from which features become the same as from the clips."""
+    """Standard WAV files of the clips' length that give the same features as the clips."""
     clips = {**CLIPS, "long": wav(sound(2.5, 44100, 2), 44100, "PCM_16")}
     shard = write_tar(tmp_path / "a.tar", members(clips))
     assert run(shard, tmp_path / "wav", "--kind", "waveform") == 0
@@ -107,7 +107,7 @@ def test_waveforms_are_those_of_decoding_live(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_samples", [1, 3 * RATE])
 def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
-    """Features of so many samples more than the model's, computed in parts, are those computed at once."""
+    """Features of longer clips are equal whether computed in parts or at once."""
     clip = wav(sound((RATE + num_samples) / RATE), RATE, "PCM_16")
     assert run(write_tar(tmp_path / "a.tar", members({"long": clip})), tmp_path / "mel", "--kind", "mel") == 0
     (item,) = items_in(tmp_path / "mel").values()
@@ -122,7 +122,7 @@ def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
 def test_the_same_command_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is finished stays, nothing half is left; what has no record is written again."""
+    """Finished shards stay, no partial ones remain, and those without a record are written again."""
     out = tmp_path / "out"
     for n in range(4):
         write_tar(tmp_path / f"{n}.tar", members({f"clip{n}": wav(sound(0.1, seed=n), RATE, "PCM_16")}))
@@ -131,7 +131,7 @@ def test_the_same_command_resumes(
     def fail(*arguments: Any) -> Any:
         nonlocal num_read
         num_read += 1
-        if is_failing and num_read >= 3:  # of all that a worker still begins
+        if is_failing and num_read >= 3:  # also for items that a worker still starts
             raise OSError(28, os.strerror(28))
         return clip(*arguments)
 
@@ -144,7 +144,7 @@ def test_the_same_command_resumes(
     assert not (out / "manifest.json").exists()
     (out / ".build" / "1.tar.json").unlink()  # as if killed between a shard and its record
     assert run(*command) == 0
-    assert "1 of 4 shards are there already" in capsys.readouterr().out
+    assert "1 of 4 shards already exist" in capsys.readouterr().out
     assert [path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()] == [True, False]
     assert sorted(items_in(out)) == ["clip0", "clip1", "clip2", "clip3"]
     assert not list(out.glob(".*.tar.*"))

@@ -1,4 +1,4 @@
-"""An interrupted run sees exactly the samples that an uninterrupted one sees."""
+"""Test that interrupted and uninterrupted runs see the same samples."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ NUM_BATCHES = 14
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4 tars of 13 items: longer than a clip, so that crops are drawn, with several captions, some of them broken."""
+    """Write 4 tars of 13 items with several captions, longer than a clip, so that crops are random; some are broken."""
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     captions = json.dumps({"caption": ["a loud tone", "a quiet tone", "a click"]}).encode()
@@ -48,7 +48,7 @@ MIXTURE = {"{0,1}.tar": 3.0, "{2,3}.tar": 1.0}
 def test_interrupted_equals_uninterrupted(
     shards: Path, open_source: OpenSource, names: Any, stops: list[int], settings: dict[str, Any]
 ) -> None:
-    """Over several passes, with broken items and a cut tar; and it ends in the same state."""
+    """Over several passes, with broken items and a truncated tar; the final states are equal, too."""
     if isinstance(names, dict):
         names = {str(shards / name): weight for name, weight in names.items()}
     elif names == "*.tar":
@@ -82,7 +82,7 @@ def test_another_setup_resumes_in_a_new_order(
         resumed, later, after = numbers_in(source, 5), source.state(), numbers_in(source, 1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "clap.data.shards: resuming after 40 samples in a new order, because of other ranks (then 2, now 1)"
+        "clap.data.shards: resuming after 40 samples in a new order, because these changed: ranks (then 2, now 1)"
     )
     assert "workers per rank (then 1, now 2), clap.data.shuffle_buffer (then 9, now 3)" in line
     assert resumed not in (first, afresh)

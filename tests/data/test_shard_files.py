@@ -18,7 +18,7 @@ def urls(shard_cache: Path) -> list[str]:
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Is called with each remote file that is copied."""
+    """Return a mock that is called with each remote file that is copied."""
     noted, get_file = Mock(), MemoryFileSystem.get_file
     monkeypatch.setattr(MemoryFileSystem, "get_file", lambda *to: (noted(to[1]), get_file(*to)))
     return noted
@@ -31,7 +31,7 @@ def content(shard: str, cache_bytes: float = 1e9) -> bytes:
 def test_each_is_fetched_once_until_the_least_recently_used_makes_room(
     urls: list[str], fetched: Mock, shard_cache: Path
 ) -> None:
-    """What is open stays readable. One that has changed is fetched anew."""
+    """Open shards stay readable. Changed ones are fetched again."""
     held = open_shard(urls[0], 2.5 * SIZE)
     for number in (0, 1, 0, 2, 0, 1):
         assert content(urls[number], 2.5 * SIZE) == bytes([number]) * SIZE
@@ -48,7 +48,7 @@ def test_each_is_fetched_once_until_the_least_recently_used_makes_room(
 def test_what_breaks_off_is_no_copy(urls: list[str], shard_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "get_file", lambda self, path, local: Path(local).write_bytes(b"begun"))
-        with pytest.raises(OSError, match="broke off after 5 bytes"):
+        with pytest.raises(OSError, match="stopped after 5 bytes"):
             open_shard(urls[1])
     assert not list(shard_cache.glob("*.tar"))
     assert content(urls[1]) == bytes([1]) * SIZE
@@ -63,9 +63,9 @@ def test_the_next_is_fetched_while_one_is_read(urls: list[str], fetched: Mock, t
     for thread in threading.enumerate():
         if thread.daemon and thread is not threading.current_thread():
             thread.join(0.5)
-    assert fetched.call_count == 2, "before it is asked for"
+    assert fetched.call_count == 2, "before it is requested"
     assert [each().read(0, 1) for each in (second, local)] == [b"\1", b"l"]
     with pytest.raises(FileNotFoundError):
         gone()
     assert [open_file().read(0, 1) for _, open_file in list(open_ahead([urls[2]] * 5, 1e9))] == [b"\2"] * 5
-    assert fetched.call_count == 3, "the same wanted at once is fetched once"
+    assert fetched.call_count == 3, "simultaneous requests fetch it once"

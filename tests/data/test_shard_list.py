@@ -23,13 +23,13 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ("a-{08..12}.tar", r"a-08\.tar is not there"),
+        ("a-{08..12}.tar", r"a-08\.tar does not exist"),
         ("b-*.tar", "no file matches"),
         (".", "a folder"),
         ("memory://nowhere/*.tar", "no file matches"),
         ("gopher://host/a.tar", "gopher"),
         ("s3://bucket/a.tar", "s3fs"),
-        ("s3://key:secret@bucket/a.tar", "s3 URL of bucket carries credentials"),
+        ("s3://key:secret@bucket/a.tar", "s3 URL of bucket contains credentials"),
     ],
 )
 @pytest.mark.usefixtures("three_tars")
@@ -51,7 +51,7 @@ def numbered(count: int) -> list[str]:
     ("num_shards", "world_size", "num_workers"), [(12, 2, 3), (13, 2, 3), (5, 2, 2), (9, 4, 0), (3, 2, 4)]
 )
 def test_every_shard_goes_to_one_worker(num_shards: int, world_size: int, num_workers: int) -> None:
-    """And where they are too few for all workers, none goes without."""
+    """If there are too few for all workers, each worker still has one."""
     sources, readers = [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)], world_size * (num_workers or 1)
     shared = [share_out(sources, "epochs", rank, world_size, num_workers) for rank in range(world_size)]
     assert [len(workers) for workers in shared] == [num_workers or 1] * world_size

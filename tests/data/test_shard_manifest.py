@@ -14,7 +14,7 @@ from tests.data.tars import marked_item, marked_tars, put, write_tar
 
 
 def test_samples_of(tmp_path: Path) -> None:
-    """By the manifest where there is one, else by the items of local tars that have audio and what a caption can be in."""
+    """From the manifest, or else from local tars' items with audio and a possible caption."""
     marked_tars(tmp_path, 2, 5)
     partial = [("x.wav", b"no caption"), ("y.txt", b"no audio"), ("z.jpg", b""), ("e.FLAC", b""), ("e.json", b"")]
     write_tar(tmp_path / "002.tar", [*marked_item(1), *partial])
@@ -64,13 +64,13 @@ def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPat
     read, failures = MemoryFile.read, [ConnectionResetError("reset")] * 4
     monkeypatch.setattr(MemoryFile, "read", lambda *to: _raise(failures.pop()) if failures else read(*to))
     assert read_manifest("memory://flaky").shards["a"].items == 7
-    unreachable = FileNotFoundError("as fsspec has it of HTTP")
+    unreachable = FileNotFoundError("as fsspec raises it for HTTP")
     unreachable.__cause__ = ConnectionResetError("reset")
     for error in (unreachable.__cause__, unreachable):
         failures[:] = [error] * 5
         with pytest.raises(ValueError, match="reset"):
             read_manifest("memory://flaky")
-    for kind in ("strange", "mel"):  # the latter without a front end
+    for kind in ("strange", "mel"):  # mel lacks a front end
         put("memory://strange/manifest.json", b'{"shards": {}, "kind": "%s"}' % kind.encode())
         with pytest.raises(ValueError, match=f"manifest.json: .*{kind}.*encoded, waveform, mel"):
             read_manifest("memory://strange")

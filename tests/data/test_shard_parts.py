@@ -1,4 +1,4 @@
-"""Shards made in parts, as on many nodes, are those of one command."""
+"""Test that shards made in parts, as on many nodes, equal those of one command."""
 
 import os
 import re
@@ -22,7 +22,7 @@ SBATCH = '#!/bin/bash\n{ echo "$*"; tail -n 1; } >> jobs\nwc -l < jobs\n'
 def test_the_scripts_jobs_make_what_one_command_makes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts in any order, one of them again while another is at work, one of them missing at first."""
+    """Parts run in any order; one is repeated while another runs, and one is missing at first."""
     path = write_list(tmp_path, 20, "audio/same.wav,x\naudio/gone.wav,x\n")
     whole, parts, options = tmp_path / "whole", tmp_path / "parts", OPTIONS.split()
     (tmp_path / "audio" / "same.wav").write_bytes(wav(tone(3), RATE, "PCM_16"))
@@ -42,14 +42,14 @@ def test_the_scripts_jobs_make_what_one_command_makes(
         return exit_code_of(lambda: shards.main(words))
 
     assert do(0) == 0
-    monkeypatch.delattr(audio_files, "_look")  # no other job looks at the files
+    monkeypatch.delattr(audio_files, "_look")  # no other job reads the files
     assert (do(1, part=3), do(1, part=1), do(1, part=3)) == (0, 0, 0)
     assert do(2) == 2
     assert "run --part I/3 with I = 2" in capsys.readouterr().err
     assert do(1, part=2) == 0
     assert "part 2/3: " in capsys.readouterr().out
     assert do(2) == 0
-    said = capsys.readouterr().out.removeprefix("6 of 6 shards are there already\n")
+    said = capsys.readouterr().out.removeprefix("6 of 6 shards already exist\n")
     assert said.replace(str(parts), str(whole)) == expected
     seen = [{file.name: file.read_bytes() for file in folder.glob("[!.]*.*")} for folder in (parts, whole)]
     assert seen[0] == seen[1]

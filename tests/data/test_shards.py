@@ -1,4 +1,4 @@
-"""What a rank is given from its shards: which items, in which order and whole; and what is said of those it can't use."""
+"""Test the items that a rank reads from its shards, their order and integrity, and reports of unusable ones."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from tests.data.tars import marked_item, marked_tars, number_of, numbers_in, put
 
 
 def test_waveforms_and_captions_belong_together(tmp_path: Path, open_source: OpenSource, tokenizer_dir: str) -> None:
-    """The same seed gives the same order, another another; torch's global generator stays as it is."""
+    """The seed determines the order; torch's global generator is unchanged."""
     tokenizer, orders = load_tokenizer(tokenizer_dir, vocab_size=512), []
     pattern, random_state = marked_tars(tmp_path, 2, 10), torch.get_rng_state()
     for seed in (0, 0, 1):
@@ -43,7 +43,7 @@ def test_waveforms_and_captions_belong_together(tmp_path: Path, open_source: Ope
 def test_rows_stay_until_the_next_are_asked_for(
     tmp_path: Path, tokenizer_dir: str, micro: ClapConfig, micro_batch: int, num_workers: int
 ) -> None:
-    """However far the workers, who use their memory again, run ahead."""
+    """Even if the workers, which reuse their memory, run far ahead."""
     options = {"tokenizer": tokenizer_dir, "num_workers": num_workers, "shuffle_buffer": 0}
     data = ShardData(source="shards", shards=marked_tars(tmp_path, 2, 50), **options)
     spec = BatchSpec(micro, 12, micro_batch, 0, 1, 0, torch.device("cpu"))
@@ -87,7 +87,7 @@ def test_broken_items_are_skipped_counted_and_named_once(
         assert numbers_in(source, 20) == [1, 2] * 40
         statistics = json.loads(json.dumps(source.statistics()))
     listed = statistics.pop("broken_items")
-    counts = {"num_samples": 4, "epoch_samples": 4, "num_broken_items": 4}  # no sample without sound or caption
+    counts = {"num_samples": 4, "epoch_samples": 4, "num_broken_items": 4}  # a sample has sound and caption
     assert statistics == {"source": "shards", "kind": "encoded", "num_shards": 1, "num_workers": num_workers, **counts}
     stderr = capsys.readouterr().err.splitlines()
     for item, line, (name, _, reason) in zip(listed, stderr, BROKEN_ITEMS, strict=True):
@@ -104,9 +104,7 @@ def test_a_worker_without_a_usable_item_stops_the_run(
     for tar in range(2):
         write_tar(tmp_path / f"{tar}.tar", BROKEN_ITEMS[0][1])
     source = open_source(str(tmp_path / "*.tar"), num_workers=num_workers)
-    message = (
-        r"(?s)^clap\.data\.shards: .*2 shard\(s\), such as .*0\.tar, gave no usable item; 2 broken, .*: audio can't"
-    )
+    message = r"(?s)^clap\.data\.shards: no usable item .*2 shard\(s\), such as .*0\.tar; 2 broken, .*: audio can't"
     with pytest.raises(ValueError, match=message) as error:
         numbers_in(source, 100)
     assert "Traceback" not in str(error.value)
@@ -114,7 +112,7 @@ def test_a_worker_without_a_usable_item_stops_the_run(
 
 
 def test_mixtures_give_each_source_its_share(tmp_path: Path, open_source: OpenSource) -> None:
-    """Weights 1 to 3, though the lighter source has five times the items; each source goes on with its own passes."""
+    """Weights 1 to 3, although the lighter source has five times the items; each source has its own passes."""
     mixture = {marked_tars(tmp_path / "a", 2, 25): 1.0, marked_tars(tmp_path / "b", 2, 5, first=100): 3.0}
     with open_source(mixture, micro_batch=50, num_workers=2, shuffle_buffer=8) as source:
         numbers = numbers_in(source, 16)
@@ -129,7 +127,7 @@ def test_mixtures_give_each_source_its_share(tmp_path: Path, open_source: OpenSo
 def test_remote_shards_give_what_local_ones_do(
     tmp_path: Path, open_source: OpenSource, shard_cache: Path, num_workers: int
 ) -> None:
-    """Whether their copies stay or not, and with one that is cut."""
+    """With and without space for their copies, and with a truncated one."""
     pattern, cut = marked_tars(tmp_path, 4, 4), tmp_path / "002.tar"
     cut.write_bytes(cut.read_bytes()[:-4000])
     write_manifest(tmp_path, ShardManifest({f"{tar:03d}.tar": ShardRecord(4, 0, 0.0, "") for tar in range(4)}))
@@ -146,7 +144,7 @@ def test_remote_shards_give_what_local_ones_do(
 
 @pytest.mark.end_to_end
 def test_killed_worker_stops_the_run_with_a_message(tmp_path: Path, open_source: OpenSource) -> None:
-    """And only where data is asked for: torch would raise it wherever training is."""
+    """And only when data is requested: torch would raise it anywhere in training."""
     others = set(multiprocessing.active_children())
     with open_source(marked_tars(tmp_path, 2, 40), num_workers=2) as source:
         next(source)

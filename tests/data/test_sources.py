@@ -11,7 +11,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 class RecordedPieces:
-    """Hands out what it is given, counts it, and notes being closed."""
+    """Return the given micro-batches, count them, and record closing."""
 
     def __init__(self, micro_batches: list[list[Batch]]) -> None:
         self.micro_batches, self.num_given, self.is_closed = iter(micro_batches), 0, False
@@ -52,9 +52,9 @@ def test_looking_ahead_takes_nothing(device: torch.device) -> None:
 @needs_gpu
 @pytest.mark.parametrize("num_pieces", [1, 3])
 def test_batches_copied_ahead_are_complete(num_pieces: int) -> None:
-    """Large pinned batches under a busy compute stream: a missing wait, or memory reused too early, shows as wrong rows.
+    """With a busy compute stream, a missing wait or memory reused too early would give wrong rows of large batches.
 
-    The state is that of the batch handed out, not of the one copied ahead.
+    The state is that of the returned batch, not of the one copied ahead.
     """
     device, size = torch.device("cuda"), 96 // num_pieces
     expected = [random_batch(96, seed, num_audio_samples=200_000) for seed in range(6)]

@@ -1,4 +1,4 @@
-"""What a run says of its loader, by hand-worked cases."""
+"""Test reports about the data loader."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from clap_ds.data.supply import Supply, verdict
 @pytest.mark.parametrize(
     ("supply", "needed", "said"),
     [
-        ((1000.0, 4, "encoded"), 800.0, "can give 1,000 clips/s, the step of their rank takes 800: enough"),
-        ((1000.0, 4, "encoded"), 900.0, ": less than 25% more. clap.data.num_workers 5 would do"),
-        ((1000.0, 4, "encoded"), 2000.0, "num_workers 10 would do (20 worker(s) beside 2"),
+        ((1000.0, 4, "encoded"), 800.0, "can load 1,000 clips/s, their rank's step needs 800: enough"),
+        ((1000.0, 4, "encoded"), 900.0, ": margin below 25%. Set clap.data.num_workers to 5"),
+        ((1000.0, 4, "encoded"), 2000.0, "num_workers to 10 (20 worker(s) and 2"),
         ((1000.0, 4, "waveform"), 3000.0, "22 cores: NOT enough); prepared shards"),
         ((50.0, 0, "encoded"), 25.0, "makes each step 50% longer"),
     ],

@@ -13,12 +13,12 @@ Draw = Callable[..., list[Batch]]
 
 @pytest.fixture
 def draw(open_source: OpenSource) -> Draw:
-    """The first batches of a source."""
+    """Return a function that draws the first batches of a source."""
     return lambda count=1, **settings: list(islice(open_source(**{"micro_batch": 6, **settings}), count))
 
 
 def test_batches_are_the_same_for_a_seed_and_a_rank_alone(draw: Draw) -> None:
-    """Wherever they are placed; batches take turns."""
+    """For any placement; batches repeat in turn."""
     *batches, again = draw(4, num_batches=3)
     for first, second in zip(batches, draw(3, num_batches=3, placement="device"), strict=True):
         assert all(torch.equal(*pair) for pair in zip(first.tensors(), second.tensors(), strict=True))

@@ -24,7 +24,7 @@ def tar(tmp_path: Path) -> Path:
 
 
 def test_contents_left_in_the_tar_are_fetched_later(tar: Path) -> None:
-    """Even if it is deleted by then. It is closed with the last reference to an item."""
+    """Even if it was deleted. It is closed with the last reference to an item."""
     before = len(os.listdir("/proc/self/fd"))
     listed = list(list_items(str(tar), pytest.fail))
     assert all(isinstance(item[extension], Place) for item in listed for extension in ("wav", "txt"))
@@ -51,7 +51,7 @@ def test_what_tar_writes_is_read(tmp_path: Path) -> None:
 
 
 def test_damage_anywhere_is_told_and_costs_what_is_behind_it(tar: Path, tmp_path: Path) -> None:
-    """Cut anywhere, with a changed byte in any header, or zeros within, as a disk or a copy may leave them."""
+    """Truncated anywhere, with a changed byte in any header, or with blocks of zeros."""
     whole, damaged = tar.read_bytes(), tmp_path / "damaged.tar"
     expected = [item["txt"] for item in items_of(tar)[0]]
     with tarfile.open(tar) as opened:

@@ -1,4 +1,4 @@
-"""What the evaluation tests share: shards of short clips whose captions and classes are known, and a tokenizer for them."""
+"""Fixtures of the evaluation tests: shards of short clips with known captions and classes, and a tokenizer."""
 
 import io
 import json
@@ -21,31 +21,31 @@ WriteClips = Callable[..., list[str]]
 
 
 def tone(number: int) -> np.ndarray:
-    """0.1 s that only this clip has."""
+    """Return a clip's unique 0.1 s tone."""
     return (np.sin(np.arange(4800) * 0.01 * (number + 1)) * 0.5).astype(np.float32)
 
 
 def clip_members(number: int, description: Any, samples: np.ndarray | None = None) -> list[tuple[str, bytes]]:
-    """An item: a tone and a json."""
+    """Return an item: a tone and a json."""
     content = json.dumps(description).encode()
     return [(f"{number:04d}.wav", wav(tone(number) if samples is None else samples)), (f"{number:04d}.json", content)]
 
 
 def npy(values: np.ndarray) -> bytes:
-    """An encoded NumPy file, row by row."""
+    """Encode a NumPy file in row-major order."""
     np.save(file := io.BytesIO(), np.ascontiguousarray(values))
     return file.getvalue()
 
 
 def description(number: int) -> dict[str, Any]:
-    """Two captions for even clips, one for odd ones; no two alike: equal captions' features needn't be."""
+    """Return two captions for even clips, one for odd ones, all distinct: equal captions' features may differ."""
     kind = KINDS[number % len(KINDS)]
     return {"kind": kind, "caption": [f"a {kind} number {number}", f"{kind} again, {number}"][: 2 - number % 2]}
 
 
 @pytest.fixture
 def write_clips(tmp_path: Path) -> WriteClips:
-    """Writes clips, numbered through, into tars of the given sizes; the last tar ends with what is `extra`."""
+    """Return a function that writes numbered clips into tars of the given sizes, with `extra` members in the last."""
 
     def write(*sizes: int, extra: list[tuple[str, bytes]] | None = None) -> list[str]:
         paths, first = [], 0
@@ -60,7 +60,7 @@ def write_clips(tmp_path: Path) -> WriteClips:
 
 
 def on_ranks(pool: RankPool, world_size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function` gives on each rank of a group; its ranks are `ranks_here()`."""
+    """Return `function`'s result on each rank of a group, whose ranks are `ranks_here()`."""
     return pool.run(in_group_of, world_size, str(folder / f"store-{uuid4()}"), function, *arguments)[:world_size]
 
 

@@ -1,4 +1,4 @@
-"""The audio of clips."""
+"""Test the audio of clips."""
 
 from pathlib import Path
 

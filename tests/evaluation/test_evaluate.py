@@ -1,4 +1,4 @@
-"""The evaluate command: what its options mean, and as users start it."""
+"""Test the evaluate command and its options."""
 
 import json
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def on_ranks(world_size: int, *options: str | Path) -> tuple[list[int], str, str]:
-    """Exit codes of that many ranks, and what they wrote."""
+    """Run the command on ranks, and return their exit codes and output."""
     ranks = processes.ranks(["clap_ds/evaluate.py", *options], world_size, env=environment())
     codes = [rank.wait() for rank in ranks]
     return codes, "".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks)

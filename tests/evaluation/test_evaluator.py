@@ -1,4 +1,4 @@
-"""The evaluator on the micro model: the same for any number of ranks, nothing of the model changed, mistakes found at once."""
+"""Test the evaluator: independent of the number of ranks, leaves the model unchanged, detects mistakes early."""
 
 import json
 import random
@@ -42,7 +42,7 @@ MICRO = MODEL.model_copy(update={"audio": MODEL.audio.model_copy(update={"num_sa
 
 
 def micro_model() -> ClapModel:
-    """With larger text weights: to a fresh tower captions are alike but for rounding, unlike in each batch."""
+    """Build a model with larger text weights, because in a fresh tower captions differ only by rounding."""
     torch.manual_seed(0)
     model = ClapModel(MICRO, text_dropout=0.5)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def make(settings: EvaluationSettings, tokenizer: str | None, ranks: Ranks = ALO
 
 
 def metrics_on_ranks(shards: list[str], tokenizer: str) -> dict[str, float]:
-    with mock.patch.object(ranking, "SCORES_HELD", 8):  # of which every rank has some to rank
+    with mock.patch.object(ranking, "SCORES_HELD", 8):  # so that every rank has some
         return make(settings_for(shards), tokenizer, ranks_here()).evaluate(micro_model()).metrics
 
 
@@ -75,7 +75,7 @@ def test_any_number_of_ranks_finds_the_same(
     alone = make(settings_for(shards), clip_tokenizer).evaluate(micro_model()).metrics
     found = on_ranks(eight_processes, world_size, tmp_path, metrics_on_ranks, shards, clip_tokenizer)
     loss = alone.pop(LOSS)
-    for metrics in found:  # features of other micro-batches are rounded otherwise, which ranks don't show
+    for metrics in found:  # other micro-batches are rounded differently, which ranks must not affect
         assert metrics.pop(LOSS) == pytest.approx(loss, rel=1e-5)
     assert found == [alone] * world_size
     assert len(alone) == 11
@@ -149,7 +149,7 @@ def test_the_model_and_the_random_state_stay_as_they_were(write_clips: WriteClip
     assert state() == before
     with torch.no_grad():
         model.audio_projection.linear1.weight.fill_(torch.nan)
-    with pytest.raises(NonFiniteEmbeddingsError, match="it has diverged"):
+    with pytest.raises(NonFiniteEmbeddingsError, match="has diverged"):
         evaluator.evaluate(model)
 
 
@@ -197,7 +197,7 @@ FOUR = [member for number in range(4) for member in clip_members(number, descrip
         ("zero_shot", HUM, {}, "zero_shot.classes: expected at least 2 classes"),
         ("zero_shot", FOUR, {"class_field": "label"}, "zero_shot.shards: expected clips with 'label'"),
         ("zero_shot", FOUR, {"classes": {"hum": ["x"], "click": ["y"]}}, "zero_shot.classes: .* 'hiss'"),
-        ("zero_shot", FOUR, {"shards": "nowhere-{0..3}.tar"}, "zero_shot.shards: .*is not there"),
+        ("zero_shot", FOUR, {"shards": "nowhere-{0..3}.tar"}, "zero_shot.shards: .*does not exist"),
         (None, FOUR, {}, "tokenizer: missing"),
     ],
 )

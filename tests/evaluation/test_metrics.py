@@ -1,4 +1,4 @@
-"""Metrics against scikit-learn and a computation with numpy alone, at their two ends, and their intervals."""
+"""Test metrics against scikit-learn and numpy, at their extremes, and their intervals."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def features(number: int, seed: int, dim: int = 6) -> torch.Tensor:
 
 
 def zero_shot(audio: torch.Tensor, classes: torch.Tensor, labels: torch.Tensor) -> dict[str, Measure]:
-    """Labels: one class to a clip, or of which classes each clip is."""
+    """Evaluate with labels: one class per clip, or a mask of classes."""
     is_of_class = labels if labels.ndim == 2 else F.one_hot(labels, len(classes)).bool()
     return evaluate_zero_shot(audio, classes, is_of_class, ALONE)
 
@@ -33,7 +33,7 @@ def test_wilson(proportion: float, number: int, low: float, high: float) -> None
 
 
 def by_sorting(scores: np.ndarray, relevant: np.ndarray) -> dict[str, float]:
-    """Straight from the definitions, by sorting each row, (queries, candidates); for scores without ties."""
+    """Compute metrics by definition, sorting each row, (queries, candidates), of scores without ties."""
     hits = np.take_along_axis(relevant, np.argsort(-scores, axis=1), axis=1)[:, :10]
     precision = (hits * hits.cumsum(1) / np.arange(1, hits.shape[1] + 1)).sum(1) / relevant.sum(1).clip(max=10)
     return {**{f"r{k}": hits[:, :k].any(1).mean() for k in (1, 5, 10)}, "map10": precision.mean()}
@@ -69,7 +69,7 @@ def test_retrieval_by_a_perfect_and_by_constant_models() -> None:
 
 @pytest.mark.parametrize("share", [0, 0.2])
 def test_zero_shot_against_scikit_learn(share: float) -> None:
-    """One class to a clip, where two classes have no clips, or several."""
+    """With one class per clip, and two classes without clips, or with several."""
     is_of_class = torch.rand(80, 9, generator=torch.Generator().manual_seed(4)) < share
     is_of_class[torch.arange(80), torch.arange(80) % 7] = True
     audio, classes = features(80, 0), features(9, 1)

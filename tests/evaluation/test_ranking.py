@@ -1,4 +1,4 @@
-"""Rankings against every possible order of tied candidates."""
+"""Test rankings against every order of tied candidates."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from clap_ds.evaluation.ranking import measures
 
 @st.composite
 def tied_cases(draw: st.DrawFn) -> tuple[list[int], list[bool]]:
-    """Scores of up to six candidates, many of them equal, and which are relevant (one at least)."""
+    """Draw scores of up to six candidates, many of them equal, and which are relevant (at least one)."""
     scores = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     relevant = draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores)))
     relevant[draw(st.integers(0, len(scores) - 1))] = True
@@ -21,7 +21,7 @@ def tied_cases(draw: st.DrawFn) -> tuple[list[int], list[bool]]:
 
 
 def by_definition(scores: list[int], relevant: list[bool], at: tuple[int, ...], cutoff: int) -> list[float]:
-    """`measures` as means over every order of the candidates in which no score rises."""
+    """Compute `measures` as means over every non-increasing order of the candidates."""
     found = []
     for order in itertools.permutations(range(len(scores))):
         if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order)):

@@ -1,4 +1,4 @@
-"""The closed form against the published table's every row, what differs in what this engine executes, and recomputation."""
+"""Test the closed form against every row of the published table, this engine's differences, and recomputation."""
 
 from typing import Any
 
@@ -93,7 +93,7 @@ def test_packed_captions_cost_their_own_length() -> None:
 
 
 def _counted(config: ClapConfig, **options: Any) -> tuple[int, int]:
-    """Of one sample's forward and backward pass, as torch's counter sees them."""
+    """Count one sample's forward and backward pass with torch's counter."""
     frozen, shape = options.pop("frozen", ()), options.pop("audio", (config.audio.num_samples,))
     model = ClapModel(config, attention="matmul", **options).train()
     freeze(model, frozen)

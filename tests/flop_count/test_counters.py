@@ -1,4 +1,4 @@
-"""DeepSpeed's profiler agrees with the closed form to the last FLOP, and finds the published figures itself; parameters too."""
+"""Test that DeepSpeed's profiler agrees exactly with the closed form and the published FLOPs and parameters."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ MODELS: dict[Convention, Callable[[ClapConfig], ClapModel]] = {"published": publ
 
 
 def odd_config() -> ClapConfig:
-    """Sizes unlike every preset's: three stages, odd depths, a last grid below the window, other widths everywhere."""
+    """Return unusual sizes: three stages, odd depths, a last grid smaller than the window, different widths."""
     return ClapConfig(
         name="odd",
         audio=AudioConfig(
@@ -57,7 +57,7 @@ def test_the_profiler_agrees_to_the_last_flop(config: ClapConfig, tokens: int, c
     model = MODELS[convention](config)
     found = counters.count_by_deepspeed(model, tokens)
     assert found.total == expected["forward"]
-    # What was added is what the profiler is known not to see, no more.
+    # Only what the profiler is known to miss was added.
     assert found.unseen == ({counters.FFT: expected["fft"]} if convention == "model" else {})
 
 
@@ -74,7 +74,7 @@ def test_the_profiler_gives_the_published_figure_by_itself(preset: str, expected
 def test_parameters_as_open_clip_counts_them(preset: str, expected: tuple[float, ...]) -> None:
     found = counters.parameter_counts(counters.build(load_preset(preset)))
     assert tuple(round(found[name] / 1e6, 2) for name in ("audio", "text", "total")) == expected
-    # The frozen STFT and mel matrices are 1.0835 of them, the AudioSet head 1.2 or 2.4 and a little.
+    # Including 1.0835 for the frozen STFT and mel matrices, and slightly over 1.2 or 2.4 for the AudioSet head.
     assert found["audio"] + found["text"] + 1 == found["total"]
     assert (found["total"] - found["trainable"]) / 1e6 == pytest.approx(4.60 if preset == BASE else 3.79, abs=0.01)
 

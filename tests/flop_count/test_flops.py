@@ -1,4 +1,4 @@
-"""The FLOPs command, and what a bench run says of its own, say what they should."""
+"""Test the FLOPs command and a benchmark's FLOPs."""
 
 import json
 import subprocess
@@ -64,7 +64,7 @@ def test_lengths_that_a_caption_cannot_have(write_run: WriteRun) -> None:
 
 @pytest.mark.parametrize("frozen", [(), ("text",), ("audio",)])
 def test_a_run_counts_what_it_does(write_run: WriteRun, frozen: tuple[str, ...]) -> None:
-    """Of waveforms and of features, with frozen towers, recomputation and a second forward pass."""
+    """For waveforms and features, with frozen towers, recomputation and a second forward pass."""
     ids, model = torch.ones(2, 16, dtype=torch.long), ClapModel(MICRO)
     freeze(model, frozen)
     recompute = {"preset": "micro", "checkpoint_activations": ["audio"], "drop_path": 0.2}
@@ -87,7 +87,7 @@ def test_a_run_counts_what_it_does(write_run: WriteRun, frozen: tuple[str, ...])
 
 
 def test_closed_form_needs_no_torch(tmp_path: Path) -> None:
-    """As on a login node: importing torch or DeepSpeed is an error there."""
+    """As on a login node, importing torch or DeepSpeed fails."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = sys.modules['deepspeed'] = None\n")
     command = "-m clap_ds.flops --deepspeed_config ds_configs/htsat_base.json --counters analytic --json --text_tokens"
     options: Any = {"cwd": ROOT, "env": {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}, "timeout": 60}

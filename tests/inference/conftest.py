@@ -1,4 +1,4 @@
-"""A trained checkpoint of the micro model, whose window is a second, and sounds."""
+"""Fixtures of inference tests: a checkpoint of the micro model, whose window is a second, and sounds."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.weights.fake_checkpoints import checkpoint_of
 
 @pytest.fixture(scope="session")
 def clap_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) -> Path:
-    """A run's checkpoints: step 1 is the best, step 2 the newest."""
+    """Return a run's checkpoints: step 1 is the best, step 2 the newest."""
     folder = tmp_path_factory.mktemp("trained") / "my_run-checkpoints"
     for step in (1, 2):
         torch.manual_seed(step)
@@ -33,7 +33,7 @@ def clap(clap_folder: Path) -> Clap:
 
 
 def noise(seconds: float, rate: int = 48000, channels: int = 1) -> np.ndarray:
-    """(channels, num_samples) float32, always the same."""
+    """Return fixed noise, (channels, num_samples) float32."""
     return np.random.default_rng(0).uniform(-0.5, 0.5, (channels, round(seconds * rate))).astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""clap-embed, clap-label and clap-search as users type them, on a micro model and made-up sounds."""
+"""Test clap-embed, clap-label and clap-search with a micro model and synthetic sounds."""
 
 import csv
 import io
@@ -29,7 +29,7 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 @pytest.fixture
 def here(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a checkpoint `run` and `sounds`: three of 1 to 3 windows and one that can't be used."""
+    """Create a folder with a checkpoint `run` and `sounds`: three of 1 to 3 windows and an unusable one."""
     torch.manual_seed(0)
     checkpoint_of(ClapModel(load_preset("micro")), tmp_path / "run", 1, Path(tokenizer_dir))
     (tmp_path / "sounds").mkdir()
@@ -48,8 +48,8 @@ def table(path: str) -> Block:
 def test_a_table_has_the_models_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert embed.main(["run", "sounds", "--output", "v.parquet", "--windows", "each"]) == 1
     told = capsys.readouterr()
-    assert "7 rows from 4 files" in told.out
-    assert r"1 of 4 files can't be used, the first: sounds/not\x1b[31m.wav" in told.err
+    assert "7 rows of 4 files" in told.out
+    assert r"skipped 1 of 4 files; the first: sounds/not\x1b[31m.wav" in told.err
     found = table("v.parquet")
     rows = list(clap_ds.load("run", device="cpu").iter_windows(sorted(here.glob("sounds/*"))))
     np.testing.assert_array_equal([row.start_s for row in rows], found.start_s)
@@ -72,7 +72,7 @@ def test_labels_are_those_of_classify(here: Path, capsys: pytest.CaptureFixture[
 
 @pytest.fixture
 def made(here: Path) -> Path:
-    """With `v.parquet`, a row for each window of the sounds."""
+    """Add `v.parquet` with a row per window of the sounds."""
     embed.main(["run", "sounds", "--output", "v.parquet", "--windows", "each"])
     return here
 
@@ -93,8 +93,8 @@ def test_search_by_text_and_by_sound(made: Path, capsys: pytest.CaptureFixture[s
 def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint_of(ClapModel(load_preset("micro")), made / "other", 1, Path(tokenizer_dir))
     for main, words, message in (
-        (embed.main, "run sounds --output v.npz", "v.npz: expected"),
-        (search.main, "v.parquet", "expected either TEXT"),
+        (embed.main, "run sounds --output v.npz", "v.npz: requires"),
+        (search.main, "v.parquet", "expected a text to look for"),
         (search.main, "v.parquet dog --model other", "another model"),
         (label.main, "other v.parquet --labels a,b", "another model"),
     ):

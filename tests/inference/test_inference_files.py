@@ -1,4 +1,4 @@
-"""Which files are named."""
+"""Test which files arguments name."""
 
 import os
 from pathlib import Path

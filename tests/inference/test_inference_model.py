@@ -1,4 +1,4 @@
-"""`clap_ds.load`: embeddings and labels are evaluation's to the bit, whatever the model was kept in; mistakes get one line."""
+"""Test `clap_ds.load`: results equal evaluation's bitwise for every weight format; mistakes give one-line errors."""
 
 import doctest
 import io
@@ -53,7 +53,7 @@ def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str
     assert np.array_equal(evaluator._embed_clips(clap.model)[0], embedded)
     clips = list_clips([shard])[0]
     assert np.array_equal(clap.embed_audio(clips, windows="middle", num_workers=num_workers), embedded)
-    assert np.array_equal(clap.embed_audio(paths[::-1], windows="middle")[::-1], embedded)  # whatever is beside it
+    assert np.array_equal(clap.embed_audio(paths[::-1], windows="middle")[::-1], embedded)  # independent of the others
     one_window = [name != "long" for name in LENGTHS]
     assert np.array_equal(clap.embed_audio(paths)[one_window], embedded[one_window])
     np.testing.assert_allclose(clap.embed_audio(paths[0]), embedded[:1], atol=3e-7)  # roundings of numbers below 1
@@ -68,7 +68,7 @@ def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str
     logits = np.exp(clap.model.logit_scale.item()) * embedded.astype(np.float64) @ classes.T
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     likely = clap.classify(paths, ["dog_bark", "rain"], windows="middle")
-    np.testing.assert_allclose(likely, expected, rtol=1e-6)  # of float32's rounding, and exponents of at most 15
+    np.testing.assert_allclose(likely, expected, rtol=1e-6)  # float32's rounding, with exponents of at most 15
 
 
 def test_arrays_are_as_files(clap: Clap, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_arrays_are_as_files(clap: Clap, tmp_path: Path) -> None:
     assert np.array_equal(
         clap.embed_audio([torch.from_numpy(floats[0]), floats[1].astype(np.float64)], 44100), embedded
     )
-    dicts = [{"path": None, "array": each, "sampling_rate": 44100} for each in floats]  # as `datasets` has them
+    dicts = [{"path": None, "array": each, "sampling_rate": 44100} for each in floats]  # as in `datasets`
     assert np.array_equal(clap.embed_audio(dicts), embedded)
     assert clap.embed_audio(dicts[0]).shape == (1, clap.dim)
     batch = np.stack([noise(0.4), noise(0.4) / 2])  # (N, 1, T)
@@ -145,7 +145,7 @@ def test_audio_as_transformers_and_datasets_have_it(clap: Clap, tmp_path: Path) 
 
 
 def test_the_middle_is_cut_at_the_files_rate_and_resampled_then(clap: Clap) -> None:
-    """As training crops, and as the lines in docs/training.md do for `transformers`."""
+    """As in training, and in docs/training.md for `transformers`."""
     samples, length = noise(2.5)[0] / 2, round(clap.clip_s * clap.sample_rate)
     frames = -(-length * 44100 // 48000)
     cut = torch.from_numpy(samples)[(len(samples) - frames) // 2 :][:frames]
@@ -165,7 +165,7 @@ def test_the_middle_is_cut_at_the_files_rate_and_resampled_then(clap: Clap) -> N
         (lambda c: c.embed_audio([noise(1)]), "sample_rate"),
         (lambda c: c.embed_audio([(noise(1)[0], 48000)]), "audio[0]: expected a path, samples"),
         (lambda c: c.embed_audio({"samples": noise(1)}), "found NoneType"),
-        (lambda c: c.embed_audio(["gone.wav"], 48000), "sample_rate: expected for arrays alone"),
+        (lambda c: c.embed_audio(["gone.wav"], 48000), "sample_rate: only for arrays"),
         (lambda c: c.embed_audio(noise(1, channels=9), 48000), "at most 8 channels"),
         (lambda c: c.embed_audio(noise(1).astype(int), 48000), "int64"),
         (lambda c: c.iter_windows(["x"], overlap=1.0), "overlap"),

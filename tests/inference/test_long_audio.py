@@ -1,4 +1,4 @@
-"""Files of any length in windows: those of the whole file, in memory that doesn't grow, in every format; what is broken."""
+"""Test windows of files of any length: equal to the whole file's, in constant memory, all formats, broken files."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ from tests.inference.conftest import noise, write_sound
 def test_windows_are_those_of_the_whole_file(
     clap: Clap, tmp_path: Path, name: str, rate: int, overlap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "_BLOCK", 7001)  # shorter than a window, and of no period of the filters
+    monkeypatch.setattr(windows, "_BLOCK", 7001)  # shorter than a window, and no multiple of the filters' period
     path = write_sound(tmp_path / name, noise(4.3, rate, 2), rate)
     samples, _ = soundfile.read(path, dtype="float32", always_2d=True)
     whole = torchaudio.transforms.Resample(rate, 48000)(torch.from_numpy(samples.mean(axis=1)))
@@ -34,7 +34,7 @@ def test_windows_are_those_of_the_whole_file(
     assert found.pop()[1] is None
     assert [(row.start_s, row.end_s) for row, _ in found] == [(n / 48000, n / 48000 + 1) for n in starts]
     for start, (_, waveform) in zip(starts, found, strict=True):
-        # Sums of some 30 products of samples of at most 1, in another order.
+        # Sums of about 30 products of samples up to 1, in another order.
         torch.testing.assert_close(waveform, whole[start : start + 48000], rtol=0, atol=2e-6)
 
 

@@ -1,10 +1,10 @@
-// What tiles.h has of AMX, computed by AVX-512 for tests on processors without it, instruction by instruction as Intel's manual
-// (SDM) defines them: TDPBF16PS adds up the products of even and of odd elements of the 32 apart, by fused multiply-adds, then
-// adds both to the sum; it rounds to nearest, takes denormals as 0 and makes none, whatever MXCSR says. Not as there: which NaN
-// comes of several, what the compiler may reorder in memory (so `fence` isn't tested), the hints of loads, and time.
+// Emulates tiles.h's AMX instructions with AVX-512, for tests on processors without AMX, as defined in Intel's manual (SDM).
+// TDPBF16PS sums the products of the 32's even and odd elements separately with fused multiply-adds, then adds both to the sum.
+// It rounds to nearest and flushes denormals to 0, regardless of MXCSR. Differences: which of several NaNs results, the
+// compiler's reordering of memory accesses (so `fence` isn't tested), load hints, and time.
 //
-// Where the processor would fault, at tiles that the thread hasn't configured or has released, everything is NaN here, and so
-// are tiles just configured, which are zero there.
+// For unconfigured or released tiles, where the processor would fault, results are NaN. So are newly configured tiles, which
+// are zero on the processor.
 #include <cstring>
 
 namespace amx {

@@ -1,4 +1,4 @@
-"""Kernels against torch's operations: no less exact than those are in bf16."""
+"""Compare kernels with torch's operations in bf16, which must not be more exact."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def numbers(*shape: int, seed: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
-    """Normal bf16 numbers."""
+    """Draw normal bf16 numbers."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale + mean).bfloat16()
 
 
 def results(function: Callable[..., Any], inputs: Sequence[Tensor], *upstream: Tensor) -> list[Tensor]:
-    """As many outputs as there are upstream gradients, and the inputs' gradients, in fp32."""
+    """Return outputs with upstream gradients, and the inputs' gradients, in fp32."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = function(*leaves)
     outputs = [outputs] if isinstance(outputs, Tensor) else outputs[: len(upstream)]
@@ -23,7 +23,7 @@ def results(function: Callable[..., Any], inputs: Sequence[Tensor], *upstream: T
 
 
 def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """To the bit, in fp32."""
+    """Assert bitwise equality in fp32."""
     assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, expected, strict=True))
 
 
@@ -36,8 +36,8 @@ def assert_as_exact_as_torch(
     slack: float = 0.0,
     largest: float = math.inf,
 ) -> None:
-    """Against `reference` in fp32, errors are at most 1.5 times its own in bf16 anywhere and `norm_ratio` times in all, and a
-    share `slack` of the largest value, of which a tenth in all; in all never more than the share `largest`."""
+    """Compare with `reference` in fp32. Maximal errors are at most 1.5 times, and norms `norm_ratio` times, those of
+    `reference` in bf16, plus fractions `slack` and `slack` / 10 of the values; the error's norm is at most `largest`."""
     exact = results(reference, [x.float() for x in inputs], *upstream)
     low, ours = results(reference, inputs, *upstream), results(function, inputs, *upstream)
     for number, (wanted, theirs, mine) in enumerate(zip(exact, low, ours, strict=True)):

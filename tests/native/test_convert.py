@@ -1,4 +1,4 @@
-"""Converted towers against the same by torch in fp32, no less exact than torch's in bf16; and that nothing else notices."""
+"""Test converted towers against torch in fp32 (no less exact than torch's bf16), and that nothing else changes."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 
 
 def as_used(model: nn.Module) -> nn.Module:
-    """Weights far from their initial zeros and ones."""
+    """Set weights far from their initial zeros and ones."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             torch.manual_seed(len(name))
@@ -70,7 +70,7 @@ def captions(form: str = "padded") -> tuple[Any, ...]:
 
 
 def results(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Output and gradients of all parameters, in fp32."""
+    """Return the output and all parameters' gradients in fp32."""
     torch.manual_seed(3)
     output = model(*inputs)
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
@@ -92,7 +92,7 @@ def assert_as_exact_as_torch(build: Callable[[], nn.Module], inputs: tuple[Any, 
     assert ours.keys() == exact.keys()
     for name, wanted in exact.items():
         error, usual = (float((each[name] - wanted).norm()) for each in (ours, theirs))
-        if not name.endswith("key.bias"):  # whose gradient is 0 but for rounding
+        if not name.endswith("key.bias"):  # its gradient is 0 up to rounding
             assert error <= 1.3 * usual + 1e-3 * float(wanted.norm()), name
 
 
@@ -119,7 +119,7 @@ def test_front_end_is_the_same_and_has_gradients() -> None:
 
 
 def test_parameters_hooks_and_copies_stay() -> None:
-    """Hooks on blocks and layers fire in every forward pass, once, whether set before the conversion or after."""
+    """Hooks on blocks and layers run once per forward pass, whether added before or after the conversion."""
     model = ClapModel(DEMO, text_dropout=0.0, attention="matmul")
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     seen: list[str] = []
@@ -156,7 +156,7 @@ def test_reverted_and_in_other_dtypes_and_compiled_it_is_torchs() -> None:
 
 
 def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels asked for by name, sizes there are no kernels for, and everything where kernels can't run or aren't wanted."""
+    """Kernels selected by name, unsupported sizes, and everything if kernels can't run or are disabled."""
     assert "NativeSwinBlock" not in kinds(native(audio_tower("sdpa")))
     micro = {"NativeLogMel": 1, "NativePatchEmbed": 1, "NativeSwinBlock": 1, "NativePatchMerging": 1}
     assert kinds(native(ClapModel(load_preset("micro"), attention="matmul"))) == micro

@@ -1,4 +1,4 @@
-"""Compiling, keeping and opening the library of CPU kernels, with a source that takes no time, on any processor."""
+"""Test compiling, caching and opening the library of CPU kernels with a trivial source, on any processor."""
 
 import os
 import re
@@ -19,7 +19,7 @@ WORKING_COMPILER = 'echo "$@" >> "$0.calls"; exec g++ "$@"'
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only source, in place of the kernels'."""
+    """Return the only source, which replaces the kernels'."""
     needs.programs("g++")
     path = tmp_path / "only.cpp"
     path.write_text(SOURCE)
@@ -32,7 +32,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def use_compiler(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has a shell script stand for the compiler; a working one notes its calls in a file beside it."""
+    """Replace the compiler by a shell script; a working one logs its calls to a file next to it."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -40,7 +40,7 @@ def use_compiler(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def problem() -> str:
-    """Why there is no library; empty where there is one."""
+    """Return why there is no library; empty if there is one."""
     found = library._load.__wrapped__()
     return found if isinstance(found, str) else ""
 
@@ -61,7 +61,7 @@ def test_compiled_once_while_others_wait_and_again_for_other_sources_or_where_it
     assert calls.read_text().count(" -o ") == 1
     path = kept()
     whole = path.read_bytes()
-    path.unlink()  # what is open stays as it is
+    path.unlink()  # open files are unaffected
     path.write_bytes(whole[:-100] + bytes(100))
     assert not problem()
     assert path.read_bytes() == whole
@@ -86,7 +86,7 @@ def test_a_library_that_others_could_have_put_there_is_never_opened(
 
 @pytest.mark.parametrize("name", library.IMPLEMENTATIONS)
 def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Once a machine: what is made is kept where a run looks for it."""
+    """Once per machine, because the result is stored in the runs' cache."""
     monkeypatch.delenv("CXX", raising=False)
     flags = *library.FLAGS, *library.IMPLEMENTATIONS[name].flags
     targets = [*(flag for flag in flags if flag.startswith("-m")), "-E", "-x", "c++", os.devnull]

@@ -1,4 +1,4 @@
-"""The native linear layers against torch's."""
+"""Test the native linear layers against torch's."""
 
 import itertools
 
@@ -16,7 +16,7 @@ pytestmark = each_implementation
 SHAPES = [
     *((1, 32, 32), (33, 96, 64)),  # fewer rows than a block, one more than one
     *((1601, 96, 288), (100, 64, 3072)),  # threads share the rows, or the columns
-    *((300, 3072, 768), (77, 1568, 64)),  # sums in several slices, of different lengths
+    *((300, 3072, 768), (77, 1568, 64)),  # sums in several slices of different lengths
 ]
 """Rows, inputs and outputs."""
 
@@ -32,7 +32,7 @@ def mlp_by_torch(x: Tensor, weight1: Tensor, bias1: Tensor, *others: Tensor) -> 
 
 
 def five(rows: int = 40, scale: float = 0.1) -> list[Tensor]:
-    """An input and two layers' weights and biases, all 64 wide."""
+    """Return an input and two layers' weights and biases, all 64 wide."""
     layers = [[numbers(64, 64, seed=seed, scale=scale), numbers(64, seed=seed + 1)] for seed in (1, 3)]
     return [numbers(rows, 64, seed=0), *layers[0], *layers[1]]
 
@@ -40,7 +40,7 @@ def five(rows: int = 40, scale: float = 0.1) -> list[Tensor]:
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 def test_linear_and_mlp(rows: int, inputs: int, outputs: int, residual: bool) -> None:
-    """With a residual, and without one with the gradient of the input that is passed on."""
+    """With a residual; and without one, with the passed input's gradient."""
     x, weight = numbers(rows, inputs, seed=0), numbers(outputs, inputs, seed=1, scale=inputs**-0.5)
     first = [x, weight, numbers(outputs, seed=2)]
     added = [numbers(rows, outputs, seed=3)] * residual
@@ -57,7 +57,7 @@ def test_linear_and_mlp(rows: int, inputs: int, outputs: int, residual: bool) ->
 
 
 def test_gelu_and_its_slope_everywhere() -> None:
-    """Through identity weights, every bf16 number up to 100, and some far out."""
+    """With identity weights, every bf16 number up to 100, and some far larger ones."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() <= 100)]
     x = x[: len(x) // 32 * 32].view(-1, 32).requires_grad_()
@@ -75,7 +75,7 @@ def test_gelu_and_its_slope_everywhere() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "joined", "mlp"])
 def test_frozen_inputs_in_any_combination(kind: str) -> None:
-    """The others' gradients are what they are with nothing frozen; hooks see them, and a second backward pass adds to them."""
+    """The others' gradients are unchanged; hooks receive them, and a second backward pass accumulates."""
     tensors = five()[: 3 if kind == "linear" else 5]
     ours, reference = (native_mlp, mlp_by_torch) if kind == "mlp" else (native_linears, by_torch)
     upstream = numbers(40, 128 if kind == "joined" else 64, seed=5)

@@ -1,4 +1,4 @@
-"""The native layer norm against torch's, and the native dropout."""
+"""Test the native layer norm against torch's, and the native dropout."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.native.exactness import assert_as_exact_as_torch, numbers
 pytestmark = each_implementation
 
 SHAPES = [(1, 16), (3, 5, 192), (33, 384), (1001, 96), (131, 768), (9, 4096)]
-"""Rows of every kernel: held in registers or not, one thread or several, odd in number."""
+"""Shapes for every kernel: rows that fit in registers or not, one or several threads, odd numbers of rows."""
 
 
 def parameters(channels: int) -> tuple[Tensor, Tensor]:

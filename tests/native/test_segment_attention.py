@@ -1,4 +1,4 @@
-"""The CPU kernel for captions' attention against attention written out per segment."""
+"""Test the CPU kernel for captions' attention against attention per segment."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ LENGTHS = torch.randint(1, 78, (12,), generator=torch.Generator().manual_seed(1)
 
 
 def by_segment(segments: Segments, dropout: float = 0.0) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """dropout(softmax(q kᵀ)) v in the tensors' dtype, segment by segment, with the weights that the kernel leaves."""
+    """Return dropout(softmax(q kᵀ)) v per segment in the tensors' dtype, dropping the same weights as the kernel."""
     masks = masks_drawn(SEED, segments, dropout) if dropout else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def by_segment(segments: Segments, dropout: float = 0.0) -> Callable[[Tensor, Te
 
 
 def attention(segments: Segments, dropout: float = 0.0) -> Callable[..., Tensor]:
-    """The kernel's, of q, k and v in any number of tensors."""
+    """Return the kernel's attention for q, k and v in any number of tensors."""
 
     def attend(*tensors: Tensor) -> Tensor:
         torch.manual_seed(SEED)
@@ -48,7 +48,7 @@ def attention(segments: Segments, dropout: float = 0.0) -> Callable[..., Tensor]
 
 
 def draw(query_rows: int, key_rows: int, head_dim: int = 64) -> list[Tensor]:
-    """q, k, v and the output's gradient in bf16, with weights that are far from uniform."""
+    """Draw q, k, v and the output's gradient in bf16, with weights far from uniform."""
     columns = HEADS * head_dim
     q, probe = (numbers(query_rows, columns, seed=seed, scale=scale) for seed, scale in ((0, 2.0), (1, 1.0)))
     return [q, numbers(key_rows, columns, seed=2), numbers(key_rows, columns, seed=3), probe]
@@ -77,7 +77,7 @@ CASES = {
 
 
 def outside(segments: Segments, sizes: list[int]) -> list[Tensor]:
-    """Of q, k, v and the output: (rows,) bool, True at rows of no segment."""
+    """Return for q, k, v and the output (rows,) bool: True for rows outside of segments."""
     (q_start, q_rows), (k_start, k_rows) = segments[:2], segments[2:]
     starts, counts = (q_start, k_start, k_start, q_start), (q_rows, k_rows, k_rows, q_rows)
     places = [torch.arange(size) - start[:, None] for size, start in zip(sizes, starts, strict=True)]
@@ -87,7 +87,7 @@ def outside(segments: Segments, sizes: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_attention_by_definition(name: str, dropout: float) -> None:
-    """Oracle: fp32 on the same bf16 values. The bound is what the same in plain bf16 is off by."""
+    """Compare with fp32 on the same bf16 values. The bound is plain bf16's error."""
     query_rows, key_rows, segments = CASES[name]
     *inputs, probe = draw(query_rows, key_rows)
     ours = attention(segments, dropout)
@@ -99,8 +99,8 @@ def test_outputs_and_gradients_are_those_of_attention_by_definition(name: str, d
 
 
 def masks_drawn(seed: int, segments: Segments, dropout: float) -> list[Tensor]:
-    """(A, queries, keys) bool of each segment: the weights that stay after `torch.manual_seed(seed)`. With equal scores, values
-    that are 1 in one column alone show each key's weight in a column of its own; a call shows as many keys as columns."""
+    """Return (A, queries, keys) bool per segment: the weights kept after `torch.manual_seed(seed)`. With equal scores and
+    one-hot values, each key's weight appears in its own column, so a call shows as many keys as columns."""
     places = list(zip(*(each.tolist() for each in segments), strict=True))
     query_rows, key_rows = (int((start + rows).max()) for start, rows in (segments[:2], segments[2:]))
     columns = 128
@@ -139,7 +139,7 @@ def test_every_head_dim_apart_and_side_by_side(head_dim: int, dropout: float) ->
 
 @pytest.mark.parametrize("dropout", [0.1, 0.9])
 def test_dropped_are_as_many_as_asked_for_everywhere(dropout: float) -> None:
-    """Standard deviations from the expected number: of all weights, and of each query, each key and each head."""
+    """Check deviations from the expected number: of all weights, and per query, key and head."""
     masks = torch.stack(masks_drawn(7, padded(16), dropout)).float()
     for dims, most in (((0, 1, 2, 3), 4.0), ((0, 1, 2), 5.0), ((0, 1, 3), 5.0), ((2, 3), 5.0)):
         count = torch.tensor([masks.shape[dim] for dim in dims]).prod()

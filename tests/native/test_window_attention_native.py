@@ -1,4 +1,4 @@
-"""The native kernel of window attention against the eager form in fp32, at every stage's shape, and beside `matmul` in bf16."""
+"""Test the native window attention against eager fp32 at every stage's shape, and compare it with `matmul` in bf16."""
 
 import itertools
 
@@ -18,7 +18,7 @@ CASES: list[Case] = [
     *(case for case in SIZES if case[0] > 2 * case[3]),
     *((24, 3, 24, 4), (16, 2, 8, 3), (16, 2, 40, 7), (16, 2, 64, 1)),
 ]
-"""Grid, heads, head dim, shift: the stages of tiny (24) and base (32), an uneven number of windows, other dims and shifts."""
+"""Grid, heads, head dim, shift: stages of tiny (24) and base (32), odd numbers of windows, other dims and shifts."""
 
 
 def native(shift: int) -> Compute:
@@ -35,7 +35,7 @@ def test_agrees_with_the_eager_form_as_closely_as_matmul(case: Case) -> None:
 
 
 def test_scores_too_large_for_their_powers() -> None:
-    """2^score alone would overflow or vanish; what is left of a row are its largest few weights."""
+    """2^score alone would overflow or underflow; only each row's largest weights remain."""
     inputs = draw((16, 2, 32, 4), clips=1, spread=12.0)
     inputs[3][1] -= 150.0
     expected = results(eager((16, 2, 32, 4)), inputs, torch.float32)

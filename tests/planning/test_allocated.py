@@ -1,4 +1,4 @@
-"""A planned step's memory against what the CPU's allocator holds in one of the engine, by torch's profiler."""
+"""Test a planned step's memory against the CPU allocator's in a real step, measured with torch's profiler."""
 
 import gc
 from collections.abc import Callable
@@ -26,7 +26,7 @@ PRECISION = {
 
 
 def _run(text: str) -> RunSettings:
-    """Of one batch that is on the device already, with all dropout as in training; padded captions' towers are recomputed."""
+    """Return a run with one batch on the device and dropout; with padded captions, the towers are recomputed."""
     model: dict[str, Any] = {"preset": "demo", "attention": "matmul"}
     model |= {"checkpoint_activations": ["audio", "text"]} if text == "padded" else {}
     lengths = {"64": 1.0, "16": 3.0} if text == "packed" else None
@@ -40,7 +40,7 @@ def _run(text: str) -> RunSettings:
 
 
 def _second_step(run: RunSettings) -> Callable[[], object]:
-    """The engine's own step on one batch, once it has taken the first."""
+    """Return the engine's step on one batch, after the first step."""
     engine = ClapEngine(run, build_model(run, CPU), CPU)
     batches = build_batches(
         run.clap.data, model=run.clap.preset(), text_tokens=run.clap.text_tokens, micro_batch=run.micro_batch, rank=0,
@@ -52,9 +52,9 @@ def _second_step(run: RunSettings) -> Callable[[], object]:
 
 
 def _allocated(text: str) -> int:
-    """Most bytes that the CPU's allocator holds while the step runs, of all allocated since before the engine was built."""
-    gc.collect()  # what earlier ones left would be freed, and counted, in between
-    # oneDNN's products with AMX copy weights to a layout of its own, in memory that a plan of another machine can't know.
+    """Return the CPU allocator's peak bytes during the step, including all memory of the engine."""
+    gc.collect()  # else earlier tests' garbage would be freed, and counted, during the step
+    # With AMX, oneDNN copies weights to its own layout, which plans don't include.
     with (
         torch.backends.mkldnn.flags(enabled=False),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,

@@ -1,4 +1,4 @@
-"""Classes of operations that PyTorch dispatches, shares in order, and measured ones in their place."""
+"""Test classes of dispatched operations, the order of fractions, and measured ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ H100 = GPUS["h100-sxm"]
 
 
 def classes_of(work: Callable[[], torch.Tensor]) -> list[str]:
-    """Of what launches kernels on the way forward and back, other than filling and summing."""
+    """Return the classes of launched kernels forward and backward, except filling and summing."""
     with like_cuda(), FakeTensorMode(), trace() as recorded:
         work().sum().backward()
     return [class_of(op) for op in recorded.operations if op.launches and op.name not in ("aten.ones_like", "aten.sum")]

@@ -1,4 +1,4 @@
-"""The search for a micro-batch against memory that grows in known ways, and parts that add up."""
+"""Test the search for a micro-batch with known memory functions, and the sum of memory parts."""
 
 from collections.abc import Callable
 

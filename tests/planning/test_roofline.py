@@ -1,4 +1,4 @@
-"""Times worked out by hand from rates."""
+"""Test times against hand calculations."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def test_an_operation_takes_what_it_needs_most_of() -> None:
 
 
 def test_the_gpu_waits_for_the_host_where_kernels_are_short() -> None:
-    """Ten launches take the host 2 s each: what it does under a long kernel isn't waited for."""
+    """Ten launches take the host 2 s each; those during a long kernel cause no wait."""
     rates = DeviceRates({}, 10.0, host_s=2.0)
     short, long = _operation(read=10), _operation(read=120)
     assert seconds_by_part([(short, 10)], rates)["step"] == 2 * 10 + 10
@@ -42,7 +42,7 @@ def test_the_gpu_waits_for_the_host_where_kernels_are_short() -> None:
 
 
 def test_a_gpus_times_are_its_data_sheets_and_what_its_processors_take_besides() -> None:
-    """Which takes as long as on an H100, on as many processors."""
+    """Overheads take as long as on an H100 with the same number of processors."""
     besides = []
     for gpu in GPUS.values():
         ideal_s = 0.01 / gpu.memory_tbytes_per_s
@@ -72,7 +72,7 @@ def test_what_lies_between_products_becomes_one_kernel() -> None:
     ]
     left = fused(chain)
     names = ["aten.mm", "fused", "aten.mm", "aten.add", "fused", "fused"]
-    assert [operation.name for operation in left] == names  # a sum over rows reads once more
+    assert [operation.name for operation in left] == names  # a sum over rows reads again
     assert dict(left[1].read) == {1: 100, 9: 100}
     assert dict(left[1].written) == {3: 50}  # 2 isn't read by anything later
     assert (dict(left[4].read), dict(left[5].read)) == ({1: 100}, {6: 100})

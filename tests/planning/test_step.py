@@ -1,4 +1,4 @@
-"""A recorded step against the engine's settings: what is resident, what recomputation, packing and accumulation change."""
+"""Test a recorded step for settings: resident memory, recomputation, packing and accumulation."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _traced: dict[str, Step] = {}
 
 @pytest.fixture
 def traced(write_run: WriteRun) -> Callable[..., Step]:
-    """A step of the micro preset with such changes, recorded once."""
+    """Return a function that records a step of the micro preset with changes, cached."""
 
     def trace(world_size: int = 1, **changes: Any) -> Step:
         key = json.dumps([world_size, changes])
@@ -38,7 +38,7 @@ def _at_peak(step: Step, part: str) -> int:
 def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None:
     step = traced()
     number = step.num_parameters
-    # bf16: 2 bytes a weight; master and two moments of 4.
+    # bf16: 2 bytes per weight; master and two moments of 4.
     full_weights = _at_peak(traced(bf16={"enabled": False}), "weights")
     assert full_weights - _at_peak(step, "weights") == pytest.approx(2 * number, rel=0.01)
     assert _at_peak(step, "optimizer state") == pytest.approx(12 * number, rel=0.001)
@@ -47,7 +47,7 @@ def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None
     averaged = traced(clap={"train": {"ema": 0.9}})
     assert _at_peak(averaged, "optimizer state") == pytest.approx(16 * number, rel=0.001)
     samples, ids_and_mask = 8 * 48000, 2 * 8 * 16 * 8
-    # One in use and one ahead in float32, and what another one comes in.
+    # One in use and one ahead in float32, and a 16-bit copy of another.
     assert _at_peak(step, "batches") == samples * (4 + 4 + 2) + 2 * ids_and_mask
     kept = traced(clap={"data": {"source": "synthetic", "placement": "device", "num_batches": 3}})
     assert _at_peak(kept, "batches") == samples * (3 * 2 + 4) + 3 * ids_and_mask
@@ -55,7 +55,7 @@ def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None
 
 def test_recomputation_trades_memory_for_the_closed_forms_flops(traced: Callable[..., Step]) -> None:
     config = load_preset("demo")
-    model: dict[str, Any] = {"preset": "demo", "mlp": "torch"}  # of which the last product isn't computed again
+    model: dict[str, Any] = {"preset": "demo", "mlp": "torch"}  # its last product isn't recomputed
     plain, again = (
         traced(clap={"model": {**model, "checkpoint_activations": towers}}) for towers in ([], ["audio", "text"])
     )
@@ -69,7 +69,7 @@ def test_packed_captions_cost_their_own_lengths(traced: Callable[..., Step]) -> 
     padded, packed = (traced(clap={"text": text, "data": lengths}) for text in ("padded", "packed"))
     forward = forward_components(load_preset("micro"), TextLengths.of([4, 4, 4, 16]), "model")
     found = packed.recorded.total("flops", part="text", backward=False)
-    assert 8 * forward["text_tower"] < found  # attention counts all as the longest, and rows are filled up
+    assert 8 * forward["text_tower"] < found  # attention counts all as the longest, and rows are padded
     assert any(op.name == "torch_attn._varlen_attn_backward" for op in packed.recorded.operations)
     assert found < padded.recorded.total("flops", part="text", backward=False) / 1.5
 
@@ -103,13 +103,13 @@ def test_a_loss_of_more_ranks_takes_more(traced: Callable[..., Step]) -> None:
         64 * 8 * 32 * 2,
         64 * 8 * 32 * 2,
     ]  # sums, and both towers' features in bf16
-    # Log-sum-exps, similarities again and gradients: three products with all features for each tower.
+    # Log-sum-exps, recomputed similarities and gradients: three products with all features per tower.
     products = [op for op in many if op.part == "loss" and op.flops]
     assert sum(op.flops for op in products) == 6 * 2 * 8 * 64 * 8 * 32
-    assert {(op.name, op.dtype) for op in products} == {("aten.mm", torch.bfloat16)}  # of the inputs
+    assert {(op.name, op.dtype) for op in products} == {("aten.mm", torch.bfloat16)}  # the inputs' dtype
     sigmoid = traced(world_size=4, clap={"loss": {"kind": "sigmoid"}})
     assert sum(op.name == "c10d.send" for op in sigmoid.recorded.operations) == 3
-    assert not torch.distributed.is_initialized()  # nothing of it stays
+    assert not torch.distributed.is_initialized()  # the group is destroyed
     assert not torch.empty(1).is_cuda
 
 

@@ -1,4 +1,4 @@
-"""The tracer against the closed form of the model's FLOPs, sizes worked out by hand, and a real run of the same code."""
+"""Test the tracer against the model's closed-form FLOPs, sizes computed by hand, and a real run of the same code."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ BATCH, TOKENS = 3, 20
 
 
 def _traced(config: ClapConfig, kernel: Kernel) -> Recorded:
-    """Forward and backward pass of the model alone, in bf16, as on CUDA."""
+    """Trace the model's forward and backward pass in bf16, as on CUDA."""
     with torch.device("meta"):
         model = ClapModel(config, attention=kernel).train().bfloat16()
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
@@ -39,8 +39,8 @@ def test_flops_of_the_model_are_the_closed_forms(preset: str, kernel: Kernel) ->
     for part in ("audio", "text"):
         expected = BATCH * forward[f"{part}_tower"]
         assert recorded.total("flops", part=part, backward=False) == pytest.approx(expected, abs=1)
-    # Two products backward for each forward; none for the spectrogram, one through the stretch, which isn't learned. Fused
-    # attention computes the scores again.
+    # Two products backward per forward product; none for the spectrogram, one for the stretch, which has no weights. Fused
+    # attention recomputes the scores.
     backward = 2 * forward["forward"] - 2 * (forward["fft"] + forward["mel"]) - forward["stretch"]
     backward += 0.5 * forward["text_attention"] + 0.5 * forward["window_attention"] * (kernel != "matmul")
     assert recorded.total("flops", backward=True) == pytest.approx(BATCH * backward, rel=1e-12)
@@ -60,7 +60,7 @@ def test_bytes_and_kernels_of_operations() -> None:
         for op in recorded.operations
     }
     assert found["aten.mm"] == (True, 4 * (6 * 4 + 4 * 5), 4 * 6 * 5)
-    assert found["aten.add"] == (True, 4 * 2 * 6 * 4, 4 * 7 * 6 * 4)  # what is expanded lies there once
+    assert found["aten.add"] == (True, 4 * 2 * 6 * 4, 4 * 7 * 6 * 4)  # expanded memory counts once
     assert found["aten.mul_"] == (True, 4 * 6 * 4, 4 * 6 * 4)
     assert found["aten.copy_"] == (True, 4 * 6 * 4, 4 * 6 * 4)  # what it writes to isn't read
     assert found["aten.add_"] == (False, 0, 0)
@@ -78,7 +78,7 @@ def test_the_backward_pass_is_of_the_part_that_it_differentiates() -> None:
         z.sum().backward()
     product = 2 * 8**3
     assert recorded.total("flops", part="inner", backward=False) == 2 * product
-    # Two for each of them, and the first once more; the last result is not needed again.
+    # Two for each of them, and the first again; the last result isn't needed.
     assert recorded.total("flops", part="inner", backward=True) == 5 * product
     assert recorded.total("flops", part="outer", backward=True) == 2 * product
     assert recorded.total("flops", part="other") == 0

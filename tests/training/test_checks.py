@@ -34,7 +34,7 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
     ({"train": STOP, "evaluation": ZERO_SHOT}, None),
     ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: no evaluation gives"),
     ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb is not installed"),
-    (copied_to("s3://key:hush@bucket/run"), "sync_to: the s3 URL of bucket carries credentials"),
+    (copied_to("s3://key:hush@bucket/run"), "sync_to: the s3 URL of bucket contains credentials"),
     (copied_to("gopher://host/run"), "gopher"),
     (sized("independent"), ONE_PAIR),
     (sized("cached"), None),

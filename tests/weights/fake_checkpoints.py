@@ -1,4 +1,4 @@
-"""Checkpoints with made-up content, for tests of what happens to their files."""
+"""Create checkpoints with fake content."""
 
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ def make_checkpoint(
     contents: dict[str, bytes] | None = None,
     **told: Any,
 ) -> Path:
-    """As `CheckpointFolder.save` makes one, without an engine; without `contents`, every step's are its own. `told` are further
-    fields of the manifest."""
+    """Create a checkpoint like `CheckpointFolder.save`, without an engine. Default `contents` depend on the step; `told`
+    are further manifest fields."""
     contents = contents or {name: content + b"%d" % step for name, content in CONTENTS.items()}
     serial = 1 + max((manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0)
     fields = {"model": {}, "engine": {}, "tokenizer": tokenizer, "metrics": metrics or {}, **told}
@@ -37,7 +37,7 @@ def make_checkpoint(
 def checkpoint_of(
     model: ClapModel, folder: Path, step: int = 1, tokenizer: str | Path | None = None, **told: Any
 ) -> Path:
-    """A checkpoint with a model's weights, and with the tokenizer of that name or in that folder."""
+    """Create a checkpoint with a model's weights and a tokenizer by name or from a folder."""
     contents = {"weights.safetensors": safetensors.torch.save(*to_safetensors(model.state_dict(), model.config))}
     if isinstance(tokenizer, Path):
         contents |= {f"tokenizer/{file.name}": file.read_bytes() for file in tokenizer.iterdir()}
@@ -47,7 +47,7 @@ def checkpoint_of(
 
 
 def flip_bit(path: Path, position: int) -> None:
-    """Change one bit of a file, its size kept."""
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""What is damaged is refused with its reason, and a process stopped between any two operations leaves whole checkpoints."""
+"""Test that damaged checkpoints are rejected with reasons, and that a kill between operations leaves whole ones."""
 
 import os
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def test_what_is_written_is_found_and_read_back(tmp_path: Path, capsys: pytest.C
     assert (manifest.step, manifest.metrics, manifest.tokenizer) == (7, {"zero_shot_top1": 0.5}, "roberta-base")
     contents = {name: content + b"7" for name, content in CONTENTS.items()}
     assert {name: (path / name).read_bytes() for name in manifest.files} == contents
-    # A step saved anew is the newest and overwrites nothing.
+    # A step that is saved again is the newest and overwrites nothing.
     again = [make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 3)]
     assert [path.name for path in again] == ["step-00000003", "step-00000003-2"]
     assert checkpoint_files.newest_good(tmp_path) == again[1]
@@ -49,7 +49,7 @@ def _cut(path: Path) -> None:
         (Path.unlink, "weights.safetensors", r"weights\.safetensors: No such file"),
         (_cut, "manifest.json", "can't be read"),
         (Path.unlink, "manifest.json", "No such file"),
-        (lambda path: path.write_text('{"hash": "", "format": 3}'), "manifest.json", "of format 3"),
+        (lambda path: path.write_text('{"hash": "", "format": 3}'), "manifest.json", "format is 3"),
     ],
 )
 def test_a_damaged_one_is_passed_over_and_refused_with_the_reason(
@@ -78,14 +78,14 @@ def test_the_best_good_one_is_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (best("top1"), best("loss")) == ("step-00000003", "step-00000004")
     flip_bit(tmp_path / "top1" / "step-00000003" / "weights.safetensors", 99)
     assert best("top1") == "step-00000002"
-    assert "passed over" in capsys.readouterr().err
+    assert "skipped" in capsys.readouterr().err
 
 
 def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, doomed = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files.shutil, "rmtree", lambda *_, **__: None)
-        checkpoint_files.remove(doomed)  # killed once it was renamed
+        checkpoint_files.remove(doomed)  # killed after renaming
         with suppress(KeyboardInterrupt), checkpoint_files.begin(tmp_path, 3) as draft:
             (draft / "weights.safetensors").write_bytes(b"half")
             raise KeyboardInterrupt
@@ -123,5 +123,5 @@ def test_the_lowest_training_loss_stays() -> None:
 def test_a_manifest_names_a_checkpoints_own_files_alone(tmp_path: Path, name: str) -> None:
     manifest = Manifest.read(make_checkpoint(tmp_path, 1))
     manifest.files[name] = manifest.files["weights.safetensors"]
-    with pytest.raises(DamagedError, match="no file of a checkpoint"):
+    with pytest.raises(DamagedError, match="isn't a checkpoint file"):
         Manifest.from_json(manifest.to_json(), "there")

@@ -1,4 +1,4 @@
-"""The exported folder is what `transformers` loads, and gives the embeddings that training had."""
+"""Test that `transformers` loads exported folders and computes training's embeddings."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_model(config: ClapConfig = MICRO, *, learns_bias: bool = False) -> ClapModel:
-    """Weights large enough that every one counts."""
+    """Build a model with weights large enough that each affects the result."""
     torch.manual_seed(1)
     model = ClapModel(config, learns_bias=learns_bias).eval()
     with torch.no_grad():
@@ -41,14 +41,14 @@ def random_model(config: ClapConfig = MICRO, *, learns_bias: bool = False) -> Cl
 
 
 def sounds() -> list[np.ndarray]:
-    """Two clips of a second: a rising tone, a tone that fades."""
+    """Return two clips of a second: a rising tone and a fading tone."""
     time = np.arange(48000, dtype=np.float32) / 48000
     rising = 0.5 * np.sin(2 * np.pi * (200 + 1500 * time) * time)
     return [rising, 0.4 * np.exp(-3 * time) * np.sin(2 * np.pi * 880 * time)]
 
 
 def mean_pooled(audio_width: int, text_width: int, bias: bool, activation: Activation) -> ClapConfig:
-    """Micro with what ClapModel has no shape for: the mean over tokens, projections through other widths than the joint 32."""
+    """Return micro with what ClapModel lacks: mean pooling, and projections with other widths than the joint 32."""
     audio = ProjectionConfig(hidden_dim=audio_width, bias=True, activation=activation)
     text = ProjectionConfig(hidden_dim=text_width, bias=bias, activation=activation)
     towers = {
@@ -67,7 +67,7 @@ def test_transformers_gives_the_same_embeddings(
     config: ClapConfig, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, is_mean = random_model(config), config.text.pooling == "mean"
-    model.logit_scale_text.fill_(3.0)  # which nothing trains
+    model.logit_scale_text.fill_(3.0)  # untrained
     checkpoint_of(model, tmp_path / "run", tokenizer=tokenizer)
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     theirs, report = transformers.ClapModel.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -86,16 +86,16 @@ def test_transformers_gives_the_same_embeddings(
     scores = model.logit_scale.exp().detach() * our_audio @ our_text.T
     beyond = max(0, config.audio.projection.hidden_dim - config.joint_dim)
     for ours, found, atol in (
-        (our_audio, output.audio_embeds, 1e-4),  # as near as the front ends are
+        (our_audio, output.audio_embeds, 1e-4),  # limited by the front ends' difference
         (our_text, output.text_embeds, 2e-6),
         (our_text, read_back, 2e-6),
     ):
         near(found, torch.nn.functional.pad(ours, (0, beyond)), atol=atol, rtol=0)
-        assert float((ours[0] - ours[1]).abs().max()) > 0.01  # or the comparison would say little
+        assert float((ours[0] - ours[1]).abs().max()) > 0.01  # else the comparison would be weak
     near(output.logits_per_audio, scores, atol=1e-2, rtol=0)
     near(output.logits_per_text, scores.T, atol=1e-2, rtol=0)
     said = "float16 gives NaN" in capsys.readouterr().out
-    assert (bool(in_half.isnan().all()), said) == (is_mean, is_mean)  # rather than other embeddings
+    assert (bool(in_half.isnan().all()), said) == (is_mean, is_mean)  # rather than wrong embeddings
     (tmp_path / "file").touch()
     assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {(tmp_path / "file").stat().st_mode}
 
@@ -108,16 +108,16 @@ def test_captions_are_cut_at_the_trained_length(
     checkpoint_of(random_model(), tmp_path / "run", 4, tokenizer=tokenizer, **told | {"metrics": {}})
     export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--best"])
     said = capsys.readouterr().out
-    for part in (f"{path}, step 3, zero_shot_top1 0.5", "beyond 12 tokens"):
+    for part in (f"{path}, step 3, zero_shot_top1 0.5", "truncated to 12 tokens"):
         assert part in said
     processor = transformers.ClapProcessor.from_pretrained(tmp_path / "out")
-    # As the note says; a plain truncation=True would reach the front end too, where it means something else.
+    # As in the note; plain truncation=True would also reach the front end, with another meaning.
     asked = {"text_kwargs": {"padding": True, "truncation": True}, "sampling_rate": 48000, "return_tensors": "pt"}
     inputs = processor(text=["rain " * 400], audio=sounds()[0], **asked)
     expected = tokenize(["rain " * 400], load_tokenizer(str(tokenizer), vocab_size=512), 12)[0]
     assert torch.equal(inputs["input_ids"], expected)
     assert inputs["input_features"].shape == (1, 1, 101, 16)
-    long = np.tile(sounds()[0], 2)  # of which a crop at random would be another at each call
+    long = np.tile(sounds()[0], 2)  # random crops would differ between calls
     with pytest.raises(NotImplementedError, match="of longer clips"):
         processor(audio=long, sampling_rate=48000)
     asked = {"truncation": "rand_trunc", "sampling_rate": 48000, "return_tensors": "pt"}
@@ -128,7 +128,7 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tokenizer: Path, 
     path = checkpoint_of(random_model(), tmp_path / "run", tokenizer=tokenizer)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
-    (tmp_path / ".new.partial").symlink_to(tmp_path / "out")  # which others could foresee
+    (tmp_path / ".new.partial").symlink_to(tmp_path / "out")  # a predictable name
     (tmp_path / "file").write_text("")
     save_safetensors(random_model(), bare := tmp_path / "model.safetensors")
     for source, folder, options, reason in (

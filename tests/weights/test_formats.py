@@ -1,4 +1,4 @@
-"""Checkpoints in and out: exact round trips, HF's own reading of what is written, refusals that say what is wrong."""
+"""Test exact round trips of checkpoint formats, loading in transformers, and clear errors."""
 
 import json
 from pathlib import Path
@@ -29,19 +29,19 @@ def random_model(config: ClapConfig = MICRO) -> ClapModel:
 
 
 def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Bit for bit, same names."""
+    """Assert the same names and bits."""
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 def without_classifier(model: ClapModel) -> dict[str, Tensor]:
-    """What HF's CLAP has, too."""
+    """Return the state that transformers' CLAP also has."""
     held = ("audio.tscam_conv.", "audio.head.")
     return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(held)}
 
 
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Path:
-    """A micro `transformers.ClapModel` as HF itself saves it, with HF's text epsilon of 1e-12."""
+    """Save a micro `transformers.ClapModel` with transformers, including its text epsilon of 1e-12."""
     config = transformers.ClapConfig(audio_config=MICRO_AUDIO, text_config=MICRO_TEXT, projection_dim=32)
     model = transformers.ClapModel(config)
     randomise(model.state_dict(), 5)
@@ -55,7 +55,7 @@ def test_transformers_to_ours_and_back_is_exact(hf_folder: Path, tmp_path: Path)
     model = load_transformers(hf_folder).build()
     save_transformers(model, tmp_path / "back")
     there, back = (load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back"))
-    assert_same(back, {**there, "logit_scale_t": there["logit_scale_a"]})  # the one that is trained here
+    assert_same(back, {**there, "logit_scale_t": there["logit_scale_a"]})  # the trained one
     assert model.config.audio == MICRO.audio
     assert model.config.text.layer_norm_eps == 1e-12
     transformers.ClapModel.from_pretrained(hf_folder).save_pretrained(hf_folder, max_shard_size="50KB")
@@ -141,14 +141,14 @@ def test_own_safetensors_carry_any_model_whole(tmp_path: Path) -> None:
 
 
 def test_the_published_layouts_have_configurations() -> None:
-    """HF's defaults are LAION's tiny model; larger_clap checkpoints are HTSAT-base with a joint space of 512."""
+    """transformers' defaults are LAION's tiny model; larger_clap checkpoints are HTSAT-base with a joint space of 512."""
 
     def sizes(**config: Any) -> ClapConfig:
         return parse_sizes(sizes_of_clap(transformers.ClapConfig(**config).to_dict(), {}), "hf")
 
     tiny, preset = sizes(), load_preset("clap_htsat_tiny_roberta_base")
     assert parse_sizes(sizes_of_clap({"model_type": "clap"}, {}), "hf") == tiny, (
-        "what is absent is transformers' default"
+        "missing fields have transformers' defaults"
     )
     assert (tiny.audio, tiny.joint_dim) == (preset.audio, preset.joint_dim)
     assert tiny.text == preset.text.model_copy(update={"layer_norm_eps": 1e-12})

@@ -1,4 +1,4 @@
-"""LAION-CLAP's files as LAION writes them, and files that would run something: read without running anything."""
+"""Test LAION-CLAP's files, and that malicious files are read without running code."""
 
 import os
 from collections import OrderedDict
@@ -25,7 +25,7 @@ intermediate.dense mlp.fc1, output.dense mlp.fc2, layernorm_before norm1, layern
 
 
 def laion_state(source: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A LAION-CLAP state dict with an HF one's weights, renamed by hand, and the parts that only LAION's has."""
+    """Build a LAION-CLAP state dict from a transformers one, renamed by hand, with LAION's additional parts."""
     named: dict[str, Tensor] = {}
     for name, tensor in source.items():
         if name.startswith("audio_model"):
@@ -47,7 +47,7 @@ def laion_state(source: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def published(state: dict[str, Any]) -> dict[str, Any]:
-    """As LAION's training saves it: parallel names, numbers of numpy's about."""
+    """Wrap a state as LAION's training saves it: with parallel names and numpy numbers."""
     optimizer = {
         "state": {0: {"step": np.float64(7)}},
         "param_groups": [{"lr": np.float32(1e-4), "betas": (0.9, 0.98)}],
@@ -57,7 +57,7 @@ def published(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_legacy(content: Any, path: Path) -> None:
-    """As torch before 1.6 and numpy before 2 did."""
+    """Save like torch before 1.6 and numpy before 2."""
     torch.save(content, path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes().replace(b"cnumpy._core.", b"cnumpy.core."))
 
@@ -93,7 +93,7 @@ def test_sizes_are_told_by_the_tensors(tmp_path: Path, name: str) -> None:
     config = music if name.startswith("laion") else load_preset(name)
     with torch.device("meta"):
         named = to_names(ClapModel(config).state_dict(), laion_names)
-    # Zeros take no room in a file.
+    # Zeros take no space in a file.
     state = {key: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for key, tensor in named.items()}
     assert all(tensor.shape == () for key, tensor in state.items() if key.startswith("logit_scale"))
     torch.save(published(state), tmp_path / "clap.pt", pickle_protocol=4)
@@ -102,7 +102,7 @@ def test_sizes_are_told_by_the_tensors(tmp_path: Path, name: str) -> None:
 
 
 class Reduced:
-    """Pickled as a call."""
+    """Pickle as a call."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = function, arguments
@@ -111,7 +111,7 @@ class Reduced:
         return self.call
 
     def __call__(self) -> None:
-        """For calls of what a call gives."""
+        """Support pickled calls of a call's result."""
 
 
 @pytest.mark.parametrize(("protocol", "as_zip"), [(2, False), (4, True)])

@@ -1,4 +1,4 @@
-"""Weights are told apart by what lies at the path, with what is known of them, and of another model refused."""
+"""Test detection of weight formats, their metadata, and rejection of other models."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def assert_weights(found: Checkpoint, model: ClapModel) -> None:
 
 
 def test_every_kind_loads_and_is_refused_for_another_model(model: ClapModel, tmp_path: Path) -> None:
-    # The same shapes, but other heads: no tensor would show it.
+    # The same shapes, but other heads, which tensors don't show.
     heads = MICRO.model_copy(update={"audio": MICRO.audio.model_copy(update={"num_heads": [1, 4]}), "name": "heads"})
     save_safetensors(model, tmp_path / "one.safetensors")
     save_transformers(model, tmp_path / "hf")
@@ -40,10 +40,10 @@ def test_every_kind_loads_and_is_refused_for_another_model(model: ClapModel, tmp
     for source in (tmp_path / "one.safetensors", tmp_path / "hf", path, str(tmp_path / "run")):
         for config in (MICRO, None):
             assert_weights(load_weights(source, config), model)
-        with pytest.raises(ValueError, match=r"has heads: audio.num_heads is \[2, 4\] there, \[1, 4\] here") as refusal:
+        with pytest.raises(ValueError, match=r"heads: audio.num_heads is \[2, 4\] there, \[1, 4\] here") as refusal:
             load_weights(source, heads)
         assert str(source) in str(refusal.value)
-    with pytest.raises(ValueError, match=r"this run has htsat_tiny_roberta_base: .*is 16 there, 64 .* and \d+ more"):
+    with pytest.raises(ValueError, match=r"this run uses htsat_tiny_roberta_base: .*is 16 there, 64 .* and \d+ more"):
         load_weights(path, load_preset("htsat_tiny_roberta_base"))
     torch.save(to_names(model.state_dict(), laion_names), tmp_path / "laion.pt")
     assert_weights(load_weights(tmp_path / "laion.pt"), model)
@@ -52,7 +52,7 @@ def test_every_kind_loads_and_is_refused_for_another_model(model: ClapModel, tmp
 def test_checkpoints_of_other_versions_keep_their_sizes_whatever_a_preset_is_now(
     model: ClapModel, tmp_path: Path
 ) -> None:
-    """Fields that are gone are passed over, in the manifest and in the run's settings."""
+    """Unknown fields in the manifest and in the run's settings are ignored."""
     named = ClapModel(MICRO.model_copy(update={"name": "htsat_tiny_roberta_base"}))
     named.load_state_dict(model.state_dict())
     settings = {"clap": {"train": {"shuffle_captions": True}, "hardware": {"measure_peak": True}, "text_tokens": 12}}
@@ -80,7 +80,7 @@ def test_what_is_damaged_or_no_weights_is_refused(model: ClapModel, tmp_path: Pa
     save_safetensors(diverged, tmp_path / "nan.safetensors")
     for name, reason in (
         ("nowhere", "no such file or folder"),
-        (".", "no good checkpoint here"),
+        (".", "no good checkpoint found"),
         ("run", r"weights\.safetensors has changed"),
         ("weights.txt", "expected a folder"),
         ("damaged.safetensors", "can't be read as safetensors"),
@@ -106,7 +106,7 @@ def test_a_learned_bias_goes_with_the_sigmoid_loss_and_is_no_obstacle_without(tm
     other = load_weights(tmp_path / "softmax.safetensors")
     other.load_into(with_bias)
     assert with_bias.state_dict()["logit_bias"].item() == -3.5
-    assert (found.loss_kind, other.loss_kind) == ("sigmoid", "softmax")  # by the bias, as of checkpoints that don't say
+    assert (found.loss_kind, other.loss_kind) == ("sigmoid", "softmax")  # inferred from the bias without a manifest
 
 
 def test_what_is_known_of_weights_comes_with_them(model: ClapModel, tmp_path: Path) -> None:

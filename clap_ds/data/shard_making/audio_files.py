@@ -1,4 +1,4 @@
-"""Audio files before and while they go into shards: regular files only, each content once."""
+"""Check audio files for shards: regular files only, each content once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry
 
 
 def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
-    """Give entries their files' sizes, problems and, where another is as long, digests: as `saved`, or by looking at each."""
+    """Set the entries' sizes, problems and, if another file is as long, digests, from `saved` or the files."""
     if saved and saved.is_file() and len(seen := parse_json(read_bytes(saved, MOST_OF_A_FILE))) == len(entries):
         for entry, found in zip(entries, seen, strict=True):
             entry.size, entry.problem, entry.digest = found
@@ -32,7 +32,7 @@ def save_looks(path: Path, entries: list[Entry]) -> None:
 
 
 def merge(entries: list[Entry]) -> list[Entry]:
-    """Keep of entries whose files hold the same the first alone, which then has all captions and names the others."""
+    """Merge entries of identical files into the first, which then has all captions and lists the others."""
     first_of: dict[object, Entry] = {}
     for entry in entries:
         if (first := first_of.setdefault(entry.digest or id(entry), entry)) is not entry:
@@ -46,7 +46,7 @@ def _look(entry: Entry) -> None:
         entry.size = entry.path.stat().st_size
         if not entry.path.is_file():
             entry.problem = entry.problem or "isn't a regular file"
-    except (OSError, ValueError) as error:  # the latter of a path with a zero byte
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         entry.problem = entry.problem or f"audio file can't be read: {error}"
 
 

@@ -1,10 +1,10 @@
-"""`clap-shards build`: turn audio files with captions into the tars that training reads.
+"""`clap-shards build`: pack audio files with captions into tars for training.
 
     clap-shards build clips.csv shards --held_out 0.05
 
-SOURCE is a CSV or JSONL with a column of paths and one or more of captions, or a folder where each audio file has a .txt (one
-caption a line) or .json (field caption) of the same name. Files that hold the same become one item with several captions; other
-columns are kept in the item's json. Files that can't be used are left out, counted, and listed in `broken.jsonl`.
+SOURCE is a CSV or JSONL with a column of paths and columns of captions. Or it is a folder in which each audio file has a
+.txt (one caption per line) or .json (field caption) of the same name. Identical files become one item with several
+captions; other columns are kept in the item's json. Unusable files are skipped, counted and listed in `broken.jsonl`.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from clap_ds.model.tokenizer import train_tokenizer
 
 def add_build_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="CSV, JSONL or folder")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the shards go: new, empty, or begun before")
-    add = parser.add_argument_group("how to read SOURCE (default: found out)").add_argument
-    add("--audio_column", metavar="NAME", help="of paths; or how they are made of columns, such as '{id}_{start}.wav'")
-    add("--caption_columns", nargs="+", metavar="NAME", help="of captions; a column of classes makes captions, too")
-    more = "of several names between commas, semicolons or bars, as FSD50K's labels: each becomes a list"
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume")
+    add = parser.add_argument_group("how to read SOURCE (default: detected)").add_argument
+    add("--audio_column", metavar="NAME", help="column of paths, or a template such as '{id}_{start}.wav'")
+    add("--caption_columns", nargs="+", metavar="NAME", help="columns of captions or class names")
+    more = "columns of several names separated by commas, semicolons or bars, such as FSD50K's labels; split into lists"
     add("--list_column", nargs="+", default=[], metavar="NAME", help=more)
-    add("--audio_root", type=Path, metavar="DIR", help="what paths are relative to (default: SOURCE's folder)")
-    group = parser.add_argument_group("what is kept for evaluation")
+    add("--audio_root", type=Path, metavar="DIR", help="folder that paths are relative to (default: SOURCE's)")
+    group = parser.add_argument_group("held-out items for evaluation")
     add, add_one = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    more = "of items, drawn at random (default 0); 1: all, such as a list of test clips"
+    more = "fraction of items to hold out at random (default: 0); 1: all, for a test set"
     add_one("--held_out", type=arguments.number(0, 1), default=0.0, metavar="SHARE", help=more)
-    add("--group_column", metavar="NAME", help="recording, speaker, …: items of one value stay on one side")
-    add_one("--split_column", metavar="NAME", help=f"instead of these: says of each item {SIDES}")
-    add_one("--fold_column", metavar="NAME", help="or: of the fold that each item is of, as ESC-50's")
-    add("--held_out_fold", metavar="FOLD", help="the fold of that column that is held out")
+    add("--group_column", metavar="NAME", help="column such as the speaker: items with equal values stay in one split")
+    add_one("--split_column", metavar="NAME", help=f"instead, column with each item's split: {SIDES}")
+    add_one("--fold_column", metavar="NAME", help="instead, column with each item's fold, as in ESC-50")
+    add("--held_out_fold", metavar="FOLD", help="fold to hold out, with --fold_column")
     add = parser.add_argument_group("shards").add_argument
-    more = "size of a shard, about, by the size of SOURCE's files (default 500)"
+    more = "approximate size of a shard in MB of SOURCE's files (default: 500)"
     add("--shard_mb", type=arguments.positive, default=500.0, metavar="MB", help=more)
-    more = "so many for training, instead: at least ranks × workers per rank, best a multiple of it"
+    more = "number of training shards, instead of --shard_mb; ideally a multiple of ranks × workers"
     add("--shards", type=arguments.whole_number(), metavar="N", help=more)
-    add("--seed", type=int, default=0, metavar="K", help="of the order and of what is held out (default 0)")
+    add("--seed", type=int, default=0, metavar="K", help="seed for shuffling and holding out (default: 0)")
     add_preparation_options(parser, KINDS, default="encoded")
-    more = "train a tokenizer of so many tokens on the captions, often 1000 to 10000, for a model trained from nothing"
+    more = "train a tokenizer with N tokens on the captions, to train a model from scratch; typically 1000 to 10000"
     sizes = arguments.whole_number(261, max(load_preset(name).text.vocab_size for name in preset_names()))
     parser.add_argument("--train_tokenizer", type=sizes, metavar="VOCABULARY", help=more)
     add_work(parser)
 
 
 def run_build(options: argparse.Namespace) -> int:
-    """Build, and return the exit code."""
+    """Build shards and return the exit code."""
     if bool(options.fold_column) != bool(options.held_out_fold) or (options.group_column and not options.held_out):
         raise UserError("expected --fold_column with --held_out_fold, and --group_column with --held_out")
     preparation = preparation_of(options)
@@ -77,7 +77,7 @@ def run_build(options: argparse.Namespace) -> int:
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
-        raise UserError(f"{none_usable(broken)}; --audio_root says what paths are relative to")
+        raise UserError(f"{none_usable(broken)}; set --audio_root if paths are relative to another folder")
     if few := monotony([tuple(entry.captions) for entry in usable]):
         print(f"warning: {few}", file=sys.stderr)
     divided = divide(usable, options)
@@ -95,13 +95,13 @@ def run_build(options: argparse.Namespace) -> int:
         captions = (caption for entry in usable for caption in entry.captions)
         with own_folder(Path(tokenizer)) as folder:
             vocab_size = train_tokenizer(captions, folder, vocab_size=options.train_tokenizer)
-        print(f"tokenizer of {vocab_size} tokens for a model trained from nothing")
+        print(f"trained a tokenizer of {vocab_size} tokens, for a model trained from scratch")
     _report(options.folder, shards, tokenizer, options.preset)
     return print_left_out(options.folder, shards, broken, options.max_left_out)
 
 
 def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
-    """Give what the shards follow from: their list, its captions and sizes of files."""
+    """Yield everything that determines the shards: their names, and their items' numbers, files, sizes and metadata."""
     for name, items in divided.items():
         yield name
         for number, entry in items:
@@ -110,7 +110,7 @@ def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
 
 
 def members_of(items: Numbered, convert: Callable[[bytes, str], Clip], broken: list[Named]) -> Iterator[Member]:
-    """Give each item of a shard; those that can't be used are added to `broken`."""
+    """Yield the items of a shard, and add unusable ones to `broken`."""
     for number, entry in items:
         names = [entry.path, *entry.others]
         try:

@@ -1,4 +1,4 @@
-"""Audio files with their captions: a CSV, a JSONL, or a folder with a caption file beside each audio file."""
+"""Read audio files' captions from a CSV, a JSONL, or a folder with a caption file next to each audio file."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au
 LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
-COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # where --audio_column puts names together
+COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # in an --audio_column template
 
 MOST_OF_A_FILE = 2**30
-"""Bytes of a list, and of an audio file: hours."""
+"""Bytes of a list or an audio file."""
 
 Row = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Entry:
-    """One audio file of a data set: its captions, everything else that is said of it, and why it can't be used, if so."""
+    """Describe an audio file: its captions, other metadata and, if unusable, why."""
 
     path: Path
     captions: list[str]
     more: Row = field(default_factory=dict)
     problem: str | None = None
-    size: int = 0  # bytes, where the file was looked at
-    digest: str = ""  # of the file's content, where another is as long
-    others: list[Path] = field(default_factory=list)  # files that hold the same
+    size: int = 0  # bytes, if the file was checked
+    digest: str = ""  # of the content, if another file is as long
+    others: list[Path] = field(default_factory=list)  # identical files
 
     def add(self, other: Entry) -> None:
-        """Take in what is said of the same sound elsewhere: further captions, and further values of what else is said."""
+        """Merge the captions and metadata of another entry of the same sound."""
         self.captions = list(dict.fromkeys([*self.captions, *other.captions]))
         for name, value in other.more.items():
             known = values_of(self.more, name)
@@ -50,13 +50,13 @@ class Entry:
 
 
 def values_of(row: Row, name: str) -> list[Any]:
-    """List what a column says: nothing, a value, or several where rows of the same sound differ."""
+    """Return a column's values: none, one, or several if merged rows differ."""
     value = row.get(name)
     return value if isinstance(value, list) else [] if value is None or value == "" else [value]
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
-    """Read the audio files of a folder or a list, by `options` of the command; rows of the same path are one entry."""
+    """Read the entries of a folder or list by the command's `options`, merging rows of the same path."""
     merged: dict[Path, Entry] = {}
     for entry in (_read_folder if source.is_dir() else _read_list)(source, options):
         if (first := merged.setdefault(entry.path, entry)) is not entry:
@@ -67,7 +67,7 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
 
 
 def read_paths(source: Path) -> list[Path]:
-    """Read the audio files that a list names, in a column of `AUDIO_COLUMNS` or in its only one, which needs no heading."""
+    """Read a list's audio paths from a column of `AUDIO_COLUMNS`, or from its only column, with or without heading."""
     rows, names = rows_of(source)
     of_audio = [name for name in names if is_of_audio(name)] or names
     if len(of_audio) > 1 and not is_of_audio(of_audio[0]):
@@ -78,7 +78,7 @@ def read_paths(source: Path) -> list[Path]:
 
 
 def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
-    """Read a list's rows, each with its line, and the names of its columns."""
+    """Read a list's rows, each with its line number, and its column names."""
     if not source.is_file() or source.suffix.lower() not in LIST_SUFFIXES:
         found = "" if source.exists() else ": no such file or folder"
         raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
@@ -88,7 +88,7 @@ def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
         raise UserError(f"{source} can't be read: {error}; expected a list in UTF-8") from None
     rows = list((_jsonl_rows if source.suffix.lower() == ".jsonl" else _csv_rows)(source, text))
     if not rows:
-        raise UserError(f"{source}: no rows in it")
+        raise UserError(f"{source}: no rows found")
     return rows, list(dict.fromkeys(name for _, row in rows for name in row))
 
 
@@ -119,7 +119,7 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
-    """Read rows between commas, tabs or semicolons, whichever is most frequent in the first line."""
+    """Read rows separated by the most frequent of commas, tabs and semicolons in the first line."""
     csv.field_size_limit(2**31 - 1)
     delimiter = max(",;\t", key=text.lstrip().partition("\n")[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
@@ -136,7 +136,7 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 
 def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, list[str]]:
-    """Find the column of paths, or how they are put together from columns, and the columns of captions."""
+    """Return the column or template of paths, and the columns of captions."""
     audio = options.audio_column or next(filter(is_of_audio, names), "")
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
     for option, columns in (
@@ -145,9 +145,7 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
         ("--caption_columns", captions or ["caption"]),
     ):
         if missing := [name for name in columns if name not in names]:
-            raise UserError(
-                f"{source}: no column {missing[0]!r}; name one by {option}{did_you_mean(missing[0], names)}"
-            )
+            raise UserError(f"{source}: no column {missing[0]!r}; set {option}{did_you_mean(missing[0], names)}")
     return audio, captions
 
 
@@ -159,7 +157,7 @@ def path_in(row: Row, audio: str) -> str:
 
 
 def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[list[str], Row]:
-    """Divide a row into captions and what else is said: columns of classes are both. Text in columns of `lists` becomes one."""
+    """Split a row into captions and metadata; class columns are both. Text in columns of `lists` is split into a list."""
     row = {name: names_in_cell(cell) if name in lists and isinstance(cell, str) else cell for name, cell in row.items()}
     texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
     more = {name: value for name, value in row.items() if name not in columns or not _CAPTION_COLUMN.fullmatch(name)}
@@ -167,20 +165,20 @@ def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[li
 
 
 def audio_files_in(folder: Path) -> list[Path]:
-    """List the audio files of a folder, at any depth, sorted; UserError where there are none, or a folder can't be read."""
+    """List a folder's audio files recursively, sorted. Raises UserError for none or an unreadable folder."""
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename} can't be read: {error.strerror}; expected folders that can") from None
+        raise UserError(f"{error.filename} can't be read: {error.strerror}; check its permissions") from None
 
     found = (Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names)
     paths = sorted(path for path in found if path.suffix.lower() in AUDIO_SUFFIXES)
     if not paths:
-        raise UserError(f"{folder}: no audio files ({', '.join(AUDIO_SUFFIXES)}) in it")
+        raise UserError(f"{folder}: no audio files ({', '.join(AUDIO_SUFFIXES)}) found")
     return paths
 
 
 def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
-    """Read audio files with a .txt (a caption in each line) or .json (field caption or text) of the same name."""
+    """Read audio files with a .txt (one caption per line) or .json (field caption or text) of the same name."""
     for path in audio_files_in(folder):
         text, described = (path.with_suffix(suffix) for suffix in (".txt", ".json"))
         try:
@@ -190,7 +188,7 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
             elif described.is_file():
                 row = read_json(described)
             if not isinstance(row, dict):
-                raise ValueError(f"expected {text.name}, or {described.name} with an object, beside it")
+                raise ValueError(f"expected {text.name}, or {described.name} with an object, next to it")
             columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))
             yield Entry(path, *_divided(row, columns, options.list_column))
         except (ValueError, OSError) as error:

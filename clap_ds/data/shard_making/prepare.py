@@ -1,9 +1,9 @@
-"""`clap-shards prepare`: prepare the audio of shards for a model, so that runs needn't decode it.
+"""`clap-shards prepare`: preprocess the audio of shards for a model, so that runs needn't decode it.
 
     clap-shards prepare 'shards/train-*.tar' mel --kind mel --preset htsat_tiny_roberta_base
 
-Each tar becomes one of the same name, with the same items in the same order; all but their audio stays as it is. Items that
-can't be used are left out, counted, and listed in `broken.jsonl`.
+Each output tar has the name, items and order of its input; only the audio changes. Unusable items are skipped, counted
+and listed in `broken.jsonl`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from clap_ds.data.tar_items import read_items
 
 
 def add_prepare_options(parser: argparse.ArgumentParser) -> None:
-    more = "tars, by path, pattern or URL as in clap.data.shards"
+    more = "tars: paths, patterns or URLs, as in clap.data.shards"
     parser.add_argument("shards", nargs="+", metavar="SHARDS", help=more)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where these go: new, empty, or begun before")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume")
     add_preparation_options(parser, ("waveform", "mel"), required=True)
     add_work(parser)
 
 
 def run_prepare(options: argparse.Namespace) -> int:
-    """Prepare, and return the exit code."""
+    """Prepare shards and return the exit code."""
     preparation = preparation_of(options)
-    assert preparation is not None  # of an encoded kind, which isn't among the choices
+    assert preparation is not None  # `encoded` isn't among the choices
     tars, folder = _by_name(expand_shards(options.shards)), options.folder
     for place in dict.fromkeys(tar.rpartition("/")[0] or "." for tar in tars.values()):
         if read_manifest(place).kind == "mel":
@@ -59,7 +59,7 @@ def run_prepare(options: argparse.Namespace) -> int:
 
 
 def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member]:
-    """Give each item of a tar (path or URL), prepared; what can't be used is added to `broken`."""
+    """Yield the prepared items of a tar (path or URL), and add unusable ones to `broken`."""
     for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
         try:
             captions_of(item)
@@ -76,6 +76,6 @@ def _by_name(tars: Iterable[str]) -> dict[str, str]:
     for tar in tars:
         name = re.sub(r"\.(tar|tgz)\b.*", "", tar.rpartition("/")[2]) + ".tar"
         if name in named:
-            raise UserError(f"{named[name]} and {tar} would both become {name}; prepare them into folders of their own")
+            raise UserError(f"{named[name]} and {tar} would both become {name}; prepare them into separate folders")
         named[name] = tar
     return named

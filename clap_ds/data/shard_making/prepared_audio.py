@@ -1,4 +1,4 @@
-"""What becomes of audio on its way into a shard: a file as it is, the waveform before cropping, or its log-mel features."""
+"""Convert audio for shards: keep the file, or compute its uncropped waveform or log-mel features."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Clip(NamedTuple):
 
 
 def as_it_is(content: bytes, extension: str) -> Clip:
-    """Keep a file as it is or, where training couldn't read it, as FLAC; BrokenItemError where it can't be used."""
+    """Keep a file, or convert it to FLAC if training doesn't support its format. Raises BrokenItemError."""
     with open_audio(content) as file:
         rate, expected = file.samplerate, file.frames
         samples = file.read(dtype="float32", always_2d=True)
     check_peak(samples)
     check_samples(len(samples), expected, not samples.any())
     if extension not in AUDIO_FORMATS:
-        mixed = samples if samples.shape[1] <= 8 else samples.mean(axis=1)  # FLAC's most channels
+        mixed = samples if samples.shape[1] <= 8 else samples.mean(axis=1)  # FLAC supports 8 channels
         extension, content = "flac", _encoded(mixed.clip(-1, 1), rate, "FLAC")
     return Clip(extension, content, len(samples) / rate)
 
 
 class Preparation:
-    """Makes audio files what `front_end` calls `waveform` or `mel`, of which short clips are repeated first."""
+    """Convert audio files to kind `waveform`, or `mel` after repeating short clips (see `front_end`)."""
 
     def __init__(self, kind: Kind, audio: AudioConfig) -> None:
         self.kind, self.audio, self.front_end = kind, audio, FrontEnd.of(audio)
@@ -52,7 +52,7 @@ class Preparation:
         convert(self._log_mel)
 
     def clip(self, content: bytes, extension: str = "") -> Clip:
-        """Prepare an audio file; BrokenItemError where it can't be used."""
+        """Convert an audio file. Raises BrokenItemError."""
         rate = self.audio.sample_rate
         waveform = _decode(content, rate)
         if not waveform.any():
@@ -63,7 +63,7 @@ class Preparation:
         return Clip("wav", wav, len(waveform) / rate)
 
     def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
-        """Compute (frames, mel_bins) of what a reader of this WAV would give the model, or of all of it if it is longer."""
+        """Compute the (frames, mel_bins) features of a WAV, as training would, but uncropped."""
         length, hop = self.audio.num_samples, self.audio.hop_size
         row = torch.empty(max(num_samples, length), dtype=torch.int16)
         decode_audio(wav, row, sample_rate=self.audio.sample_rate, rng=random.Random(0))
@@ -72,16 +72,16 @@ class Preparation:
 
 
 def add_preparation_options(parser: argparse.ArgumentParser, kinds: tuple[Kind, ...], **more: Any) -> None:
-    add = parser.add_argument_group("audio prepared for a model, once for all runs").add_argument
-    what = "waveform: WAV, mono, 16 bits, the model's rate; mel: the model's features, 16 bits; encoded: audio files"
+    add = parser.add_argument_group("preprocessing for a model").add_argument
+    what = "waveform: 16-bit mono WAV at the model's rate; mel: the model's float16 features; encoded: original files"
     add("--kind", choices=kinds, help=what, **more)
-    add("--preset", type=preset_argument, metavar="NAME", help=f"the model that it is for: {PRESETS}")
+    add("--preset", type=preset_argument, metavar="NAME", help=f"model preset: {PRESETS}")
 
 
 def preparation_of(options: argparse.Namespace) -> Preparation | None:
-    """Make what these options ask for; None for kind `encoded`. UserError where they don't go together."""
+    """Build the `Preparation` of these options; None for kind `encoded`. Raises UserError if they conflict."""
     if (options.kind == "encoded") == bool(options.preset):
-        raise UserError(f"--kind {options.kind}: waveform and mel, and these alone, take a --preset, one of {PRESETS}")
+        raise UserError(f"--kind {options.kind}: waveform and mel require a --preset ({PRESETS}); encoded takes none")
     if options.kind == "mel" and load_preset(options.preset).audio.fusion:
         raise UserError(f"--kind mel: {options.preset} has feature fusion: expected --kind waveform")
     return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None

@@ -1,6 +1,6 @@
-"""Tars written side by side, each under another name until it is whole; and beside them the manifest and what can't be used.
+"""Write tars in parallel, atomically, with their manifest and list of unusable files.
 
-Each finished tar has a record: a command that was stopped, or joins parts, goes on with those that have none.
+Each finished tar has a record, so that an interrupted or joining command continues with the others.
 """
 
 from __future__ import annotations
@@ -27,23 +27,21 @@ from clap_ds.config.files import own_folder, read_bytes, read_json, replacing, w
 from clap_ds.data.shard_making.prepared_audio import Preparation
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, write_manifest
 
-RECORDS = ".build"  # folder of finished shards' records, beside them
+RECORDS = ".build"  # subfolder of finished shards' records
 BROKEN = "broken.jsonl"
 
 Named = tuple[str, str]
-"""Something that can't be used, and why."""
+"""An unusable file's name, and the reason."""
 Member = tuple[dict[str, Any], float]
-"""An item of a tar, its `__key__` and contents by extension, and its seconds of audio."""
+"""A tar's item (`__key__` and contents by extension), and its seconds of audio."""
 Members = Callable[[list[Named]], Iterable[Member]]
-"""Gives what goes into a shard, and adds what can't be used to the list."""
+"""Yields a shard's members, and adds unusable files to the list."""
 
 
 class BuiltShard(NamedTuple):
-    """A finished shard."""
-
     name: str
-    record: ShardRecord | None  # None where none of its items could be used, so that there is no tar
-    broken: list[Named]  # items left out
+    record: ShardRecord | None  # None if no item was usable, so that there is no tar
+    broken: list[Named]  # skipped items
 
 
 def fill(
@@ -54,8 +52,8 @@ def fill(
     preparation: Preparation | None,
     unusable: Sequence[Named] = (),
 ) -> list[BuiltShard]:
-    """Write all shards of this part that aren't there yet; of the whole also the manifest and the list of broken items,
-    `unusable` first. `plan` is what the shards follow from, beside the preparation."""
+    """Write this part's missing shards and, without --part, the manifest and list of broken items, `unusable` first.
+    `plan` and `preparation` determine the shards."""
     prepared = (preparation.kind, preparation.front_end) if preparation else ()
     _claim(folder, chain([repr(prepared)], plan))
     if options.part:
@@ -68,7 +66,7 @@ def fill(
         again = f"run --part I/{options.join} with I = {','.join(map(str, parts))}, then join"
         raise UserError(f"{folder}: {len(waiting)} of {len(shards)} shards are missing; {again}")
     if built:
-        print(f"{len(built)} of {len(shards)} shards are there already", flush=True)
+        print(f"{len(built)} of {len(shards)} shards already exist", flush=True)
     try:
         for done in tqdm(_write_all(folder, waiting, options.workers), total=len(waiting), unit="shard", disable=None):
             built[done.name] = done
@@ -89,27 +87,27 @@ def fill(
 
 def none_usable(broken: Sequence[Named]) -> str:
     examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
-    return f"none of {len(broken)} items can be used, the first: {examples}"
+    return f"none of {len(broken)} items are usable; the first: {examples}"
 
 
 def _claim(folder: Path, plan: Iterable[str]) -> None:
-    """Make the folder, or make sure that it is for the same: UserError where its shards were to be of another plan."""
+    """Create the folder or check that its plan is the same. Raises UserError if it isn't."""
     mark, state = folder / RECORDS / "plan", hashlib.sha256()
     for part in plan:
         state.update(part.encode())
     is_used = folder.exists() and (not folder.is_dir() or any(path.name != RECORDS for path in folder.iterdir()))
-    if not mark.is_file():  # looked for last, as another part may begin at the same time
+    if not mark.is_file():  # checked last, because another part may start at the same time
         if is_used:
-            raise UserError(f"{folder} exists and isn't an empty folder; name a new one, or empty it first")
+            raise UserError(f"{folder} exists and isn't an empty folder; choose a new one or empty it")
         with own_folder(mark.parent) as records:
             write_atomically(records / mark.name, state.hexdigest())
     elif read_bytes(mark).decode(errors="replace") != state.hexdigest():
-        other = "of other options, or of files or captions that have changed since"
-        raise UserError(f"{folder} holds shards {other}; name a new folder, or empty it")
+        other = "made with other options, or from files or captions that have changed"
+        raise UserError(f"{folder} contains shards {other}; choose a new folder or empty it")
 
 
 def _write_all(folder: Path, shards: Mapping[str, Members], num_workers: int) -> Iterator[BuiltShard]:
-    """Write in threads: decoding, features, checksums and writing leave Python's lock. Where one fails, all end."""
+    """Write in threads: decoding, features, checksums and writing release the GIL. If one fails, all stop."""
     stop = threading.Event()
     pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
@@ -121,7 +119,7 @@ def _write_all(folder: Path, shards: Mapping[str, Members], num_workers: int) ->
 
 
 def _finished(folder: Path, name: str) -> BuiltShard | None:
-    """Read the record of a shard that was built before, if it is there in full length."""
+    """Return a shard that was built before, if its record exists and its size matches."""
     try:
         content = read_json(folder / RECORDS / f"{name}.json")
         record = ShardRecord(**content["record"]) if content["record"] else None
@@ -132,7 +130,7 @@ def _finished(folder: Path, name: str) -> BuiltShard | None:
 
 
 def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> BuiltShard:
-    """Write one tar and its record; OSError where the folder can't be written, the disk is full, or it is told to stop."""
+    """Write one tar and its record. Raises OSError if writing fails or `stop` is set."""
     broken: list[Named] = []
     num_items, seconds, record = 0, 0.0, None
     with replacing(folder / name) as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
@@ -155,16 +153,16 @@ def _part(text: str) -> tuple[int, int]:
     part, slash, num_parts = text.partition("/")
     if slash and part.isdecimal() and num_parts.isdecimal() and int(part) <= int(num_parts) > 0:
         return int(part), int(num_parts)
-    raise argparse.ArgumentTypeError(f"expected a part and how many there are, from 1/N to N/N, or 0/N, found {text!r}")
+    raise argparse.ArgumentTypeError(f"expected I/N with I from 0 to N, found {text!r}")
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("on many nodes, with the same other options").add_mutually_exclusive_group()
-    more = "write part I of N alone, at the same time as others or again; 0/N first looks at the files, once for all"
+    more = "write only part I of N, also in parallel or again; 0/N only checks the files, once for all"
     group.add_argument("--part", type=_part, metavar="I/N", help=more)
-    more = "when all N parts are written: the manifest, and all that is said of the whole"
+    more = "after all N parts are written, write the manifest and report on the whole"
     group.add_argument("--join", type=whole_number(), metavar="N", help=more)
-    more, cores = "shards written at a time (default: one for each core)", len(os.sched_getaffinity(0))
+    more, cores = "shards to write in parallel (default: one per core)", len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
-    more = "exit code 1 where more than that was left out as it can't be used (default 0.01)"
+    more = "exit with code 1 if more than this fraction was unusable (default: 0.01)"
     parser.add_argument("--max_left_out", type=number(0, 1), default=0.01, metavar="SHARE", help=more)
