@@ -1,10 +1,9 @@
-"""Command: the Triton kernels on this GPU, each against the least time its traffic and arithmetic need.
+"""Time the Triton kernels on this GPU against a roofline: the minimum time of their memory traffic and arithmetic.
 
     python -m benchmarks.kernel_times [--clips 616] [--output FILE.md]
 
-Copy bandwidth and matrix-product throughput are measured first and define the least times. Each kernel runs at every size of
-HTSAT-tiny and HTSAT-base, in bf16. Its result is compared with the eager form in fp32 on four clips, and its time with the torch
-operations that it replaces.
+The roofline uses measured copy bandwidth and matrix-product throughput. Each kernel runs in bf16 at every size of HTSAT-tiny
+and HTSAT-base. Its result is compared with eager fp32 on four clips, its time with the torch operations that it replaces.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ COLUMNS = (
     "kernel {kernel} | shape {shape} | ms {ms:.3f} | least ms {least_ms:.3f} | share {share:.0%} | torch, ms {torch_ms:.3f}"
     " | error {error:.1e} | torch's error {torch_error:.1e} | note {note}"
 )
-ITEM = 2  # bytes of a bf16
+ITEM = 2  # bytes per bf16 value
 
 
 def median_ms(function: Callable[[], object]) -> float:
@@ -37,7 +36,7 @@ def median_ms(function: Callable[[], object]) -> float:
 
 
 def peaks() -> tuple[float, float]:
-    """Return bytes per second of a large copy (read and written) and FLOP/s of a large bf16 product."""
+    """Measure bytes per second of a large copy (read and written) and FLOP/s of a large bf16 product."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / median_ms(lambda: target.copy_(source)) * 1e3
@@ -50,11 +49,11 @@ def error_of(got: Tensor, expected: Tensor) -> float:
 
 
 def timed(name: str, shape: str, run: Callable[[], Any], size: tuple[float, float], **more: Any) -> dict[str, Any]:
-    """Return a table row. `size`: bytes moved and FLOPs."""
+    """Time `run` and return a table row. `size`: bytes moved and FLOPs."""
     row: dict[str, Any] = {"kernel": name, "shape": shape, "bytes": size[0], "flop": size[1], **more}
     try:
         row["ms"] = median_ms(run)
-    except Exception as error:  # a kernel's failure is a row, so that the others still run
+    except Exception as error:  # record the failure and continue with other kernels
         row["note"] = (str(error) or type(error).__name__).splitlines()[0].replace("|", "/")[:120]
     return row
 
@@ -68,7 +67,7 @@ def gradients(
 
 
 def errors(ours: Callable[..., Tensor], eager: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, float]:
-    """Return the largest relative error in bf16 of a kernel and of the eager form, output and gradients, against fp32."""
+    """Return the largest relative errors (outputs, gradients) against fp32 of a kernel and of eager code, in bf16."""
     torch.backends.cuda.matmul.allow_tf32 = False
     inputs = [each.bfloat16().float() for each in inputs]
     d_output = torch.randn_like(eager(*inputs)).bfloat16()
@@ -155,7 +154,7 @@ def mlp_rows(audio: AudioConfig, clips: int) -> Iterator[dict[str, Any]]:
 
 
 def thin_rows(audio: AudioConfig, clips: int) -> Iterator[dict[str, Any]]:
-    """Time weight gradients of the narrow linears over all tokens, and their bias gradients, with torch."""
+    """Time weight gradients and forward products of the narrow linears over all tokens with torch."""
     for grid, dim in list(zip(audio.stage_grids, audio.stage_dims, strict=True))[:3]:
         tokens = clips * grid**2
         for name, rows, columns in (
@@ -177,7 +176,7 @@ def thin_rows(audio: AudioConfig, clips: int) -> Iterator[dict[str, Any]]:
 
 
 def text_rows(clips: int) -> Iterator[dict[str, Any]]:
-    """Time the text tower's attention over 77 tokens with each of torch's kernels."""
+    """Time the text tower's attention over 77 tokens with each torch backend."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     heads, length, dim = 12, 77, 64
@@ -214,10 +213,10 @@ def text_rows(clips: int) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("kernel_times", __doc__)
-    parser.add_argument("--clips", type=int, default=616, help="clips of a micro-batch; default 616")
+    parser.add_argument("--clips", type=int, default=616, help="micro-batch size in clips (default: 616)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        raise UserError("no CUDA device: torch.cuda.is_available() is false")
+        raise UserError("no CUDA device: torch.cuda.is_available() is False")
     bandwidth, rate = peaks()
     rows = list[dict[str, Any]]()
     for preset in PRESETS:
