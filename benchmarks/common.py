@@ -86,7 +86,7 @@ def run_config(
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a command in a new folder with the run's `config.json`, its `output.log` and run directories, and end its processes.
-    Return a row: `state` (`completed`, `exit code 3`, `stopped after 60 s`), `seconds`, a `note` on failure, and the summary."""
+    Return a row: `state` (`completed`, `exit code 3`, `stopped after 60 s`), `seconds`, a failure's `note`, the summary."""
     folder.mkdir(parents=True)
     output = {"root": str(folder), "label": "run"}
     write_object(folder / "config.json", with_field(content, "clap.output", output))

@@ -162,7 +162,7 @@ def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
 
 
 class LoopModel(nn.Module):
-    """CLAP as in LAION-CLAP and open_clip: transformers' text tower, its port of their HTSAT (both of `sizes`), and any heads."""
+    """CLAP as in LAION-CLAP and open_clip: transformers' text tower and port of their HTSAT (both of `sizes`), any heads."""
 
     def __init__(self, config: ClapConfig, sizes: Any, *, spec_augment: bool) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ def test_failed_and_partial_runs_are_in_the_table_and_count_only_where_nothing_c
     partial = run(1, 50.0, state="timeout")
     base, row = scaling_table([run(1, 100.0), partial, failed])
     assert (base.rate, base.repeats, base.state) == (100.0, 1, "1 completed, 1 timeout")
-    assert base.notes.startswith("1 with a rate but not completed left out of the mean")
+    assert base.notes.startswith("excluded from the mean: 1")
     assert (row.state, row.rate, row.scaling_efficiency_percent, row.repeats) == ("out_of_memory", None, None, 0)
     assert row.notes == "out_of_memory: CUDA out of memory, tried 2 GiB"
     (row,) = scaling_table([partial])
@@ -80,7 +80,7 @@ def test_figures_that_cannot_be_are_said_to_be_none() -> None:
     stated = {"kind": "table", "repeats": 2, "interval": (90.0, 110.0)}
     for fields, rate, doubted in (({}, 103.0, True), ({}, 101.0, False), (stated, 103.0, False)):
         rows = scaling_table([run(n, r, **fields) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
-        assert [("above 100 %" in row.notes) for row in rows] == [False, doubted, False]
+        assert [("above 100%" in row.notes) for row in rows] == [False, doubted, False]
         assert rows[1].scaling_efficiency_percent == pytest.approx(rate)
 
 
@@ -214,7 +214,7 @@ def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_meas
 def test_scales_below_the_target_are_marked_and_notes_numbered() -> None:
     text = render(scaling_table([run(1, 100.0), run(2, 90.0, notes="a"), run(4, 89.9, notes="b; a")]), target=90)
     assert re.findall(r"(\d+\.\d+) ▼", text) == ["89.9"]
-    assert "Target of 90 % efficiency: below it (▼): 4 nodes, 16 GPUs." in text
+    assert "Target of 90% efficiency: below it (▼): 4 nodes, 16 GPUs." in text
     assert ("completed [2] [1] |" in text, "completed [3] [2] [1] |" in text, "\n\n[2] a\n\n[3] b\n" in text) == (
         True,
     ) * 3

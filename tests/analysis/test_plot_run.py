@@ -75,16 +75,16 @@ def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
     assert [bar.get_width() for bar in forward] == [100] * 3
     assert [(bar.get_x(), bar.get_width()) for bar in backward] == [(100, 200), (100, 400), (100, 800)]
     named = {text.get_text() for text in picture.figure.legends[0].get_texts()}
-    assert named == {"backward 88.9 %", "forward 11.1 %"}
+    assert named == {"backward 88.9%", "forward 11.1%"}
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     killed = {"step_time_s": None, "samples_per_s_per_gpu": None, "micro_batch_per_gpu": None, "state": "failed"}
     for folders, message in (
         ([benchmark(tmp_path / "killed", **killed)], "no timed windows.*'failed'"),
-        ([benchmark(tmp_path / "untrained", command="train")], "no step of training"),
+        ([benchmark(tmp_path / "untrained", command="train")], "no training steps"),
         ([tmp_path], r"no summary\.json"),
-        ([benchmark(tmp_path / "bench"), training(tmp_path / "run")], "only where all are of training"),
+        ([benchmark(tmp_path / "bench"), training(tmp_path / "run")], "only training runs"),
     ):
         with pytest.raises(UserError, match=message):
             draw_runs(folders, tmp_path / "run.png")

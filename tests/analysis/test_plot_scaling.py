@@ -32,7 +32,7 @@ def test_panels_hold_the_tables_numbers(tmp_path: Path) -> None:
     efficiency, speedup = picture.panels
     error = 100 * 650 / 700 * ((8 / 650) ** 2 + (8 / 700) ** 2) ** 0.5
     assert [answer(rows) for rows in found.values()] == [
-        f"92.9 ± {error:.2f} % efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
+        f"92.9 ± {error:.2f}% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
     ]
     (drawn,) = [container.lines[0].get_xydata().tolist() for container in speedup.containers]
     assert drawn == [[4.0, 1.0], [8.0, pytest.approx(5440 / 2800)], [16.0, pytest.approx(10400 / 2800)]]

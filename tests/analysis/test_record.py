@@ -73,7 +73,7 @@ def test_a_killed_run_tells_its_rate_from_its_steps(record: Path) -> None:
     ]
     assert (run.windows, run.rate) == (pytest.approx(rates), pytest.approx(2 / (1 / rates[0] + 1 / rates[1])))
     assert (run.state, run.gpus) == ("running", 2)
-    assert "2 whole windows read from metrics.jsonl" in run.notes
+    assert "2 complete windows read from metrics.jsonl" in run.notes
     (record / "metrics.jsonl").unlink()
     write(record / "summary.json", json.dumps({"state": "out_of_memory", "error": "CUDA out of memory"}))
     run = read_record(record)

@@ -75,7 +75,7 @@ def test_the_input_is_believed_before_the_options() -> None:
         ({"bare.log": 0}, {"nodes": 4, "gpus": 2}, "2 GPUs on 4 nodes"),
         ({"bare.log": 0}, {"gpus": 6, "gpus_per_node": 4}, "6 GPUs on 1.5 nodes"),
         ({}, {}, r"nothing: can't be read \(No such file"),
-        ({"empty/x.md": 0}, {}, "empty: neither run directories nor logs"),
+        ({"empty/x.md": 0}, {}, "empty: found neither run directories nor logs"),
     ],
 )
 def test_what_is_missing_or_contradicts_is_said(

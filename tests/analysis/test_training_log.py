@@ -89,7 +89,7 @@ def test_open_clips_and_laion_claps_training_logs_are_read(tmp_path: Path, form:
     assert run.model == "clap_htsat_tiny_roberta_base"
     assert (run.rate, run.engine_samples_per_s_per_gpu) == (pytest.approx(616 / 1.1, rel=1e-3), None)
     (run,) = read_runs([write(tmp_path / "cut.log", text[len(parameters) :])], given(gpus=8, nodes=2))
-    assert (run.rate, run.notes) == (None, "no rate, as the log doesn't state its batch")
+    assert (run.rate, run.notes) == (None, "no rate, because the log doesn't state its batch")
 
 
 def test_another_programs_lines_are_one_entry_in_the_table_of_dialects(
@@ -129,8 +129,8 @@ def test_repeated_impossible_and_damaged_lines_are_left_out(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x7fELF\0\0\0\1" * 40, "no throughput lines"),
-        (running_log([1.0] * 9, batch=0).encode(), "no throughput lines"),
+        (b"\x7fELF\0\0\0\1" * 40, "no usable throughput lines"),
+        (running_log([1.0] * 9, batch=0).encode(), "no usable throughput lines"),
         (None, "can't be read"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from clap_ds.launch.preflight import hosts_of, judge, lines, odd_hosts, slow_ones
 from clap_ds.ranks import failure
 
-SILENT = "can't be reached, or starts no rank:"
+SILENT = "unreachable, or starts no rank:"
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def test_everything_of_the_site_is_in_the_script(
     ("site", "options", "says", "message"),
     [
         ({"python": "/bin/true"}, "", {}, "python: /bin/true can't run this package"),
-        ({}, "--until_done", {}, "are for training: give --train, too"),
-        ({}, "--train", {}, "clap.train: missing samples or epochs"),
-        ({"partition": "cpu"}, "", {}, "give --gpus"),
-        ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "sbatch would refuse it: Invalid qos"),
+        ({}, "--until_done", {}, "need --train"),
+        ({}, "--train", {}, "clap.train: samples and epochs are missing"),
+        ({"partition": "cpu"}, "", {}, "pass --gpus"),
+        ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "sbatch rejects the job: Invalid qos"),
     ],
 )
 def test_refused_before_it_is_queued(

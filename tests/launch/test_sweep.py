@@ -46,7 +46,7 @@ def test_nothing_is_queued_unless_every_job_can_run(
         (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], "train_micro_batch_size_per_gpu_zwei"),
         (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: expected"),
         (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: expected"),
-        (["--gpus", "1", "--nodes", "2", "2"], "given twice"),
+        (["--gpus", "1", "--nodes", "2", "2"], "duplicate"),
     ):  # fmt: skip
         folder = _start(tmp_path, *options, code=2)
         assert message in capsys.readouterr().err
@@ -82,7 +82,7 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     ]
     assert "2 failed" in counts
     assert main(["resume", str(folder), "--time", "00:45:00", "--exclude", "n[1-2]"]) == 0
-    assert "4 of 8 jobs are missing: n003, n004, n005, n007" in capsys.readouterr().out
+    assert "resubmitting 4 of 8 jobs: n003, n004, n005, n007" in capsys.readouterr().out
     assert len(slurm.lines("calls")) == 12
     lines = (folder / "n003.sbatch").read_text().splitlines()
     assert {"#SBATCH --time=00:45:00", "#SBATCH --exclude=n[1-2]"} <= set(lines)

@@ -84,7 +84,7 @@ def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
     ((refusal, _),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes)
     assert all(part in refusal for part in (reason, "--accept_changes"))
     ((warning, found),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes, True)
-    assert all(part in warning for part in (reason, "only weights and step are taken"))
+    assert all(part in warning for part in (reason, "only its weights and step are restored"))
     _, same, loss, _ = found
     assert same
     assert loss < 10
@@ -128,7 +128,7 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
     flip_bit(tmp_path / "step-00000002" / STATE, 9)
     flip_bit(tmp_path / "step-00000003" / "weights.safetensors", 9)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match="none of 3 checkpoints is good") as refusal:
+    with pytest.raises(ValueError, match="all 3 checkpoints are damaged") as refusal:
         CheckpointFolder(tmp_path).find()
     for reason in ("step-00000001", f"{STATE} has changed", "weights.safetensors has changed", "--restart"):
         assert reason in str(refusal.value)
@@ -137,7 +137,7 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
 
 def test_a_full_disk_costs_the_checkpoint_and_nothing_else(one_rank: RankPool, tmp_path: Path) -> None:
     ((failed, (warning,), left),) = one_rank.run(ranks.fail_at_weights, str(tmp_path))
-    assert all(part in warning for part in ("step 2", failed.problem, "training goes on"))
+    assert all(part in warning for part in ("step 2", failed.problem, "training continues"))
     assert (failed.saved, failed.bytes, left) == (False, 0, ["step-00000001"])
 
 

@@ -72,7 +72,7 @@ def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
     Unreliable.faults.extend([False, True])  # one file of the second arrives
     assert copy(url, second) == [second]
     failed, summary = capsys.readouterr().err.splitlines()
-    assert all(part in failed for part in ("step-00000002", "the network is down", "training goes on"))
+    assert all(part in failed for part in ("step-00000002", "the network is down", "training continues"))
     assert f"not copied to {url}: {second}" in summary
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / first.name
     assert copy(url, make_checkpoint(tmp_path / "here", 3)) == []

@@ -104,7 +104,7 @@ def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_
     assert "Traceback" not in ranks.outputs[0]
     saved = [line["step"] for line in commands.lines(config, "checkpoint") if line["saved"]]
     commands.run_directories(config)[0].rename(tmp_path / "killed")  # its last steps will be trained again
-    assert "on 1 rank(s) after 2" in commands.train(config, world_size=1)
+    assert "on 1 rank(s) instead of 2" in commands.train(config, world_size=1)
     summary, samples = commands.summaries(config)[-1], STEPS * BATCH * 2
     assert all(row["epoch"] == pytest.approx(row["samples"] / 60, abs=1e-6) for row in commands.lines(config))
     assert (summary["epoch"], summary["epoch_samples"], summary["samples"]) == (3.2, 60, samples)
@@ -135,12 +135,12 @@ def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path) -> None:
         states.unlink()
     ranks = RunningRanks(config, 1)
     assert ranks.wait() == [2]
-    assert "none of 2 checkpoints is good" in ranks.outputs[0]
+    assert "all 2 checkpoints are damaged" in ranks.outputs[0]
     output = commands.train(config, 1, "--restart", "--skip_steps", "5-6")
     (aside,) = folder.parent.glob("*-aside-*")
-    assert f"starting anew; what was in {folder} is in {aside}" in output
+    assert f"moved the contents of {folder} to {aside}" in output
     assert [path.name for path in aside.glob("step-*")] == [path.name for path in folder.glob("step-*")]
-    assert "left out the batches of steps 5 to 6" in output
+    assert "skipped the batches of steps 5 to 6" in output
     assert [row["step"] for row in commands.lines(config)] == [*range(1, 7)] * 2
     assert "nothing left to train" in commands.train(config, world_size=1)
 
@@ -156,7 +156,7 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
         return config, commands.train(config, world_size=1)
 
     config, output = run("first", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
-    assert "a global batch has 61 pairs, the data 60 items" in output
+    assert "a global batch has 61 pairs, but the data only 60 samples" in output
     (summary,) = commands.summaries(config)
     assert (summary["state"], summary["step"]) == ("completed", 3)
     assert 0 < summary["time_to_target_s"] <= summary["train_s"]
