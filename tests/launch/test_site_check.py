@@ -1,4 +1,4 @@
-"""What a site says, tried on a SLURM played by scripts."""
+"""Checks of site files with a fake SLURM."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Plans, submission, states and what is missing, with SLURM's commands played by small scripts."""
+"""Planning, submission, status and resubmission of sweeps, with a fake SLURM."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs' JSONs aren't tried by the ranks' Python, which takes a second for each command."""
+    """Skip the check of runs' JSONs with the ranks' Python, which takes a second per command."""
     monkeypatch.setattr("clap_ds.launch.jobs.check_environment", lambda *_, **__: "")
 
 
@@ -75,7 +75,7 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     assert main(["status", str(folder)]) == 0
     heads, *rows, counts = capsys.readouterr().out.splitlines()
     assert heads.split() == ["job", "nodes", "id", "state", "note"]
-    # n005 says it runs, but SLURM no longer knows it.
+    # n005's record is `running`, but SLURM no longer knows it.
     expected = ["completed", "out_of_memory", "timeout", "failed", "failed", "running", "terminated", "init"]
     assert [row.split()[:4] for row in rows] == [
         [f"n{n:03d}", f"{n}", f"{100 + n}", state] for n, state in enumerate(expected, start=1)
