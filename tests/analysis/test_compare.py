@@ -19,7 +19,7 @@ def compared(a: list[Run], b: list[Run]) -> str:
 
 
 def test_repeats_are_compared_by_what_they_differ_by() -> None:
-    """By hand: deviations of logs 0.01 and 0.0182, pooled 0.0147; t of 4 degrees 4.604; 0.0147·4.604·√(2/3) = 0.0553."""
+    """By hand: deviations of logs 0.01 and 0.0182, pooled 0.0147; t for 4 degrees 4.604; 0.0147·4.604·√(2/3) = 0.0553."""
     a_runs, b_runs = ([run(1, rate) for rate in rates] for rates in ((99.0, 100.0, 101.0), (108.0, 110.0, 112.0)))
     ((a, b, spread),) = pairs(a_runs, b_runs)
     assert spread

@@ -1,4 +1,4 @@
-"""Runs as pictures: drawn from their records, refused with words where there is nothing to draw."""
+"""Plots of runs: drawn from their records, with an error if there is nothing to draw."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     assert picture.figure.legends[0].get_texts()[-1].get_text() == "between steps 100 ms"
     picture.figure.draw_without_rendering()
     shown = times.get_legend().get_window_extent()
-    assert shown.y0 >= times.get_window_extent().y1 - 1  # outside
+    assert shown.y0 >= times.get_window_extent().y1 - 1  # outside the panel
 
 
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:

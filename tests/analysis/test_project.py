@@ -1,4 +1,4 @@
-"""What projections print, and that those published are what their command gives."""
+"""Output of projections, and that the results kept are those of their command."""
 
 import re
 from dataclasses import replace
@@ -17,7 +17,7 @@ TINY = series_of(scaling_table(read_table_runs(samples.TINY)))
 
 
 def cells(text: str, heading: str) -> list[list[str]]:
-    """Of the table under a heading."""
+    """Return the cells of the table below a heading."""
     table = text[text.index(f"### {heading}") :].partition("\n\n")[2].partition("\n\n")[0]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 

@@ -1,4 +1,4 @@
-"""Run directories, whole and broken."""
+"""Complete and damaged run directories."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def record(tmp_path: Path) -> Path:
 
 
 def summed_up(record: Path, **changes: Any) -> Path:
-    """The record with these fields of its summary changed."""
+    """Copy the record with changed fields of its summary."""
     write(record / "summary.json", json.dumps(SUMMARY | changes))
     return record
 

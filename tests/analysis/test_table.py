@@ -1,4 +1,4 @@
-"""Tables: what is written is what is read, and nothing that isn't a table is taken for one."""
+"""Tables are read as they were written, and other files are rejected."""
 
 from pathlib import Path
 

@@ -29,7 +29,7 @@ def test_packaged_sites() -> None:
     assert "/PROJECT/" in site.environment["HF_HOME"], "what the manual says has to be edited"
     minutes = {nodes: site.walltime(nodes)[3:5] for nodes in (1, 8, 9, 32, 64, 128, 256)}
     assert minutes == {1: "15", 8: "15", 9: "25", 32: "25", 64: "30", 128: "30", 256: "30"}
-    site = load_site("generic")  # has no path
+    site = load_site("generic")  # has no cluster-specific values
     assert not any([site.account, site.partition, site.gpus_per_node, site.environment, site.setup])
 
 

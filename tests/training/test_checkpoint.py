@@ -1,5 +1,5 @@
-"""An interrupted run resumes as if it had not been, on as many ranks as there are then; one that has changed says so; a failing
-disk costs no more than the checkpoint; a run deletes its own checkpoints and no others."""
+"""An interrupted run resumes exactly, on any number of ranks; changes are reported; a failing disk costs only the checkpoint; a
+run deletes only its own checkpoints."""
 
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_it_resumes_on_another_number_of_ranks(
     before, after = (two_ranks, one_rank) if saved_on == 2 else (one_rank, two_ranks)
     expected = before.run(ranks.train_and_save, str(tmp_path), precision)[0]
     for resumed, fresh in after.run(ranks.load_and_train, str(tmp_path), precision):
-        # Sums over 3 rows or 6: in fp32 2 roundings of 2⁻²³ are found, in bf16 half a one of 2⁻⁷, four steps add theirs.
+        # Sums over 3 or 6 rows differ by 2 roundings of 2⁻²³ in fp32 and half a rounding of 2⁻⁷ in bf16, in each of four steps.
         tolerance = 1e-5 if precision == "fp32" else 3e-2
         assert resumed == pytest.approx(expected, rel=tolerance)
         assert fresh != pytest.approx(expected, rel=2 * tolerance)
@@ -99,7 +99,7 @@ def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> N
     assert "optimizer.params.lr: 0.005 there, 0.0001 here" in warning
     assert "clap.train.samples: None there, 999 here" in warning
     assert found[:2] == (1e-4, True)
-    # A schedule that is new goes on at the step where the run stands: the second of four of its warm-up.
+    # A new schedule continues at the run's step: the second of four of its warm-up.
     warning, found = resume({"scheduler": ranks.SCHEDULER})
     assert "scheduler is None there, 'WarmupCosineLR' here" in warning
     assert (found[0], found[3]) == pytest.approx((5e-3 / 4, 5e-3 / 2))

@@ -1,4 +1,4 @@
-"""What a run's JSON lacks for training is said before anything is loaded."""
+"""Problems of a run's JSON for training are reported before anything is loaded."""
 
 import importlib.util
 import subprocess
@@ -51,7 +51,7 @@ def test_problems_name_the_field(
     assert len(found) == (expected is not None)
     assert (expected or "") in "".join(found)
     assert "hush" not in "".join(found)
-    if expected == ONE_PAIR:  # which more ranks, or some that aren't known yet, may not make
+    if expected == ONE_PAIR:  # not a problem for more ranks, or an unknown number
         assert problems_for_training(settings(**changes), 2) == problems_for_training(settings(**changes)) == []
 
 

@@ -1,4 +1,4 @@
-"""What training's log says of steps of a known law, on two ranks whose clocks stand still but for them."""
+"""Training's log of steps with known times, on two ranks with simulated clocks."""
 
 import io
 import json
@@ -26,13 +26,13 @@ GIB = 2**30
 
 
 def _lasting(step: int) -> float:
-    """Seconds of a step: now and then one is long."""
+    """Return the seconds of a step: every tenth is long."""
     return 4.0 if step % 10 == 0 else 1.0
 
 
 @pytest.mark.parametrize(("steps", "windows"), [(1, 2), (7, 41), (1, 2050)])
 def test_the_rate_is_all_samples_over_all_seconds_however_long_the_run(steps: int, windows: int) -> None:
-    """Of all but the first window."""
+    """The first window is excluded."""
     pace, seconds = Pace(16, 2), 0.0
     for number in range(windows):
         step_s = [_lasting(1 + number * steps + step) for step in range(steps)]
@@ -51,7 +51,7 @@ def test_the_rate_is_all_samples_over_all_seconds_however_long_the_run(steps: in
 
 
 def _logged(folder: str) -> dict[str, Any]:
-    """Six steps of 20 samples on two ranks, a line each two steps; the first two are for warming up."""
+    """Log six steps of 20 samples on two ranks, every two steps; the first two are warm-up."""
     rank, now = dist.get_rank(), [100.0]
     deepspeed: Any = SimpleNamespace(skipped_steps=1, get_lr=lambda: [0.25, 9.0])
     scale = torch.tensor([math.log(4.0 + rank)])
