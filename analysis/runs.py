@@ -128,7 +128,7 @@ def _by_engine(run: Run) -> Run:
     share = rate / run.rate if rate and run.rate else None
     tflops, mfu = (share and value and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
     run = replace(run, samples_per_s_per_gpu=rate, achieved_tflops=tflops, mfu_model_percent=mfu)
-    return noted(run, BY_TIMER) if rate else noted(replace(run, interval=None), "no rate by DeepSpeed's timer")
+    return noted(run, BY_TIMER) if rate else noted(replace(run, interval=None), "no rate from DeepSpeed's timer")
 
 
 def input_parser(description: str) -> argparse.ArgumentParser:
@@ -139,7 +139,7 @@ def input_parser(description: str) -> argparse.ArgumentParser:
     add("--nodes", type=whole_number(), help="number of nodes, for inputs that don't state it")
     add("--gpus", type=whole_number(), help="total number of GPUs, for inputs that don't state it")
     add("--gpus_per_node", type=whole_number(), help="GPUs per node, for inputs that don't state nodes or GPUs")
-    told = "samples/s measured by this project (default) or by DeepSpeed's timer"
+    told = "samples/s measured by this project (default) or DeepSpeed's timer"
     add("--rate", choices=("measured", "engine"), default="measured", help=told)
     add("--model", type=preset_of, help="model of logs: a preset or a published name (HTSAT-tiny-Roberta-base)")
     add("--text_tokens", type=whole_number(), help="caption length of logs, for TFLOPS and MFU (default: 77)")

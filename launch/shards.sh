@@ -2,7 +2,7 @@
 # Build shards on many nodes with three SLURM jobs: inspect the files, run an array of N parts with one node each, and join.
 # Run in a shell with the environment active, with a folder that all nodes share:
 #     SBATCH_TIMELIMIT=4:00:00 launch/shards.sh 16 build clips.csv shards --held_out 0.01
-# SBATCH_ACCOUNT and SBATCH_PARTITION set account and partition. Rerunning the command continues where it stopped.
+# SBATCH_ACCOUNT and SBATCH_PARTITION set account and partition. Rerun the command to do what is missing.
 set -euo pipefail
 [[ ${1-} =~ ^[1-9][0-9]*$ && ${2-} =~ ^(build|prepare)$ ]] ||
     { echo "error: expected a number of parts, then build or prepare with options; found: $*" >&2; exit 2; }

@@ -22,11 +22,11 @@ _SUBNET = "10.99.0"
 _PREFIX = "clap-slurm-"
 GPUS, CPUS = 4, 8
 CGROUPS = Path("/sys/fs/cgroup/freezer")
-"""Where it is there, SLURM contains a step's processes by the cgroup-v1 freezer, as on most clusters."""
+"""If it exists, SLURM tracks a step's processes with the cgroup-v1 freezer, as on most clusters."""
 OVER = {
     "COMPLETING", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
 }  # fmt: skip
-"""States of a job that has ended. Of the others there are many, some of them momentary (`SIGNALING`)."""
+"""States of jobs that have ended. There are many others, some of them brief (`SIGNALING`)."""
 
 
 class SlurmCluster:

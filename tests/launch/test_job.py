@@ -55,7 +55,7 @@ def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=kept | own, capture_output=True, text=True, timeout=180)
     record = json.loads((tmp_path / "job.json").read_text())
     assert (done.returncode, record["state"], record["exit_code"]) == (1, "failed", 1), (
-        "not srun's code, of ended ranks"
+        "not srun's code for ranks that it killed"
     )
     assert "KeyError: no such key" in record["error"]
     assert record["error"] in done.stderr
@@ -87,7 +87,7 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
     for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
         assert [*job.choose_hosts()] == hosts.split()
         job.note(Ending("failed", f"lost {lost}", 1, [lost]), job.slots, "now")
-    assert job.choose_hosts() == {}, "n1 isn't to be used, though it is there"
+    assert job.choose_hosts() == {}, "n1 must not be used though it is allocated"
     # SLURM may allocate the same hosts again after a requeue.
     job.start, job.slots = 1, {"n1": 4, "n2": 4}
     assert [*job.choose_hosts()] == ["n1", "n2"]

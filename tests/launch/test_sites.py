@@ -26,7 +26,7 @@ def test_packaged_sites() -> None:
     )
     rest = {name: value for name, value in site.environment.items() if name != "HF_HOME"}
     assert rest == dict(pair.split("=") for pair in published.split())
-    assert "/PROJECT/" in site.environment["HF_HOME"], "what the manual says has to be edited"
+    assert "/PROJECT/" in site.environment["HF_HOME"], "the manual tells users to edit this"
     minutes = {nodes: site.walltime(nodes)[3:5] for nodes in (1, 8, 9, 32, 64, 128, 256)}
     assert minutes == {1: "15", 8: "15", 9: "25", 32: "25", 64: "30", 128: "30", 256: "30"}
     site = load_site("generic")  # has no cluster-specific values

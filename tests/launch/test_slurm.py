@@ -37,7 +37,7 @@ def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
         ask(["squeue", "-h"])
     assert len(slurm.lines("count")) == 3
     slurm.write("squeue", f"{count}[ $(wc -l < count) = 6 ] && echo 7 RUNNING\n")
-    assert states_of([]) == {"7": "RUNNING"}, "one answer of three will do"
+    assert states_of([]) == {"7": "RUNNING"}, "one of three tries must succeed"
 
 
 def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

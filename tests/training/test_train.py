@@ -49,7 +49,7 @@ def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
     assert all(begin < end for begin, end in (line["checkpoint"] for line in commands.lines(config, "checkpoint")))
     assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
     assert (read_record(directory).rate or 0) > 0
-    assert not any((directory / "stacks").iterdir()), "no rank stood still"
+    assert not any((directory / "stacks").iterdir()), "no rank hung"
     assert not (directory / "errors").exists()
 
 
