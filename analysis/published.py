@@ -1,7 +1,7 @@
 """LAION's published results of CLAP training on Jupiter (`published/*.csv`), and their conventions.
 
-MFU in the published convention is forward GFLOPs × 3 × samples/s/GPU over the GPU's dense bf16 peak, with the forward cost of
-514 text tokens for all caption lengths. Peaks of other GPUs come from a run's record or the user.
+MFU in the published convention is forward GFLOPs × 3 × samples/s/GPU over the GPU's dense bf16 peak. The forward cost is that
+of 514 text tokens for all caption lengths. Peaks of other GPUs come from a run's record or the user.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class Series:
         return {nodes: (float(low), float(high)) for nodes, (low, high) in ends.items()}
 
     def _solved(self, shape: float) -> tuple[Floats, Floats, Floats]:
-        """Return the inverse of a law's columns, its parameters and its residuals: those of the measured rates, widened for two
-        fitted parameters, and two of the known or expected noise."""
+        """Return the inverse of a law's columns, its parameters and its residuals. Residuals are those of the rates, widened
+        for two fitted parameters, and two of the known or expected noise."""
         columns, target = self._equations(shape)
         inverse: Floats = np.asarray(np.linalg.pinv(columns))
         missed = target - columns @ inverse @ target
@@ -134,8 +134,8 @@ class Series:
         return np.asarray(drawn[:, 0] + drawn[:, 1] * inside + drifted)
 
     def hold_outs(self) -> list[tuple[Series, int, float]]:
-        """Return (series of smaller scales, node count, measured efficiency) of each scale: with all smaller scales, and with
-        all but the next smaller one, if these are at least two."""
+        """Return (series of smaller scales, node count, measured efficiency) of each scale. The series are all smaller scales,
+        and all but the next smaller one, if these are at least two."""
         return [
             (self.first(place - back), nodes, self.efficiency_percent(rate))
             for back in (0, 1)

@@ -11,7 +11,7 @@ are torch's; Swin and HTSAT copy images to pad them by zero pixels; causal atten
 free.
 
 A profile is saved as `profile.json` in the run directory. It is joined to the operations of the run's plan by name and input
-shapes, which gives the share of the data sheet's rates that each class of operations reaches.
+shapes. The result is each class of operations' share of the data sheet's rates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Detect a collapsed model: all embeddings are equal, and the gradient vanishes.
 
-A healthy run also starts at chance level, but with a gradient: with learning rates of 1e-5 to 1e-3 the norm of preset `micro`
-was never below 0.009. After a collapse it was below 3e-4, or the logit scale, initially 10 or 14.3, was below 0.2.
+A healthy run also starts at chance level, but with a gradient. With learning rates of 1e-5 to 1e-3, preset `micro`'s norm was
+never below 0.009. After a collapse it was below 3e-4, or the logit scale, initially 10 or 14.3, was below 0.2.
 """
 
 import math

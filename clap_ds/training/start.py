@@ -97,7 +97,7 @@ def _load(
 ) -> tuple[Path | None, TrainingProgress]:
     """Return the loaded checkpoint (None for a new run) and its progress.
 
-    Attempts of a job and reruns repeat the same command: --restart and a path in `clap.train.resume` take effect only once,
+    Attempts of a job and reruns repeat the same command. Its --restart or path in `clap.train.resume` takes effect only once,
     as far as the run ids in checkpoints show.
     """
     wanted, attempt = run.clap.train.resume, ranks.job_folder

@@ -1,8 +1,8 @@
 """Make encoded synthetic audio with captions, to try and test training from shards without a download.
 
 `python -m examples.synthetic_sounds DIR` writes WebDataset tars of short sounds in varied formats, sample rates and channel
-counts, a small tokenizer trained on the captions, and `classes.json` with the class names. Each clip's json has its class, for
-zero-shot evaluation. For held-out data, use another seed and `--wordings held_out`:
+counts. It also writes a tokenizer trained on the captions, and `classes.json` with the class names. Each clip's json has its
+class, for zero-shot evaluation. For held-out data, use another seed and `--wordings held_out`:
 
     python -m examples.synthetic_sounds sounds/train --wordings train --clips 4800
     python -m examples.synthetic_sounds sounds/held_out --wordings held_out --clips 480 --seed 1
