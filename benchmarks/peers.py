@@ -84,14 +84,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser("peers", __doc__)
     add = parser.add_argument
     add("--against", nargs="+", choices=KINDS, default=[*KINDS], help="baselines to compare with (default: all)")
-    add("--preset", default="htsat_tiny_roberta_base", type=preset_argument, help="default: htsat_tiny_roberta_base")
+    add("--preset", default="htsat_tiny_roberta_base", type=preset_argument, help="model (default: HTSAT-tiny's)")
     add("--text_tokens", type=int, default=77, help="tokens per caption (default: 77)")
     lengths = "LOW and HIGH of uniform caption lengths in tokens (default: --text_tokens)"
     add("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)
     add("--text", choices=("padded", "packed"), default="padded", help="our text tower's batching (default: padded)")
     add("--micro_batch", type=int, default=8, help="clips per step (default: 8)")
     add("--rounds", type=int, default=8, help="timed steps of each side (default: 8)")
-    add("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="default: both")
+    add("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="to time (default: both)")
     arguments = parser.parse_args(argv)
     device = initialize(Ranks.from_environment())
     text = (
