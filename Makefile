@@ -1,16 +1,16 @@
-# make setup       .venv, with the exact versions of constraints.txt
-# make bench       the main job on what this machine has
-# make train-demo  trains a small model on sounds it makes, on two CPU ranks, until it knows them (about 6 minutes);
-#                  KIND=mel or KIND=waveform: on shards of them that are prepared for the model
-# make test        lint, unit tests and end-to-end tests
-# make test-processors  unit tests once for each kind of arithmetic this processor can do; TESTS=… for some of them
-# make lint        ruff, mypy, and that rooms import one way
-# make docs        the site of docs/ in site/; broken links are errors
-# make report      RUNS="…" [OUTPUT=report]: one HTML page about runs, logs or tables
-# make gpu-check   what this machine's GPU does with this project, in three calls of 9 minutes (CALL=1, 2, 3), kept under results/
-# make wheelhouse  wheels for a machine without an index; TARGET_PYTHON=3.12, TARGET_MACHINE=aarch64: unlike this one;
-#                  FOR=gpu-check: just those that this takes beyond torch, torchaudio and transformers
-# Each sets up .venv by itself. PYTHON=… uses another interpreter's packages instead, installing nothing.
+# make setup       create .venv with the exact versions of constraints.txt
+# make bench       benchmark training on this machine's GPUs, or on two CPU ranks
+# make train-demo  train a small model on synthetic sounds, on two CPU ranks (about 6 minutes);
+#                  KIND=mel or KIND=waveform: on prepared shards
+# make test        run lint, unit tests and end-to-end tests
+# make test-processors  run the unit tests once per instruction set of this CPU; TESTS=… selects tests
+# make lint        run ruff, mypy and the checks of imports between packages
+# make docs        build the site of docs/ in site/; broken links are errors
+# make report      RUNS="…" [OUTPUT=report]: write one HTML page about runs, logs or tables
+# make gpu-check   benchmark and test this machine's GPU in three calls of 9 minutes (CALL=1, 2, 3), kept under results/
+# make wheelhouse  collect wheels for a machine without an index; for another kind: TARGET_PYTHON=3.12 TARGET_MACHINE=aarch64;
+#                  FOR=gpu-check: only those that gpu-check needs beyond torch, torchaudio and transformers
+# Each sets up .venv first. PYTHON=… uses another interpreter's packages and installs nothing.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -25,12 +25,12 @@ READY := .venv/.ready
 endif
 
 .venv/.ready: setup.py pyproject.toml constraints.txt clap_ds/config/places.py clap_ds/model/torchaudio_compat.py
-	@echo "setting up .venv, once: torch with its CUDA libraries is several GB"
+	@echo "setting up .venv (once): torch with its CUDA libraries is several GB"
 	@test -x .venv/bin/python || "$${BASE_PYTHON:-python3}" -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[train,analysis,embed,test]'
 	@.venv/bin/python -m clap_ds.model.torchaudio_compat
-	@# Linux cuts the first line of a script at a space in the path of its Python.
+	@# Linux truncates a script's first line at a space in the path of its Python.
 	@find .venv/bin -type f -exec sed -i '1s|^#!/.* .*/bin/python[0-9.]*$$|#!/usr/bin/env python|' {} +
 	@touch $@
 
@@ -40,7 +40,7 @@ LAUNCH = "$(PYTHON)" -m clap_ds.ranks.start
 
 bench: $(READY)
 	@case "$$("$(PYTHON)" -m clap_ds.ranks.accelerator)" in \
-	cpu) echo "no GPU in use: two ranks on the CPUs"; export DS_ACCELERATOR=cpu; set -- --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json ;; \
+	cpu) echo "no GPU in use: running two CPU ranks"; export DS_ACCELERATOR=cpu; set -- --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json ;; \
 	?*) set -- clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json ;; \
 	*) exit 2 ;; \
 	esac; echo "deepspeed $$*"; $(LAUNCH) "$$@"
@@ -65,7 +65,7 @@ lint: $(READY)
 	"$(PYTHON)" -m mypy
 	"$(PYTHON)" -c 'import importlinter.cli; importlinter.cli.lint_imports_command()' --no-logo --no-cache
 
-# A worker per core, each running whole modules; the longest work first (tests/conftest.py).
+# One worker per core runs whole modules, the longest first (tests/conftest.py).
 PYTEST := "$(PYTHON)" -m pytest -q -n logical --maxprocesses 4 --no-loadscope-reorder
 
 unit: $(READY)
@@ -85,10 +85,10 @@ docs: $(READY)
 	"$(PYTHON)" -m mkdocs build --strict
 
 report: $(READY)
-	@test -n "$(RUNS)" || { echo 'give RUNS="run directories, logs or tables"' >&2; exit 2; }
+	@test -n "$(RUNS)" || { echo 'RUNS is not set: pass RUNS="run directories, logs or tables"' >&2; exit 2; }
 	"$(PYTHON)" analysis/report.py $(RUNS) --output $(or $(OUTPUT),report)
 
-# With PYTHON=…, what that lacks of a wheelhouse that is here is installed beside it, to runs/packages.
+# With PYTHON=…, packages of a local wheelhouse that it lacks are installed to runs/packages.
 gpu-check: export PYTHONPATH := $(CURDIR)/runs/packages$(addprefix :,$(PYTHONPATH))
 LACKING = import importlib.metadata, pathlib, sys; plain = lambda name: name.lower().replace("-", "_"); \
     there = {plain(each.name) for each in importlib.metadata.distributions()}; \
@@ -99,7 +99,7 @@ gpu-check: $(READY)
 	    --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target runs/packages)
 	"$(PYTHON)" -m benchmarks.gpu_check $(or $(CALL),1) $(if $(OUTPUT),--output "$(OUTPUT)")
 
-# This package and all that constraints.txt pins, but for what a GPU machine brings in builds of its own.
+# This package and all pins of constraints.txt, except those of which a GPU machine has its own builds.
 WHEELHOUSE := wheelhouse
 THERE := torch|torchaudio|transformers|triton
 FOR := all

@@ -1,2 +1,1 @@
-"""From throughput logs to answers: tables, plots, comparisons, cost and projections. Never imports torch or
-DeepSpeed."""
+"""Tables, plots, comparisons and projections from run records and logs. Imports neither torch nor DeepSpeed."""

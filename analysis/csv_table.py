@@ -1,4 +1,4 @@
-"""A table in a CSV file, as this project writes it or as published → runs."""
+"""Read runs from CSV tables, written by this project or published."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from clap_ds.config.model_names import preset_of
 
 
 def read_table_runs(path: Path) -> list[Run]:
-    """Read the rows of a table of this project or of `published/` as runs, from which efficiencies and MFU are computed again.
+    """Read the rows of a table of this project or of `published/` as runs. Efficiency and MFU are recomputed from them.
 
-    Columns may be separated by semicolons; a comma is then a decimal comma. UserError names what is wrong and where.
+    Columns may be separated by semicolons; commas are then decimal commas. UserError names the wrong row or column.
     """
     import pandas as pd
 
@@ -32,9 +32,9 @@ def read_table_runs(path: Path) -> list[Run]:
                 file, sep=";" if semicolons else ",", dtype=types, keep_default_na=False, na_values=[""]
             )
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no CSV table in UTF-8 ({error})") from None
+        raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
     if missing := [name for name in COLUMNS[:3] if name not in frame]:
-        raise UserError(f"{path}: no column {', '.join(missing)}; this one has {', '.join(map(str, frame))}")
+        raise UserError(f"{path}: no column {', '.join(missing)}; found {', '.join(map(str, frame))}")
     if frame.empty or not isinstance(frame.index, pd.RangeIndex):
         raise UserError(f"{path}: {'a header and no rows' if frame.empty else 'rows have more cells than the header'}")
     runs = []
@@ -46,13 +46,13 @@ def read_table_runs(path: Path) -> list[Run]:
 
 
 def _number(where: str, column: Any, cell: Any) -> Any:
-    """Return the number in a cell of a table with semicolons, or the cell itself if it is text."""
+    """Return the number in a cell of a semicolon-separated table, or the cell itself if it is text."""
     if column in TEXTS or not isinstance(cell, str):
         return cell
     if re.fullmatch(r"\d{1,3}[.,]\d{3}", cell.strip()):
         digits = cell.strip().replace(",", ".")
         raise UserError(
-            f"{where}: {column} is {cell}, which can be {digits} or {digits.replace('.', '')}; write {digits}0"
+            f"{where}: {column} {cell} is ambiguous: {digits} or {digits.replace('.', '')}? Write {digits}0 for the first"
         )
     try:
         return float(cell.replace(",", "."))
@@ -77,7 +77,7 @@ def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
 
 
 def _middle(rate: float, total: float, gpus: int) -> float:
-    """A rate of its two columns, of one GPU and of all: where they agree, the middle of what the last digits of both allow."""
+    """Return the rate per GPU: if the columns for one and for all GPUs agree, the middle of what their last digits allow."""
     half, of_total = (0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2]) for number in (rate, total))
     low, high = max(rate - half, (total - of_total) / gpus), min(rate + half, (total + of_total) / gpus)
     return (low + high) / 2 if low <= high else rate

@@ -1,15 +1,15 @@
-"""What lines of logs say: one table of dialects, in which programs print their progress, and one of everything else.
+"""Formats of log lines: one table of progress lines by program, and one of all other lines.
 
-A dialect is a pattern. The names of its groups say what each number is:
+The group names of a format's pattern define its numbers:
 
-    step, or samples      done so far; samples of this epoch where there are `epoch` and `epoch_samples`, too
-    average               samples/s of all GPUs since the first timed step: cumulative, so that the rate between any two lines
-                          is exact, whatever lies between
-    step_s, or step_ms    in place of `average`: time of a step, mean since the line before
-    global_batch          samples of a step of all GPUs
-    memory_gib            most memory that a GPU had in use so far
+    step, or samples      done so far; samples count from the epoch's start if there are `epoch` and `epoch_samples`
+    average               samples/s of all GPUs since the first timed step: cumulative, so the rate between any two lines
+                          is exact
+    step_s, or step_ms    instead of `average`: mean time per step since the previous line
+    global_batch          samples per step over all GPUs
+    memory_gib            peak memory of a GPU so far
 
-Nothing is anchored to a line's start, so prefixes (pdsh, srun) don't matter.
+Patterns are not anchored to a line's start, so prefixes (pdsh, srun) don't matter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ NUMBER = r"(?:\d{1,20}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,3})?)"
 
 @dataclass(frozen=True)
 class Dialect:
-    """Lines of one program that tell its progress, each of which has the text `gate`; it doesn't time its first `untimed`
-    steps."""
+    """Progress lines of one program. Each contains the text `gate`; the first `untimed` steps are not timed."""
 
     gate: str
     pattern: re.Pattern[str]
@@ -51,7 +50,7 @@ DIALECTS = {
         untimed=2,
         counts_data_wait=False,
     ),
-    # Train Epoch: 0 [ 616/100000 (1%)] Data (t): 0.012 Batch (t): 0.987, 623.7/s, 623.7/s/gpu; LAION-CLAP's end after the time.
+    # Train Epoch: 0 [ 616/100000 (1%)] Data (t): 0.012 Batch (t): 0.987, 623.7/s, 623.7/s/gpu (LAION-CLAP ends after the time)
     "open_clip and LAION-CLAP": Dialect(
         "Train Epoch: ",
         re.compile(
@@ -60,7 +59,7 @@ DIALECTS = {
         ),
     ),
 }
-"""By the programs' names. Another program's lines are one more entry here."""
+"""Formats by program. To support another program, add an entry."""
 
 _DOTS = r" [ .]*"
 _COUNT = r"(\d{1,15})\b"
@@ -92,12 +91,12 @@ _LINES: dict[str, dict[str, str]] = {
     "exits with return": {"failed": r"exits with return code = -?[1-9]"},
     "exits successfully": {"completed": r"exits successfully"},
 }
-"""Text that a line must have, and what it may then say: a search for the text costs far less."""
+"""Patterns by a text that the line must contain: searching for the text first is much faster."""
 _PATTERNS = [(gate, [(kind, re.compile(pattern)) for kind, pattern in lines.items()]) for gate, lines in _LINES.items()]
 
 
 def facts_in(line: str) -> Iterator[tuple[str, str]]:
-    """What a line says beside progress: (kind, the word that it tells)."""
+    """Yield the facts of a line other than progress: (kind, text)."""
     for gate, patterns in _PATTERNS:
         for kind, pattern in patterns if gate in line else ():
             for match in pattern.finditer(line):

@@ -1,8 +1,8 @@
-"""Runs → the scaling table: one row per model and scale, with efficiency, MFU, uncertainty and the reasons for the loss.
+"""Compute the scaling table of runs: one row per model and scale, with efficiency, MFU, uncertainty and causes of loss.
 
     python analysis/efficiency.py RUN_OR_LOG… [--rate engine] [--csv table.csv]
 
-Scaling efficiency is samples/s/GPU over that of the smallest scale that was measured (nodes, then GPUs).
+Scaling efficiency is samples/s/GPU relative to the smallest measured scale (nodes, then GPUs).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SPREADS = {
 
 
 def scaling_table(runs: Sequence[Run]) -> list[Scale]:
-    """One row per series (`series.py`) and scale, scales in rising order."""
+    """Return one row per series (`series.py`) and scale, in ascending order of scale."""
     series = []
     for members in by_series(split_series(runs)):
         scales = sorted({(run.nodes, run.gpus) for run in members})
@@ -58,7 +58,7 @@ def _with_efficiencies(rows: list[Scale]) -> list[Scale]:
 
 
 def _with_efficiency(row: Scale, baseline: Scale | None, engines: float | None) -> Scale:
-    """By the rate, and by the engine's, each over that of its own smallest scale."""
+    """Fill in efficiencies by both rates, each relative to its own smallest scale."""
     if engines and row.engine_samples_per_s_per_gpu:
         row = replace(row, engine_efficiency_percent=100 * row.engine_samples_per_s_per_gpu / engines)
     if not (baseline and baseline.rate and baseline.samples_per_s and row.rate and row.samples_per_s):
@@ -72,14 +72,14 @@ def _with_efficiency(row: Scale, baseline: Scale | None, engines: float | None) 
         scaling_efficiency_2sigma_percent=error and error * (not is_baseline) if is_repeated else None,
         baseline_nodes=baseline.nodes,
     )  # fmt: skip
-    # Where no ± is known, two points are put down to chance.
+    # Without a ±, up to two points are attributed to chance.
     if row.gpus > baseline.gpus and percent - 100 > (error or 2.0):
-        return noted(found, "efficiency above 100 % by more than its ±: the baseline's rate is in doubt")
+        return noted(found, "efficiency above 100% by more than its ±: the baseline's rate is doubtful")
     return found
 
 
 def render(rows: Sequence[Row], target: float | None = None) -> str:
-    """The table as Markdown, one part per series, with numbered notes under it; efficiencies below the target are marked."""
+    """Render the table as Markdown, one part per series with numbered notes; mark efficiencies below the target."""
     return "\n\n".join(block for members in by_series(rows) for block in _blocks(members, target)) + "\n"
 
 
@@ -105,14 +105,14 @@ def _blocks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
         found = (
             f"below it ({BELOW.strip()}): {'; '.join(row.scale for row in below)}" if below else "no scale is below it"
         )
-        yield f"Target of {target:g} % efficiency: {found}."
+        yield f"Target of {target:g}% efficiency: {found}."
     yield from (f"[{number}] {note}" for note, number in notes.items())
 
 
 def main() -> None:
-    parser = input_parser("Scaling efficiency and MFU of runs, logs or tables.")
-    parser.add_argument("--target", type=positive, metavar="PERCENT", help="mark scales whose efficiency is below it")
-    parser.add_argument("--csv", type=Path, help="write the table here")
+    parser = input_parser("Compute scaling efficiency and MFU of runs, logs or tables.")
+    parser.add_argument("--target", type=positive, metavar="PERCENT", help="mark scales of lower efficiency")
+    parser.add_argument("--csv", type=Path, help="CSV file to write the table to")
     options = parser.parse_args()
     rows = scaling_table(read_runs(options.inputs, options))
     print(render(rows, options.target), end="")

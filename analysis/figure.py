@@ -1,7 +1,7 @@
-"""How this project's figures look and are written, and the pages they stand on.
+"""Style and output of figures, and HTML pages that contain them.
 
-One column of a paper wide (3.25 in), or two (6.5 in), at 7 to 8 pt. Any two colours differ by 35 or more in CIE L*a*b*, as
-colour-blind readers see them as well, and in lightness.
+Figures are one (3.25 in) or two (6.5 in) paper columns wide, with 7 to 8 pt text. Any two colors differ in lightness and by 35
+or more in CIE L*a*b*, also as color-blind readers see them.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _STYLE: Any = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """For what draws, as a decorator, too: this project's style; UserError without matplotlib and for what it can't draw."""
+    """Apply this project's style (context manager or decorator). UserError without matplotlib or for undrawable data."""
     try:
         import matplotlib as mpl
-        import pandas as pd  # noqa: F401, for those who draw
+        import pandas as pd  # noqa: F401, needed to draw
     except ImportError as error:
         raise UserError(f"figures need {error.name}, which is not installed: pip install 'clap-ds[analysis]'") from None
     try:
         with mpl.rc_context(_STYLE):
             yield
     except ValueError as error:
-        raise UserError(f"can't be drawn: {error}") from error
+        raise UserError(f"the figure can't be drawn: {error}") from error
 
 
 class Picture:
@@ -58,7 +58,7 @@ class Picture:
     def __init__(
         self, heights: Sequence[float] = (1.7,), columns: int = 1, columns_wide: float = 1, share_x: bool = False
     ) -> None:
-        """An empty figure of panels, with the height of each row in inches; with `share_x` they share their horizontal axis."""
+        """Create empty panels. `heights`: inches per row; with `share_x` they share their x-axis."""
         from matplotlib import figure
 
         self.figure = figure.Figure(
@@ -68,7 +68,7 @@ class Picture:
         self.panels: list[Axes] = list(panels.flat)
 
     def title(self, text: str, most_lines: int | None = None) -> None:
-        """Write a title in as many lines as it needs, for which the figure grows; UserError for more than `most_lines`."""
+        """Add a title; the figure grows by its lines. UserError if it needs more than `most_lines`."""
         width = int(15 * self.figure.get_figwidth())
         lines = "\n".join(fill(line, width) for line in text.splitlines())
         if most_lines is not None and lines.count("\n") >= most_lines:
@@ -79,7 +79,7 @@ class Picture:
         self.figure.suptitle(lines, x=0.01, ha="left")
 
     def name_below(self, axes: Axes, columns: int = 1, common: str = "") -> None:
-        """Name what is drawn in `axes` under the whole figure, which grows by that; `common` is the names' heading."""
+        """Add a legend of `axes` below the figure, which grows by its height. `common`: heading of the legend."""
         handles, labels = axes.get_legend_handles_labels()
         heading = fill(common, int(18 * self.figure.get_figwidth()))
         self._grow(math.ceil(len(labels) / columns) + bool(heading) * (1 + heading.count("\n")))
@@ -91,13 +91,13 @@ class Picture:
 
     @styled()
     def save(self, path: Path, *beside: str) -> None:
-        """Write the figure in the format that its name ends in, such as .png, and in those of the endings `beside`."""
+        """Write the figure in the format of its suffix, such as .png, and also with the suffixes `beside`."""
         for each in dict.fromkeys([path, *map(path.with_suffix, beside)]):
             self.figure.savefig(each)
 
 
 class Figure(NamedTuple):
-    """A picture to be written beside a page's Markdown under this name, and what stands under it."""
+    """A picture in a page: its file name, next to the Markdown, and its caption."""
 
     name: str
     caption: str
@@ -108,7 +108,7 @@ Blocks = Iterator[str | Figure]
 
 
 def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs", most: int = 8) -> None:
-    """Make the horizontal axis logarithmic, with ticks at these counts: all, or at most about `most` with both ends."""
+    """Make the x-axis logarithmic, with ticks at these counts: at most about `most`, including both ends."""
     counts = sorted(set(gpus))
     gap = (counts[-1] / counts[0]) ** (0.9 / (most - 1))
     ticks = [counts[-1]]
@@ -123,9 +123,9 @@ def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs", most: int = 8)
 
 
 def percent_axis(axes: Axes, low: float, high: float, lowest: float | None = None) -> None:
-    """Set a vertical axis on which the measured range, `low` to `high` percent, takes half the height or more.
+    """Scale the y-axis so that the measured range, `low` to `high` percent, takes at least half of the height.
 
-    The axis begins at 0, or is marked as cut: at `lowest` where that leaves the measured range its half.
+    The axis starts at 0 or is marked as cut: at `lowest` if the measured range still gets its half.
     """
     high = max(high, 100.0)
     wanted = [low - 0.5 * (high - low)] if lowest is None else [lowest, low]
@@ -141,13 +141,13 @@ def percent_axis(axes: Axes, low: float, high: float, lowest: float | None = Non
 
 
 def label_ends(axes: Axes, ends: Iterable[tuple[float, float, str, str]]) -> None:
-    """Write a text, in its color, to the right of each point (x, y, text, color), apart from each other. Limits come first."""
+    """Write each text to the right of its point (x, y, text, color) without overlaps. Set the axis limits before."""
     ordered, apart = sorted(ends, key=lambda end: end[1]), 0.12 / axes.get_window_extent().height * axes.figure.dpi
     places = [axes.transLimits.transform(axes.transScale.transform(end[:2])) for end in ordered]
     heights = [height for _, height in places]
     for number in range(1, len(heights)):
         heights[number] = max(heights[number], heights[number - 1] + apart)
-    for number in range(len(heights) - 1, -1, -1):  # none above the panel
+    for number in range(len(heights) - 1, -1, -1):  # keep inside the panel
         heights[number] = min(heights[number], 0.98 if number + 1 == len(heights) else heights[number + 1] - apart)
     for (x, y, text, color), (across, _), height in zip(ordered, places, heights, strict=True):
         axes.annotate(
@@ -156,7 +156,7 @@ def label_ends(axes: Axes, ends: Iterable[tuple[float, float, str, str]]) -> Non
 
 
 def log_axis(axes: Axes) -> None:
-    """A logarithmic vertical axis of what is drawn already, with plain numbers: as many as fit without touching."""
+    """Make the y-axis logarithmic, with as many plain numbers as fit. Draw the data before."""
     from matplotlib.ticker import LogLocator
 
     axes.set_yscale("log", subs=())
@@ -166,7 +166,7 @@ def log_axis(axes: Axes) -> None:
 
 
 def page(title: str, markdown: str, folder: Path) -> str:
-    """One HTML page with the Markdown's pictures, `![](name.png)` of the folder, in itself; it loads nothing from outside."""
+    """Render Markdown as a self-contained HTML page, with its pictures, `![](name.png)` in the folder, embedded."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:

@@ -1,6 +1,6 @@
-"""What held a run's GPUs back: shares of the samples that `clap_ds/record/monitor.py` took while it stepped.
+"""Summarize the samples of `clap_ds/record/monitor.py` to show what limited a run's GPUs.
 
-Samples taken while a checkpoint was saved aren't counted. `docs/benchmarking.md` says what each column is for.
+Samples during checkpoint saves aren't counted. `docs/benchmarking.md` explains each column.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CHECKS = {
-    "SM use < 90 %": ("sm_percent < 90", ["sm_percent"]),
-    # Half of what a 700 W part may draw; a part with a lower limit is not expected to draw it.
+    "SM use < 90%": ("sm_percent < 90", ["sm_percent"]),
+    # Half the limit of a 700 W GPU; GPUs with lower limits are not expected to draw it.
     "< 350 W": ("power_w < 350 and power_limit_w >= 650", ["power_w", "power_limit_w"]),
     "≥ 85 °C": ("temperature_c >= 85", ["temperature_c"]),
     "PCIe > 20 GB/s": ("pcie_rx_gb_per_s > 20", ["pcie_rx_gb_per_s"]),
@@ -25,7 +25,7 @@ CHECKS = {
 
 
 def load_samples(run_directory: Path) -> pd.DataFrame:
-    """Samples, each with its `source`, `host` or `host:gpu`."""
+    """Return the samples, each with its `source`: `host` or `host:gpu`."""
     import pandas as pd
 
     hosts = sorted((run_directory / "monitor").glob("*.jsonl"))
@@ -42,7 +42,7 @@ def load_samples(run_directory: Path) -> pd.DataFrame:
 
 
 def flagged(samples: pd.DataFrame, check: str) -> str:
-    """Share of samples for which one of `CHECKS` holds, and where it holds most; empty where nothing measures it."""
+    """Return the share of samples that meet one of `CHECKS` and the source with most of them; empty if not measured."""
     condition, fields = CHECKS[check]
     if not set(fields) <= set(samples) or (samples := samples.dropna(subset=fields)).empty:
         return ""
@@ -51,7 +51,7 @@ def flagged(samples: pd.DataFrame, check: str) -> str:
 
 
 def table(run_directories: Sequence[Path]) -> str:
-    """A line for each run that was watched; empty where none was."""
+    """Return a table with one line per monitored run; empty if there is none."""
     rows = []
     for directory in run_directories:
         if (samples := load_samples(directory)).empty:

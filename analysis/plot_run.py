@@ -1,9 +1,9 @@
-"""Runs as a picture, of the benchmark or of training.
+"""Plot a benchmark run, or one or more training runs.
 
     python analysis/plot_run.py RUN_DIRECTORY… --output run.png|svg|pdf
 
-Of a benchmark: its rate, every step's time, and where a step's time goes. Of training: its curves, from the run's first step
-where it was resumed; several training runs share the axes.
+For a benchmark: throughput, step times and their breakdown. For training: curves, which include the steps before a resume;
+several runs share the axes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SMOOTHED = 50
-"""Steps in the moving mean that is drawn over noisy curves; at most a tenth of the run."""
+"""Steps in the moving mean over noisy curves; at most a tenth of the run."""
 CURVES = {
     "loss": "loss", "lr": "learning rate", "logit_scale": "logit scale", "gradient_norm": "gradient norm",
-    "speed": "samples/s, each step",
+    "speed": "samples/s per step",
 }  # fmt: skip
 NOISY = ("loss", "gradient_norm", "speed")
 PART_COLORS = [COLORS[index] for index in (4, 0, 3, 5, 1, 2)]
@@ -36,11 +36,11 @@ EVALUATED = 4
 
 
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
-    """Draw one run of the benchmark, or any number of training runs, in the format of `output`'s ending. UserError for what are
-    no run directories or have no timed step."""
+    """Draw one benchmark run, or any number of training runs, in the format of `output`'s suffix. UserError if these aren't
+    run directories with timed steps."""
     is_training = read_json(directories[0], "summary").get("command") == "train" or read_steps(directories[0], "train")
     if len(directories) > 1 and not is_training:
-        raise UserError("several runs share a picture only where all are of training; plot_scaling.py draws the others")
+        raise UserError("only training runs can share a picture; plot several benchmark runs with plot_scaling.py")
     (draw_training(directories) if is_training else draw_benchmark(directories[0])).save(output)
 
 
@@ -49,7 +49,7 @@ def draw_benchmark(directory: Path) -> Picture:
     run = read_record(directory)
     steps = {phase: _columns(read_steps(directory, phase), "time_s")["time_s"] for phase in ("warmup", "window")}
     if not (run.rate and run.step_time_s) or steps["window"].empty:
-        raise UserError(f"{directory}: no timed windows; the run's state is {run.state!r}")
+        raise UserError(f"{directory}: no timed windows in this run (state {run.state!r})")
     picture = Picture((1.6, 0.6), columns_wide=2)
     times, parts = picture.panels
     rate = f"{run.rate:,.2f} samples/s/{run.unit.removesuffix('s')}"
@@ -76,16 +76,16 @@ def draw_breakdown(rows: Sequence[Row]) -> Picture:
 
 
 def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
-    """A lying bar for each scale, in milliseconds, its parts named with the last scale's shares."""
+    """Draw a horizontal bar per scale in ms; the legend shows the last scale's shares."""
     last, lefts, bars = rows[-1].breakdown_s, [0.0] * len(rows), [str(row.gpus) for row in rows]
     for part, color in zip(STEP_PHASES, PART_COLORS, strict=True):
         if any(part in row.breakdown_s for row in rows):
-            name = f"{part.replace('_', ' ')} {100 * last.get(part, 0.0) / (sum(last.values()) or 1):.1f} %"
+            name = f"{part.replace('_', ' ')} {100 * last.get(part, 0.0) / (sum(last.values()) or 1):.1f}%"
             lengths = [1000 * row.breakdown_s.get(part, 0.0) for row in rows]
             axes.barh(bars, lengths, left=lefts, label=name, color=color, edgecolor="white", linewidth=0.4)
             lefts = [left + length for left, length in zip(lefts, lengths, strict=True)]
     between = [max(0.0, 1000 * (row.step_time_s or 0.0) - left) for row, left in zip(rows, lefts, strict=True)]
-    if max(between) > 0.01 * max(lefts):  # up to the median of steps that are not instrumented
+    if max(between) > 0.01 * max(lefts):  # up to the median step time without instrumentation
         axes.barh(bars, between, left=lefts, label=f"between steps {between[-1]:,.0f} ms", color="white", edgecolor="0.5",
                   hatch="////", linewidth=0.4)  # fmt: skip
     axes.invert_yaxis()
@@ -102,11 +102,11 @@ def draw_training(directories: Sequence[Path]) -> Picture:
         history = summary.get("history") if summary.get("resumed_at_step") else None
         steps = _columns(read_steps(directory, "train", history=history), *CURVES, "samples", "time_s")
         if steps.empty:
-            raise UserError(f"{directory}: no step of training; the run's state is {summary.get('state')!r}")
+            raise UserError(f"{directory}: no training steps in this run (state {summary.get('state')!r})")
         steps["speed"] = steps["samples"].diff() / steps["time_s"]
         for axes, name in zip(curves, CURVES, strict=True):
             width = min(SMOOTHED, len(steps) // 10) if name in NOISY else 1
-            if width > 1:  # the moving mean, over the curve in pale
+            if width > 1:  # a pale curve below its moving mean
                 axes.plot(steps[name], color=color, linewidth=0.6, alpha=0.3)
             axes.plot(steps[name].rolling(max(width, 1)).mean(), color=color, label=directory.name)
         lines = read_steps(directory, "evaluation", history=history)
@@ -136,11 +136,11 @@ def _columns(lines: Sequence[Mapping[str, Any]], *columns: str) -> pd.DataFrame:
 
 
 def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str | None) -> None:
-    """Some of what was evaluated, each in a colour of its own where the run has none, and dotted what chance would reach."""
+    """Draw up to `EVALUATED` metrics, in their own colors unless the run has one, and chance levels as dotted lines."""
     names = dict.fromkeys(name for line in lines for name in line if name.endswith(("_r1", "_top1", "_map")))
     for name, style in zip([*names][:EVALUATED], SERIES_STYLES, strict=False):
         words = name.removesuffix("_r1").replace("_", " ") + " R@1" * name.endswith("_r1")
-        label = f"_{words}" if words in axes.get_legend_handles_labels()[1] else words  # once for all runs
+        label = f"_{words}" if words in axes.get_legend_handles_labels()[1] else words  # one legend entry for all runs
         look: dict[str, Any] = {"color": color or style["color"], "marker": style["marker"], "markersize": 3}
         axes.plot(_columns(lines, name)[name].dropna(), label=label, **look)
         if (chance := lines[-1].get("chance", {}).get(name)) is not None:
@@ -148,8 +148,8 @@ def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw a run, or several of training.")
-    parser.add_argument("directories", nargs="+", type=Path, metavar="RUN_DIRECTORY")
+    parser = argparse.ArgumentParser(description="Plot a benchmark run, or one or more training runs.")
+    parser.add_argument("directories", nargs="+", type=Path, metavar="RUN_DIRECTORY", help="run directories")
     parser.add_argument("--output", type=Path, required=True, help="picture to write: .png, .svg or .pdf")
     options = parser.parse_args()
     draw_runs(options.directories, options.output)

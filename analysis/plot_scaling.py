@@ -1,8 +1,8 @@
-"""Runs and scaling tables → one figure: scaling efficiency and speed-up, with the ideal line, against GPUs.
+"""Plot scaling efficiency and speed-up of runs and tables against the number of GPUs, with the ideal line.
 
     python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png [--columns 1] [--title …]
 
-Draws what `efficiency.py` works out, and for `project.py` the projection, and works out nothing itself.
+Also draws the projection of `project.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IDEAL: dict[str, Any] = {"color": "0.55", "linewidth": 0.8, "linestyle": ":"}
 
 
 def read_curves(options: argparse.Namespace) -> dict[str, list[Scale]]:
-    """Rows with a rate of each series of a command's inputs, by its title; UserError where there is none."""
+    """Return each series' rows with a rate, by title. UserError if there are none."""
     found = by_series([row for row in scaling_table(read_runs(options.inputs, options)) if row.rate])
     if not found:
         raise UserError(f"{', '.join(map(str, options.inputs))}: no row has a rate")
@@ -34,18 +34,18 @@ def read_curves(options: argparse.Namespace) -> dict[str, list[Scale]]:
 
 
 def answer(rows: Sequence[Scale]) -> str:
-    """What a series' rows with a rate come to at the largest scale: `87.3 ± 0.6 % efficiency on 512 GPUs: …`."""
+    """Summarize a series at its largest scale: `87.3 ± 0.6% efficiency on 512 GPUs: …`. `rows`: with a rate."""
     first, last = (pick(rows, key=lambda row: (row.gpus, row.nodes)) for pick in (min, max))
     number, of = last.cell("samples_per_s_per_gpu", "samples_per_s_per_gpu_2sigma"), last.unit.removesuffix("s")
     if first.gpus == last.gpus:
         return f"{number} samples/s/{of} on {last.scale}"
     percent = last.cell("scaling_efficiency_percent", "scaling_efficiency_2sigma_percent")
     on = " ".join(filter(None, [f"on {last.gpus} {last.unit}", relative_to(rows)]))
-    return f"{percent} % efficiency {on}: {number} samples/s/{of}"
+    return f"{percent}% efficiency {on}: {number} samples/s/{of}"
 
 
 def short_names(titles: Sequence[str]) -> tuple[list[str], str]:
-    """Split series' titles into what is each one's own and what all have in common."""
+    """Split titles of series into their distinguishing and their common parts."""
     parts = [title.split(", ") for title in titles]
     if len(parts) == 1:
         return [parts[0][0]], ", ".join(parts[0][1:])
@@ -55,7 +55,7 @@ def short_names(titles: Sequence[str]) -> tuple[list[str], str]:
 
 @styled()
 def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2, title: str = "") -> Picture:
-    """Draw efficiency, and speed-up against the ideal, with their ±: side by side in two columns, or one over the other."""
+    """Draw efficiency and speed-up with ± and the ideal: side by side in two columns, or stacked in one."""
     picture = Picture((2.1,) * (3 - columns), columns, columns, share_x=columns == 1)
     picture.title(title, 1)
     efficiency, speedup = picture.panels
@@ -98,8 +98,7 @@ def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2, title: str = "
 
 @styled()
 def draw_projection(found: Sequence[Series], title: str = "") -> Picture:
-    """Draw projected efficiency over the measured one: the law's line is solid as far as measurements go, and dashed, in its
-    band, beyond."""
+    """Draw measured efficiency and the projecting law: solid within measured scales, dashed with its band beyond them."""
     picture = Picture((2.6,), columns_wide=2)
     picture.title(title, 1)
     (axes,) = picture.panels
@@ -133,18 +132,16 @@ def draw_projection(found: Sequence[Series], title: str = "") -> Picture:
 
 def main() -> None:
     parser = input_parser("Plot the scaling of runs, logs or tables.")
+    parser.add_argument("--output", type=Path, required=True, help="picture to write; also written as .pdf and .svg")
     parser.add_argument(
-        "--output", type=Path, required=True, help="picture to write; .pdf and .svg are written beside it"
+        "--columns", type=int, choices=(1, 2), default=2, help="paper columns: 3.25 or 6.5 inches wide (default: 2)"
     )
-    parser.add_argument(
-        "--columns", type=int, choices=(1, 2), default=2, help="of a paper: 3.25 or 6.5 inches wide (default: 2)"
-    )
-    parser.add_argument("--title", default="", help="a title of one line (default: none)")
+    parser.add_argument("--title", default="", help="one-line title (default: none)")
     options = parser.parse_args()
     curves = read_curves(options)
     draw(curves, options.columns, options.title).save(options.output, ".pdf", ".svg")
     print("\n".join(f"{title}: {answer(rows)}" for title, rows in curves.items()))
-    print(f"wrote {options.output}, and .pdf and .svg beside it")
+    print(f"wrote {options.output}, also as .pdf and .svg")
 
 
 if __name__ == "__main__":

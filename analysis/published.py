@@ -1,8 +1,7 @@
-"""What LAION published for CLAP training on Jupiter (`published/*.csv`), and its conventions.
+"""LAION's published results of CLAP training on Jupiter (`published/*.csv`), and their conventions.
 
-MFU in the published convention is forward GFLOPs × 3 × samples/s/GPU over the GPU's dense bf16 peak, with the forward
-cost of 514 text tokens whatever the run's captions were. Peaks of other GPUs are not known here: they come with a
-run's record or from the user.
+MFU in the published convention is forward GFLOPs × 3 × samples/s/GPU over the GPU's dense bf16 peak. The forward cost is that
+of 514 text tokens for all caption lengths. Peaks of other GPUs come from a run's record or the user.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ PUBLISHED_TABLES: Mapping[str, Mapping[str, Any]] = {
     "jupiter_htsat_tiny": {"model": "htsat_tiny_roberta_base", "batch_per_gpu": 616, **_SETUP},
     "jupiter_htsat_base": {"model": "htsat_base_roberta_base", "batch_per_gpu": 416, **_SETUP},
 }
-"""Columns of a scaling table that the published CSV lacks, by its file name without ending."""
+"""Columns that the published CSV lacks, by its file name without suffix."""
 
 
 def training_gflops(model: str, text_tokens: int) -> float | None:
-    """GFLOPs per sample of a preset's forward and backward pass, with padded captions; None for another model."""
+    """Return GFLOPs per sample of a preset's forward and backward pass with padded captions; None for other models."""
     if model not in preset_names():
         return None
-    from clap_ds.config.model import load_preset  # pydantic, for which tables needn't wait
+    from clap_ds.config.model import load_preset  # imports pydantic, which tables don't need
     from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
 
     config, lengths = load_preset(model), TextLengths.fixed(text_tokens)
@@ -39,6 +38,6 @@ def training_gflops(model: str, text_tokens: int) -> float | None:
 
 
 def published_mfu_percent(model: str, rate: float, peak_tflops: float | None) -> float | None:
-    """MFU in the published convention at `rate` samples/s/GPU; None without a published cost of the model or a peak."""
+    """Return MFU in the published convention at `rate` samples/s/GPU; None if the model's cost or the peak is unknown."""
     gflops = FORWARD_GFLOPS.get(model)
     return 100 * gflops * 3 * rate / (peak_tflops * 1000) if gflops and peak_tflops else None

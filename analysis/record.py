@@ -1,7 +1,6 @@
-"""This project's run directory → a run, whatever state the run ended in.
+"""Read this project's run directories, also of failed runs.
 
-What `summary.json` lacks comes from `config.json` and `environment.json`, and the rates of a run that was killed before it
-could sum up from `metrics.jsonl`.
+Fields missing in `summary.json` come from `config.json` and `environment.json`; rates of killed runs from `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from clap_ds.record.plausible import uneven_steps
 from clap_ds.record.schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
 from clap_ds.record.statistics import rates
 
-BY_TIMER = "DeepSpeed's timer: leaves out data loading and what lies between steps"
-HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host, queueing steps"
+BY_TIMER = "DeepSpeed's timer: excludes data loading and time between steps"
+HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host queueing steps"
 
 
 def is_record(path: Path) -> bool:
@@ -28,7 +27,7 @@ def is_record(path: Path) -> bool:
 
 
 def read_record(path: Path) -> Run:
-    """The run of a run directory; UserError where a file of it is damaged, or none is there."""
+    """Read a run directory. UserError if a file is damaged or all are missing."""
     summary, config, environment = (read_json(path, name) for name in ("summary", "config", "environment"))
     if not (summary or config or environment):
         raise UserError(f"{path}: no summary.json, config.json or environment.json")
@@ -49,10 +48,10 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     fields: dict[str, Any] = {}
     if "mean" in rates:
         fields = {"samples_per_s_per_gpu": rates["mean"], **window_fields(rates.get("windows", ()))}
-    elif batch:  # it was killed, or is of before schema 3, which also measured the parts otherwise
+    elif batch:  # killed, or a record before schema 3, which measured the parts differently
         found, step = _windows_of_steps(path, batch, (clap.get("bench") or {}).get("steps_per_window"))
         fields, parts = rate_fields(found), {}
-        notes += [f"{len(found)} whole windows read from metrics.jsonl"] * bool(found)
+        notes += [f"{len(found)} complete windows read from metrics.jsonl"] * bool(found)
     rate, step_s = fields.get("samples_per_s_per_gpu"), step.get("median")
     notes += (
         (uneven_steps(rate, batch, step_s) if batch and step_s else []) if rate else ["no complete window was measured"]
@@ -76,9 +75,9 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
 
 
 def rate_fields(windows: Sequence[float], window_s: Sequence[float] = ()) -> dict[str, Any]:
-    """Return `Run`'s fields of timed windows: all samples over all seconds, and the windows' range. Empty without windows.
+    """Return `Run`'s fields of timed windows: total samples over total time, and the windows' range. Empty without windows.
 
-    Without `window_s` every window has the same number of samples.
+    Without `window_s` all windows have the same number of samples.
     """
     if not windows:
         return {}
@@ -92,7 +91,7 @@ def window_fields(windows: Sequence[float]) -> dict[str, Any]:
 
 
 def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[float], dict[str, float]]:
-    """Samples/s/GPU of each whole window in `metrics.jsonl`, and what `step_time_s` in a summary would hold."""
+    """Return samples/s/GPU of each complete window in `metrics.jsonl`, and `step_time_s` as in a summary."""
     import pandas as pd
 
     names = ["window", "time_s", "slowest_rank_time_s", "window_s"]
@@ -108,13 +107,13 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """A JSON object of a run directory (`summary`, …); empty where it isn't there. UserError where it is damaged."""
+    """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if damaged."""
     file = path / f"{name}.json"
     return files.read_object(file) if file.is_file() else {}
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file's lines; what can't be read, as the last line of a host that was killed, is left out."""
+    """Yield the objects in a file's lines, without unreadable lines, such as the last one of a killed host."""
     with contextlib.suppress(OSError):
         for text in files.read_lines(path):
             with contextlib.suppress(ValueError):
@@ -123,6 +122,6 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_steps(path: Path, *phases: str, history: str | None = None) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` of these phases (`StepLine`); of the file `history` where that is there."""
+    """Return lines of these phases (`StepLine`) in the file `history` if it exists, else in `metrics.jsonl`."""
     file = Path(history) if history and os.path.isfile(history) else path / "metrics.jsonl"
     return [line for line in json_lines(file) if line.get("phase") in phases and "step" in line]

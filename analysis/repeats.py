@@ -1,7 +1,7 @@
-"""Repeats of one scale → one row: their mean, and how sure it is.
+"""Combine repeats of one scale into one row with their mean and its uncertainty.
 
-± is half the 95% interval by Student's t. The spread of runs is pooled over all repeated scales of the table, unless the scales
-spread differently: then each has its own if that is larger. A scale that ran once has no ±.
+± is half the 95% interval by Student's t. The spread is pooled over all repeated scales of the table, unless spreads differ
+significantly: then a scale uses its own if that is larger. A scale that ran once has no ±.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from clap_ds.record.statistics import COVERAGE, SLOW, range_label, student_t
 
 Floats = NDArray[np.float64]
 GOOD_STATES = ("completed", "published", "unknown")
-"""A log without a launcher's last line doesn't say how it ended; its rate counts."""
+"""`unknown`: a log without a launcher's last line; its rate counts."""
 _IDENTITY = (
     "nodes", "gpus", "model", "scaling", "device", "precision", "text_tokens", "variant", "micro_batch", "batch_per_gpu",
 )  # fmt: skip
@@ -36,16 +36,16 @@ _AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_
 
 @dataclass(frozen=True)
 class RunSpread:
-    """How much runs of one configuration differ."""
+    """Spread of runs of one configuration."""
 
     deviation: float
-    """Of the logarithm of the rate."""
+    """Standard deviation of the logarithm of the rate."""
     degrees: int
-    """Of freedom: runs less scales."""
+    """Degrees of freedom: runs minus scales."""
     runs: int
 
     def half_width(self, repeats: int = 1) -> float:
-        """Of the interval of a mean of so many runs, as a share of it."""
+        """Return half the interval of the mean of `repeats` runs, relative to it."""
         return student_t(COVERAGE, self.degrees) * self.deviation / math.sqrt(repeats)
 
     def label(self) -> str:
@@ -55,23 +55,23 @@ class RunSpread:
 
 @cache
 def _highest_by_chance(degrees: tuple[int, ...]) -> float:
-    """Return what Bartlett's statistic of equal variances exceeds in three cases of ten, by simulation."""
+    """Simulate the value that Bartlett's statistic of equal variances exceeds in 30% of cases."""
     counts = np.array(degrees)
     variances = np.random.default_rng(0).chisquare(counts, (20_000, len(counts))) / counts
     return float(np.quantile(_bartlett(variances, counts), 0.7))
 
 
 def _bartlett(variances: Floats, degrees: Floats) -> Floats:
-    """Compute Bartlett's statistic, without its constant factor, of variances (…, scales) with these degrees of freedom."""
+    """Compute Bartlett's statistic without its constant factor. `variances`: (…, scales), with these degrees of freedom."""
     pooled = (variances @ degrees) / degrees.sum()
     return degrees.sum() * np.log(pooled) - np.log(variances) @ degrees
 
 
 def run_spreads(scales: Sequence[Sequence[Run]]) -> list[RunSpread | None]:
-    """Return the spread that each scale's ± follows from; None for a scale that ran once.
+    """Return each scale's spread for its ±; None for a scale that ran once.
 
-    It is pooled over all scales. If repeats of some scales differ by more than those of others (Bartlett's test at 30%), a
-    scale has its own spread where that gives the larger ±.
+    It is pooled over all scales. If spreads differ significantly (Bartlett's test at 30%), a scale uses its own if that gives
+    the larger ±.
     """
     pooled, own = pooled_spread(scales), [pooled_spread([runs]) for runs in scales]
     spreads = [spread for spread in own if spread and spread.deviation]
@@ -83,9 +83,9 @@ def run_spreads(scales: Sequence[Sequence[Run]]) -> list[RunSpread | None]:
 
 
 def outlying_repeat(runs: Sequence[Run], scales: Iterable[Sequence[Run]]) -> str:
-    """Name the one of three repeats or more that the others don't explain (Student's t at 0.1%), or return an empty text.
+    """Describe the outlier (Student's t at 0.1%) among three or more repeats; empty if there is none.
 
-    Repeats spread as those of all `scales` do, or as the others of this scale if these spread more.
+    The expected spread is that of all `scales`, or of the scale's other repeats if that is larger.
     """
     used = counted(runs)
     if len(used) < 3:
@@ -101,7 +101,7 @@ def outlying_repeat(runs: Sequence[Run], scales: Iterable[Sequence[Run]]) -> str
 
 
 def counted(runs: Sequence[Run]) -> list[Run]:
-    """Runs of one scale that its rate is the mean of: those that completed, or all with a rate where none did."""
+    """Return the runs of one scale that count: those that completed, or all with a rate if none did."""
     with_rate = [run for run in runs if run.rate]
     return [run for run in with_rate if run.state in GOOD_STATES] or with_rate
 
@@ -117,10 +117,7 @@ def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
 
 
 def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
-    """Make one row from the runs of one series at one scale; `spread` is that of its repeats.
-
-    Throughput stays empty if no run measured one.
-    """
+    """Make one row from the runs of one series at one scale. Throughput is empty if no run measured it."""
     first, used = runs[0], counted(runs)
     known: dict[str, Any] = {name: getattr(first, name) for name in _IDENTITY}
     for name in _AVERAGED:
@@ -162,7 +159,7 @@ def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
     if used and used[0].state not in GOOD_STATES:
         yield "rate of a run that did not complete"
     if left_out := sum(bool(run.rate) for run in runs) - len(used):
-        yield f"{left_out} with a rate but not completed left out of the mean"
+        yield f"excluded from the mean: {left_out} that did not complete"
     for run in runs:
         if run.error:
             yield f"{run.state}: {' '.join(run.error.split())[:120].replace(';', ',')}"

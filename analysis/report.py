@@ -1,8 +1,6 @@
-"""Everything there is to say about some runs, as one HTML page and as Markdown, to send to a colleague.
+"""Write a report about runs, as one HTML page and as Markdown, with the results of the other commands in this folder.
 
-    python analysis/report.py RUN_OR_LOG… --output report
-
-Puts together what the other commands of this folder work out, and works out nothing itself.
+python analysis/report.py RUN_OR_LOG… --output report
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ def efficiencies(rows: Sequence[Scale]) -> Blocks:
 
 
 def step_times(rows: Sequence[Scale]) -> Blocks:
-    """Batch, seconds a step and those of its parts at every scale of each series."""
-    yield "Parts are from an instrumented pass that synchronises between them, after the timed one."
+    """Yield tables of batch, seconds per step and its parts, at every scale of each series."""
+    yield "Parts are from an instrumented pass after the timed one, which synchronizes between them."
     for number, members in enumerate(by_series(rows), start=1):
         columns = {
             "nodes": "nodes", members[0].unit: "gpus", "batch of each": "batch_per_gpu", "global batch": "global_batch",
@@ -54,8 +52,8 @@ def step_times(rows: Sequence[Scale]) -> Blocks:
 
 
 def projections(rows: Sequence[Scale]) -> Blocks:
-    """Of each series, up to four times the GPUs measured; or why there is none."""
-    yield "Calculated by a model fitted to what was measured; only what is called measured was."
+    """Yield each series' projection to four times the measured GPUs, or why there is none."""
+    yield "Values are computed by a model fitted to the measurements, except those labeled measured."
     for number, members in enumerate(by_series(rows), start=1):
         try:
             series = series_of(members)
@@ -69,19 +67,19 @@ def projections(rows: Sequence[Scale]) -> Blocks:
 
 
 def summary(rows: Sequence[Scale]) -> Blocks:
-    """The answer: of each series what was measured, how well it scales, and how far it would."""
+    """Yield each series' throughput, scaling and projection."""
     for members in by_series(rows):
         lines = [f"No rate was measured ({members[0].state})."]
         if measured := [row for row in members if row.rate]:
             last = max(measured, key=lambda row: row.gpus)
-            lines = [f"{plot_scaling.answer(measured)}, {last.cell('samples_per_s')} samples/s in all."]
-        with suppress(UserError):  # which its own section tells
+            lines = [f"{plot_scaling.answer(measured)}, {last.cell('samples_per_s')} samples/s in total."]
+        with suppress(UserError):  # shown in its own section
             lines.append(f"Projected: {project.headline(series_of(members))}.")
         yield "\n".join([f"**{members[0].title}**", "", *(f"- {line}" for line in lines)])
 
 
 def provenance(runs: Sequence[Run]) -> str:
-    """A table with a line a run, without empty columns; then each command that is known, once."""
+    """Return a table with one line per run, without empty columns, then each known command once."""
     lines, commands = [], dict[str, None]()
     for run in runs:
         environment = run.environment
@@ -102,8 +100,8 @@ def provenance(runs: Sequence[Run]) -> str:
 
 
 def main() -> None:
-    parser = input_parser("One page about some runs: efficiency, reasons, projection and provenance.")
-    told = "folder to write report.html, report.md, table.csv and the pictures to (default: report)"
+    parser = input_parser("Write a report about runs: efficiency, causes of loss, projection and provenance.")
+    told = "output folder of report.html, report.md, table.csv and pictures (default: report)"
     parser.add_argument("--output", type=Path, default=Path("report"), metavar="FOLDER", help=told)
     options = parser.parse_args()
     runs, folder = read_runs(options.inputs, options), options.output
@@ -117,12 +115,12 @@ def main() -> None:
     }
     sources = [Path(source) for source in dict.fromkeys(run.source for run in runs)]
     if watched := monitor.table(sources):
-        sections["What the GPUs did meanwhile"] = [watched]
+        sections["GPU activity"] = [watched]
     if waited := [*stragglers.blocks(sources)]:
-        sections["Who made the others wait"] = waited
+        sections["Stragglers"] = waited
     folder.mkdir(parents=True, exist_ok=True)
     for path in filter(Path.is_symlink, folder.iterdir()):
-        path.unlink()  # which what writes there would follow
+        path.unlink()  # writes would follow it
     write_csv(folder / "table.csv", rows)
     blocks = [f"# {TITLE}", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"]
     for heading, section in sections.items():
@@ -135,7 +133,7 @@ def main() -> None:
     markdown = "\n\n".join(blocks) + "\n"
     (folder / "report.md").write_text(markdown, encoding="utf-8")
     (folder / "report.html").write_text(page(TITLE, markdown, folder), encoding="utf-8")
-    print(f"wrote {folder / 'report.html'}, report.md and table.csv beside it")
+    print(f"wrote {folder / 'report.html'}, with report.md and table.csv")
 
 
 command = partial(run_alone, main)

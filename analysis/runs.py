@@ -1,4 +1,4 @@
-"""Reads runs from what there is: this project's run directories, logs, and tables of either."""
+"""Read runs from run directories, logs and tables."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NAMED = re.compile(r"(?<![a-z0-9])(?:(\d+)[-_]?(nodes?|n|gpus?)|(nodes?|n|gpus?
 
 
 def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
-    """Runs of run directories, logs, folders of them (a sweep's, too), and CSV tables.
+    """Read the runs of run directories, logs, folders of them (such as sweeps) and CSV tables.
 
-    `given` holds the options of `input_parser`: what to assume where an input doesn't say. An input without a run is named
-    on stderr and the rest goes on. The log of a run directory that is there, too, doesn't count. UserError where none has one.
+    `given`: options of `input_parser`, for what inputs don't state. An input without runs causes a warning. A log is ignored if
+    its run directory is also an input. UserError if no input has a run.
     """
     problems, runs = [], []
     for source in dict.fromkeys(source for path in paths for source in _inputs_in(path)):
@@ -36,15 +36,15 @@ def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
         except UserError as error:
             problems.append(str(error))
     if not runs:
-        raise UserError("; ".join(problems) or f"{', '.join(map(str, paths))}: neither run directories nor logs in it")
+        raise UserError("; ".join(problems) or f"{', '.join(map(str, paths))}: found neither run directories nor logs")
     for problem in problems:
-        print(f"warning: {printable(str(problem))}; going on without it", file=sys.stderr)
+        print(f"warning: {printable(str(problem))}; skipping it", file=sys.stderr)
     records = {run.name for run in runs if run.kind == "record"}
     return [run for run in runs if Path(run.directory).name not in records]
 
 
 def _inputs_in(path: Path) -> Iterator[Path]:
-    """Run directories and logs in a folder, at any depth, in the order of their names; or the path itself."""
+    """Yield the run directories and logs below a folder, sorted by name; or the path itself."""
     if is_record(path) or not path.is_dir():
         yield path
         return
@@ -56,7 +56,7 @@ def _inputs_in(path: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:
-    """Runs of one input. Nodes or GPUs that a log doesn't tell its name may, or its folder's: `n2.log`, `nodes_4/slurm.out`."""
+    """Read one input. If a log doesn't state nodes or GPUs, its name or folder may: `n2.log`, `nodes_4/slurm.out`."""
     if is_record(path):
         run = read_record(path)
         return [_by_own_log(path, run) if given.rate == "engine" else run]
@@ -68,7 +68,7 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
         gpus = int(match[1] or match[4])
     elif match:
         nodes = int(match[1] or match[4])
-    of_run = read_record(path.parent) if is_record(path.parent) else None  # of the run directory that has the log
+    of_run = read_record(path.parent) if is_record(path.parent) else None  # the log is in this run directory
     gpus = gpus or nodes * per_node or (of_run.gpus if of_run else 0)
     found = read_log(path, gpus)
     if of_run:
@@ -81,7 +81,7 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
 
 
 def _by_own_log(path: Path, run: Run) -> Run:
-    """A run directory's run with the rate and the interval that the engine's lines in its log give, where there are some."""
+    """Return the run with rate and interval from the engine's lines in its own log, if there are any."""
     names = ("engine_samples_per_s_per_gpu", "interval", "windows")
     with suppress(UserError):
         log = read_log(path / "rank0.log", run.gpus)[-1]
@@ -91,14 +91,14 @@ def _by_own_log(path: Path, run: Run) -> Run:
 
 
 def _complete(run: Run, given: argparse.Namespace) -> Run:
-    """Fill what the input left out from what the user gave, and insist on the counts."""
+    """Fill in missing fields from the user's options. UserError if nodes or GPUs are unknown."""
     per_node = given.gpus_per_node or 0
     gpus = run.gpus or given.gpus or (given.nodes or 0) * per_node
     nodes = run.nodes or (gpus / per_node if per_node else given.nodes) or int(gpus == 1)
     if not (gpus >= nodes > 0 and nodes % 1 == 0):
         found = f"found {gpus or 'unknown'} GPUs on {nodes or 'unknown'} nodes"
         raise UserError(
-            f"{run.source}: {found}; give --nodes and --gpus, or --gpus_per_node, where it doesn't state them"
+            f"{run.source}: {found}; pass --nodes and --gpus, or --gpus_per_node, for inputs that don't state them"
         )
     batch = run.batch_per_gpu
     of_log = batch / run.rate if run.kind == "log" and run.rate and batch else None
@@ -112,36 +112,36 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
 
 
 def _with_mfu(run: Run, text_tokens: int | None) -> Run:
-    """Fill the TFLOPS and the model MFU of a log whose model is known."""
+    """Fill in TFLOPS and model MFU of a log if its model is known."""
     tokens = run.text_tokens or text_tokens or PUBLISHED_TEXT_TOKENS
     if not (run.rate and (gflops := training_gflops(run.model, tokens))):
         return run
     tflops = run.rate * gflops / 1000
     mfu = 100 * tflops / run.peak_tflops if run.peak_tflops else None
     run = replace(run, achieved_tflops=tflops, mfu_model_percent=mfu)
-    return run if run.text_tokens or text_tokens else noted(run, f"TFLOPS of {tokens} text tokens, the default")
+    return run if run.text_tokens or text_tokens else noted(run, f"TFLOPS for {tokens} text tokens, the default")
 
 
 def _by_engine(run: Run) -> Run:
-    """With the engine's rate in place of the measured one, and what follows from the rate."""
+    """Replace the measured rate, and what is computed from it, by the engine's."""
     rate = run.engine_samples_per_s_per_gpu
     share = rate / run.rate if rate and run.rate else None
     tflops, mfu = (share and value and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
     run = replace(run, samples_per_s_per_gpu=rate, achieved_tflops=tflops, mfu_model_percent=mfu)
-    return noted(run, BY_TIMER) if rate else noted(replace(run, interval=None), "no rate by DeepSpeed's timer")
+    return noted(run, BY_TIMER) if rate else noted(replace(run, interval=None), "no rate from DeepSpeed's timer")
 
 
 def input_parser(description: str) -> argparse.ArgumentParser:
-    """Options of a command that reads runs: `inputs`, and what to assume where they don't say (`given` of `read_runs`)."""
+    """Return the parser of a command that reads runs: `inputs`, and values for what they don't state."""
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("inputs", nargs="+", type=Path, help="run directories, logs, folders of them, sweeps, tables")
-    add("--nodes", type=whole_number(), help="of inputs that don't state it")
-    add("--gpus", type=whole_number(), help="of inputs that don't state it, all nodes together")
-    add("--gpus_per_node", type=whole_number(), help="for inputs that don't state nodes or GPUs")
-    told = "samples/s by this project's clock (default), or by DeepSpeed's timer, as its log lines have it"
+    add("--nodes", type=whole_number(), help="number of nodes, for inputs that don't state it")
+    add("--gpus", type=whole_number(), help="total number of GPUs, for inputs that don't state it")
+    add("--gpus_per_node", type=whole_number(), help="GPUs per node, for inputs that don't state nodes or GPUs")
+    told = "samples/s measured by this project (default) or DeepSpeed's timer"
     add("--rate", choices=("measured", "engine"), default="measured", help=told)
-    add("--model", type=preset_of, help="of logs: a preset, or as published (HTSAT-tiny-Roberta-base)")
+    add("--model", type=preset_of, help="model of logs: a preset or a published name (HTSAT-tiny-Roberta-base)")
     add("--text_tokens", type=whole_number(), help="caption length of logs, for TFLOPS and MFU (default: 77)")
-    add("--peak_tflops", type=positive, help="dense peak of one GPU where not stated, for MFU")
+    add("--peak_tflops", type=positive, help="dense peak of one GPU, if not stated, for MFU")
     return parser

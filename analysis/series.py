@@ -1,6 +1,6 @@
-"""Which runs belong together: repeats have the same configuration, code and hardware, and scales of such runs make a series.
+"""Group runs into repeats and series. Repeats have the same configuration, code and hardware; a series is their scales.
 
-Runs that differ in anything else are series of their own, named by what differs (`gradient_sync=deepspeed`).
+Runs that differ in anything else form separate series, named by the difference (`gradient_sync=deepspeed`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ IGNORED_SETTINGS = (
     "clap.output.", "clap.seed", "clap.checkpoint.folder", "clap.checkpoint.sync_to", "clap.train.resume", "steps_per_print",
     "train_batch_size", "train_micro_batch_size_per_gpu", "tensorboard.", "comms_logger.", "optimizer.params.lr", "scheduler.",
 )  # fmt: skip
-"""Settings that may differ between repeats: names, places, seeds, the learning rate, which makes no step longer, and batches,
-which are told apart as such. Of a path only its last part counts."""
+"""Settings that may differ between repeats: names, paths, seeds, the learning rate, and batches, which are compared
+separately. Only the last part of a path counts."""
 ACCUMULATION = "gradient_accumulation_steps"
 BATCH, GLOBAL_BATCH = BATCHES = ("batch per GPU", "global batch")
-"""What the part of `variant` begins with that names no setting, but the batch that a series keeps constant."""
+"""Prefixes of the part of `variant` that names the batch that a series keeps constant, not a setting."""
 UNLIKE = 1.1
 """Logs of one scale aren't repeats if the slowest window of one is faster than the fastest of the other by this factor."""
 PACKAGES = ("clap_ds", "torch", "deepspeed")
 
 
 def split_series(runs: Sequence[Run]) -> list[Run]:
-    """The runs with `scaling` and `variant` filled in, which with model, GPU, precision and caption length make a series."""
+    """Fill in `scaling` and `variant`, which identify a series with model, GPU, precision and caption length."""
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in _unlike_logs_named(_once(runs)):
         settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCHES))  # of a table
@@ -46,16 +46,16 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
 
 
 def _once(runs: Sequence[Run]) -> list[Run]:
-    """Drop the second row of a run that a table has in two series, of weak and of strong scaling."""
+    """Drop the second row of a run that a table lists as both weak and strong scaling."""
     of_series: dict[tuple[object, ...], str] = {}
     key = lambda run: (run.source, run.nodes, run.gpus, run.rate, run.batch_per_gpu, run.kind == "table")  # noqa: E731
     return [run for run in runs if of_series.setdefault(key(run), run.scaling) == run.scaling]
 
 
 def _unlike_logs_named(runs: Sequence[Run]) -> list[Run]:
-    """Make logs of one scale series of their own, named by their files, if they differ by more than their own windows.
+    """Give logs of one scale their own series, named by their files, if they differ by more than their windows do.
 
-    Logs record no settings by which runs of different jobs could be recognized.
+    Logs record no settings that would identify different jobs.
     """
     named = list(runs)
     for place, run in enumerate(runs):
@@ -63,7 +63,7 @@ def _unlike_logs_named(runs: Sequence[Run]) -> list[Run]:
             is_alike = (run.kind, run.nodes, run.gpus, run.model) == (other.kind, other.nodes, other.gpus, other.model)
             (low, high), (other_low, other_high) = (each.interval or (each.rate or 0,) * 2 for each in (run, other))
             if run.kind == "log" and is_alike and max(low, other_low) > UNLIKE * min(high, other_high) > 0:
-                note = f"differs from {other.name} by more than repeats do: a series of its own"
+                note = f"differs from {other.name} by more than repeats do: treated as a separate series"
                 named[place] = noted(replace(run, variant="/".join(Path(run.source).parts[-2:])), note)
     return named
 
@@ -74,17 +74,17 @@ def _batch_of(scaling: str, run: Run) -> str:
 
 
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    """Runs of the same settings, code and hardware, named by as few of the differences as tell them apart."""
+    """Group runs of the same settings, code and hardware; name groups by as few differences as distinguish them."""
     import pandas as pd
 
     facts = pd.DataFrame([_facts(run) for run in group]).fillna("not recorded")
     facts = facts.loc[:, facts.nunique() > 1]
     scales = [(run.nodes, run.gpus, run.batch_per_gpu) for run in group]
     if ACCUMULATION in facts and len({*zip(scales, facts[ACCUMULATION], strict=True)}) == len({*scales}):
-        facts = facts.drop(columns=ACCUMULATION)  # the scale says which
+        facts = facts.drop(columns=ACCUMULATION)  # implied by the scale
     naming: list[str] = []
     told = 1
-    for name in sorted(facts, key=lambda name: name.startswith("clap.bench.")):  # how it was measured says least
+    for name in sorted(facts, key=lambda name: name.startswith("clap.bench.")):  # measurement settings matter least
         if (count := facts.groupby([*naming, name]).ngroups) > told:
             naming, told = [*naming, name], count
     titles = pd.Series([""] * len(group))
@@ -94,7 +94,7 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """Settings, code and hardware, as text, by their dotted names; settings first."""
+    """Return settings, code and hardware as text by dotted names, settings first."""
     found = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
     found[ACCUMULATION] = run.accumulation
     versions, commit = run.environment.get("versions") or {}, str(run.environment.get("git_commit") or "")
@@ -112,11 +112,11 @@ def _text(value: object) -> str:
 
 
 def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    """Tell weak from strong scaling among the runs of one model: [("weak" | "strong" | "", runs), …].
+    """Split the runs of one model into weak and strong scaling: [("weak" | "strong" | "", runs), …].
 
-    All of one batch per GPU are weak scaling; all of one global batch at several scales are strong. In a mixture every batch
-    per GPU that has several scales is weak scaling. The rest are strong scaling if their global batch has several scales,
-    together with runs of the same global batch that are in a weak series, too.
+    Runs of one batch per GPU are weak scaling; runs of one global batch at several scales are strong. In a mixture, every batch
+    per GPU with several scales is weak scaling. The rest are strong scaling if their global batch has several scales, including
+    runs of that global batch in a weak series.
     """
     batches = dict.fromkeys(run.batch_per_gpu for run in group)
     if len(known := [batch for batch in batches if batch]) < 2:  # a failed run may not state it

@@ -1,4 +1,4 @@
-"""Who made the others wait: the ranks that a run's record names (`record/stragglers.py`)."""
+"""Tabulate the stragglers of runs (`record/stragglers.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clap_ds.record.schema import SlowRank
 
 
 def blocks(runs: Sequence[Path]) -> Blocks:
-    """A table of the ranks that were slow at the end of their run."""
+    """Yield a table of the ranks that were slow at the end of their run, if any."""
     names, rows = list(SlowRank.__annotations__), []
     for run in runs:
         for slow in read_json(run, "summary").get("slow_ranks") or ():

@@ -1,7 +1,6 @@
-"""Measured runs and the rows of the scaling table, written as CSV and Markdown; `csv_table.py` reads them.
+"""Measured runs and rows of the scaling table, written as CSV and Markdown; `csv_table.py` reads them.
 
-A table's first columns are those of `published/*.csv`, so each can stand in for the other. An absent value is an
-empty cell (CSV) or a dash (Markdown).
+The first columns are those of `published/*.csv`. A missing value is an empty cell (CSV) or a dash (Markdown).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from clap_ds.record.schema import STEP_PHASES
 
 @dataclass(frozen=True)
 class Row:
-    """One scale of one series. Field order is column order. What is not known is None, "" or, for nodes and GPUs, 0."""
+    """One scale of one series. Field order is column order. Unknown values are None, "" or, for nodes and GPUs, 0."""
 
     nodes: int = 0
     gpus: int = 0
@@ -29,26 +28,26 @@ class Row:
     scaling_efficiency_percent: float | None = None
     samples_per_s_per_gpu_2sigma: float | None = None
     scaling_efficiency_2sigma_percent: float | None = None
-    """Where both scales of the ratio were repeated."""
+    """Set if both scales of the ratio were repeated."""
     uncertainty_from: str = ""
     repeats: int = 0
     baseline_nodes: int | None = None
-    """Of the scale that efficiencies and speed-up are relative to."""
+    """Nodes of the scale that efficiencies and speed-up are relative to."""
     speedup: float | None = None
     engine_samples_per_s_per_gpu: float | None = None
     engine_efficiency_percent: float | None = None
     achieved_tflops: float | None = None
     mfu_model_percent: float | None = None
-    """By the FLOPs of the work really done."""
+    """MFU by executed FLOPs."""
     model: str = ""
     scaling: str = ""
-    """`weak` (same batch per GPU), `strong` (same global batch), or empty where neither can be told."""
+    """`weak` (same batch per GPU), `strong` (same global batch), or empty if unknown."""
     device: str = ""
     precision: str = ""
     peak_tflops: float | None = None
     text_tokens: int | None = None
     variant: str = ""
-    """What its runs have that others in the same table haven't: `gradient_sync=deepspeed, batch per GPU 64`."""
+    """How its runs differ from others in the table: `gradient_sync=deepspeed, batch per GPU 64`."""
     micro_batch: int | None = None
     batch_per_gpu: int | None = None
     global_batch: int | None = None
@@ -72,7 +71,7 @@ class Row:
 
     @property
     def relative_half(self) -> float | None:
-        """The ± of the rate as a share of it."""
+        """The ± of the rate relative to it."""
         half = self.samples_per_s_per_gpu_2sigma
         return None if half is None or not self.rate else half / self.rate
 
@@ -102,12 +101,12 @@ class Row:
 
     @property
     def breakdown_s(self) -> dict[str, float]:
-        """Seconds a step by `STEP_PHASES`, of an instrumented pass; parts not measured are absent."""
+        """Seconds per step by `STEP_PHASES` in an instrumented pass, without unmeasured parts."""
         values = {part: getattr(self, f"{part}_s") for part in STEP_PHASES}
         return {part: value for part, value in values.items() if value is not None}
 
     def cell(self, column: str, spread: str = "") -> str:
-        """A column's text, with that of its uncertainty's column after it, to as many decimals; empty for None."""
+        """Return a column's text, with ± from the column `spread` to as many decimals; empty for None."""
         text, error = format_cell(column, getattr(self, column)), getattr(self, spread) if spread else None
         decimals = max(len(text.partition(".")[2]), 2 * spread.endswith("_percent"))
         return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
@@ -121,7 +120,7 @@ class Run(Row):
     kind: Literal["record", "log", "table"] = "record"
     error: str = ""
     interval: tuple[float, float] | None = None
-    """The range of a run's windows, or the rate of a table's row less and plus its ±."""
+    """The range of a run's windows, or a table row's rate minus and plus its ±."""
     windows: tuple[float, ...] = ()
     accumulation: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -138,11 +137,11 @@ class Run(Row):
 @dataclass(frozen=True)
 class Scale(Row):
     runs: tuple[Run, ...] = ()
-    """Those that count: with a rate, and completed where any did."""
+    """The runs that count: those with a rate, and if any completed, only completed ones."""
 
 
 MOST = 1e15
-"""Of anything that is measured here, in the units of its field."""
+"""Upper limit of all measured values, in the units of their fields."""
 COLUMNS = tuple(column.name for column in fields(Row))
 COUNTS = {"nodes", "gpus", "repeats", "baseline_nodes", "text_tokens", "micro_batch", "batch_per_gpu", "global_batch"}
 TEXTS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
@@ -150,12 +149,12 @@ _Row = TypeVar("_Row", bound=Row)
 
 
 def checked(row: _Row, where: str) -> _Row:
-    """A row that was read; UserError for what is not of its column: text, a count, or a number from zero on."""
+    """Return the row. UserError if a value is not of its column's type: text, a count, or a nonnegative number."""
     for name in COLUMNS:
         value, is_text, is_count = getattr(row, name), name in TEXTS, name in COUNTS
         is_number = isinstance(value, int | float) and 0 <= value < MOST and (value == int(value) or not is_count)
         if not (value is None or (isinstance(value, str) if is_text else is_number)):
-            expected = "text" if is_text else "a whole number" if is_count else "a number from zero on"
+            expected = "text" if is_text else "a whole number" if is_count else "a nonnegative number"
             raise UserError(f"{where}: {name} is {value!r}; expected {expected}")
     return row
 
@@ -169,7 +168,7 @@ def noted(row: _Row, note: str) -> _Row:
 
 
 def relative_to(rows: Sequence[Row]) -> str:
-    """`relative to 2 nodes`, of rows of one series; empty where they are so to one node."""
+    """Return `relative to 2 nodes` for the rows of one series; empty if the baseline is one node."""
     nodes = next((row.baseline_nodes for row in rows if row.baseline_nodes), 1)
     return "" if nodes == 1 else f"relative to {count_of(nodes, 'node')}"
 
@@ -179,12 +178,12 @@ def count_of(number: int, noun: str) -> str:
 
 
 def unit(*devices: str) -> str:
-    """What ranks run on: "GPUs", or "ranks" where one of the devices is a CPU."""
+    """Return the unit of ranks: "GPUs", or "ranks" if a device is a CPU."""
     return "ranks" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", " ".join(devices), re.IGNORECASE) else "GPUs"
 
 
 def significant(value: float, least_decimals: int = 0) -> str:
-    """A number with at least four significant digits and `least_decimals` decimals, without exponent."""
+    """Format a number with at least four significant digits and `least_decimals` decimals, without exponent."""
     return f"{value:.{max(least_decimals, 3 - math.floor(math.log10(abs(value))))}f}" if value else "0"
 
 
@@ -197,7 +196,7 @@ def format_cell(column: str, value: Any) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table padded to read well in a terminal too; cells to the right, empty ones as dashes."""
+    """Return a Markdown table, padded and right-aligned for terminals, with dashes for empty cells."""
     cells = [[plain_text(cell) or "–" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = [header, ["-" * (width - 1) + ":" for width in widths], *cells]
@@ -205,7 +204,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Text of a record or a log, which anybody may have written, as Markdown that is no picture, link or markup."""
+    """Neutralize pictures, links and markup in untrusted text of records and logs."""
     text = printable(text.replace("\n", " ")).replace("](", "] (").replace("|", "¦").replace("`", "'")
     return re.sub(r"<(?=[a-zA-Z/!?])", "‹", text)
 

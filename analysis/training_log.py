@@ -1,6 +1,6 @@
-"""Logs of DeepSpeed, open_clip, LAION-CLAP and programs like them → runs.
+"""Read runs from logs of DeepSpeed, open_clip, LAION-CLAP and similar programs.
 
-The rate is all samples over all seconds after the warm-up, whatever the log's length and how often it prints.
+The rate is total samples over total time after the warm-up, independent of the log's length and printing interval.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from clap_ds.config.files import open_regular
 
 WARMUP_STEPS = 10
 MAX_WINDOWS = 96
-"""Of one start; neighbours are taken together."""
+"""Maximum per start; more are merged with their neighbors."""
 STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
-"""The later ones win: an out-of-memory error also leaves a traceback and a bad return code."""
+"""Later ones take precedence: an out-of-memory error also prints a traceback and a nonzero exit code."""
 
 
 @dataclass
 class Start:
     facts: dict[str, Any] = field(default_factory=dict)
-    """What lines beside progress say, by their kinds in `dialects.py`."""
+    """Facts from lines other than progress, by their kinds in `dialects.py`."""
     dialect: Dialect | None = None
     state: str = "unknown"
     points: list[tuple[float, float]] = field(default_factory=list)
-    """Of each line of progress how far the run is, in a number that only rises, and its average rate or seconds a step."""
+    """For each progress line: position, which only increases, and average rate or seconds per step."""
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -45,8 +45,8 @@ class Start:
         return of_parts or self.facts.get("global_batch", 0)
 
     def windows(self) -> tuple[list[float], list[float], float | None]:
-        """Of at most `MAX_WINDOWS` stretches after the warm-up samples/s of all GPUs and seconds (in proportion to them where
-        the global batch isn't known); and samples/s from the first timed step on."""
+        """Return samples/s of all GPUs and seconds of at most `MAX_WINDOWS` windows after the warm-up, and samples/s since the
+        first timed step. Without a global batch, seconds are only proportional."""
         if not (self.points and self.dialect and (self.global_batch or self.dialect.is_cumulative)):
             return [], [], None
         positions, values = np.array(self.points).T
@@ -69,12 +69,12 @@ class Start:
 
 
 def _read_line(starts: list[Start], line: str) -> None:
-    """Take a line in, of the last start or of a new one."""
+    """Add a line to the last start or to a new one."""
     for kind, word in facts_in(line):
         last = starts[-1]
         if kind in STATES:
             last.state = max(last.state, kind, key=STATES.index)
-        else:  # after progress it can only be a new start's
+        else:  # after progress, it belongs to a new start
             facts = (_restart(starts) if last.points or STATES.index(last.state) > 1 else last).facts
             facts[kind] = int(word) if word.isdigit() else word
     for dialect in DIALECTS.values():
@@ -83,7 +83,7 @@ def _read_line(starts: list[Start], line: str) -> None:
 
 
 def _restart(starts: list[Start]) -> Start:
-    """The next start, of the size of the one before until its own lines say otherwise."""
+    """Add a start with the size of the previous one, until its lines state another."""
     own = ("precision", "directory", "memory_gib")
     starts.append(Start({name: fact for name, fact in starts[-1].facts.items() if name not in own}))
     return starts[-1]
@@ -104,13 +104,14 @@ def _progress(starts: list[Start], dialect: Dialect, numbers: dict[str, float]) 
     if "global_batch" in numbers:
         start.facts["global_batch"] = int(numbers["global_batch"])
     start.facts["memory_gib"] = max(numbers.get("memory_gib", 0.0), start.facts.get("memory_gib", 0.0))
-    if position > furthest:  # else it is another rank's line
+    if position > furthest:  # else the line is from another rank
         start.points.append((position, value))
 
 
 def read_log(path: Path, gpus: int = 0) -> list[Run]:
-    """Runs of a log: one for each size (nodes, GPUs, batch), restarts of the same size taken together; or one without a rate of
-    a log that says how it failed. Where it doesn't tell its GPUs, it has `gpus`. UserError where it has no rate.
+    """Read a log: one run per size (nodes, GPUs, batch), with its restarts, or a run without a rate if the log shows a failure.
+
+    `gpus`: number of GPUs if the log doesn't state it. UserError if there is neither a rate nor a failure.
     """
     starts = [Start()]
     try:
@@ -124,7 +125,7 @@ def read_log(path: Path, gpus: int = 0) -> list[Run]:
     ]
     if not found:
         printed = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
-        raise UserError(f"{path}: no throughput lines that can be used ({printed})")
+        raise UserError(f"{path}: no usable throughput lines ({printed})")
     groups: dict[object, list[Start]] = {}
     for start in found:
         groups.setdefault(start.size, []).append(start)
@@ -144,8 +145,8 @@ def _run(path: Path, starts: Sequence[Start], given_gpus: int) -> Run:
     noted = {
         BY_TIMER: by_timer,
         HOST_ALONE: by_timer and "host_alone" in facts,
-        "too short to drop the warm-up: the running average is given": averages and not rates,
-        "no rate, as the log doesn't state its batch": not rate and last.points,
+        "too short to drop the warm-up: using the running average": averages and not rates,
+        "no rate, because the log doesn't state its batch": not rate and last.points,
         f"{len(starts)} starts in the log": len(starts) > 1,
     }
     micro_batch = facts.get("micro_batch") or last.global_batch // gpus // accumulation

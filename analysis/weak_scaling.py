@@ -1,4 +1,4 @@
-"""A weak-scaling series, and laws of how its step grows: one foretells larger scales, and all of them make the band."""
+"""Fit growth laws to a weak-scaling series: the best one predicts larger scales, and all of them define the band."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from clap_ds.analysis.table import Scale
 from clap_ds.config.errors import UserError
 
 LAWS = {"a + b·log n": 0.0, "a + b·√n": 0.5, "a + b·n": 1.0}
-"""Of the step time on n nodes, by the shape of its growth."""
+"""Shape of the step time's growth on n nodes, by law."""
 USUAL = "a + b·√n"
 BOUNDED = "a growth that ends"
-"""Which bands reckon with, and nothing is projected by."""
+"""Included in bands, never used for projection."""
 SHAPES: Mapping[str, float] = {BOUNDED: -1.0, **LAWS}
 NOISE = 0.01
-"""Relative noise of a measurement where no ± says more."""
+"""Minimum relative noise of a measurement."""
 UNEXPLAINED = 0.003
-"""Relative error that no law gets rid of, added to each measurement's own: no scale outweighs all others."""
+"""Relative model error added to each measurement's own error, so that no scale outweighs all others."""
 DRIFT = 0.5
-"""Relative uncertainty of growth beyond the largest scale, for a doubling. Chosen by simulation
+"""Relative uncertainty of growth beyond the largest scale, per doubling. Chosen by simulation
 (tests/analysis/test_weak_scaling.py)."""
 DRAWS = 4000
 FURTHEST = 4
-"""Times the largest measured scale that is projected to; a power of two."""
+"""Projection limit as a multiple of the largest measured scale; a power of two."""
 WORST_FIT = 10.0
-"""Points of efficiency by which the best law may miss what it is fitted to and still be projected."""
-ABOVE_ALL = "efficiency above 100 %"
-"""What the note of a scaling table's row says whose baseline is in doubt."""
+"""Largest misfit of the best law, in points of efficiency, for a projection."""
+ABOVE_ALL = "efficiency above 100%"
+"""Text in the note of a scaling table's row with a doubtful baseline."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def growth(nodes: Any, shape: float) -> Any:
-    """How a step grows, by 0 at one node: up to a bound (shape -1), as log n (0), as √n (0.5) or as n (1)."""
+    """Return the growth of the step time, 0 at one node: bounded (shape -1), log n (0), √n (0.5) or n (1)."""
     return np.log(nodes) if shape == 0 else (np.asarray(nodes, float) ** shape - 1) / shape
 
 
 @dataclass(frozen=True)
 class Law:
-    """Seconds of one GPU for a sample on any number of nodes: `start_s` on one, and `slope_s` times the growth."""
+    """Seconds per sample and GPU on n nodes: `start_s` on one node, plus `slope_s` times the growth."""
 
     shape: float
     start_s: float
@@ -60,7 +60,7 @@ class Series:
     rates: tuple[tuple[int, float], ...]
     gpus_per_node: int = 4
     errors: tuple[float, ...] = ()
-    """± of each rate (95 %) as a share of it; empty where none is known."""
+    """± of each rate (95%) relative to it; empty if unknown."""
 
     @property
     def name(self) -> str:
@@ -73,8 +73,8 @@ class Series:
         return replace(self, rates=self.rates[:count], errors=self.errors[:count])
 
     def fit(self, law: str) -> Law:
-        """One of `LAWS` through the rates, of two node counts or more: least squares on relative time, in which rates weigh
-        by their ±. No parameter is negative."""
+        """Fit one of `LAWS` to rates at two or more node counts, by least squares on relative time with rates weighted by
+        their ±. Parameters are nonnegative."""
         columns, target = self._equations(SHAPES[law])
         fitted = np.linalg.lstsq(columns, target, rcond=None)[0]
         if fitted.min() < 0:
@@ -85,7 +85,7 @@ class Series:
         return Law(SHAPES[law], float(fitted[0]), float(fitted[1]))
 
     def _equations(self, shape: float) -> tuple[Floats, Floats]:
-        """Two columns and a target, in relative time. They are weighted by each scale's ±, by 1 on average."""
+        """Return two columns and a target in relative time, weighted by each scale's ±; weights are 1 on average."""
         nodes, rates = np.array(self.rates).T
         variances = (np.array(self.errors) / 2) ** 2 + UNEXPLAINED**2 if self.errors else np.ones_like(rates)
         weights = np.sqrt(variances.mean() / variances)
@@ -93,10 +93,10 @@ class Series:
         return columns, weights
 
     def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
-        """95 % bands of the efficiency that would be measured at each node count; empty under 3 scales, which are too few.
+        """Return 95% bands of the efficiency that would be measured at each node count; empty with fewer than 3 scales.
 
-        A bootstrap: every law is fitted to rates that miss it as the measured ones did, drawn with replacement, as often as
-        it explains these. Beyond the largest scale each draw's growth goes on by a factor of its own (`DRIFT`).
+        A bootstrap: every law is fitted to rates with resampled residuals, as often as its likelihood suggests. Beyond the
+        largest scale, each draw's growth is scaled by a random factor (`DRIFT`).
         """
         if len(self.rates) < 3:
             return {}
@@ -116,8 +116,8 @@ class Series:
         return {nodes: (float(low), float(high)) for nodes, (low, high) in ends.items()}
 
     def _solved(self, shape: float) -> tuple[Floats, Floats, Floats]:
-        """Inverse of a law's columns, its parameters, and by how much rates miss it: as many as were measured, widened by what
-        two parameters take up, and two of the noise that is known or expected."""
+        """Return the inverse of a law's columns, its parameters and its residuals. Residuals are those of the rates, widened
+        for two fitted parameters, and two of the known or expected noise."""
         columns, target = self._equations(shape)
         inverse: Floats = np.asarray(np.linalg.pinv(columns))
         missed = target - columns @ inverse @ target
@@ -134,8 +134,8 @@ class Series:
         return np.asarray(drawn[:, 0] + drawn[:, 1] * inside + drifted)
 
     def hold_outs(self) -> list[tuple[Series, int, float]]:
-        """Each scale beside what can foretell it: the series up to the scale before, and up to the one before that, where these
-        have two scales; with its node count and measured efficiency."""
+        """Return (series of smaller scales, node count, measured efficiency) of each scale. The series are all smaller scales,
+        and all but the next smaller one, if these are at least two."""
         return [
             (self.first(place - back), nodes, self.efficiency_percent(rate))
             for back in (0, 1)
@@ -144,7 +144,7 @@ class Series:
         ]
 
     def foretold_points(self) -> dict[str, float]:
-        """Mean error of each law over the hold-outs, in points of efficiency without sign, smallest first; empty without."""
+        """Return each law's mean absolute error over the hold-outs in points, smallest first; empty without hold-outs."""
         errors: dict[str, list[float]] = {law: [] for law in LAWS}
         for small, nodes, actual in self.hold_outs():
             for law, found in errors.items():
@@ -157,16 +157,16 @@ class Series:
 
     @property
     def node_counts(self) -> list[int]:
-        """Measured, and beyond them doublings to `FURTHEST` times as far."""
+        """Measured node counts, and doublings up to `FURTHEST` times the largest."""
         measured = [nodes for nodes, _ in self.rates]
         return [*measured, *(measured[-1] * 2**power for power in range(1, FURTHEST.bit_length()))]
 
 
 def series_of(rows: Sequence[Scale]) -> Series:
-    """The rows of one series as one to be projected.
+    """Make a `Series` from the rows of one series.
 
-    Raises UserError where nothing can be projected from them: strong scaling, fewer than two node counts, nodes of different
-    sizes, rates above the smallest scale's by more than their ±, and such as no law fits.
+    UserError if no projection is possible: strong scaling, fewer than two node counts, nodes of different sizes, rates above
+    the smallest scale's by more than their ±, or no law that fits.
     """
     title, measured = rows[0].title, [row for row in rows if row.rate]
     per_node = {divmod(row.gpus, row.nodes) for row in measured}
@@ -174,15 +174,15 @@ def series_of(rows: Sequence[Scale]) -> Series:
         found = (
             f"found {rows[0].scaling or 'unknown'} scaling on {', '.join(row.scale for row in measured) or 'no scale'}"
         )
-        raise UserError(f"{title}: expected weak scaling on two node counts or more with as many GPUs each; {found}")
+        raise UserError(f"{title}: expected weak scaling on at least two node counts with equal nodes; {found}")
     if above := [row.scale for row in measured if ABOVE_ALL in row.notes]:
-        raise UserError(f"{title}: nothing is projected: {ABOVE_ALL} on {above[0]} puts the smallest scale in doubt")
+        raise UserError(f"{title}: no projection: {ABOVE_ALL} on {above[0]} makes the smallest scale doubtful")
     halves = [row.relative_half or 0.0 for row in measured]
     rates = tuple((row.nodes, row.rate or 0.0) for row in measured)
     series = Series(title, rates, per_node.pop()[0], tuple(halves) if all(halves) else ())
     best = series.best_law()
     furthest = max(abs(series.efficiency_percent(series.fit(best).rate(nodes) - rate)) for nodes, rate in rates)
     if furthest > WORST_FIT:
-        told = f"the best law, {best}, misses what was measured by up to {furthest:.1f} points"
-        raise UserError(f"{title}: nothing is projected: {told}")
+        told = f"the best law, {best}, misses the measurements by up to {furthest:.1f} points"
+        raise UserError(f"{title}: no projection: {told}")
     return series

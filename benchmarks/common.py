@@ -1,4 +1,4 @@
-"""What the benchmark commands share: options spelled one way, taking turns, running others, tables, results. No torch."""
+"""Shared helpers of the benchmark commands: options, interleaved timing, subprocesses, tables, results. No torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from clap_ds.config.files import read_json, write_atomically, write_object
 from clap_ds.config.places import commit, work_folder
 
 T = TypeVar("T")
-LAST_WORDS_S = 5.0  # from SIGTERM to SIGKILL
+LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL
 
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Parser of `python -m benchmarks.NAME`, described by its docstring's first line, with `--output` for `show`."""
+    """Return a parser of `python -m benchmarks.NAME`, described by the first line of `doc`, with `--output` for `show`."""
     description = (doc or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="keep the tables there, and a JSON beside it")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="file to write the tables to, next to a JSON")
     return parser
 
 
 def show(output: Path | None, text: str, figures: Any) -> None:
-    """Print the text; where there is a file for it, keep it there with the command and commit, figures in a JSON beside it."""
+    """Print the text. If `output` is given, write it there with command and commit, and the figures to a JSON next to it."""
     print(text, flush=True)
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -45,8 +45,8 @@ def show(output: Path | None, text: str, figures: Any) -> None:
 
 
 def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown of columns given as `title {field:.1f} | title {rate[low]:,.1f}–{rate[high]:,.1f}`; a cell without its field
-    is empty."""
+    """Return a Markdown table. `columns`: `title {field:.1f} | title {rate[low]:,.1f}–{rate[high]:,.1f}`; cells of missing
+    fields are empty."""
     cells = {each.partition("{")[0].strip(): each[each.index("{") :] for each in columns.split(" | ")}
 
     def cell(template: str, row: Mapping[str, Any]) -> str:
@@ -58,14 +58,14 @@ def table(columns: str, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def changed(config: Path, assignments: Iterable[str]) -> dict[str, Any]:
-    """A run's JSON with fields set as `NAME=VALUE` says."""
+    """Read a run's JSON and set fields given as `NAME=VALUE`."""
     return functools.reduce(
         lambda run, text: with_field(run, *parse_assignment(text)), assignments, read_config(config)
     )
 
 
 def in_turns(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[str, list[T]]:
-    """What each action returns in each round, every second one in reverse order, after `warm_up` rounds."""
+    """Run the actions interleaved, alternating their order, and return their results per round after `warm_up` rounds."""
     found: dict[str, list[T]] = {name: [] for name in actions}
     for number in range(warm_up + rounds):
         for name in list(actions)[:: -1 if number % 2 else 1]:
@@ -74,7 +74,7 @@ def in_turns(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: in
 
 
 def exit_on_sigterm() -> None:
-    """Have SIGTERM raise SystemExit, so that what is under way is ended or undone first."""
+    """Make SIGTERM raise SystemExit, to run cleanup code."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
@@ -85,9 +85,8 @@ def run_config(
     limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run a command, its output in `output.log` of a new folder, where `config.json` is the run that it is about and run
-    directories go, and end what it started when it or its time is over. Its row: `state` (`completed`, `exit code 3`, `stopped
-    after 60 s`), `seconds`, in `note` why it isn't complete, and what its run says."""
+    """Run a command in a new folder with the run's `config.json`, its `output.log` and run directories, and end its processes.
+    Return a row: `state` (`completed`, `exit code 3`, `stopped after 60 s`), `seconds`, a failure's `note`, the summary."""
     folder.mkdir(parents=True)
     output = {"root": str(folder), "label": "run"}
     write_object(folder / "config.json", with_field(content, "clap.output", output))

@@ -1,9 +1,8 @@
-"""Command: what a machine's GPU does with this project, in three calls of nine minutes, kept under `results/<device>/`.
+"""Benchmark and test this project on a GPU, in three calls of nine minutes; results go to `results/<device>/`.
 
     python -m benchmarks.gpu_check 1 [--minutes 9] [--output FOLDER]
 
-Each step runs by itself: one that fails, hangs or finds no time left is a row like any other. docs/clusters.md says what each
-call measures and leaves.
+Steps are independent: one that fails, hangs or has no time left becomes a row. docs/clusters.md describes the calls.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from clap_ds.ranks.accelerator import choose_accelerator, nvidia_smi
 
 
 class Step(NamedTuple):
-    """The run is a configuration's name and changes of it, the command what follows `python`."""
+    """`run`: a configuration's name and changed fields. `command`: arguments of `python`."""
 
     most_s: float
     run: str = "htsat_tiny"
@@ -48,7 +47,7 @@ PEERS = (
 )
 SAME = "clap.model.drop_path=0 clap.model.text_dropout=0 clap.model.spec_augment=false"
 LOSSES = f"htsat_tiny {SAME} clap.bench.warmup_steps=18 clap.bench.steps_per_window=1 clap.bench.windows=2"
-HALF = "htsat_tiny train_micro_batch_size_per_gpu=308"  # of 80 GB a whole batch of the others' takes too much
+HALF = "htsat_tiny train_micro_batch_size_per_gpu=308"  # the baselines' full batch doesn't fit 80 GB
 SOUNDS = (
     "-m examples.synthetic_sounds {call}/data --clips 1232 --shards 8 --seconds 10 --sample_rate 48000 --format wav"
 )
@@ -89,10 +88,10 @@ CALLS = {
         "from_shards": Step(90, f"htsat_tiny 'clap.data={SHARDS}'"),
     },
 }  # fmt: skip
-"""Of each call the most informative first, but for what another step has to make."""
+"""Steps by call, the most informative first, after those they depend on."""
 SHORT = "tensorboard.enabled=false clap.bench.warmup_steps=5 clap.bench.windows=3 clap.bench.breakdown_steps=2"
 FEWEST_S = 20.0
-"""Least time that a step is begun with; also kept for ending the last one."""
+"""Minimum remaining time to start a step; also reserved to end the last one."""
 BULKY = (".tar", ".ttir", ".ttgir", ".llir", ".source")
 COLUMNS = (
     "step {step} | state {state} | seconds {seconds:.0f} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.1f}"
@@ -102,7 +101,7 @@ COLUMNS = (
 
 
 def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, Any]:
-    """Run one step in a new folder and show its output. Returns the table's row."""
+    """Run one step in a new folder, print its output and return its table row."""
     places: dict[str, Any] = {"gpu": gpu, "call": folder.parent, "folder": folder, "config": folder / "config.json"}
     name, *assignments = shlex.split(step.run.replace("{call}", str(folder.parent)))
     content = changed(Path(name), [*SHORT.split(), *assignments])
@@ -121,22 +120,22 @@ def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, An
 
 
 def archive(folder: Path, target: Path) -> None:
-    """Write an archive of a folder, without shards and a compiler's intermediate files."""
+    """Archive a folder without shards and compiler intermediates."""
     with tarfile.open(part := target.with_name(f".{target.name}"), "w:xz", preset=0) as tar:
         tar.add(folder, folder.name, filter=lambda member: None if member.name.endswith(BULKY) else member)
     part.replace(target)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a call's steps and keep what they leave as it grows; 1 where one isn't complete, a UserError without a GPU."""
+    """Run a call's steps and save results after each. Return 1 if a step isn't complete; UserError without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", allow_abbrev=False)
-    parser.add_argument("call", type=int, choices=CALLS)
-    parser.add_argument("--minutes", type=float, default=9.0, help="end what runs when this time is up; default 9")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: results/<device>")
+    parser.add_argument("call", type=int, choices=CALLS, help="part of the check to run")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the call (default: 9)")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="results folder (default: results/<device>)")
     options = parser.parse_args(argv)
     deadline_s = time.monotonic() + 60 * options.minutes
     if not (found := nvidia_smi()) or choose_accelerator() == "cpu":
-        raise UserError("no NVIDIA GPU for this: nvidia-smi, CUDA_VISIBLE_DEVICES and DS_ACCELERATOR tell")
+        raise UserError("no NVIDIA GPU found: check nvidia-smi, CUDA_VISIBLE_DEVICES and DS_ACCELERATOR")
     device = found[0].split(",")[0].strip()
     gpu = getattr(peak_for(device), "name", "") or device
     exit_on_sigterm()

@@ -1,9 +1,9 @@
-"""Command: every parameter's gradient as a run computes it, compiled and with Triton's kernels, against eager PyTorch.
+"""Compare every parameter's gradient, compiled and with Triton kernels as in a run, with eager PyTorch.
 
     python -m benchmarks.gradient_check --deepspeed_config RUN [--clips 64] [--compiled towers] [--output FILE.md]
 
-Dropout, stochastic depth and SpecAugment are off, and all sides take one batch. The reference is the same model in fp32, eager.
-A gradient is wrong if it is more than twice as far from the reference as eager bf16 is, plus 1% of its norm.
+All sides use one batch, without dropout, stochastic depth and SpecAugment. The reference is the same model in eager fp32. A
+gradient is wrong if its error is more than twice that of eager bf16, plus 1% of its norm.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def gradients(model: ClapModel, batch: Batch) -> dict[str, Tensor]:
 def compare(
     run: RunSettings, device: torch.device, clips: int, what: str, backend: Any = "inductor"
 ) -> list[dict[str, Any]]:
-    """Return a row per parameter: its norm, and how far eager and compiled gradients are from fp32's, relative to that."""
+    """Return a row per parameter: its gradient's norm in fp32, and relative errors of the eager and compiled gradients."""
     data = {"model": run.clap.preset(), "device": device, "pack_captions": False, "text_tokens": run.clap.text_tokens}
     with build_batches(run.clap.data, **data, micro_batch=clips, rank=0, world_size=1, seed=0) as batches:  # type: ignore[arg-type]
         batch = next(batches)
@@ -61,10 +61,10 @@ def compare(
     engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
     problems = compile_towers(engine, batch, what, cached=False, backend=backend)["compiled"]
     if failed := {part: problem for part, problem in problems.items() if problem}:
-        raise UserError(f"not compiled: {failed}")
+        raise UserError(f"compilation failed: {failed}")
     compiled, rows = gradients(model, batch), list[dict[str, Any]]()
     typical = {name: float(each.norm()) for name, each in expected.items()}
-    floor = 1e-4 * max(typical.values())  # below it a gradient is 0 but for rounding, as a key's bias
+    floor = 1e-4 * max(typical.values())  # smaller gradients are rounding errors, such as a key bias's
     for name, each in expected.items():
         norm = max(typical[name], floor)
         off = {
@@ -79,9 +79,9 @@ def compare(
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("gradient_check", __doc__)
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="RUN")
-    parser.add_argument("--clips", type=int, default=64, help="clips of the batch; default 64")
-    parser.add_argument("--compiled", default="towers", choices=["towers", "towers-max-autotune"])
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="RUN", help="the run's JSON")
+    parser.add_argument("--clips", type=int, default=64, help="batch size in clips (default: 64)")
+    parser.add_argument("--compiled", default="towers", choices=["towers", "towers-max-autotune"], help="clap.compile")
     options = parser.parse_args(argv)
     device = initialize(Ranks.from_environment())
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -1,18 +1,18 @@
-"""Command: this project's training step against other implementations', side by side in one process.
+"""Compare the speed of this project's training step with other implementations, interleaved in one process.
 
     python -m benchmarks.peers [--against loops transformers] [--micro_batch 8] [--precision bf16 fp32] [--rounds 8]
 
-All sides hold the same weights and take the same batch, and each round times one step of each, in turn. Ours is the step of
-`clap_ds/bench.py` on one rank.
+All sides have the same weights and batch, and each round times one step of each. Ours is the step of `clap_ds/bench.py` on one
+rank.
 
-- The training loops of open_clip and LAION-CLAP run the preset by autocast, with torch's AdamW as it comes. They are timed as
-  published, with SpecAugment (theirs clip by clip, ours at once), and without it on all sides.
-- `transformers` is its towers with the preset's heads at their best setting: by autocast or by cast weights with fp32 masters,
-  whichever is quicker. It has no SpecAugment.
+- The training loops of open_clip and LAION-CLAP run the preset under autocast with torch's default AdamW. They are timed as
+  published, with SpecAugment (theirs clip by clip, ours batched), and without it on all sides.
+- `transformers`: its towers with the preset's heads, both under autocast and with cast weights and fp32 master weights. It has
+  no SpecAugment.
 
-Models of transformers take log-mel features where ours takes waveforms. They get them by this project's front end on the same
-device (LAION-CLAP's loop by its own), timed as part of their forward pass. Dropout and stochastic depth are off on all sides.
-Where SpecAugment is off, losses must agree.
+Models of transformers take log-mel features. This project's front end (in LAION-CLAP's loop its own) computes them on the same
+device, timed as part of the forward pass. Dropout and stochastic depth are off on all sides. Without SpecAugment, losses must
+agree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from clap_ds.record.hardware import device_name
 from clap_ds.record.statistics import median_interval
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
-"""Largest difference of a loss from ours, relative."""
+"""Largest relative difference of a loss from ours."""
 KINDS = {"loops": ("open_clip", "LAION-CLAP"), "transformers": ("transformers",)}
 PARTS = ("forward", "backward", "optimizer", "step")
 SIDES = (
@@ -47,7 +47,7 @@ SIDES = (
 def compare(
     arguments: argparse.Namespace, against: str, precision: str, device: torch.device, *, spec_augment: bool
 ) -> dict[str, Any]:
-    """Time every side of one comparison; returns the result as JSON can hold it."""
+    """Time every side of one comparison and return a JSON-serializable result."""
     config, lows = load_preset(arguments.preset), ["autocast"] if against == "loops" else ["autocast", "cast"]
     batch = make_batch(arguments, config, device)
     ours = EngineSide(arguments, precision, batch, spec_augment=spec_augment)
@@ -69,7 +69,7 @@ def compare(
 
 
 def render(result: dict[str, Any]) -> str:
-    """One comparison's result for people."""
+    """Format the result of one comparison as Markdown."""
     agreement = "agree" if result["loss_agrees"] else "DISAGREE"
     last = "each side draws its own masks" if result["spec_augment"] else agreement
     masks = "as published, with SpecAugment" if result["spec_augment"] else "without SpecAugment"
@@ -80,19 +80,18 @@ def render(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """1 where losses disagree."""
+    """Run the comparisons and return 1 if losses disagree."""
     parser = make_parser("peers", __doc__)
     add = parser.add_argument
-    add("--against", nargs="+", choices=KINDS, default=[*KINDS])
-    add("--preset", default="htsat_tiny_roberta_base", type=preset_argument)
-    add("--text_tokens", type=int, default=77)
-    add(
-        "--caption_lengths", type=int, nargs=2, metavar="N", help="LOW and HIGH, uniform; default: all of --text_tokens"
-    )
-    add("--text", choices=("padded", "packed"), default="padded", help="our text tower's way")
-    add("--micro_batch", type=int, default=8)
-    add("--rounds", type=int, default=8)
-    add("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    add("--against", nargs="+", choices=KINDS, default=[*KINDS], help="baselines to compare with (default: all)")
+    add("--preset", default="htsat_tiny_roberta_base", type=preset_argument, help="model (default: HTSAT-tiny's)")
+    add("--text_tokens", type=int, default=77, help="tokens per caption (default: 77)")
+    lengths = "LOW and HIGH of uniform caption lengths in tokens (default: --text_tokens)"
+    add("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)
+    add("--text", choices=("padded", "packed"), default="padded", help="our text tower's batching (default: padded)")
+    add("--micro_batch", type=int, default=8, help="clips per step (default: 8)")
+    add("--rounds", type=int, default=8, help="timed steps of each side (default: 8)")
+    add("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="to time (default: both)")
     arguments = parser.parse_args(argv)
     device = initialize(Ranks.from_environment())
     text = (
@@ -100,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         f" {arguments.micro_batch}, {arguments.text_tokens} text tokens, {arguments.text}; torch {torch.__version__}."
     )
     on_cpu = f"CPU kernels in bf16: ours {report('auto')}, the others' oneDNN."
-    text += f" {on_cpu if device.type == 'cpu' else 'Ours by torch operations and not compiled, unlike a default run.'}"
+    text += f" {on_cpu if device.type == 'cpu' else 'Ours uses eager torch operations, unlike a default run.'}"
     results = [
         compare(arguments, against, precision, device, spec_augment=spec_augment)
         for precision in arguments.precision

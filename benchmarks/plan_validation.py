@@ -1,17 +1,17 @@
-"""Command: a plan's roofline held against GPUs: training rates that others published, or profiled steps of this engine.
+"""Compare a plan's roofline with published training throughput, or with profiled steps of this engine.
 
-    python -m benchmarks.plan_validation [--output FILE.md]                    # beside published rates
-    python -m benchmarks.plan_validation --deepspeed_config RUN                # two steps under torch.profiler, one rank
+    python -m benchmarks.plan_validation [--output FILE.md]                    # compare with published rates
+    python -m benchmarks.plan_validation --deepspeed_config RUN                # profile two steps on one rank
     python -m benchmarks.plan_validation --profiles FOLDER --output results/h200/efficiencies.md
 
-Each row of `published_rates.csv` is a published run. Its training step is recorded on fake tensors: a model of `transformers`
-with the published sizes, precision, kind of attention and optimizer, LAION's with the loop that its SpecAugment is. Unlike the
-published code, query, key and value are three products where timm's and GPT-2's has one; what NVIDIA's has as one kernel (LAMB,
-apex's layer norm) is torch's; Swin and HTSAT pad images by nothing, in a copy; causal attention counts what it leaves out;
-gradients travel for free.
+Each row of `published_rates.csv` is a published run. Its training step is traced on fake tensors: a `transformers` model with
+the published sizes, precision, attention and optimizer; for LAION with its SpecAugment loop. It differs from the published
+code: query, key and value are three products, not one as in timm and GPT-2; NVIDIA's fused kernels (LAMB, apex's layer norm)
+are torch's; Swin and HTSAT copy images to pad them by zero pixels; causal attention counts masked work; sending gradients is
+free.
 
-What is profiled stays in the run directory as `profile.json`. It is joined to the operations of the same run's plan by their
-names and inputs' shapes, which gives the share of the data sheet's rates that each class of operations reaches.
+A profile is saved as `profile.json` in the run directory. It is joined to the operations of the run's plan by name and input
+shapes. The result is each class of operations' share of the data sheet's rates.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from clap_ds.weights.hf_config import config_to_transformers
 import transformers  # isort: skip  (after torchaudio_compat)
 
 PUBLISHED = Path(__file__).with_name("published_rates.csv")
-"""`class`: of `transformers`; `sizes`: those that aren't the class's own. Donut's Swin has the attention of the published code,
-which `SwinModel` no longer has. `size`: pixels a side, or tokens, of which the loss is of `predicted`."""
+"""`class`: of `transformers`; `sizes`: those that differ from its defaults. Donut's Swin has the published code's attention,
+which `SwinModel` no longer has. `size`: pixels per side, or tokens; the loss covers `predicted` of them."""
 RATES = (
     "model {model} | GPU {device} | batch {batch} | size {size} | precision {precision} | attention {attention}"
     " | compiled {compiled} | published {rate:,.1f} {unit} | predicted {predicted_rate[middle]:,.1f}"
@@ -64,8 +64,8 @@ PARSED: dict[str, Any] = dict.fromkeys(("batch", "size", "predicted", "accumulat
 PARSED |= {"rate": float} | dict.fromkeys(("sizes", "optimizer"), ast.literal_eval)
 WARM_UP, STEPS = 5, 2
 INDUCTORS = ("triton_poi", "triton_red", "triton_per", "triton_for")
-"""What the names of Inductor's kernels begin with."""
-CLASSES = "class {class} | efficiency {efficiency:.1%} | ms a step {ms:.3f} | kernels a step {kernels:g}"
+"""Name prefixes of Inductor's kernels."""
+CLASSES = "class {class} | efficiency {efficiency:.1%} | ms per step {ms:.3f} | kernels per step {kernels:g}"
 UNPLANNED = "not in the plan: "
 
 
@@ -75,7 +75,7 @@ def published_rows() -> list[dict[str, Any]]:
 
 
 def build(row: dict[str, Any]) -> Any:
-    """The row's model; CLAP with LAION's front end as its `mel`, and its SpecAugment."""
+    """Build the row's model. CLAP has LAION's front end as its `mel`, and its SpecAugment."""
     model_class, attention = getattr(transformers, row["class"]), row["attention"]
     if row["class"] != "ClapModel":
         return model_class(model_class.config_class(**row["sizes"], attn_implementation=attention))
@@ -89,7 +89,7 @@ def build(row: dict[str, Any]) -> Any:
 
 
 def loss_of(model: Any, row: dict[str, Any]) -> Tensor:
-    """Forward pass of a micro-batch."""
+    """Run the forward pass of a micro-batch and return the loss."""
     labels, ids = (torch.zeros(shape, dtype=torch.long) for shape in (row["batch"], (row["batch"], row["size"])))
     if row["class"] == "ClapModel":
         clips = torch.empty(row["batch"], load_preset(row["model"]).audio.num_samples)
@@ -105,15 +105,15 @@ def loss_of(model: Any, row: dict[str, Any]) -> Tensor:
 
 
 def step_of(row: dict[str, Any]) -> list[tuple[Operation, float]]:
-    """Operations of the row's second step, each with how often the step does it."""
+    """Trace the row's second step and return its operations with their counts per step."""
     is_amp, dtype = "amp" in row["precision"], torch.float16 if "fp16" in row["precision"] else torch.bfloat16
     with torch.device("meta"):
         model = build(row).train().to(None if is_amp else dtype)
     with (fakes := FakeTensorMode(allow_non_fake_inputs=True)):
         model.to_empty(device="cpu")
         if isinstance(model, transformers.PreTrainedModel):
-            model.tie_weights()  # which moving them undid
-    # AdamW divides by the step's number, which of a fake tensor is 0.
+            model.tie_weights()  # to_empty untied them
+    # AdamW divides by the step number, which is 0 for a fake tensor.
     step_number = mock.patch("torch.optim.adam._get_value", return_value=1.0)
     with like_cuda(), fakes, step_number, trace() as recorded:
         name, options = row["optimizer"]
@@ -132,8 +132,8 @@ def step_of(row: dict[str, Any]) -> list[tuple[Operation, float]]:
 
 
 def compared(row: dict[str, Any], operations: Sequence[tuple[Operation, float]]) -> dict[str, Any]:
-    """The row with the rates that are predicted for these operations, and the middle one's ratio to the published one. Of
-    LAION's rows also what a sample takes, and of that the copies of the masked spectrograms' gradient."""
+    """Add to a row the predicted rates and the ratio of the middle one to the published one. For LAION's rows, add the time per
+    sample, and that of copying the masked spectrograms' gradient."""
     gpu, num_samples = gpu_named(row["device"]), row["batch"] * row["accumulation"]
     predicted = {case: num_samples / seconds_by_part(operations, rates_of(gpu, case))["step"] for case in CASES}
     found = {**row, "predicted_rate": predicted, "ratio": predicted["middle"] / row["rate"]}
@@ -157,13 +157,13 @@ def compared(row: dict[str, Any], operations: Sequence[tuple[Operation, float]])
 def render(rows: Sequence[dict[str, Any]]) -> str:
     covered = sum(row["predicted_rate"]["low"] <= row["rate"] <= row["predicted_rate"]["high"] for row in rows)
     return "\n\n".join([
-        f"# The plan beside published training rates\n\n{table(RATES, rows)}",
+        f"# Predicted and published training throughput\n\n{table(RATES, rows)}",
         f"Ratio: predicted over published. Median **{median(row['ratio'] for row in rows):.2f}** of {len(rows)} rows;"
-        f" {covered} rates are in their interval.",
+        f" {covered} published rates are within the predicted interval.",
         *(
-            "{model}: published {published_ms:.2f} ms a sample, predicted {predicted_ms:.2f}, {unexplained:.2f} unexplained. Of"
-            " the predicted {copies_ms:.2f} are {copies:,} copies of the batch's gradient, {copies_gb_a_sample:.2f} GB a"
-            " sample, behind SpecAugment's loop; without them {without:.2f} would be unexplained.".format(
+            "{model}: published {published_ms:.2f} ms per sample, predicted {predicted_ms:.2f}, {unexplained:.2f} unexplained."
+            " {copies_ms:.2f} ms of the prediction are {copies:,} copies of the batch's gradient in SpecAugment's loop,"
+            " {copies_gb_a_sample:.2f} GB per sample; without them {without:.2f} would be unexplained.".format(
                 **row, unexplained=(gap := row["published_ms"] - row["predicted_ms"]), without=gap + row["copies_ms"]
             )
             for row in rows if "copies" in row
@@ -172,8 +172,8 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def profile(session: Any) -> None:
-    """Leave steps of a session as `profile.json`: of each operation its caller's place in the list, its name, its inputs'
-    shapes, and its own kernels with their microseconds (on a CPU its own time)."""
+    """Profile steps of a session to `profile.json`: each operation's caller (index in the list), name, input shapes, and own
+    kernels with microseconds (on a CPU its self time)."""
     timer, on_cpu = PhaseTimer(session.device, instrumented=False), session.device.type == "cpu"
     for _ in range(WARM_UP):
         session.engine.step(session.batches, timer)
@@ -194,9 +194,9 @@ def profile(session: Any) -> None:
 def join(
     profiled: Any, planned: Iterable[tuple[Operation, float]], ideal_s: Callable[[Operation], float]
 ) -> dict[str, dict[str, float]]:
-    """By class of operations, the longest first: the share of the data sheet's rates that is reached, and seconds and kernels a
-    step, of what `profile` left. What the plan doesn't have is there by its name and without a share; Inductor's kernels are
-    joined all together. `ideal_s` is of one operation at the data sheet's rates."""
+    """Return, by class of operations, the longest first, the share of the data sheet's rates that is reached, and seconds and
+    kernels per step. Unplanned operations are listed by name without a share; Inductor's kernels are one class. `ideal_s`:
+    seconds of an operation at the data sheet's rates."""
     known, ideal = defaultdict[Any, list[Operation]](list), defaultdict[str, float](float)
     for operation, times in planned:
         if operation.launches and class_of(operation) == FUSED:
@@ -207,9 +207,9 @@ def join(
     took, calls = defaultdict[str, float](float), defaultdict[str, set[int]](set)
     for number, (parent, name, shapes, launched) in enumerate(profiled["events"]):
         key = name.replace("::", ".", 1), tuple(tuple(shape) for shape in shapes if shape)
-        without_result = key[0], key[1][:-1]  # that an `out=` names
+        without_result = key[0], key[1][:-1]  # of an `out=`
         own = next(((known[each], number) for each in (key, without_result) if each in known), None)
-        owners.append((parent is not None and owners[parent]) or own)  # what it calls is its own
+        owners.append((parent is not None and owners[parent]) or own)  # callees belong to it
         for kernel, us in launched:
             plans, call = owners[-1] or ([], number)
             of = class_of(plans[0]) if plans else UNPLANNED + name
@@ -227,34 +227,34 @@ def join(
 
 
 def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
-    """Shares of all profiles below a folder, each joined to the plan of the run it lies with; a UserError where there is none,
-    or nothing is known of its device."""
+    """Show the shares of all profiles below a folder, each joined to its run's plan. UserError if there is none, or its device
+    is unknown."""
     texts, classes, device = list[str](), dict[str, Any](), ""
     for path in sorted(folder.rglob("profile.json"), key=lambda path: path.stat().st_mtime):
         run, summary = load_run(path.with_name("config.json"), 1), read_json(path.with_name("summary.json"))
         device, is_compiled = summary["device_name"], "compiled" in summary
         if not (known := gpu or peak_for(device)) or not known.memory_tbytes_per_s:
-            raise UserError(f"{path}: no rates for {device!r} are known; give --gpu with the name clap-plan has for it")
+            raise UserError(f"{path}: no known rates for {device!r}; pass --gpu with a GPU name of clap-plan")
         kernels = {field: chosen["kernel"] for field, chosen in summary.get("kernels", {}).items()}
         run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
         work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(compiled=is_compiled)
         if not (found := join(read_json(path), work, rates_of(known, "middle").ideal_s)):
-            raise UserError(f"{path}: no kernel's time is in it; expected CUPTI to let torch.profiler see the GPU's")
+            raise UserError(f"{path}: no kernel times; check that torch.profiler can use CUPTI")
         rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]
         texts += [f"## {path.parent}\n\n{table(CLASSES, rows)}"]
-        # Inductor's kernels are told by the compiled run, the others by the eager one, which has all of them.
+        # Use the compiled run for Inductor's kernels and the eager run, which has all others, for the rest.
         classes |= {name: each for name, each in found.items() if name in TABLE and (name == FUSED) == is_compiled}
     if not texts:
-        raise UserError(f"{folder}: no profile.json below it; --deepspeed_config RUN makes one")
+        raise UserError(f"{folder}: no profile.json below it; create one with --deepspeed_config RUN")
     text = "\n\n".join([f"# Shares of the data sheet's rates, {device}", *texts])
     show(output, text, {"device": device, "commit": commit(), "classes": classes})
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("plan_validation", __doc__)
-    parser.add_argument("--deepspeed_config", type=Path, metavar="RUN", help="profile this run")
-    parser.add_argument("--profiles", type=Path, metavar="FOLDER", help="join the profiles below it to their plans")
-    parser.add_argument("--gpu", type=gpu_named, help="as clap-plan names it, where the profile's device isn't known")
+    parser.add_argument("--deepspeed_config", type=Path, metavar="RUN", help="run's JSON to profile")
+    parser.add_argument("--profiles", type=Path, metavar="FOLDER", help="folder of profiles to join to their plans")
+    parser.add_argument("--gpu", type=gpu_named, help="GPU name of clap-plan, if the profile's device is unknown")
     options = parser.parse_args(argv)
     if options.deepspeed_config:
         run_command(lambda ranks: measure_run(load_run(options.deepspeed_config, 1), ranks, profile))

@@ -1,5 +1,5 @@
-"""Implementations of CLAP's training step that hold the same weights and take the same batch: this project's,
-transformers' towers, and the training loops of open_clip and LAION-CLAP. `benchmarks.peers` times them."""
+"""Training steps that `benchmarks.peers` times, with the same weights and batch: this project's, that of transformers' towers,
+and the training loops of open_clip and LAION-CLAP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import transformers  # isort: skip  (after torchaudio_compat)
 
 
 def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
-    """Noise and random captions on the device, as the options of `benchmarks.peers` ask."""
+    """Return a batch of noise and random captions for the options of `benchmarks.peers`."""
     low, high = arguments.caption_lengths or (arguments.text_tokens, arguments.text_tokens)
     lengths = {str(length): 1.0 for length in range(low, high + 1)}
     data = SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1)
@@ -42,10 +42,10 @@ def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.
 
 
 class EngineSide:
-    """One rank's step through `ClapEngine`, as `clap_ds/bench.py` makes it. Ranks have been initialised.
+    """One rank's step with `ClapEngine`, as in `clap_ds/bench.py`. Needs an initialized process group.
 
     Attributes:
-        weights: that it begins with, in `transformers`' names.
+        weights: initial weights with `transformers` names.
     """
 
     def __init__(self, arguments: argparse.Namespace, precision: str, batch: Batch, *, spec_augment: bool) -> None:
@@ -65,7 +65,7 @@ class EngineSide:
         self.engine, self.losses = ClapEngine(run, built, batch.device), list[float]()
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """As `Side.step`; the loss is in `forward`, all else of the engine's in `step` alone."""
+        """Time a step as `Side.step` does; `forward` includes the loss, and `step` all other work of the engine."""
         timer = PhaseTimer(batch.device, instrumented=True)
         whole_s = seconds(lambda: self.losses.append(float(self.engine.step(iter([batch]), timer))), batch.device)
         parts = timer.seconds
@@ -73,7 +73,7 @@ class EngineSide:
 
 
 class MasterAdamW:
-    """torch's fused AdamW; 16-bit parameters get fp32 masters, which it steps and copies back."""
+    """torch's fused AdamW with fp32 master weights of 16-bit parameters, copied back after each step."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -95,13 +95,13 @@ class MasterAdamW:
 
 
 class Side:
-    """A peer with weights of ours.
+    """A baseline with our weights.
 
     Args:
-        weights: in `transformers`' names.
-        kind: `open_clip` or `LAION-CLAP`, as their training loops are (LAION's is fp16, which CPUs are slow at; here it is
-            bf16), or `transformers`: its towers with this project's front end and torch's fused AdamW.
-        low: how bf16 is used: `autocast`, `cast` with fp32 masters, or `none` of it.
+        weights: with `transformers` names.
+        kind: `open_clip` or `LAION-CLAP` for their training loops (LAION's fp16 is bf16 here, because CPUs are slow at fp16),
+            or `transformers`: its towers with this project's front end and torch's fused AdamW.
+        low: use of bf16: `autocast`, `cast` with fp32 master weights, or `none`.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Side:
             tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
         model: Any = LoopModel(config, sizes, spec_augment=spec_augment)
         model.load_state_dict(weights, strict=False)
-        # Its text attention goes through SDPA on CUDA and is eager on CPU, where SDPA's bf16 backward is several times slower.
+        # Text attention uses SDPA on CUDA, and eager code on CPUs, where SDPA's bf16 backward pass is several times slower.
         model.text_model.config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
         self.model = model.train().to(device, torch.bfloat16 if low == "cast" else None)
         make_optimizer = MasterAdamW if kind == "transformers" else LoopAdamW
@@ -124,7 +124,7 @@ class Side:
         self.low, self.losses = low, list[float]()
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Seconds of each part of a training step and of the whole, the device synchronised between them."""
+        """Run a step and return the seconds of its parts, synchronizing the device between them, and of the whole."""
         timer = PhaseTimer(batch.device, instrumented=True)
         mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
         with timer("forward"), torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"):
@@ -145,8 +145,8 @@ def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 
 def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
-    """SpecAugment of what a batch norm over mel bins gives, as LAION-CLAP and open_clip run torchlibrosa's: clip by clip and
-    stripe by stripe, in place on a view. In the backward pass each write copies the gradient of the whole batch."""
+    """Apply SpecAugment to a batch norm's output as torchlibrosa does in LAION-CLAP and open_clip: clip by clip and stripe by
+    stripe, in place on a view. In the backward pass, each write copies the whole batch's gradient."""
     mel_B1TF = normed_BFT1.transpose(1, 3)
     for dim, limit in ((2, MAX_TIME_STRIPE), (3, MAX_MEL_STRIPE)):
         for number in range(len(mel_B1TF)):
@@ -162,8 +162,7 @@ def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
 
 
 class LoopModel(nn.Module):
-    """CLAP as LAION-CLAP and open_clip build it: transformers' text tower, its port of their HTSAT (both of `sizes`), and heads
-    of any kind."""
+    """CLAP as in LAION-CLAP and open_clip: transformers' text tower and port of their HTSAT (both of `sizes`), any heads."""
 
     def __init__(self, config: ClapConfig, sizes: Any, *, spec_augment: bool) -> None:
         super().__init__()
@@ -178,7 +177,7 @@ class LoopModel(nn.Module):
             batch_norm.register_forward_hook(lambda _, __, normed: mask_in_a_loop(normed))
 
     def forward(self, features: Tensor, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-        """Both embeddings and the logit scale of log-mel features (B, 1, T, F) and captions."""
+        """Return both embeddings (B, D) and the logit scale. `features`: log-mel (B, 1, T, F)."""
         audio = self.audio_projection(self.audio_model(input_features=features).pooler_output)
         text = self.text_model(input_ids=input_ids, attention_mask=mask)
         pooled = mean_over_tokens(text.last_hidden_state, mask) if self.takes_mean else text.pooler_output
@@ -186,7 +185,7 @@ class LoopModel(nn.Module):
 
 
 class LoopAdamW(torch.optim.AdamW):
-    """As open_clip and LAION-CLAP make theirs: torch's default kernel, no decay of biases and norms."""
+    """AdamW as in open_clip and LAION-CLAP: torch's default kernel, no weight decay of biases and norms."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         groups = [{"params": [p for p in parameters if (p.ndim < 2) == small]} for small in (False, True)]

@@ -1,10 +1,10 @@
-"""Command: what sending gradients costs beyond the step itself, under DeepSpeed as it is and overlapped here.
+"""Measure the exposed time of gradient all-reduce with DeepSpeed's default and with this project's overlap.
 
     python -m benchmarks.sync_bench [--rates_mbit 500 1000 2000] [--output FILE.md]
 
-Two hosts (network namespaces without uplink; root and iproute2 needed) with links shaped to each rate by `tc`; both methods
-in one process, in turns. The model's parameters are HTSAT-tiny's, scaled down; its layers sleep for a time in proportion to
-their FLOPs, which leaves the cores to the communication as a GPU does, in all 1.5 times one all-reduce of all gradients.
+Uses two network namespaces as hosts (needs root and iproute2), with links shaped to each rate. Both methods are interleaved in
+one process. The model has HTSAT-tiny's parameters, scaled down. Its layers sleep in proportion to their FLOPs, which leaves the
+cores to communication, as on a GPU. The total sleep is 1.5 times one all-reduce of all gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from clap_ds.record.clock import seconds
 from clap_ds.record.statistics import median_interval
 
 SCALE = 12
-"""The emulated model has one parameter for this many of HTSAT-tiny's."""
+"""Parameters of HTSAT-tiny per parameter of the emulated model."""
 COMPUTE_PER_ALLREDUCE = 1.5
 METHODS, KINDS = ("deepspeed", "overlapped"), ("sending", "silent")
 COLUMNS = (
@@ -51,11 +51,11 @@ VARIABLES = (
     *f"MASTER_ADDR={SUBNET}.1 MASTER_PORT=29555 GLOO_SOCKET_IFNAME=eth0".split(),
     f"PYTHONPATH={PACKAGE.parent}",
 )
-"""What a launcher sets, but for the rank."""
+"""Variables that a launcher sets, except the rank."""
 
 
 class _Layer(torch.autograd.Function):
-    """Identity that takes time, and gives its weight a gradient without computing one."""
+    """Identity that sleeps, and gives its weight a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float) -> Tensor:
@@ -70,8 +70,8 @@ class _Layer(torch.autograd.Function):
 
 
 class EmulatedModel(nn.Module):
-    """HTSAT-tiny + RoBERTa-base by parameter sizes, layer order and shares of the compute, all scaled: `forward_s` forward and
-    twice that backward."""
+    """Emulates HTSAT-tiny + RoBERTa-base: scaled parameter sizes, layer order and compute shares. `forward_s`: total seconds of
+    the forward pass; the backward pass takes twice that."""
 
     def __init__(self, forward_s: float = 0.0) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class EmulatedModel(nn.Module):
 
 
 def _step_by(method: str, model: nn.Module) -> Callable[[bool], None]:
-    """A training step; whether gradients are sent."""
+    """Return a training step; its argument is whether gradients are sent."""
     import deepspeed
 
     from clap_ds.engine.gradient_sync import GradientSync
@@ -112,13 +112,13 @@ def _step_by(method: str, model: nn.Module) -> Callable[[bool], None]:
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    """Of all ranks together."""
+    """Time an action over all ranks."""
     dist.barrier()
     return seconds(lambda: (action(), dist.barrier()), torch.device("cpu"))
 
 
 def _worker(rounds: int) -> None:
-    """One rank: seconds of steps with and without sending, by method, printed by rank 0 as JSON."""
+    """Run one rank. Rank 0 prints seconds of steps with and without sending, by method, as JSON."""
     distributed.initialize(distributed.Ranks.from_environment())
     gradients = torch.cat([weight.detach() for weight in EmulatedModel().parameters()])
     took_s = torch.tensor(min(_seconds(lambda: dist.all_reduce(gradients)) for _ in range(4)))
@@ -140,9 +140,9 @@ def _run(command: str) -> None:
 
 @contextmanager
 def shaped_hosts() -> Iterator[list[str]]:
-    """Names of two namespaces, each with one interface `eth0`; a UserError where there is no root or no iproute2."""
+    """Connect two namespaces through interfaces `eth0` and yield their names. UserError without root or iproute2."""
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        raise UserError("network namespaces need root, and ip and tc of the package iproute2")
+        raise UserError("network namespaces need root, and `ip` and `tc`: run as root and install iproute2")
     hosts = [f"clap{os.getpid()}-{number}" for number in (1, 2)]
     try:
         for host in hosts:
@@ -158,7 +158,7 @@ def shaped_hosts() -> Iterator[list[str]]:
 
 
 def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, Any]:
-    """Run all methods at one rate, a rank on each host, pinned to a core; each one's exposed milliseconds with an interval."""
+    """Run all methods at one rate, with one rank per host, pinned to a core. Return each one's exposed ms with an interval."""
     processes = []
     for rank, host in enumerate(hosts):
         _run(f"tc -n {host} qdisc replace dev eth0 root tbf rate {rate_mbit}mbit burst 512kbit latency 200ms")
@@ -167,7 +167,7 @@ def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, A
         processes.append(subprocess.Popen([*words, *VARIABLES, *worker], stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate()[0] for process in processes]
     if any(codes := [process.returncode for process in processes]):
-        raise UserError(f"ranks ended with exit codes {codes}")
+        raise UserError(f"ranks failed with exit codes {codes}")
     found = json.loads(outputs[0].splitlines()[-1])
     row: dict[str, Any] = {"rate_mbit": rate_mbit, "megabytes": found["num_bytes"] / 1e6}
     for name in METHODS:
@@ -178,8 +178,10 @@ def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, A
 
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("sync_bench", __doc__)
-    parser.add_argument("--rates_mbit", type=float, nargs="+", default=[500, 1000, 2000])
-    parser.add_argument("--rounds", type=int, default=9, help="timed steps of every method, with and without sending")
+    parser.add_argument("--rates_mbit", type=float, nargs="+", default=[500, 1000, 2000], help="link rates in Mbit/s")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="timed steps of each method, with and without sending (9)"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker:
@@ -187,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     exit_on_sigterm()
     with shaped_hosts() as hosts:
         rows = [_measure(hosts, rate_mbit, arguments.rounds) for rate_mbit in arguments.rates_mbit]
-    title = "Exposed communication: a step that sends its gradients less one that keeps them; median, interval, ms"
+    title = "Exposed communication in ms: step time with sending gradients minus without; median and interval"
     show(arguments.output, f"{title}\n\n{table(COLUMNS, rows)}", rows)
 
 

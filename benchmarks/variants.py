@@ -1,10 +1,9 @@
-"""Command: settings of a run tried one against the other on this machine, a short run each: which are the quickest here?
+"""Find the fastest settings of a run on this machine with a short run of each combination.
 
     python -m benchmarks.variants ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
 
-Runs every combination and makes a table of samples/s/GPU with its interval and the ratio to the first. One that fails, doesn't
-fit or takes too long is a row like any other. Output, settings and run directory of each are kept in the folder, whose
-`variants.json` holds the rows so far. No torch, no DeepSpeed.
+Writes a table of samples/s/GPU with range and ratio to the first. A failed combination becomes a row, too. The folder keeps the
+output, settings and run directory of each, and the rows so far in `variants.json`. Imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import PACKAGE, work_folder
 
 BENCH = [sys.executable, "-m", "clap_ds.ranks.start", str(PACKAGE / "bench.py"), "--deepspeed_config"]
-"""A run's command, on all GPUs of this machine, before the name of its JSON."""
+"""Command of a run on all GPUs of this machine; its JSON's name follows."""
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (
     "settings {settings} | samples/s/GPU {samples_per_s_per_gpu[mean]:,.2f}"
@@ -33,22 +32,23 @@ COLUMNS = (
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Ratios are to the first that has a rate."""
+    """Format rows as a table, with ratios to the first row that has a rate."""
     rates = [(row.get("samples_per_s_per_gpu") or {}).get("mean") for row in rows]
     first = next(filter(None, rates), 1.0)
     return table(COLUMNS, [row | {"ratio": rate and rate / first} for row, rate in zip(rows, rates, strict=True)])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run every combination, the last field changing quickest, and keep the rows and their table as they come. 1 where no run
-    completed, a UserError where the configuration or an option is wrong."""
+    """Run every combination, the last field changing fastest, and save rows and table after each. Return 1 if no run completed;
+    UserError if the configuration or an option is wrong."""
     parser = make_parser("variants", __doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,VALUE…", help="any field; repeat")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field, for all of them")
-    parser.add_argument("--folder", type=Path, help="default: runs/variants/<config>-<time>")
-    parser.add_argument("--limit_s", type=float, default=300.0, help="longest a run may take; default 300")
-    parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set says otherwise."
+    parser.add_argument("config", type=Path, help="base run's JSON")
+    vary = "values to try of a field; repeatable"
+    parser.add_argument("--vary", action="append", required=True, metavar="FIELD=A,B,…", help=vary)
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field in all runs")
+    parser.add_argument("--folder", type=Path, help="output folder (default: runs/variants/<config>-<time>)")
+    parser.add_argument("--limit_s", type=float, default=300.0, help="time limit of a run in s (default: 300)")
+    parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set overrides this."
     exit_on_sigterm()
     arguments = parser.parse_args(argv)
     varied = [

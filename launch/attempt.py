@@ -1,4 +1,4 @@
-"""One attempt of a run: the launcher from its start to its end, and how that was."""
+"""Run the launcher once and determine the outcome of the run."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from clap_ds.launch.launchers import Launcher, environment
 from clap_ds.ranks.failure import LOST_PEER, STALL, UNREACHABLE
 from clap_ds.ranks.hostfile import free_port
 from clap_ds.ranks.verdict import judge
-from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
+from clap_ds.record.directory import RunDirectory  # imports only the standard library
 from clap_ds.record.schema import State
 
-SAVE_S = 300.0  # for ranks to save after a signal
-LINGER_S = 45.0  # for a launcher to end after its run: it would wait for a host that nobody can reach
+SAVE_S = 300.0  # grace period for ranks to save after a signal
+LINGER_S = 45.0  # grace period for the launcher to exit after its run: it would wait for an unreachable host
 LOOK_S = 0.5
 Stopped = Callable[[], signal.Signals | None]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended; `hosts` are those it is put down to, where it may be their fault and not the program's."""
+    """How an attempt ended. `hosts` are the suspects if a host and not the program may have caused the failure."""
 
     state: State
     message: str
     code: int
     hosts: list[str] = field(default_factory=list)
-    is_unclear: bool = False  # no rank has said why, or only that another doesn't answer
+    is_unclear: bool = False  # no rank reported a cause other than an unresponsive peer
 
 
 def run_directory_of(folder: Path) -> RunDirectory | None:
-    """The run directory of an attempt's folder, where rank 0 has made one."""
+    """Return the run directory of an attempt's folder, or None if rank 0 has not created one."""
     path = folder / "run_directory"
     return RunDirectory(Path(path.read_text().strip())) if path.is_file() else None
 
@@ -47,13 +47,13 @@ def run_directory_of(folder: Path) -> RunDirectory | None:
 def ending_of(
     code: int, folder: Path, hosts: Sequence[str], stopped: signal.Signals | None, lost: dict[str, str]
 ) -> Ending:
-    """How an attempt ended.
+    """Determine how an attempt ended.
 
     Args:
-        code: the launcher's exit code; DeepSpeed's is 0 where its srun was killed.
-        hosts: of every rank.
-        stopped: the signal that this job was sent.
-        lost: hosts that SLURM counts as down, with its word for it.
+        code: the launcher's exit code; DeepSpeed's is 0 if its srun was killed.
+        hosts: host of each rank.
+        stopped: the signal that this job received.
+        lost: hosts that SLURM considers down, with their SLURM states.
     """
     run = run_directory_of(folder)
     summary: dict[str, Any] = {**(run.summary() if run else {})}
@@ -65,38 +65,36 @@ def ending_of(
     if by_time and not lost:
         saved = state != "failed" and any(each.get("saved") for each in (summary.get("checkpoints") or [])[-1:])
         at = f", and saved at step {summary.get('step')}" if saved else ""
-        return Ending("timeout", f"stopped before its time was over{at}", 0 if saved else 128 + signal.SIGUSR1)
+        return Ending("timeout", f"stopped before the time limit{at}", 0 if saved else 128 + signal.SIGUSR1)
     if stopped is not None:
         return Ending("terminated", f"stopped by {stopped.name}", 128 + stopped)
     if lost:
         gone = "; ".join(f"{name}: {why}" for name, why in lost.items())
         return Ending("failed", f"lost {gone}", code or 1, list(lost))
     if found is not None and found.kind != "stopped":
-        # srun's code is the highest of all ranks', those included that it ended itself.
+        # srun's exit code is the highest of all ranks, including those it killed.
         code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
         is_unclear = not found.hosts and found.kind in (LOST_PEER, STALL, UNREACHABLE)
         ended: State = "out_of_memory" if found.kind == "out_of_memory" else "failed"
         return Ending(ended, found.message, code, found.hosts, is_unclear=is_unclear)
     if state == "terminated":
         return Ending("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
-    unsaid = f"the launcher ended with code {code}, and no rank said why: its own lines are above"
+    unsaid = f"the launcher exited with code {code}, and no rank reported an error; see the launcher's output above"
     return Ending(state if state == "out_of_memory" else "failed", error or unsaid, code or 1, is_unclear=True)
-
-
-# --- running it
 
 
 def run_attempt(
     launcher: Launcher, hosts: dict[str, int], words: Sequence[str], folder: Path, stopped: Stopped
 ) -> Ending:
-    """Run the launcher to its end, and have the run's record say how that was.
+    """Run the launcher until it exits and record the outcome in the run directory.
 
     Args:
-        hosts: ranks by host; the folder has their hostfile, and gets what ranks leave.
-        stopped: which signal this job was sent, if any; it reaches the ranks.
+        hosts: number of ranks by host.
+        folder: holds the hostfile; ranks write their files there.
+        stopped: returns the signal that this job received, if any; it is forwarded to the ranks.
     """
     command = launcher.command(hosts, folder / "hostfile", free_port(), words)
-    # In a session of its own: who signals this process's group doesn't end the launcher, which ranks would outlive.
+    # A new session: signals to this process group must not kill the launcher, whose ranks would keep running.
     child = subprocess.Popen(command, env=environment(), start_new_session=True)
     code = _wait(child, launcher, folder, stopped)
     in_job = slurm.job_id() if code and stopped() is None else None
@@ -104,7 +102,7 @@ def run_attempt(
     ending = ending_of(code, folder, ranks, stopped(), slurm.lost_nodes([*hosts]) if in_job else {})
     if in_job and ending.is_unclear and (silent := slurm.silent_nodes([*hosts])):
         ending = ending_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"))
-    if run := run_directory_of(folder):  # its ranks couldn't always say how it ended, or not as well
+    if run := run_directory_of(folder):  # the ranks may not have recorded the outcome, or less exactly
         run.finish(ending.state, ending.message or None)
         if run.summary().get("state") != ending.state or (stopped() is None and ending.state == "failed"):
             run.update_summary(state=ending.state, error=ending.message or None)
@@ -112,7 +110,7 @@ def run_attempt(
 
 
 def _wait(child: subprocess.Popen[bytes], launcher: Launcher, folder: Path, stopped: Stopped) -> int:
-    """The launcher's exit code, once it and all that it started here are gone."""
+    """Wait until the launcher and its local children have exited, and return its exit code."""
     told = over = None
     while child.poll() is None or _group_lives(child.pid):
         now_s, number = time.monotonic(), stopped()
@@ -129,7 +127,7 @@ def _wait(child: subprocess.Popen[bytes], launcher: Launcher, folder: Path, stop
 
 
 def _is_over(folder: Path) -> bool:
-    """Whether the run has recorded how it ended."""
+    """Return whether the run has recorded its outcome."""
     with contextlib.suppress(OSError, ValueError):
         run = run_directory_of(folder)
         return run is not None and run.summary().get("state") not in (None, "running")

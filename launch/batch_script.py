@@ -1,4 +1,4 @@
-"""What jobs ask for, and the text of their batch scripts."""
+"""Resource requests of jobs, and their batch scripts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ TRAINING_TIME = "1-00:00:00"
 
 @dataclass(frozen=True)
 class Request:
-    """What jobs ask for beside what their site says."""
+    """Options of jobs that the site file does not set."""
 
     site: str
     gpus: int
-    gres: str | None  # None where SLURM manages no GPUs
+    gres: str | None  # None if SLURM manages no GPUs
     train: bool = False
     time: str | None = None
     launcher: str | None = None
     exclude: str | None = None
     spare_nodes: int = 0
     until_done: bool = False
-    train_options: list[str] = field(default_factory=list)  # of clap_ds/train.py, for a run that has checkpoints
+    train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
 
     def load_site(self) -> Site:
         return load_site(self.site, self.launcher)
@@ -40,42 +40,42 @@ class Request:
         return self.time or site.walltime(nodes)
 
     def warning_s(self, site: Site, nodes: int) -> int:
-        """Seconds before the limit at which the run is signalled, at most half of it; training has to save."""
+        """Return how many seconds before the time limit the run is signaled: at most half of it; training has to save."""
         return min(
             300 if self.train else 60, -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 30
-        )  # SLURM counts in minutes
+        )  # SLURM rounds to minutes
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
-    """Options that `request_of` reads."""
+    """Add the options that `request_of` reads."""
     add = parser.add_argument
-    add("--site", default="generic", help="name under launch/clusters/, or a file")
-    add("--train", action="store_true", help="training in place of the benchmark")
-    add("--gpus", type=whole_number(), help="ranks per node, in place of the site's")
-    add("--launcher", choices=LAUNCHERS, help="what starts the ranks, in place of the site's")
-    spare = "nodes to allocate beside, for ones that fail"
+    add("--site", default="generic", help="name under launch/clusters/, or path of a site file (default: generic)")
+    add("--train", action="store_true", help="train instead of running the benchmark")
+    add("--gpus", type=whole_number(), help="ranks per node (default: the site's)")
+    add("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default: the site's)")
+    spare = "extra nodes to allocate as hot spares (default: 0)"
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help=spare)
-    add("--until_done", action="store_true", help="queue training again, when its time is over, until it is complete")
-    add("train_options", nargs="*", metavar="-- OPTION", help="of clap_ds/train.py, such as --restart")
+    add("--until_done", action="store_true", help="requeue training after each time limit until it is complete")
+    add("train_options", nargs="*", metavar="-- OPTION", help="options for clap_ds/train.py, such as --restart")
     add_limits(parser)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Options that another submission of the same jobs may change."""
-    parser.add_argument("--time", help="time limit, in place of the site's (training: a day)")
-    parser.add_argument("--exclude", metavar="HOSTS", help="hosts not to run on, in SLURM's notation")
+    """Add the options that a later submission of the same jobs may change."""
+    parser.add_argument("--time", help="SLURM time limit (default: the site's; for training a day)")
+    parser.add_argument("--exclude", metavar="HOSTS", help="hosts to avoid, in SLURM's notation")
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """The request of a command's options; a UserError where they don't fit together, or nobody tells the number of GPUs."""
+    """Return the request of a command's options. UserError if they conflict or the number of GPUs is unknown."""
     site = load_site(arguments.site, arguments.launcher)
     nodes = slurm.partition_nodes(site.partition)
     shown = max((gpus for gpus, _ in nodes), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
-        raise UserError("no gpus_per_node in the site file, and sinfo shows none: give --gpus")
+        raise UserError("no gpus_per_node in the site file, and sinfo shows no GPUs: pass --gpus")
     if not arguments.train and (arguments.until_done or arguments.train_options):
-        raise UserError("--until_done, and options after --, are for training: give --train, too")
+        raise UserError("--until_done and options after -- need --train")
     parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
     add_checkpoint_choices(parser)
     parser.parse_args(arguments.train_options)
@@ -89,8 +89,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:
-    """Text of the batch script of a job whose folder has its `run.json` and `site.json`; `log` is the output file in SLURM's
-    notation."""
+    """Return the batch script of a job. Its folder holds `run.json` and `site.json`; `log` is in SLURM's notation."""
     site = request.load_site()
     python = shlex.quote(sys.executable if site.container() else site.interpreter())
     threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
@@ -115,8 +114,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
 
 
 def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> list[str]:
-    """The #SBATCH lines."""
-    asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)  # in the site's own way
+    asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)
     options = {
         "job-name": name,
         "output": log,
@@ -137,8 +135,8 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
 
 
 def _quoted(value: object) -> str:
-    """A value on an #SBATCH line, where sbatch splits words but knows quotes."""
+    """Quote a value for an #SBATCH line. UserError if it is not printable."""
     text = str(value)
     if not text.isprintable():
-        raise UserError(f"{text!r} can't stand in a batch script")
+        raise UserError(f"batch script: {text!r} has unprintable characters; remove them")
     return '"' + text.replace('"', '\\"') + '"' if re.search(r"[\s'\"#]", text) else text

@@ -1,7 +1,7 @@
-"""SLURM's environment, or a node list, to a DeepSpeed hostfile. Standard library only.
+"""Write a DeepSpeed hostfile from SLURM's environment or a node list. Needs only the standard library.
 
 clap-hostfile --output H                                        inside an allocation
-python launch/hostfile.py --nodelist 'n[01-04]' --slots 4       anywhere, from a checkout without installation, too
+python launch/hostfile.py --nodelist 'n[01-04]' --slots 4       anywhere, even if clap-ds is not installed
 """
 
 import argparse
@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a file, by any Python
+if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
@@ -19,9 +19,9 @@ from clap_ds.ranks.hostfile import expand, format_hostfile, slots_from_slurm
 
 
 def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
-    """Write the hostfile, or print it."""
+    """Write the hostfile to `output`, or print it."""
     if nodelist is not None and slots is None:
-        raise ValueError("--nodelist needs --slots: SLURM's environment isn't about these hosts")
+        raise ValueError("--nodelist needs --slots: SLURM's environment does not describe these hosts")
     hosts = dict.fromkeys(expand(nodelist), slots or 0) if nodelist is not None else slots_from_slurm(os.environ, slots)
     if output:
         write_atomically(output, format_hostfile(hosts))
@@ -31,9 +31,9 @@ def write(nodelist: str | None, slots: int | None, output: str | None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="clap-hostfile", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--nodelist", metavar="LIST", help="hosts in SLURM's notation, in place of the allocation's")
-    parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks on each host")
-    parser.add_argument("--output", metavar="FILE", help="write there, in one go, and not to standard output")
+    parser.add_argument("--nodelist", metavar="LIST", help="hosts in SLURM's notation (default: the allocation's)")
+    parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks per host (default: SLURM's)")
+    parser.add_argument("--output", metavar="FILE", help="file to write atomically (default: standard output)")
     return exit_code_of(lambda: write(**vars(parser.parse_args(argv))))
 
 

@@ -1,9 +1,9 @@
-"""Runs a command's ranks on the hosts of an allocation, attempt after attempt. The last line of a job script.
+"""Supervise a run inside an allocation and retry it after host failures. The last line of a job script.
 
     python -m clap_ds.launch.job --folder F -- clap_ds/bench.py --deepspeed_config C
 
-After a host's fault a spare host takes over (`--spare_nodes`), or SLURM starts the job anew without that host. `job.json` in
-the folder says how it went, and so does the run directory.
+If a host fails, a spare host replaces it (`--spare_nodes`), or SLURM requeues the job without that host. `job.json` in the
+folder and the run directory record the outcome.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from clap_ds.launch.launchers import Launcher
 from clap_ds.launch.sites import Site
 from clap_ds.ranks.distributed import SECRET
 from clap_ds.ranks.hostfile import format_hostfile, read_hostfile
-from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
+from clap_ds.record.directory import RunDirectory  # imports only the standard library
 
 CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -56,13 +56,13 @@ class RunningJob:
         }  # fmt: skip
 
     def _earlier_attempts(self) -> list[dict[str, Any]]:
-        """Those before SLURM started this job anew."""
+        """Return the attempts before SLURM requeued this job."""
         path = self.folder / "job.json"
         earlier = read_object(path) if path.exists() else {}
         return list(earlier.get("attempts", [])) if earlier.get("job") == self.name else []
 
     def run(self) -> int:
-        """Run it; the job's exit code."""
+        """Run attempts until no other can help, and return the job's exit code."""
         for number in STOPS:
             signal.signal(number, self._hear)
         self._record()
@@ -72,21 +72,21 @@ class RunningJob:
             hosts = self.choose_hosts() if is_mended_without(ending) and not self.stopped else {}
             if not hosts:
                 return self._finish(ending)
-            _say(f"error: {ending.message}\nstarting again without {', '.join(ending.hosts)}")
+            _say(f"error: {ending.message}\nrestarting without {', '.join(ending.hosts)}")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.stopped = self.stopped or signal.Signals(number)
 
     def excluded(self) -> list[str]:
-        """Hosts that attempts are put down to."""
+        """Return the hosts that are blamed for failed attempts."""
         return list(dict.fromkeys(name for attempt in self.attempts for name in attempt["at_fault"]))
 
     def choose_hosts(self) -> dict[str, int]:
-        """Hosts of the next attempt; none where too few are left."""
+        """Return the hosts of the next attempt; empty if too few are left."""
         excluded = self.excluded()
         good = [name for name in self.slots if name not in excluded]
         if len(good) < self.wanted and not any(attempt["start"] == self.start for attempt in self.attempts):
-            good = [*self.slots]  # SLURM gave the job a host again that it was to do without
+            good = [*self.slots]  # SLURM allocated an excluded host again
         return {name: self.slots[name] for name in good[: self.wanted]} if len(good) >= self.wanted else {}
 
     def _launcher(self) -> Launcher:
@@ -96,7 +96,7 @@ class RunningJob:
     def _attempt(self, hosts: dict[str, int]) -> Ending:
         started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
         with own_folder(folder.parent) as attempts:
-            shutil.rmtree(attempts / folder.name, ignore_errors=True)  # of a job of this folder before
+            shutil.rmtree(attempts / folder.name, ignore_errors=True)  # left by an earlier job in this folder
             (attempts / folder.name).mkdir()
             secret = os.open(attempts / folder.name / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(secret, "w") as file:
@@ -111,16 +111,14 @@ class RunningJob:
         return ending
 
     def note(self, ending: Ending, hosts: Iterable[str], started: str) -> None:
-        """Add an attempt."""
+        """Record an attempt."""
         self.attempts.append({
             "hosts": [*hosts], "started": started, "finished": _now(), "state": ending.state, "error": ending.message or None,
             "at_fault": ending.hosts, "start": self.start, "requeued": False,
         })  # fmt: skip
 
-    # --- the end
-
     def _finish(self, ending: Ending) -> int:
-        """Say and record how it went; have SLURM start the job anew, where that helps."""
+        """Report and record the outcome, requeue the job if that helps, and return the exit code."""
         self.attempts[-1]["requeued"] = again = self.asks_for_another_start(ending)
         run = run_directory_of(self.folder / "attempts" / str(len(self.attempts) - 1))
         self._record(
@@ -143,9 +141,9 @@ class RunningJob:
 
     def _start_anew(self) -> None:
         for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)  # SLURM ends this job before it starts it again
+            signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
         without = self.excluded()
-        _say(f"SLURM is asked to start this job again{' without ' * bool(without)}{', '.join(without)}")
+        _say(f"requeueing this job{' without ' * bool(without)}{', '.join(without)}")
         if problem := slurm.requeue(without):
             _say(f"warning: {problem}")
 
@@ -156,7 +154,7 @@ class RunningJob:
 
 
 def is_mended_without(ending: Ending) -> bool:
-    """Whether another attempt, without the hosts that this one is put down to, may go better."""
+    """Return whether another attempt without the blamed hosts may succeed."""
     return ending.state == "failed" and bool(ending.hosts)
 
 
@@ -175,11 +173,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--folder",
         type=Path,
         required=True,
-        help="of this job: its site.json and hostfile, its record, a folder for each attempt",
+        help="job folder with site.json and hostfile; records and attempts are written there",
     )
-    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
-    add("--until_done", action="store_true", help="queue training again when its time is over")
-    add("command", nargs="+", metavar="SCRIPT …", help="after --: the ranks' script and its arguments")
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept as hot spares (default: 0)")
+    add("--until_done", action="store_true", help="requeue training after each time limit")
+    add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""Jobs that were or will be submitted: a folder with a record, batch scripts, and a folder per job with its run's JSON."""
+"""Store of submitted jobs: a folder with a record, batch scripts, and one folder per job with its run's JSON."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from clap_ds.launch.site_check import check_environment, check_script
 RECORD = "jobs.json"
 T = TypeVar("T", "Job", Request)
 _NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
-_WORDS = re.compile(r"[\w.,:/\[\]-]+", re.ASCII)  # of a time limit, and of hosts
+_WORDS = re.compile(r"[\w.,:/\[\]-]+", re.ASCII)  # time limits and host lists
 ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
-"""State (`record.schema.State`) by SLURM's of a job that recorded no end; others have failed."""
+"""`record.schema.State` by SLURM's state, for jobs that recorded no outcome; others count as failed."""
 
 
 def stamp() -> str:
-    """For the name of a folder that isn't there yet."""
+    """Return a UTC time stamp for a new folder's name."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
 
 
 @dataclass
 class Job:
-    name: str  # of its script and log
+    name: str  # of the script and log
     nodes: int
-    label: str  # of its run
-    config: str  # the run's JSON that this one's is made of
-    changes: dict[str, Any] = field(default_factory=dict)  # fields of that by dotted name
-    global_batch: int | None = None  # samples of a step on any number of nodes, kept by accumulation
-    folder: str = "."  # in that of all jobs
+    label: str  # of the run
+    config: str  # path of the base JSON
+    changes: dict[str, Any] = field(default_factory=dict)  # fields set in it, by dotted name
+    global_batch: int | None = None  # samples per step, kept constant over scales by accumulation
+    folder: str = "."  # relative to the folder of all jobs
     slurm_id: str | None = None
 
     def run(self, ranks: int) -> dict[str, Any]:
-        """The run's JSON; a UserError where its batch sizes can't be those of so many ranks."""
+        """Return the run's JSON. UserError if its batch sizes don't fit this number of ranks."""
         content = read_config(Path(self.config))
         for name, value in {**self.changes, "clap.output.label": self.label}.items():
             content = with_field(content, name, value)
@@ -58,8 +58,8 @@ class Job:
 
 
 def _checked(kind: type[T], content: dict[str, Any]) -> T:
-    """A dataclass's object from JSON; ValueError or TypeError where a field has another type, or text that could be more than
-    the names and words that paths and scripts are made of."""
+    """Build a dataclass from JSON. ValueError or TypeError if a field has the wrong type or characters that are unsafe in
+    paths and scripts."""
     hints, allowed = get_type_hints(kind), _WORDS if kind is Request else _NAME
     for name, value in content.items():
         hint, words = hints[name], value if isinstance(value, list) else [value] * isinstance(value, str)
@@ -71,7 +71,7 @@ def _checked(kind: type[T], content: dict[str, Any]) -> T:
 
 
 class Standing(NamedTuple):
-    """How it stands with a job: `init` or one of `record.schema.State`, a note, and whether SLURM has still to end it."""
+    """Status of a job: `init` or a `record.schema.State`, a note, and whether it is still queued or running."""
 
     state: str
     note: str
@@ -84,19 +84,19 @@ class Jobs:
 
     @classmethod
     def read(cls, folder: Path) -> Jobs:
-        """Open what was submitted earlier; a UserError where the record, which others may have written, is of no such form."""
+        """Read the record of submitted jobs. UserError if it is malformed; it is not trusted."""
         content = read_object(folder / RECORD)
         try:
             return cls(folder, _checked(Request, content["request"]), [_checked(Job, job) for job in content["jobs"]])
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{folder / RECORD}: not as launch/ writes it: {error}") from None
+            raise UserError(f"{folder / RECORD}: malformed record: {error}") from None
 
     def save(self) -> None:
         jobs = [asdict(job) for job in self.jobs]
         write_object(self.folder / RECORD, {"request": asdict(self.request), "jobs": jobs})
 
     def text(self, job: Job) -> str:
-        """Of its batch script."""
+        """Return the job's batch script."""
         log = f"{str(self.folder).replace('%', '%%')}/{job.name}-%j.out"  # in SLURM's notation
         own = f"-{job.name}" if len(self.jobs) > 1 else ""
         return script(self.request, job.nodes, f"clap-{self.folder.name}{own}", log, self.folder / job.folder)
@@ -105,7 +105,7 @@ class Jobs:
         return self.folder / f"{job.name}-{job.slurm_id}.out"
 
     def prepare(self) -> None:
-        """Write each job's folder with the run's JSON, and its script; a UserError, and no new folder, where a check fails."""
+        """Write and check each job's run JSON and script. UserError if a check fails; a new folder is then removed."""
         is_new = not self.folder.exists()
         try:
             for job in self.jobs:
@@ -119,7 +119,7 @@ class Jobs:
             raise
 
     def check(self, jobs: list[Job]) -> None:
-        """Try a script for each number of nodes, the site, and every run's JSON; a UserError with what is wrong."""
+        """Check one script per number of nodes, the site and every run's JSON. UserError lists the problems."""
         site = self.request.load_site()
         notes = [check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
         for note in filter(None, dict.fromkeys(notes)):
@@ -128,7 +128,7 @@ class Jobs:
         print(f"python: {check_environment(site, runs, train=self.request.train)}")
 
     def write_scripts(self, jobs: list[Job]) -> None:
-        """Write what jobs execute, and the record."""
+        """Write the jobs' scripts and site files, and the record."""
         for job in jobs:
             write_atomically(self.folder / f"{job.name}.sbatch", self.text(job))
             with own_folder(self.folder / job.folder) as folder:
@@ -136,7 +136,7 @@ class Jobs:
         self.save()
 
     def submit(self, jobs: list[Job]) -> Iterator[Job]:
-        """Hand jobs to SLURM one by one, each given back when it is taken."""
+        """Submit jobs one by one, and yield each after SLURM accepted it."""
         for job in jobs:
             job.slurm_id = None
             with own_folder(self.folder / job.folder) as folder:
@@ -147,7 +147,7 @@ class Jobs:
             yield job
 
     def standings(self) -> dict[str, Standing]:
-        """By job name."""
+        """Return the status of each job by name."""
         known = slurm.states_of([job.slurm_id for job in self.jobs if job.slurm_id])
         return {
             job.name: standing_of(self.folder / job.folder, job.slurm_id, known.get(job.slurm_id or ""), self.log(job))
@@ -156,10 +156,10 @@ class Jobs:
 
 
 def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> Standing:
-    """How it stands with a job, by its `job.json` and SLURM's state of it; that is None for what SLURM forgot."""
+    """Return a job's status from its `job.json` and its state in SLURM, which is None if SLURM no longer knows the job."""
     try:
         record = read_object(folder / "job.json")
-    except UserError:  # there is none yet
+    except UserError:  # not written yet
         record = {}
     state = record.get("state")
     if slurm_state and slurm_state not in slurm.OVER:

@@ -1,4 +1,4 @@
-"""The command that starts a run's ranks on some hosts: DeepSpeed's launcher by one srun, or torch's on each host."""
+"""Commands that start a run's ranks: DeepSpeed's launcher with one srun, or torchrun on each host."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LAUNCHERS = ("slurm", "torchrun")
 @dataclass(frozen=True)
 class Launcher:
     site: Site
-    python: str  # of DeepSpeed's launcher and of the ranks
-    attempt: str = "clap"  # name of the step that the ranks are
+    python: str  # interpreter of DeepSpeed's launcher and of the ranks
+    attempt: str = "clap"  # name of the SLURM step
 
     @property
     def name(self) -> str:
         return self.site.launcher or LAUNCHERS[0]
 
     def command(self, slots: Mapping[str, int], hostfile: Path, port: int, words: Sequence[str]) -> list[str]:
-        """Command line that runs `words`, a script and its arguments, in every slot of these hosts."""
+        """Return the command line that runs `words`, a script and its arguments, in every slot."""
         first, ranks = next(iter(slots.items()))
         if self.name == "torchrun":
             rdzv = ["--rdzv_backend=c10d", f"--rdzv_endpoint={first}:{port}", f"--rdzv_id={port}"]
@@ -42,7 +42,7 @@ class Launcher:
         return [self.python, "-m", "deepspeed.launcher.runner", *options, *words]
 
     def _step(self, slots: Mapping[str, int], tasks: int, cores: int) -> list[str]:
-        """Options of a step with so many tasks on each of these hosts, of so many ranks' cores each."""
+        """Return srun's options for `tasks` tasks per host, each with the CPUs of `cores` ranks."""
         options = ["--kill-on-bad-exit=1", "--overlap", f"--nodes={len(slots)}", f"--nodelist={','.join(slots)}"]
         options += [f"--ntasks-per-node={tasks}", f"--job-name={self.attempt}"]
         options += [f"--cpus-per-task={self.site.cpus_per_task * cores}"] if self.site.cpus_per_task else []
@@ -50,7 +50,7 @@ class Launcher:
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which the launcher and its ranks find this package."""
+    """Return this process's environment with this package on PYTHONPATH."""
     given = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     python_path = os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *given]))
     return {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1"}

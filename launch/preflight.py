@@ -1,4 +1,4 @@
-"""Inside an allocation, before a job: would a run break here, and on which host?
+"""Check the hosts of an allocation before a job, and name hosts on which a run would fail.
 
     python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 308]
 
@@ -36,13 +36,13 @@ from clap_ds.ranks import verdict
 from clap_ds.ranks.failure import some
 from clap_ds.ranks.hostfile import format_hostfile, free_port, slots_from_slurm
 
-ARRIVE_S = 120.0  # for every rank to say what it finds, before it imports anything
-SLOW = 0.7  # what has a rate below this share of the median
-Finding = tuple[str, str]  # where something is found, and what
+ARRIVE_S = 120.0  # limit for every rank to write its report, before it imports anything
+SLOW = 0.7  # a rate below this share of the median is slow
+Finding = tuple[str, str]  # where, what
 
 
 def hosts_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str | None]]:
-    """GPUs, code and versions by host, None for what isn't installed."""
+    """Return GPUs, code and package versions by host; None if a package isn't installed."""
     found: dict[str, dict[str, str | None]] = {}
     gpus: dict[str, dict[str, str]] = defaultdict(dict)
     for answer in answers:
@@ -53,7 +53,7 @@ def hosts_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str | 
 
 
 def odd_hosts(hosts: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding]:
-    """What a host lacks, and what it has otherwise than most."""
+    """Yield what a host lacks or has in another version than most hosts."""
     for name in dict.fromkeys(name for values in hosts.values() for name in values):
         there = [value for values in hosts.values() if (value := values.get(name)) is not None]
         usual = Counter(there).most_common(1)[0][0] if there else None
@@ -66,7 +66,7 @@ def odd_hosts(hosts: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding
 
 
 def slow_ones(measured: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Links and hosts far below the median rate; `hosts` of every rank."""
+    """Yield links and hosts far below the median rate. `hosts`: host of each rank."""
     found = [link for rank in measured["ranks"] for link in rank["links"]]
     links = {f"{hosts[first]}–{hosts[second]}": rate for first, second, rate in found}
     compute: dict[str, float] = {}
@@ -79,7 +79,7 @@ def slow_ones(measured: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Fin
 
 
 def lines(kind: str, findings: Iterator[Finding] | list[Finding]) -> list[str]:
-    """A line for each thing that was found, with where that was."""
+    """Return one line per problem, with all places that have it."""
     places: dict[str, list[str]] = defaultdict(list)
     for where, what in dict.fromkeys(findings):
         places[what].append(where)
@@ -87,7 +87,7 @@ def lines(kind: str, findings: Iterator[Finding] | list[Finding]) -> list[str]:
 
 
 def ask(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> int:
-    """Start the ranks and wait for them; the launcher's exit code. What they say is in the folder."""
+    """Run the ranks, which write their reports to the folder, and return the launcher's exit code."""
     os.environ.update(site.environment)
     start = Launcher(site, site.interpreter())
     (folder / "hostfile").write_text(format_hostfile(slots))
@@ -95,7 +95,7 @@ def ask(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> in
     words = [str(script), "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
     command = start.command(slots, folder / "hostfile", free_port(), words)
     with (folder / "output").open("wb") as output:
-        # In a session of its own: the launcher ends the ranks when it is told to, and not with them at once.
+        # A new session: the launcher must receive the signal first and then end the ranks.
         process = subprocess.Popen(
             command, env=environment(), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
@@ -112,20 +112,20 @@ def ask(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> in
 
 
 def answered(folder: Path) -> list[Path]:
-    """Files of the ranks that have answered, by rank."""
+    """Return the report files written so far, by rank."""
     return sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem[5:]))
 
 
 def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], list[str]]:
-    """Lines of problems, and of what else there is to say, by the answers in the folder."""
+    """Return lines of problems and lines of other findings from the reports in the folder."""
     answers = [read_object(path) for path in answered(folder)]
     hosts = [answer["host"] for answer in answers]
     output = (folder / "output").read_text(errors="replace").splitlines()
     said = {found[1]: found[2] for line in output if (found := re.match(r"(?:srun: error: )?(\S+): (.*)", line))}
     silent = [host for host in slots if host not in hosts]
-    # SLURM terminates all tasks for the sake of one.
+    # If one task fails, SLURM terminates all.
     silent = [host for host in silent if not said.get(host, "").endswith("Terminated")] or silent
-    problems = [(host, f"can't be reached, or starts no rank: {said.get(host, 'no sign of life')}") for host in silent]
+    problems = [(host, f"unreachable, or starts no rank: {said.get(host, 'no response')}") for host in silent]
     problems += [(answer["host"], fault) for answer in answers for fault in answer["faults"]]
     there = hosts_of(answers)
     problems += odd_hosts(there)
@@ -143,7 +143,7 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], li
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Ask all hosts and print what they say. The exit code."""
+    """Check all hosts, print the findings and return the exit code."""
     site = load_site(arguments.site, arguments.launcher)
     slots = slots_from_slurm(os.environ, arguments.slots or site.gpus_per_node)
     site.root().mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def check(arguments: argparse.Namespace) -> int:
     finally:
         if not problems:
             shutil.rmtree(folder, ignore_errors=True)
-    end = [*problems, f"the ranks' output is in {folder}"] if problems else ["nothing found that would break a run"]
+    end = [*problems, f"the ranks' output is in {folder}"] if problems else ["no problems found"]
     print("\n".join([*shown, *end]))
     return int(bool(problems))
 
@@ -162,12 +162,12 @@ def check(arguments: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("launch/preflight.py", description=description, allow_abbrev=False)
-    parser.add_argument("--site", default="generic", help="name under launch/clusters/, or a file")
-    parser.add_argument("--launcher", choices=LAUNCHERS, help="in place of the site's")
-    parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks on each host")
-    parser.add_argument("--megabytes", type=positive, default=308.0, help="all-reduced; HTSAT-tiny's gradients are 308")
+    parser.add_argument("--site", default="generic", help="name under launch/clusters/, or path (default: generic)")
+    parser.add_argument("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default: the site's)")
+    parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks per host (default: the site's)")
+    parser.add_argument("--megabytes", type=positive, default=308.0, help="all-reduced, in MB (default: 308)")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is to stay behind on the hosts
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no processes on the hosts
     return exit_code_of(lambda: check(arguments))
 
 

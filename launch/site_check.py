@@ -1,6 +1,6 @@
-"""Tries what a site file says on the cluster at hand, and runs' JSONs on the Python of the ranks, before anything is queued.
+"""Check a site file on this cluster, and runs' JSONs with the ranks' Python, before jobs are queued.
 
-The run's own checks need packages that a login node's Python may lack, so they run in the environment that a job will have.
+The checks of a run need packages that a login node's Python may lack, so they run in the environment of a job.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _NO_SUCH_NODES = "node configuration is not available"
 
 
 def show_check(site: Site) -> None:
-    """Print what can be tried of a site without a job; a UserError with what is wrong."""
+    """Check what a site file allows without a job, and print it. UserError if a check fails."""
     print(f"python  {check_environment(site)}")
     options = {"account": site.account, "partition": site.partition, "time": site.walltime(1)}
     lines = [*site.sbatch, *(f"--{name}={value}" for name, value in options.items() if value)]
     note = check_script("\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "true\n"]))
-    print(f"sbatch  {note or 'would take it'}")
+    print(f"sbatch  {note or 'accepts the options'}")
 
 
 def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = False) -> str:
-    """Run the site's shell lines, then its Python on these runs' JSONs: its versions, or why it wasn't tried; a UserError with
-    a line for each problem."""
+    """Run the site's shell lines and check runs' JSONs with its Python; UserError has a line for each problem.
+    Return the versions, or why Python wasn't run."""
     python = shlex.join([*site.wrapper, site.interpreter()])
     if site.container() and not (site.wrapper and shutil.which(site.wrapper[0])):
-        return f"{python}: not tried, for it is in a container that isn't here"
+        return f"{python}: not checked: it is in a container that is not available here"
     check = f"{python} -m clap_ds.check_runs {shlex.join([*['--train'] * train, *files])}"
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     command = ["bash", "-c", "\n".join(["set -euo pipefail", *site.setup_lines(), "echo clap-ready", check])]
@@ -57,9 +57,9 @@ def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = Fa
 
 
 def check_script(text: str) -> str:
-    """Have sbatch judge a script; a UserError where it would refuse it, else what is to be noted, if anything."""
+    """Check a script with `sbatch --test-only` and return a note or "". UserError if sbatch rejects the script."""
     reason = slurm.refusal(text)
     if reason and _NO_SUCH_NODES not in reason:
-        raise UserError(f"sbatch would refuse it: {reason}")
-    # Asked, sbatch counts no node that is down or drained; submitted, such a job would wait for them.
-    return f"{reason}, as far as nodes are in service" if reason else ""
+        raise UserError(f"sbatch rejects the job: {reason}")
+    # --test-only ignores nodes that are down or drained, but a submitted job would wait for them.
+    return f"{reason}, counting only nodes in service" if reason else ""

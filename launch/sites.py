@@ -1,8 +1,8 @@
-"""A site file: what has to be known once about a cluster, checked as strictly as a run's settings.
+"""Read and validate site files, which describe clusters.
 
-    python launch/sites.py check mine     tries what the file says on this cluster: python, module lines, partition, account
+    python launch/sites.py check mine     checks python, module lines, partition and account on this cluster
 
-Standard library only: it runs before the project's environment is there.
+Needs only the standard library, to run before the environment is installed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-if not __package__:  # run as a file, by any Python
+if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
@@ -30,32 +30,32 @@ FOLDER = Path(__file__).resolve().parent / "clusters"
 
 @dataclass(frozen=True)
 class Site:
-    """One cluster. Null means: nothing to say, the cluster's own default holds."""
+    """One cluster. Null means the cluster's default."""
 
     account: str | None = None
     partition: str | None = None
-    gpus_per_node: int | None = None  # ranks per node; null takes what `sinfo` shows
-    cpus_per_task: int | None = None  # of each rank, and its OMP_NUM_THREADS
-    sbatch: list[str] = field(default_factory=list)  # further options, such as `--exclusive`
+    gpus_per_node: int | None = None  # ranks per node; null uses what `sinfo` shows
+    cpus_per_task: int | None = None  # CPUs and OMP_NUM_THREADS of each rank
+    sbatch: list[str] = field(default_factory=list)  # more options, such as `--exclusive`
     setup: list[str] = field(default_factory=list)  # shell lines at the start of a job, such as `module load CUDA/13`
     python: str | None = None
-    """Of the ranks; null takes `.venv/bin/python` of the checkout or else `python3`; without a checkout, this Python."""
-    wrapper: list[str] = field(default_factory=list)  # words before every rank's python, such as `apptainer exec …`
+    """Interpreter of the ranks. Null: `.venv/bin/python` of the checkout or `python3`; without a checkout, this Python."""
+    wrapper: list[str] = field(default_factory=list)  # command prefix of every rank, such as `apptainer exec …`
     srun: list[str] = field(default_factory=list)  # options of the step that starts ranks: `--cpu-bind=cores`
-    environment: dict[str, str] = field(default_factory=dict)  # of every rank: network interface and NCCL settings
-    launcher: str | None = None  # one of `LAUNCHERS`; null takes slurm
-    run_root: str = "runs"  # for runs and jobs, shared by all nodes; relative to the checkout or the working folder
+    environment: dict[str, str] = field(default_factory=dict)  # variables of every rank, such as NCCL settings
+    launcher: str | None = None  # one of `LAUNCHERS`; null means slurm
+    run_root: str = "runs"  # folder of runs and jobs, shared by all nodes; relative to the checkout or working folder
     walltimes: dict[str, str] = field(default_factory=lambda: {"8": "00:15:00", "32": "00:25:00", "128": "00:30:00"})
-    """Time limit of a benchmark by the largest number of nodes it holds for; the last holds for more nodes, too."""
-    requeues: int = 2  # how often a job queues itself again after losing a host
+    """Time limits of a benchmark by maximum number of nodes. The last one also applies to more nodes."""
+    requeues: int = 2  # maximum number of requeues after losing a host
 
     def walltime(self, num_nodes: int) -> str:
-        """Time limit of a job on this many nodes."""
+        """Return the time limit of a benchmark on this number of nodes."""
         bounds = sorted(self.walltimes, key=int)
         return self.walltimes[next((bound for bound in bounds if num_nodes <= int(bound)), bounds[-1])]
 
     def container(self) -> str | None:
-        """What puts the ranks into a container of their own, if anything does."""
+        """Return the word that puts the ranks into a container, if any."""
         return next((word for word in (*self.wrapper, *self.srun) if word in self.wrapper or "container" in word), None)
 
     def interpreter(self) -> str:
@@ -67,11 +67,11 @@ class Site:
         return str(local) if local.exists() else "python3"
 
     def setup_lines(self) -> list[str]:
-        """Shell lines that make a job's environment ready: the site's own, then its variables."""
+        """Return the shell lines that set up a job's environment."""
         return [*self.setup, *(f"export {name}={shlex.quote(value)}" for name, value in self.environment.items())]
 
     def root(self) -> Path:
-        """`run_root`, as a path that holds everywhere."""
+        """Return `run_root` as an absolute path."""
         return (work_folder() / self.run_root).resolve()
 
 
@@ -82,8 +82,8 @@ _EXPECTED: dict[Any, str] = {
 
 
 def load_site(name: str, launcher: str | None = None) -> Site:
-    """Read a site by its name under `launch/clusters/`, or by a file's path, with another launcher if one is given; a UserError
-    with a line for each field that is wrong."""
+    """Read a site by its name under `launch/clusters/` or by path. `launcher` overrides the site's. UserError has a line for
+    each wrong field."""
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
@@ -118,7 +118,7 @@ def _wrong_values(site: Site) -> Iterator[str]:
     if site.container() and site.launcher != "torchrun":
         yield f"{site.container()} needs launcher torchrun: DeepSpeed's launcher starts no rank in a container"
     if not site.walltimes or not all(map(str.isdecimal, site.walltimes)):
-        yield f"walltimes: expected time limits by numbers of nodes, found {json.dumps(site.walltimes)}"
+        yield f"walltimes: expected time limits by number of nodes, found {json.dumps(site.walltimes)}"
     for bound, limit in site.walltimes.items():
         try:
             seconds_of(limit)
@@ -128,8 +128,8 @@ def _wrong_values(site: Site) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/sites.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["check"])
-    parser.add_argument("site", help="name under launch/clusters/, or a file")
+    parser.add_argument("what", choices=["check"], help="check the site on this cluster")
+    parser.add_argument("site", help="name under launch/clusters/, or path of a site file")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: show_check(load_site(arguments.site)))
 

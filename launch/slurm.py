@@ -1,4 +1,4 @@
-"""SLURM's own commands: what they know of partitions, nodes and jobs, handing a script to sbatch, and starting a job anew."""
+"""Wrap SLURM's commands: query partitions, nodes and jobs, and submit, signal and requeue jobs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ OVER = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
 )  # fmt: skip
-"""States of jobs that have ended; of those on their way there are many more."""
+"""States of jobs that have ended; the list of other states is longer."""
 TRIES, PAUSE_S = 3, 3.0
 _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
-    """What a command of SLURM's prints; a UserError where it fails each time: a busy controller gives no answer."""
-    for left in reversed(range(tries)):  # in a session of its own: Ctrl-C here doesn't end it halfway
+    """Return a SLURM command's output. UserError if all tries fail; a busy controller may not answer."""
+    for left in reversed(range(tries)):  # a new session: Ctrl-C must not interrupt the command
         done = subprocess.run(command, input=text, capture_output=True, text=True, start_new_session=True)
         if done.returncode == 0:
             return done.stdout
@@ -41,7 +41,7 @@ def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
 
 
 def partition_nodes(partition: str | None) -> list[tuple[int, str | None]]:
-    """GPUs and time limit (None for none) of each kind of node in a partition, in several (`a,b`) or in the default one."""
+    """Return GPUs and time limit (None for none) of each kind of node in one or more partitions (`a,b`), or the default."""
     names, found = partition.split(",") if partition else [], []
     for line in ask(["sinfo", "-h", "-e", "-o", "%P|%G|%l"]).splitlines():
         name, gres, limit = line.split("|")
@@ -51,7 +51,7 @@ def partition_nodes(partition: str | None) -> list[tuple[int, str | None]]:
 
 
 def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:
-    """Which of these hosts SLURM takes for down, failing or not responding, and its word for that."""
+    """Return those of the hosts that SLURM considers down, failing or unresponsive, with their states."""
     try:
         shown = ask(["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N %T"])
     except (UserError, OSError):
@@ -61,7 +61,7 @@ def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:
 
 
 def silent_nodes(hosts: Sequence[str]) -> list[str]:
-    """On which of these hosts of this job srun can't start a task, though SLURM doesn't count them as down yet."""
+    """Return hosts of this job on which srun can't start a task though SLURM doesn't consider them down yet."""
     count = len(hosts)
     step = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     words = [*step, f"--nodelist={','.join(hosts)}", "printenv", "SLURMD_NODENAME"]
@@ -73,7 +73,7 @@ def silent_nodes(hosts: Sequence[str]) -> list[str]:
 
 
 def seconds_of(text: str) -> int:
-    """Seconds of SLURM's `minutes[:seconds]`, `hours:minutes:seconds` or `days-hours[:minutes[:seconds]]`; else a UserError."""
+    """Parse SLURM's `minutes[:seconds]`, `hours:minutes:seconds` or `days-hours[:minutes[:seconds]]`; else UserError."""
     match = _TIME.fullmatch(text)
     days, *parts = match.groups() if match else (None,)
     numbers = [int(part) for part in parts if part is not None]
@@ -89,12 +89,12 @@ def seconds_of(text: str) -> int:
 
 
 def submit(path: Path) -> str:
-    """Have SLURM queue a script; the job's id."""
+    """Submit a script and return the job's id."""
     return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
 
 
 def refusal(text: str) -> str | None:
-    """Why sbatch would refuse a script, if it would."""
+    """Return why sbatch would reject a script, or None."""
     try:
         ask(["sbatch", "--test-only"], text, tries=1)
     except UserError as error:
@@ -103,11 +103,11 @@ def refusal(text: str) -> str | None:
 
 
 def states_of(ids: Iterable[str]) -> dict[str, str]:
-    """SLURM's state by job id, of one's jobs that it still knows."""
+    """Return the state by job id of the user's jobs that SLURM still knows."""
     shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i %T"])
     states = dict(line.split()[:2] for line in shown.splitlines())
     if forgotten := [number for number in ids if number not in states]:
-        with contextlib.suppress(UserError, OSError):  # where there is no accounting
+        with contextlib.suppress(UserError, OSError):  # without accounting
             for line in ask(["sacct", "-nPX", "-o", "JobID,State", "-j", ",".join(forgotten)], tries=1).splitlines():
                 number, _, state = line.partition("|")
                 states[number] = state.split()[0]
@@ -122,18 +122,18 @@ def job_id() -> str | None:
 
 
 def signal_step(name: str, number: signal.Signals) -> None:
-    """Signal the tasks of this job's step of a name, if it is there."""
+    """Signal the tasks of this job's step with this name, if it exists."""
     with contextlib.suppress(UserError, OSError):
         for line in ask(["squeue", "--steps", "-h", "-j", str(job_id()), "-o", "%i %j"]).splitlines():
             step, _, its_name = line.partition(" ")
             if its_name == name:
-                ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1)  # it may end meanwhile
+                ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1)  # it may have ended
 
 
 def requeue(without: Sequence[str]) -> str | None:
-    """Have SLURM start this job anew, not on some hosts; why it doesn't, or None."""
+    """Requeue this job without some hosts. Return the error if SLURM doesn't requeue it, else None."""
     job = str(job_id())
-    # Only of a job that waits may the hosts be changed.
+    # SLURM can change the hosts of pending jobs only.
     commands = [["requeuehold", job], ["update", f"JobId={job}", f"ExcNodeList={','.join(without)}"], ["release", job]]
     for command in commands if without else [["requeue", job]]:
         try:
@@ -141,6 +141,6 @@ def requeue(without: Sequence[str]) -> str | None:
         except UserError as error:
             if command[0] != "update":
                 return str(error)
-            # It goes on where it may; this job avoids the hosts as far as it can.
+            # Continue: the requeued job itself avoids these hosts if it can.
             print(f"warning: {error}", file=sys.stderr, flush=True)
     return None

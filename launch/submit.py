@@ -1,4 +1,4 @@
-"""One job from one command: checked, written as a batch script, and queued.
+"""Check one job, write its batch script, and submit it.
 
 python launch/submit.py --site mine --nodes 2 --config ds_configs/htsat_tiny.json
 python launch/submit.py --site mine --nodes 8 --config my_run.json --train --until_done [--spare_nodes 1]
@@ -10,7 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a file, by any Python
+if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
@@ -24,7 +24,7 @@ NAME = "slurm"  # of the script and the log
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """Write and check everything; then submit it."""
+    """Write and check the job, then submit it."""
     request, config = request_of(arguments), find_config(arguments.config).resolve()
     site = request.load_site()
     content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
@@ -36,7 +36,7 @@ def start(arguments: argparse.Namespace) -> None:
     jobs.prepare()
     (job,) = jobs.submit([job])
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
-    size = f"{job.nodes + request.spare_nodes} nodes{spare}, {request.gpus} ranks on each"
+    size = f"{job.nodes + request.spare_nodes} nodes{spare}, {request.gpus} ranks per node"
     print(f"submitted job {job.slurm_id}: {size}, {request.time_limit(site, job.nodes)}")
     print(f"folder: {folder}\nlog: {jobs.log(job)}\n\n    tail -F {shlex.quote(str(jobs.log(job)))}")
     print(f"    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}")
@@ -47,9 +47,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("launch/submit.py", description=summary, allow_abbrev=False)
     add = parser.add_argument
     add_request(parser)
-    add("--config", type=Path, required=True, help="the run's JSON: a file, or a packaged one's name")
-    add("--nodes", type=whole_number(), default=1)
-    add("--label", help="first part of the names of the job's folder and the run's; training of one label resumes")
+    add("--config", type=Path, required=True, help="the run's JSON: a path, or the name of a packaged one")
+    add("--nodes", type=whole_number(), default=1, help="number of nodes (default: 1)")
+    add("--label", help="prefix of the job's folder and the run's name; training with the same label resumes")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: start(arguments))
 

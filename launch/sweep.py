@@ -1,4 +1,4 @@
-"""Many jobs from one command (scales, repeats, hyper-parameters), their states, and what is missing.
+"""Submit a sweep of jobs (scales, repeats, hyperparameters), show their states, and resubmit missing ones.
 
 python launch/sweep.py --site mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
 python launch/sweep.py --site mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-if not __package__:  # run as a file, by any Python
+if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
@@ -25,11 +25,11 @@ from clap_ds.config.places import find_config
 from clap_ds.launch.batch_script import add_limits, add_request, request_of
 from clap_ds.launch.jobs import RECORD, Job, Jobs, stamp
 
-DONE = ("completed", "out_of_memory")  # states that another attempt would not change
+DONE = ("completed", "out_of_memory")  # states that a retry would not change
 
 
 def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
-    """The jobs a command asks for: configurations × nodes × values × repeats."""
+    """Return the jobs of a command: configurations × nodes × values × repeats."""
     varied = dict(map(parse_varied, arguments.vary))
     choices = itertools.product(*([(name, value) for value in values] for name, values in varied.items()))
     configs = [find_config(path).resolve() for path in arguments.config]
@@ -40,19 +40,19 @@ def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
         parts += [f"r{repeat + 1}"] if arguments.repeats > 1 else []
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         if name in jobs:
-            raise UserError(f"two jobs would be {name}: a value, node count or file's name is given twice")
+            raise UserError(f"two jobs would be named {name}: remove the duplicate value, node count or file name")
         changes = {"clap.output.root": str(root), **dict(values)}
         jobs[name] = Job(name, nodes, name, str(config), changes, arguments.global_batch, folder=name)
     return list(jobs.values())
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """Plan a sweep and check every job of it; then write and submit it."""
+    """Plan a sweep, write and check its jobs, then submit them."""
     request = request_of(arguments)
     name = f"{arguments.config[0].stem}-{stamp()}"
     folder = (arguments.folder or request.load_site().root() / "sweeps" / name).resolve()
     if (folder / RECORD).exists():
-        raise UserError(f"{folder}: there is a sweep already: use `sweep.py resume {folder}`")
+        raise UserError(f"{folder}: a sweep already exists here: use `sweep.py resume {folder}`")
     sweep = Jobs(folder, request, plan(arguments, folder / "runs"))
     sweep.prepare()
     print(f"sweep: {folder}")
@@ -82,18 +82,18 @@ def show_status(arguments: argparse.Namespace) -> None:
 
 
 def resume(arguments: argparse.Namespace) -> None:
-    """Submit again what neither came to an end that would stay nor is on its way."""
+    """Resubmit jobs that are neither done nor queued nor running."""
     sweep = Jobs.read(arguments.folder.resolve())
     standings = sweep.standings()
     missing = [job for job in sweep.jobs if not (standings[job.name].is_under_way or standings[job.name].state in DONE)]
     names = ", ".join(job.name for job in missing)
-    print(f"{len(missing)} of {len(sweep.jobs)} jobs are missing{': ' if missing else ''}{names}")
+    print(f"resubmitting {len(missing)} of {len(sweep.jobs)} jobs{': ' if missing else ''}{names}")
     if missing:
         changes = {name: getattr(arguments, name) for name in ("site", "time", "exclude") if getattr(arguments, name)}
         site = sweep.request.site
         if not arguments.site and ("/" in site or site.endswith(".json")):
-            what = "names its site by a file, which could run any command: look at it, and give it yourself"
-            raise UserError(f"{arguments.folder / RECORD} {what}, by --site {shlex.quote(site)}")
+            what = "names a site file, which can run any command: inspect the file, then pass it"
+            raise UserError(f"{arguments.folder / RECORD} {what} with --site {shlex.quote(site)}")
         sweep.request = replace(sweep.request, **changes)
         sweep.check(missing)
         sweep.write_scripts(missing)
@@ -107,23 +107,23 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
-            parser.add_argument("--site", help="in place of the sweep's, and needed where that was a file")
+            parser.add_argument("--site", help="site (default: the sweep's; required if that was a file)")
         parser.set_defaults(run=show_status if what == "status" else resume)
         return parser.parse_args(argv)
-    later = "`sweep.py status FOLDER` shows what became of the jobs, `sweep.py resume FOLDER` submits what is missing."
+    later = "`sweep.py status FOLDER` shows the jobs' states; `sweep.py resume FOLDER` resubmits missing jobs."
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("launch/sweep.py", description=summary, epilog=later, allow_abbrev=False)
     add = parser.add_argument
     parser.set_defaults(run=start)
     add_request(parser)
-    run = "a run's JSON: a file, or a packaged one's name; given again, all jobs for that one, too"
+    run = "a run's JSON: a path, or the name of a packaged one; repeatable"
     add("--config", type=Path, action="append", required=True, metavar="FILE", help=run)
-    add("--nodes", type=whole_number(), nargs="+", default=[1])
-    add("--global_batch", type=whole_number(), metavar="N", help="samples of a step at every scale, by accumulation")
-    add("--repeats", type=whole_number(), default=1)
-    add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="hyper-parameters: every combination")
-    add("--folder", type=Path, help="the sweep's folder")
-    add("--dry_run", action="store_true", help="check, write and show the scripts, submit nothing")
+    add("--nodes", type=whole_number(), nargs="+", default=[1], help="numbers of nodes, one job each (default: 1)")
+    add("--global_batch", type=whole_number(), metavar="N", help="samples per step at every scale, by accumulation")
+    add("--repeats", type=whole_number(), default=1, help="jobs per configuration (default: 1)")
+    add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="values to try of a field; repeatable")
+    add("--folder", type=Path, help="folder of the sweep (default: a new one in the site's run_root)")
+    add("--dry_run", action="store_true", help="write, check and print the scripts without submitting")
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,4 @@
-"""Checkpoints of a training run: saved by all ranks together, found again, and deleted when superfluous.
-
-Only the run's own are deleted.
-"""
+"""Save, find, load and delete the checkpoints of a training run. A run deletes only its own."""
 
 import math
 import os
@@ -38,17 +35,17 @@ from clap_ds.weights.state_file import to_state_file, write_tensors
 
 SYNC_LIMIT_S = 600.0
 NICE = 10
-"""Of the thread that writes while training goes on, so that on a host without a core to spare it takes a tenth of one."""
+"""Niceness of the writing thread: on a host without a free core it gets a tenth of one."""
 
 
 class CheckpointFolder:
     """The checkpoints of a run in one folder, which every host must see.
 
     Args:
-        path: the folder; made where it isn't there.
-        tokenizer: of the captions: hub name, or a folder, which is copied into every checkpoint.
-        lock: of the folder, on rank 0; nothing is saved there once another run has taken it over.
-        run: the run's settings, which every checkpoint states.
+        path: the folder; created if missing.
+        tokenizer: hub name, or a folder, which is copied into every checkpoint.
+        lock: lock of the folder on rank 0; saving fails after another run has taken it over.
+        run: the run's settings, recorded in every checkpoint.
     """
 
     def __init__(
@@ -75,10 +72,10 @@ class CheckpointFolder:
     def save(
         self, engine: ClapEngine, progress: TrainingProgress, *, metrics: dict[str, float] | None = None
     ) -> SavedCheckpoint:
-        """Save the state of training. A collective; every rank gets the same answer.
+        """Save the state of training. A collective; returns the same result on every rank.
 
-        A disk that is full or failing is warned of and named in the answer; nothing half-written stays behind. `metrics` that
-        aren't finite are left out. Raises NonFiniteError, on all ranks: weights or the optimizer's state aren't finite.
+        A full or failing disk causes a warning and a `problem` in the result, and no partial checkpoint. Non-finite `metrics`
+        are left out. Raises NonFiniteError on all ranks if weights or the optimizer's state aren't finite.
         """
         self.start_saving(engine, progress, metrics=metrics, copied=False)
         saved = self.finish()
@@ -94,8 +91,8 @@ class CheckpointFolder:
         metrics: dict[str, float] | None = None,
         copied: bool = True,
     ) -> None:
-        """Begin to save as `save` does, while training goes on if it is `copied` in rank 0's memory. `poll` and `finish` tell
-        what came of it. A collective; the one before is over."""
+        """Start saving as `save` does, in the background if the state is `copied` in rank 0's memory. `poll` and `finish`
+        return the result. A collective; the previous save must be finished."""
         begin = time.time()
         state = engine_state(engine)
         state["random"] = gather(random_state(engine.model.logit_scale.device))
@@ -121,7 +118,7 @@ class CheckpointFolder:
         self._writing = self._thread.submit(lambda: self._write(saved, found, told, model, manifest))
 
     def poll(self, limit_s: float | None = 0.0) -> SavedCheckpoint | None:
-        """What came of saving, told once on rank 0 when it is over within so many seconds (None: whenever); None elsewhere."""
+        """Return the result of saving, once, on rank 0, if it ends within `limit_s` seconds (None: no limit); else None."""
         if self._writing is None or not wait([self._writing], limit_s).done:
             return None
         writing, self._writing = self._writing, None
@@ -129,7 +126,7 @@ class CheckpointFolder:
 
     @doing("saving a checkpoint")
     def finish(self) -> SavedCheckpoint | None:
-        """What came of it once it is over, on all ranks. A collective; NonFiniteError as of `save`, of what `poll` told too."""
+        """Wait for the save and return its result on all ranks. A collective; raises NonFiniteError as `save` does."""
         begin = time.time()
         saved, poisoned = on_first(lambda: (self.poll(None), self._poisoned))
         if poisoned:
@@ -138,38 +135,38 @@ class CheckpointFolder:
 
     @doing("looking for a checkpoint")
     def find(self, path: Path | None = None) -> Path | None:
-        """The checkpoint at a path, or the newest good one of a folder there, by default of this one or, if empty, `sync_to`.
+        """Return the checkpoint at a path, or the newest good one in a folder: by default this one or, if empty, `sync_to`.
 
-        Damaged ones are warned of and passed over. A collective; every rank gets the same answer, None where there is none.
-        Raises ValueError: none is at the path, `sync_to` can't be read, or not one is good.
+        Damaged checkpoints are skipped with a warning. A collective; returns the same on every rank, None if there is none.
+        Raises ValueError if none is at the path, `sync_to` can't be read, or all are damaged.
         """
         return on_first(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
 
     def begin(self, run_id: str) -> None:
-        """A new run, of this id, saves here from now on; other runs' checkpoints are left alone."""
+        """Save as the run with this id from now on; other runs' checkpoints are kept."""
         self._run_id = run_id
 
     def was_begun_by(self, run_id: str) -> bool:
-        """Whether the newest checkpoint here is one of this run's. A collective."""
+        """Return whether the newest checkpoint here is from this run. A collective."""
         return on_first(lambda: [each.run for each in files.read_all(self.path).values()])[:1] == [run_id]
 
     def move_aside(self) -> Path | None:
-        """Move everything here into another folder, given back, if there is anything. A collective."""
+        """Move everything here into another folder and return it; None if empty. A collective."""
         return on_first(lambda: files.move_aside(self.path, but=LOCK))
 
     @doing("loading a checkpoint")
     def load(self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
-        """Go on with the run of a checkpoint that `find` gave. A collective; raises ValueError: not every rank sees it, or
-        `restore` refuses it."""
+        """Resume from a checkpoint that `find` returned. A collective; raises ValueError if a rank can't see it, or as
+        `restore` does."""
         self._run_id = on_first(lambda: Manifest.read(folder).run)
         blind = judged((folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None)
         if blind is not None:
-            raise ValueError(f"rank {blind} can't see {folder}: checkpoints must lie where every host sees them")
+            raise ValueError(f"rank {blind} can't see {folder}: put checkpoints on a file system that all hosts share")
         return restore(folder, engine, self._run, accept_changes=accept_changes)
 
     @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
-        """Wait for copies to `sync_to`, at most `limit_s` seconds; gives back, and warns of, those that aren't there."""
+        """Wait up to `limit_s` seconds for copies to `sync_to`; warn about missing ones and return them."""
         self.poll(None)
         sync, self._sync = self._sync, None
         return [] if sync is None else sync.close(limit_s)
@@ -177,7 +174,7 @@ class CheckpointFolder:
     def _write(
         self, saved: SavedCheckpoint, found: dict[str, Any], progress: str, model: ClapConfig, manifest: Manifest
     ) -> SavedCheckpoint:
-        """Write the new checkpoint, delete what it makes superfluous, and have it copied. Whatever goes wrong is warned of."""
+        """Write the checkpoint, delete superfluous ones, and start the copy to `sync_to`. Errors become warnings."""
         try:
             state = found.pop("state")
             if bad := not_finite({**state, "weights": found[WEIGHTS]}):
@@ -198,9 +195,9 @@ class CheckpointFolder:
                 manifest = replace(manifest, serial=serial, tokenizer=tokenizer, files=records | copies)
                 write_file(draft / MANIFEST, manifest.to_json().encode())
             path = self.path / draft.name
-        except Exception as error:  # whatever it is, training can go on without
+        except Exception as error:  # training can continue without a checkpoint
             if not self._poisoned:
-                warn(f"the checkpoint of step {saved.step} could not be saved: {error}; training goes on")
+                warn(f"the checkpoint of step {saved.step} could not be saved: {error}; training continues")
             return replace(saved, end=time.time(), problem=str(error))
         self._delete_superfluous()
         if self._sync is not None:
@@ -208,7 +205,7 @@ class CheckpointFolder:
         return replace(saved, end=time.time(), path=path, bytes=sum(each.bytes for each in manifest.files.values()))
 
     def _tokenizer_files(self) -> Iterator[tuple[str, bytes]]:
-        if self._tokenizer is not None and Path(self._tokenizer).is_dir():  # so that the checkpoint does without it
+        if self._tokenizer is not None and Path(self._tokenizer).is_dir():  # makes the checkpoint self-contained
             for path in sorted(Path(self._tokenizer).iterdir()):
                 name = f"{TOKENIZER}/{path.name}"
                 if path.is_file() and files.FILE_NAME.fullmatch(name):
@@ -220,14 +217,14 @@ class CheckpointFolder:
         if found is None and sync_to is not None:
             try:
                 found = RemoteFolder(sync_to).download_newest(self.path, remote)
-            except Exception as error:  # of whatever type the file system's package has
+            except Exception as error:  # its type depends on the file system's package
                 problem = f"{type(error).__name__}: {error}"
                 raise ValueError(f"clap.checkpoint.sync_to: {sync_to} can't be read ({problem})") from error
         if found is None and (reasons := [*damaged.values(), *remote.values()]):
             listed = "".join(f"\n  {reason}" for reason in reasons)
             raise ValueError(
-                f"{self.path}: none of {len(reasons)} checkpoints is good, and nothing has been started or deleted:{listed}\n"
-                "  Try the same command again, or move them aside and start anew by --restart"
+                f"{self.path}: all {len(reasons)} checkpoints are damaged; nothing was started or deleted:{listed}\n"
+                "  Rerun the same command, or pass --restart to move them aside and start from scratch"
             )
         return found
 
@@ -238,7 +235,7 @@ class CheckpointFolder:
                 path = self.path / name
                 if not (
                     path.is_symlink() or (self._sync and self._sync.is_copying(path))
-                ):  # a link leads to others' files
+                ):  # a link may point to other runs' files
                     files.remove(path)
         except OSError as error:
             warn(f"an old checkpoint can't be deleted: {error}")
@@ -249,6 +246,6 @@ def _give_way() -> None:
 
 
 def _weights(engine: ClapEngine) -> dict[str, State]:
-    """By file."""
+    """Return weights by file name."""
     weights = master_weights(engine)
     return {WEIGHTS: weights} if engine.average is None else {RAW: weights, WEIGHTS: weights | engine.average.state()}

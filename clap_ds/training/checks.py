@@ -1,4 +1,4 @@
-"""What training needs of a run's JSON beyond what every command checks; found before torch is loaded."""
+"""Check what training requires of a run's JSON, before torch is imported."""
 
 from collections.abc import Collection
 
@@ -11,37 +11,37 @@ from clap_ds.training.schedule import pairs_together
 
 
 def problems_for_training(run: RunSettings, world_size: int | None = None) -> list[str]:
-    """Everything that keeps this run from training on as many ranks, if known, each with its field and what was expected."""
+    """Return what prevents training on `world_size` ranks, if known: one line per problem, with field and expectation."""
     train, evaluation = run.clap.train, run.clap.evaluation
     problems = []
     if world_size is not None and pairs_together(run, world_size) == 1:
         problems.append(
-            "train_micro_batch_size_per_gpu: 1 on 1 rank makes contrastive batches of one pair, which teach nothing: give a"
-            ' larger one, or clap.train.accumulation "cached" with gradient_accumulation_steps above 1'
+            "train_micro_batch_size_per_gpu: 1 on 1 rank gives batches of one pair, which have no negatives: increase it, or"
+            ' set clap.train.accumulation "cached" with gradient_accumulation_steps above 1'
         )
     if train.samples is None and train.epochs is None:
-        problems.append("clap.train: missing samples or epochs: how long to train")
+        problems.append("clap.train: samples and epochs are missing: set one of them")
     data = run.clap.data
     if train.epochs is not None and not (isinstance(data, ShardData) and data.has_epochs):
         without = "synthetic data, mixtures and clap.data.sampling 'replacement'"
-        problems.append(f"clap.train.epochs: {without} have no epochs; give clap.train.samples")
+        problems.append(f"clap.train.epochs: {without} have no epochs; set clap.train.samples")
     named = [("clap.train.stop_at", name) for name in train.stop_at]
     if run.clap.checkpoint.best_by is not None:
         named.append(("clap.checkpoint.best_by", run.clap.checkpoint.best_by))
     known = metrics.names(evaluation)
     problems += [
-        f"{field}: no evaluation gives {name!r}; there are {', '.join(known) or 'none, as clap.evaluation is empty'}"
+        f"{field}: no evaluation computes {name!r}; available: {', '.join(known) or 'none, as clap.evaluation is empty'}"
         for field, name in named
         if name not in known
     ]
     if train.stop_at and evaluation.every_steps is None:
-        problems.append("clap.train.stop_at: clap.evaluation.every_steps is missing: how often to look")
+        problems.append("clap.train.stop_at: clap.evaluation.every_steps is missing; set it")
     problems += _problems_with_urls(run) + missing_monitors(run.deepspeed)
     return problems
 
 
 def _problems_with_urls(run: RunSettings) -> list[str]:
-    """URLs with credentials, or of protocols that can't be used; nothing is connected to."""
+    """Return URLs with credentials or unsupported protocols; connects to nothing."""
     clap = run.clap
     places: dict[str, Collection[str] | str | None] = {"clap.checkpoint.sync_to": clap.checkpoint.sync_to}
     if isinstance(clap.data, ShardData):

@@ -1,7 +1,7 @@
-"""Whether a model has collapsed: all clips and captions are one to it, and no gradient is left that would tell them apart.
+"""Detect a collapsed model: all embeddings are equal, and the gradient vanishes.
 
-A run that starts well is at chance level, too, but has a gradient: with rates of 1e-5 to 1e-3 the norm of preset `micro` was
-never below 0.009. Collapsed, it was below 3e-4, or the logit scale, 10 or 14.3 at first, was below 0.2.
+A healthy run also starts at chance level, but with a gradient. With learning rates of 1e-5 to 1e-3, preset `micro`'s norm was
+never below 0.009. After a collapse it was below 3e-4, or the logit scale, initially 10 or 14.3, was below 0.2.
 """
 
 import math
@@ -11,12 +11,12 @@ from pathlib import Path
 from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.weights.checkpoint_files import Manifest, read_all
 
-STRETCH = 50  # steps in a row
+STRETCH = 50  # consecutive steps
 AT_CHANCE, VANISHED, FLAT = 0.999, 1e-3, 1.0  # share of the chance level; gradient norm; logit scale
 
 
 class LastSteps:
-    """`chance` is the loss where all similarities are equal."""
+    """Statistics of the last steps. `chance` is the loss of equal similarities."""
 
     def __init__(self, chance: float) -> None:
         self.chance, self._dead = chance, 0
@@ -29,19 +29,19 @@ class LastSteps:
 
     @property
     def loss(self) -> float:
-        """Their mean, as a share of the chance level, which depends on the batch."""
+        """Mean loss as a share of the chance level, which depends on the batch."""
         return sum(self._losses) / max(1, len(self._losses)) / self.chance
 
     def verdict(self, step: int, folder: Path) -> str | None:
-        """What to say after this step of a model that has collapsed, None of another; `folder` has the run's checkpoints."""
+        """Return a warning if the model has collapsed, else None. `folder` holds the run's checkpoints."""
         if self._dead < STRETCH:
             return None
         since = step - self._dead + 1
-        # Step k's checkpoint holds the weights that step k + 1 works out its loss with.
+        # Step k + 1 computes its loss with the weights of step k's checkpoint.
         good = (name for name, each in read_all(folder).items() if each.step < since - 1 and _has_learned(each))
-        advice = "No checkpoint from before that is better than chance. Start anew (--restart)"
+        advice = "No earlier checkpoint is better than chance. Start from scratch (--restart)"
         if newest := next(good, None):
-            advice = f"Go back to the newest checkpoint from before (clap.train.resume: {folder / newest})"
+            advice = f"Resume from the newest earlier checkpoint (clap.train.resume: {folder / newest})"
         return (
             f"the model has collapsed: since step {since} its loss is at chance level, {self.chance:.4g}."
             f" {advice} with a lower learning rate or a longer warm-up"

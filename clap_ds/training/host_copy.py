@@ -1,6 +1,6 @@
-"""A consistent copy of nested state in host memory, from which it is written while training goes on.
+"""Copy nested state to host memory, to write it while training continues.
 
-torch's own stager copies: into pinned memory for a GPU's tensors, kept from one copy to the next; shared memory is copied once.
+Uses torch's stager: GPU tensors go to pinned memory, which later copies reuse, and shared memory is copied once.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_map_only
 
 
 class HostCopies:
-    """Makes copies, all in the same memory: the next overwrites the one before."""
+    """Copies state into the same memory: each copy overwrites the previous one."""
 
     def __init__(self) -> None:
         self._stager: Any = None
 
     def of(self, state: Any) -> Any:
-        """The state with its tensors in host memory."""
+        """Return the state with its tensors in host memory."""
         if self._stager is None:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 

@@ -1,6 +1,6 @@
-"""What is recorded of a training run, and beside the checkpoints `history.jsonl`, through all restarts.
+"""Record training steps in the run directory and in `history.jsonl` next to the checkpoints, which spans all restarts.
 
-Losses and norms stay on the device until some steps are written together, so that no step waits for its own figures.
+Losses and norms stay on the device until several steps are written together, to avoid a synchronization per step.
 """
 
 import time
@@ -26,11 +26,11 @@ from clap_ds.record.terminal import Progress
 from clap_ds.training.collapse import LastSteps
 from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress, pairs_together
 
-WINDOWS = 256  # most that a summary has: where there would be more, neighbors are taken together
+WINDOWS = 256  # maximum in a summary; more are merged with their neighbors
 
 
 class Pace:
-    """How fast all steps of a run were after the first window, without what lies between windows."""
+    """Throughput of a run's steps after the first window, without the time between windows."""
 
     def __init__(self, samples_per_step: int, world_size: int) -> None:
         self._samples_per_step, self._world_size = samples_per_step, world_size
@@ -38,13 +38,13 @@ class Pace:
         self._step_s = array("d")
 
     def add(self, window_s: float, waited_s: float, step_s: list[float]) -> None:
-        """A window of steps: its seconds on the slowest rank, most seconds waited for data, and each step's on rank 0."""
+        """Add a window of steps: seconds on the slowest rank, longest wait for data, and each step's seconds on rank 0."""
         if self._windows:
             self._step_s.extend(step_s)
         self._windows.append((self._samples_per_step * len(step_s), window_s, waited_s))
 
     def summary(self) -> Summary:
-        """Empty before the second window."""
+        """Return the statistics; empty before the second window."""
         windows = np.array(self._windows[1:], float)
         if not len(windows):
             return {}
@@ -61,7 +61,7 @@ class Pace:
 
 
 class TrainingLog:
-    """Kept by rank 0; the others take part in what is collective. `folder` has `history.jsonl`."""
+    """Log of rank 0; other ranks take part in collectives. `folder` holds `history.jsonl`."""
 
     def __init__(self, session: Session, schedule: Schedule, progress: TrainingProgress, folder: Path) -> None:
         self._session, self._progress, self._folder = session, progress, folder
@@ -71,7 +71,7 @@ class TrainingLog:
             progress.train_s = max(progress.train_s, self._history.forget_after(progress.step))
             session.record.update_summary(history=str(folder / "history.jsonl"))
         self._clock = StepClock(session.device)
-        self._rows: list[tuple[StepLine, PhaseTimer, Tensor]] = []  # figures: loss, norm, logit scale, is it skipped
+        self._rows: list[tuple[StepLine, PhaseTimer, Tensor]] = []  # tensor: loss, norm, logit scale, skipped
         self._samples = schedule.samples_per_step
         self._pace, self._memory = Pace(self._samples, session.ranks.world_size), Summary()
         self._stragglers = Stragglers(gather(session.ranks.host))
@@ -84,11 +84,11 @@ class TrainingLog:
 
     @property
     def train_s(self) -> float:
-        """Seconds since the first step, with evaluations, checkpoints and earlier starts of the run."""
+        """Seconds since the first step, including evaluations, checkpoints and earlier starts of the run."""
         return self._before_s + time.monotonic() - self._started_s
 
     def begin_step(self) -> PhaseTimer:
-        """Call before each step; what times its phases."""
+        """Return the timer of the next step's phases. Call before each step."""
         if not self._rows:
             self._clock.start()
         self._timer = PhaseTimer(self._session.device, instrumented=False)
@@ -96,7 +96,7 @@ class TrainingLog:
         return self._timer
 
     def end_step(self, loss: Tensor) -> None:
-        """Call after each step with this rank's loss, scalar on the device."""
+        """Record a step. `loss`: this rank's, a scalar on the device."""
         self._clock.mark()
         engine, now = self._session.engine, self._progress
         norm = engine.gradient_norm if engine.gradient_norm is not None else torch.full_like(loss, torch.nan)
@@ -106,7 +106,7 @@ class TrainingLog:
         self._rows.append((row, self._timer, figures))
 
     def write(self) -> None:
-        """Write the steps since the last time. A collective; raises NonFiniteError on all ranks if one's loss was."""
+        """Write the steps since the last call. A collective; raises NonFiniteError on all ranks if any loss isn't finite."""
         if not self._rows:
             return
         window_s, step_s, own_s = self._clock.stop()
@@ -153,7 +153,7 @@ class TrainingLog:
         self._shown.advance(
             len(rows),
             f"{epoch}loss {loss:.4f}  lr {last['lr']:.3g}  logit scale {scale:.2f}  gradient norm {norm:.3g}"
-            f"  {rate:,.1f} samples/s  data wait {wait_percent:.1f} %"
+            f"  {rate:,.1f} samples/s  data wait {wait_percent:.1f}%"
             + (f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""),
         )
         self._session.record.update_summary(self._position(), self._slow, loss=loss)
@@ -174,7 +174,7 @@ class TrainingLog:
         print(f"evaluation at step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()), flush=True)
 
     def saved(self, checkpoint: SavedCheckpoint | None) -> None:
-        """Note a checkpoint, saved or not."""
+        """Record the result of saving a checkpoint."""
         if not self._is_first or checkpoint is None:
             return
         seconds, stalled_s = checkpoint.end - checkpoint.begin, checkpoint.stalled_s
@@ -187,7 +187,7 @@ class TrainingLog:
         self._session.record.update_summary(checkpoints=self._checkpoints[-20:])
         if checkpoint.saved:
             size = f"{checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
-            print(f"saved {checkpoint.path}: {size}, of which training stood still for {stalled_s:.2f} s", flush=True)
+            print(f"saved {checkpoint.path}: {size}, blocking training for {stalled_s:.2f} s", flush=True)
 
     def close(self, **fields: Any) -> None:
         if not self._is_first:

@@ -1,4 +1,4 @@
-"""What training prints before its first step, after its last, and where its numbers aren't finite."""
+"""Messages of training at its start and end, and after non-finite numbers."""
 
 import shlex
 
@@ -12,17 +12,17 @@ from clap_ds.weights.checkpoint_files import read_all
 
 
 def introduce(session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, schedule: Schedule) -> None:
-    """Say what is ahead, where checkpoints go, and what about the settings is doubtful."""
+    """Print the steps to train and the checkpoint folder, and warn about doubtful settings."""
     if not session.ranks.is_first:
         return
     run, train, last = session.run, session.run.clap.train, progress.step + schedule.ahead(progress.samples)[0]
     if reached := progress.reached(train.stop_at):
-        print(f"nothing left to train: {reached}; another clap.train.stop_at goes on", flush=True)
+        print(f"nothing left to train: {reached}; change clap.train.stop_at to continue", flush=True)
     elif last > progress.step:
         passes = f" (clap.train.epochs {train.epochs:g}, of {schedule.epoch_samples:,} each)" if train.epochs else ""
         print(f"training to {schedule.samples:,} samples{passes}: {last - progress.step:,} steps", flush=True)
     else:
-        print(f"nothing left to train: all of {schedule.samples:,} samples are through", flush=True)
+        print(f"nothing left to train: all {schedule.samples:,} samples are consumed", flush=True)
     print(f"checkpoints: {checkpoints.path}", flush=True)
     planned = run.deepspeed.get("scheduler", {}).get("params", {}).get("total_num_steps", last)
     if planned != last:
@@ -31,12 +31,12 @@ def introduce(session: Session, checkpoints: CheckpointFolder, progress: Trainin
         )
     pairs, items = pairs_together(run, session.ranks.world_size), session.batches.statistics().get("num_samples")
     if items is not None and items < pairs:
-        print(f"warning: a global batch has {pairs:,} pairs, the data {items:,} items", flush=True)
+        print(f"warning: a global batch has {pairs:,} pairs, but the data only {items:,} samples", flush=True)
     session.record.update_summary(epoch_samples=schedule.epoch_samples)
 
 
 def conclude(session: Session, progress: TrainingProgress, schedule: Schedule) -> None:
-    """Say what ended the run, and what can be done with it."""
+    """Print why the run ended, and commands to evaluate and export the model."""
     run, reached = session.run, progress.reached(session.run.clap.train.stop_at)
     if not (reached or schedule.is_done(progress.samples)):
         return
@@ -51,11 +51,11 @@ def conclude(session: Session, progress: TrainingProgress, schedule: Schedule) -
 
 
 def how_to_go_on(checkpoints: CheckpointFolder, last: int) -> str:
-    """After numbers that weren't finite in step `last` or before. A collective."""
+    """Return advice after non-finite numbers in step `last` or earlier. A collective."""
     saved = on_first(lambda: [manifest.step for manifest in read_all(checkpoints.path).values()])[:1]
-    goes_on, first = (f"goes on from step {saved[0]}", saved[0] + 1) if saved else ("begins anew", 1)
+    goes_on, first = (f"resumes from step {saved[0]}", saved[0] + 1) if saved else ("starts from scratch", 1)
     return (
-        f"Nothing of it is saved: the same command without --restart {goes_on}. If that ends alike, leave out the batches"
-        f" (--skip_steps {first}-{max(first, last)}), take a lower learning rate (optimizer.params.lr), a longer warm-up or"
-        " gradient_clipping, or go back further (clap.train.resume CHECKPOINT)"
+        f"The bad state was not saved: the same command without --restart {goes_on}. If it fails again, skip the batches"
+        f" (--skip_steps {first}-{max(first, last)}), lower optimizer.params.lr, use a longer warm-up or gradient_clipping, or"
+        " resume from an earlier checkpoint (clap.train.resume CHECKPOINT)"
     )

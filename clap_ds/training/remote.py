@@ -1,7 +1,7 @@
-"""Copies of checkpoints in another place, made while training goes on: any folder or URL that fsspec writes to, for one run.
+"""Copy checkpoints in the background to a folder or URL that fsspec can write.
 
-Files go first and the manifest last, so that an upload that breaks off is never taken for a checkpoint. Failures are warned of
-and never stop training. Credentials come from the environment, never from a URL, which would be logged.
+The manifest is uploaded last, so an interrupted upload is never taken for a checkpoint. Failures cause warnings and never stop
+training. Credentials come from the environment, because URLs are logged.
 """
 
 import os
@@ -21,13 +21,13 @@ from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, w
 
 
 def try_target(url: str | None) -> None:
-    """Write a small file there on rank 0 and delete it; ValueError where that isn't possible. A collective."""
+    """Write and delete a small file at `url` on rank 0; ValueError if that fails. A collective."""
 
     def write(url: str) -> None:
         try:
             RemoteFolder(url).try_writing()
-        except Exception as error:  # of whatever type the file system's package has
-            problem = f"{url} can't be written ({type(error).__name__}: {error}); credentials come from the environment"
+        except Exception as error:  # its type depends on the file system's package
+            problem = f"{url} can't be written ({type(error).__name__}: {error}); set credentials in the environment"
             raise ValueError(f"clap.checkpoint.sync_to: {problem}") from error
 
     if url is not None:
@@ -35,7 +35,7 @@ def try_target(url: str | None) -> None:
 
 
 class RemoteFolder:
-    """A folder of checkpoints on any file system of fsspec's. Every method raises what that raises, of whatever type."""
+    """A folder of checkpoints on an fsspec file system. Methods raise whatever errors that file system raises."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -43,7 +43,7 @@ class RemoteFolder:
         self._fs = DirFileSystem(root.rstrip("/"), fs)
 
     def read_all(self, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
-        """`clap_ds.weights.checkpoint_files.newest_first` of the folder."""
+        """Return the manifests by name, newest first; `damaged` receives why others can't be read."""
 
         def read(name: str) -> Manifest:
             self._check_file(f"{name}/{MANIFEST}", range(MOST_BYTES))
@@ -52,21 +52,21 @@ class RemoteFolder:
         return files.newest_first(self._names(), read, {} if damaged is None else damaged)
 
     def upload(self, checkpoint: Path, rule: CheckpointSettings) -> None:
-        """Copy a checkpoint there and delete what its run has too many by `rule`, and uploads that broke off."""
+        """Upload a checkpoint, and delete its run's superfluous ones by `rule` and interrupted uploads."""
         manifest, there = Manifest.read(checkpoint), self.read_all()
         for name in self._names():
             if not self._fs.exists(f"{name}/{MANIFEST}"):
                 self._fs.rm(name, recursive=True)
         if manifest not in there.values():
             to = files.free_name(manifest.step, self._names(links=True))
-            self._fs.makedirs(to, exist_ok=False)  # nobody else's, with links in it
+            self._fs.makedirs(to, exist_ok=False)  # a folder of others may contain links
             for file in (*manifest.files, MANIFEST):
                 self._fs.makedirs(posixpath.dirname(f"{to}/{file}"), exist_ok=True)
                 self._fs.put_file(str(checkpoint / file), f"{to}/{file}")
             there = {to: manifest, **there}
         own = {name: other for name, other in there.items() if other.run == manifest.run}
         for name in files.superfluous(own, rule):
-            self._fs.rm(f"{name}/{MANIFEST}")  # so that it is none from then on
+            self._fs.rm(f"{name}/{MANIFEST}")  # from now on it is no checkpoint
             self._fs.rm(name, recursive=True)
 
     def try_writing(self) -> None:
@@ -76,8 +76,8 @@ class RemoteFolder:
         self._fs.rm_file(name)
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
-        """Bring the newest good checkpoint into a local folder; None if there is none. `damaged` gets why others, by name,
-        aren't; they are warned of where there is one."""
+        """Download the newest good checkpoint into a local folder, and return it or None. `damaged` receives by name why
+        others aren't good; if one is, they are warned about."""
         for name, manifest in self.read_all(damaged).items():
             try:
                 with files.begin(folder, manifest.step) as draft:
@@ -95,13 +95,13 @@ class RemoteFolder:
         return None
 
     def _check_file(self, path: str, sizes: Container[int]) -> None:
-        """Raise DamagedError for what can't be read to an end, such as a pipe, or is of another size."""
+        """Raise DamagedError unless this is a regular file of one of these sizes."""
         info = self._fs.info(path)
         if info["type"] != "file" or (info["size"] is not None and info["size"] not in sizes):
-            raise DamagedError(f"{self.url}/{path}: no file, or of another size than was written")
+            raise DamagedError(f"{self.url}/{path}: not a regular file of the size that was written")
 
     def _names(self, *, links: bool = False) -> list[str]:
-        """Of what can be a checkpoint, even half of one; by default without links, which lead elsewhere."""
+        """Return names of complete and partial checkpoints, by default without links."""
         self._fs.invalidate_cache()
         if not self._fs.exists(""):
             return []
@@ -110,7 +110,7 @@ class RemoteFolder:
 
 
 class BackgroundSync:
-    """Copies finished checkpoints to a URL from a thread, one after the other. A run ends without waiting for threads."""
+    """Copies finished checkpoints to a URL, one at a time, in a thread that does not keep the process alive."""
 
     def __init__(self, url: str, rule: CheckpointSettings) -> None:
         self._url, self._rule = url, rule
@@ -118,32 +118,32 @@ class BackgroundSync:
         self._thread = ThreadPoolExecutor(1, "checkpoint sync")
 
     def submit(self, checkpoint: Path) -> None:
-        """Copy this checkpoint when its turn comes. If it has been rotated away by then, it is left out."""
+        """Queue this checkpoint for copying. It is skipped if it has been deleted by then."""
         self._copies[checkpoint] = self._thread.submit(self._copy, checkpoint)
 
     def is_copying(self, checkpoint: Path) -> bool:
-        """Whether it is being read at this moment."""
+        """Return whether it is being read now."""
         return checkpoint in self._copies and self._copies[checkpoint].running()
 
     def close(self, limit_s: float) -> list[Path]:
-        """Wait for what is under way, say what isn't there, and give back those checkpoints."""
+        """Wait for pending copies, warn about checkpoints that were not copied, and return them."""
         if any(not copy.done() for copy in self._copies.values()):
-            print(f"copying checkpoints to {self._url}, for {limit_s:,.0f} s at most", flush=True)
+            print(f"copying checkpoints to {self._url}, for at most {limit_s:,.0f} s", flush=True)
         wait(self._copies.values(), limit_s)
         left = [path for path, copy in self._copies.items() if path.exists() and not (copy.done() and copy.result())]
         self._thread.shutdown(wait=False, cancel_futures=True)
         if left:
             paths = ", ".join(map(str, left))
-            warn(f"not copied to {self._url}: {paths}. To copy a folder by hand, its {MANIFEST} comes last")
+            warn(f"not copied to {self._url}: {paths}. If you copy a folder by hand, copy its {MANIFEST} last")
         return left
 
     def _copy(self, checkpoint: Path) -> bool:
-        """Whether it is there, or needn't be."""
+        """Return whether the checkpoint was copied or no longer exists."""
         try:
             if checkpoint.exists():
                 RemoteFolder(self._url).upload(checkpoint, self._rule)
-        except Exception as error:  # of whatever type the file system's package has
+        except Exception as error:  # its type depends on the file system's package
             problem = f"{type(error).__name__}: {error}"
-            warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); training goes on")
+            warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); training continues")
             return False
         return True

@@ -1,4 +1,4 @@
-"""An engine in the state of a checkpoint, and what the run has otherwise than it."""
+"""Load a checkpoint into the engine (full state or weights only) and report how the run's configuration differs from it."""
 
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,16 @@ _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
 
 
 def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool) -> TrainingProgress:
-    """Put the engine and this rank's random number generators in the state of a checkpoint; where it is of another training and
-    that is accepted, take weights and progress alone. A collective; errors are `CheckpointFolder.load`'s."""
+    """Restore the engine and this rank's random number generators; only weights and progress after accepted changes.
+    A collective; raises ValueError for changes that need `accept_changes`."""
     to_accept, others = on_first(lambda: compare(folder, engine.model.config, describe(engine), run))
     if to_accept and not accept_changes:
         raise ValueError(
-            f"{folder} can't be resumed: {'; '.join(to_accept)}. --accept_changes goes on from its weights alone, the"
-            " optimizer's state begins anew; --restart starts anew"
+            f"{folder} can't be resumed: {'; '.join(to_accept)}. --accept_changes continues from its weights with a new"
+            " optimizer state; --restart starts from scratch"
         )
     if rank() == 0 and (found := [*to_accept, *others]):
-        alone = "; of the checkpoint only weights and step are taken" if to_accept else ""
+        alone = "; only its weights and step are restored" if to_accept else ""
         warn(f"settings have changed since {folder.name}: {'; '.join(found)}{alone}")
     progress = TrainingProgress.from_json(read_bytes(folder / PROGRESS))
     engine.steps = progress.step
@@ -55,8 +55,8 @@ def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept
 def compare(
     folder: Path, model: ClapConfig, engine: dict[str, Any], run: RunSettings | None
 ) -> tuple[list[str], list[str]]:
-    """What the run that resumes has otherwise than a checkpoint, in words: what makes it another training, and the rest.
-    `engine` is this run's, by `clap_ds.engine.state.describe`; without a `run` model and engine alone are looked at."""
+    """Describe how the run differs from a checkpoint: differences that need acceptance, and others. `engine`: this run's
+    `clap_ds.engine.state.describe`. Without a `run`, only model and engine are compared."""
     manifest = Manifest.read(folder)
     to_accept: list[str] = []
     others: list[str] = []
@@ -80,7 +80,7 @@ def compare(
 
 
 def tokenizer_problem(theirs: str | None, ours: str | None, text: TextConfig) -> str | None:
-    """Why two tokenizers aren't the same, None where they are, or where there is only one."""
+    """Describe how two tokenizers differ; None if they don't, or if one is None."""
     if theirs is None or ours is None or theirs == ours:
         return None
     try:
@@ -100,6 +100,6 @@ def _different_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
         for name in dict.fromkeys((*here, *there))
         if there.get(name) != here.get(name)
         and not any(f"{name}.".startswith(f"{section}.") for section in _OF_NO_CONSEQUENCE)
-        # A field of `clap` that only one has is of another version, or of a section of another kind.
+        # A field of `clap` that only one side has belongs to another version or another kind of section.
         and (not name.startswith("clap.") or (name in there and name in here))
     ]

@@ -1,4 +1,4 @@
-"""How much a run trains and how far it has come. Imports neither torch nor DeepSpeed."""
+"""Length and progress of a training run. Imports neither torch nor DeepSpeed."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from clap_ds.config.settings import RunSettings
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps of a run. `samples` are pairs to train on in all, `epoch_samples` those in one pass over the data, where known."""
+    """Length of a run: total `samples` (pairs), and `epoch_samples` in one pass over the data, if known."""
 
     samples: int
     samples_per_step: int
@@ -23,13 +23,13 @@ class Schedule:
 
     @classmethod
     def of(cls, run: RunSettings, *, world_size: int, epoch_samples: int | None) -> Self:
-        """Of `clap.train`; raises ValueError: epochs are wanted, and nothing says how many samples one has."""
+        """Compute it from `clap.train`. ValueError if epochs are requested and their length is unknown."""
         samples, epochs = run.clap.train.samples, run.clap.train.epochs
         if epochs is not None:
             if epoch_samples is None:
                 raise ValueError(
-                    "clap.train.epochs: remote shards need a manifest.json beside them (clap-shards prepare), which says how"
-                    " many samples an epoch has; or give clap.train.samples"
+                    "clap.train.epochs: the length of an epoch of remote shards is unknown without their manifest.json"
+                    " (clap-shards prepare); add it, or set clap.train.samples"
                 )
             samples = math.ceil(epochs * epoch_samples)
         assert samples is not None
@@ -39,7 +39,7 @@ class Schedule:
         return samples >= self.samples
 
     def ahead(self, samples: int) -> tuple[int, int]:
-        """Steps left after so many samples, and the samples then."""
+        """Return the steps left after `samples` samples, and the total samples after them."""
         steps = max(0, math.ceil((self.samples - samples) / self.samples_per_step))
         return steps, samples + steps * self.samples_per_step
 
@@ -48,19 +48,19 @@ class Schedule:
 
 
 def pairs_together(run: RunSettings, world_size: int) -> int:
-    """Pairs that one contrastive loss tells apart."""
+    """Return the number of pairs in one contrastive loss."""
     sizes = run.batch_sizes(world_size)
     return sizes.global_batch if run.clap.train.accumulation == "cached" else sizes.micro_batch * world_size
 
 
 @dataclass
 class TrainingProgress:
-    """How far a run has come.
+    """Progress of a run.
 
     Attributes:
         step, samples, epoch: optimizer steps, audio–caption pairs over all ranks, passes over the data.
-        data: where each rank's data source stands (`BatchSource.state()`), by rank.
-        train_s: time trained so far, in seconds.
+        data: state of each rank's data source (`BatchSource.state()`), by rank.
+        train_s: training time so far, in seconds.
         best: best value of each evaluation metric so far.
         extra: `target` that was reached, `time_to_target_s` and `target_step`.
     """
@@ -81,7 +81,7 @@ class TrainingProgress:
             self.extra |= {"target": wanted, "time_to_target_s": train_s, "target_step": self.step}
 
     def reached(self, wanted: dict[str, float]) -> str | None:
-        """Where and when an evaluation reached what is wanted, for people; None where none has."""
+        """Return a message with step and time at which an evaluation reached the target, or None."""
         if (seconds := self.time_to(wanted)) is None:
             return None
         values = ", ".join(f"{name} {value:g}" for name, value in wanted.items())
@@ -104,8 +104,8 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What came of saving: `path` and `bytes` written, or the `problem`. `begin` and `end` are seconds since 1970; training
-    stood still for `stalled_s` of what lies between."""
+    """Result of saving: `path` and `bytes` written, or the `problem`. `begin` and `end` are seconds since 1970; training was
+    blocked for `stalled_s` seconds."""
 
     step: int
     begin: float

@@ -1,4 +1,4 @@
-"""What training starts from: others' weights, and of its own folder the checkpoint that the run resumes from."""
+"""Load pretrained weights, lock the checkpoint folder, and resume from its newest checkpoint."""
 
 import uuid
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from clap_ds.weights.load import load_weights
 
 @dataclass(frozen=True)
 class Choices:
-    """What the command line decides; `skip_steps` are the first and the last whose batches are left out."""
+    """Command-line options of resuming. `skip_steps`: first and last step whose batches are skipped."""
 
     restart: bool = False
     accept_changes: bool = False
@@ -32,7 +32,7 @@ class Choices:
 
 
 def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: bool = False) -> None:
-    """Load `clap.train.initial_weights`, if any; raises ValueError: none there, or of another model or tokenizer."""
+    """Load `clap.train.initial_weights`, if set. ValueError if missing, or for another model or tokenizer."""
     path, tokenizer = run.clap.train.initial_weights, getattr(run.clap.data, "tokenizer", None)
     if path is None:
         return
@@ -41,9 +41,7 @@ def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: 
         weights.load_into(model)
         problem = tokenizer_problem(weights.tokenizer, tokenizer, model.config.text)
         if problem and not accept_changes:
-            raise ValueError(
-                f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}, or accept it by --accept_changes"
-            )
+            raise ValueError(f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}, or pass --accept_changes")
     except ValueError as error:
         raise ValueError(f"{run.path}: clap.train.initial_weights: {error}") from None
     if rank() == 0:
@@ -52,7 +50,7 @@ def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: 
 
 @contextmanager
 def opened_checkpoints(run: RunSettings, ranks: Ranks) -> Iterator[CheckpointFolder]:
-    """The folder of the run's checkpoints, locked. A collective; raises UserError: held by another run, or not writable."""
+    """Lock and open the run's checkpoint folder. A collective; UserError if another run holds it or it isn't writable."""
     folder, data = run.checkpoint_folder, run.clap.data
     lock = FolderLock(folder, ranks.job_folder and ranks.job_folder.parent)
     with doing("waiting for the checkpoint folder"), agreed():
@@ -80,7 +78,7 @@ def resume(
     record: RunDirectory,
     choices: Choices = Choices(),
 ) -> TrainingProgress:
-    """Go on from the checkpoint that is named or found: how far the run has come. A collective; raises UserError."""
+    """Resume from the named or newest checkpoint and return the progress. A collective; raises UserError."""
     with agreed():
         try:
             found, progress = _load(run, ranks, engine, checkpoints, choices)
@@ -89,7 +87,7 @@ def resume(
     if ranks.is_first and found is not None:
         record.update_summary(resumed_from=str(found), resumed_at_step=progress.step)
         before, now = len(progress.data), ranks.world_size
-        on = "" if now == before else f", on {now} rank(s) after {before}"
+        on = "" if now == before else f", on {now} rank(s) instead of {before}"
         print(f"resuming from {found}: step {progress.step}, {progress.samples:,} samples{on}", flush=True)
     return progress
 
@@ -97,10 +95,10 @@ def resume(
 def _load(
     run: RunSettings, ranks: Ranks, engine: ClapEngine, checkpoints: CheckpointFolder, choices: Choices
 ) -> tuple[Path | None, TrainingProgress]:
-    """The checkpoint that was loaded, None where the run begins, and how far it had come.
+    """Return the loaded checkpoint (None for a new run) and its progress.
 
-    A job makes several attempts by the same command, and people type it again: what it says of where to begin is done once,
-    as far as that can be told by the id of the run that begins there.
+    Attempts of a job and reruns repeat the same command. Its --restart or path in `clap.train.resume` takes effect only once,
+    as far as the run ids in checkpoints show.
     """
     wanted, attempt = run.clap.train.resume, ranks.job_folder
     has_path = wanted != "auto" and not choices.restart
@@ -111,7 +109,7 @@ def _load(
     if choices.restart and not has_begun:
         aside = checkpoints.move_aside()
         if aside is not None and ranks.is_first:
-            print(f"starting anew; what was in {checkpoints.path} is in {aside}", flush=True)
+            print(f"starting from scratch; moved the contents of {checkpoints.path} to {aside}", flush=True)
         return None, TrainingProgress()
     path = checkpoints.find(Path(wanted) if has_path and not has_begun else None)
     if path is None:

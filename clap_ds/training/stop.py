@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1, SIGINT and SIGHUP while training: all ranks finish the step under way or the next, and save."""
+"""Handle SIGTERM, SIGUSR1, SIGINT and SIGHUP in training: all ranks finish the current or the next step, and save."""
 
 import signal
 import socket
@@ -14,14 +14,14 @@ from clap_ds.engine.ending import STOP_SIGNALS
 from clap_ds.ranks.agreement import hosts, on_first, rank
 from clap_ds.ranks.failure import STOPPED, leave_word
 
-LOOK_S = 0.1  # between rank 0's looks whether a signal came to any rank
+LOOK_S = 0.1  # interval at which rank 0 checks whether any rank received a signal
 
 
 class StopRequest:
-    """Notes the first signal, which launchers send to ranks one after the other.
+    """Agrees on the first signal, which launchers send to ranks one after the other.
 
-    A rank leaves what it got in the store where ranks have met. Rank 0 sends to all what is there while they step, over the
-    hosts, so that no device waits. A thread receives signals: the main one may be waiting for a rank that is gone.
+    A rank writes its signal to the rendezvous store. Rank 0 broadcasts the store's value during each step over gloo, so no
+    device waits. A thread receives signals, because the main thread may be waiting for a dead rank.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class StopRequest:
         self._key = on_first(lambda: f"stop {uuid.uuid4().hex}")
 
     def ask(self) -> None:
-        """Call before each step. A collective, of which `wait` gets the answer."""
+        """Start a collective whose result `wait` returns. Call before each step."""
         self._answer = torch.tensor(self._found)
         self._sending = dist.broadcast(self._answer, src=0, group=hosts(), async_op=True)
 
-    def wait(self) -> int:  # named as `clap_ds.ranks.verdict` knows functions that wait for others
-        """Number of the signal that some rank had been sent before the step, 0 for none; the same on all. Call after it."""
-        if self._sending is not None:  # as where there is one rank alone
+    def wait(self) -> int:  # `clap_ds.ranks.verdict` recognizes waiting functions by this name
+        """Return the signal that a rank received before the step, 0 for none; the same on all ranks. Call after the step."""
+        if self._sending is not None:  # None with a single rank
             self._sending.wait()
         return int(self._answer)
 
@@ -46,11 +46,11 @@ class StopRequest:
             try:
                 number = self._receiver.recv(1)[0]
             except TimeoutError:
-                with suppress(RuntimeError):  # the store is gone, and the run with it
+                with suppress(RuntimeError):  # the store is gone, as the run ends
                     if not self._found and self._store.check([self._key]):
                         self._found = int(self._store.get(self._key))
                 continue
-            if number in STOP_SIGNALS and not self._number:  # others have handlers of their own
+            if number in STOP_SIGNALS and not self._number:  # other signals have their own handlers
                 self._number = number
                 leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
                 with suppress(RuntimeError):  # rank 0, or its host, is gone

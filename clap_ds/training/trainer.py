@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations and checkpoints until the samples are through or a signal comes."""
+"""The training loop: steps, evaluations and checkpoints until all samples are consumed or a signal arrives."""
 
 import time
 from contextlib import nullcontext
@@ -30,9 +30,9 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
     """Train until `clap.train` is fulfilled.
 
     Raises:
-        AgreedError: evaluation or epochs aren't possible as the settings want them, or the last checkpoint can't be saved.
-        NonFiniteError: loss, gradient or weights became NaN or infinite; says how to go on.
-        Interrupted: a signal came; the state is saved.
+        AgreedError: evaluation or epochs aren't possible with these settings, or the last checkpoint can't be saved.
+        NonFiniteError: loss, gradient or weights became NaN or infinite; the message has advice.
+        Interrupted: a signal arrived; the state is saved.
     """
     run, begun_at = session.run, progress.step
     with agreed():
@@ -83,7 +83,7 @@ def _run(
     log: TrainingLog,
     choices: Choices,
 ) -> tuple[int, SavedCheckpoint | None]:
-    """Step to the end: the signal that came before, or 0, and what came of the last checkpoint."""
+    """Run the loop. Return the signal that stopped it, or 0, and the result of the last save."""
     clap, engine = session.run.clap, session.engine
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
     wanted = clap.train.stop_at
@@ -94,7 +94,7 @@ def _run(
             for _ in range((last_skipped - first_skipped + 1) * session.run.gradient_accumulation_steps):
                 next(session.batches)
             if session.ranks.is_first:
-                print(f"left out the batches of steps {first_skipped} to {last_skipped}", flush=True)
+                print(f"skipped the batches of steps {first_skipped} to {last_skipped}", flush=True)
         stop.ask()
         loss = engine.step(session.batches, log.begin_step())
         progress.step += 1
@@ -117,13 +117,13 @@ def _run(
             log.evaluated(metrics, chances, time.monotonic() - begun)
         is_over = is_last or progress.reached(wanted) is not None
         if to_save or stopped_by or is_over:
-            if engine.is_lost(loss):  # what is saved now, would be resumed for ever
+            if engine.is_lost(loss):  # a saved non-finite state would be resumed forever
                 engine.check_loss(at_once=is_over)
                 saved = SavedCheckpoint(progress.step, time.time(), time.time(), problem="the loss isn't finite")
                 continue
             progress.train_s = log.train_s
             progress.data = gather(session.batches.state())
-            log.saved(checkpoints.finish())  # the one before, which has long been written, mostly
+            log.saved(checkpoints.finish())  # the previous save, usually complete
             metrics, to_save = metrics | {TRAIN_LOSS: log.last_steps.loss}, False
             if clap.checkpoint.background and not (stopped_by or is_over):
                 checkpoints.start_saving(engine, progress, metrics=metrics)
@@ -138,14 +138,14 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def _evaluate(evaluator: "Evaluator", engine: ClapEngine) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics, of the weights' average where there is one, and chance levels."""
+    """Return metrics and chance levels, of the averaged weights if there are any."""
     from clap_ds.evaluation.evaluator import NonFiniteEmbeddingsError
 
     engine.share_statistics()
     try:
         with engine.average.in_place() if engine.average is not None else nullcontext():
             found = evaluator.evaluate(engine.model)
-        return on_first(lambda: (found.metrics, found.chances))  # of a mixture of devices, the last bit may differ
+        return on_first(lambda: (found.metrics, found.chances))  # different devices may differ in the last bit
     except NonFiniteEmbeddingsError as error:
         raise NonFiniteError(f"after step {engine.steps} {error}") from None
 
@@ -155,7 +155,7 @@ def _evaluator(session: Session) -> "Evaluator | None":
     settings = run.clap.evaluation
     if settings.retrieval is None and settings.zero_shot is None:
         return None
-    # Imported here because runs without evaluation have no use for audio decoders and tokenizers.
+    # Imported here because runs without evaluation need no audio decoders and tokenizers.
     from clap_ds.evaluation.evaluator import Evaluator
 
     return Evaluator(

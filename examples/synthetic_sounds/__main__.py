@@ -1,8 +1,8 @@
-"""Makes real encoded audio with captions, so that the shard path can be tried and tested without downloading a data set.
+"""Make encoded synthetic audio with captions, to try and test training from shards without a download.
 
-`python -m examples.synthetic_sounds DIR` writes WebDataset tars of short synthetic sounds in varied formats, sample rates and
-channel counts, a small tokenizer trained on their captions and `classes.json` with the classes' names. Each clip's class stands
-in its json, for zero-shot evaluation. For unseen clips take another seed, for captions `--wordings train` and `held_out`:
+`python -m examples.synthetic_sounds DIR` writes WebDataset tars of short sounds in varied formats, sample rates and channel
+counts. It also writes a tokenizer trained on the captions, and `classes.json` with the class names. Each clip's json has its
+class, for zero-shot evaluation. For held-out data, use another seed and `--wordings held_out`:
 
     python -m examples.synthetic_sounds sounds/train --wordings train --clips 4800
     python -m examples.synthetic_sounds sounds/held_out --wordings held_out --clips 480 --seed 1
@@ -31,15 +31,14 @@ from examples.synthetic_sounds.signals import SIGNALS, Signal
 
 ENCODINGS = (("flac", "PCM_16"), ("flac", "PCM_24"), ("wav", "PCM_16"), ("wav", "FLOAT"), ("ogg", "VORBIS"),
              ("mp3", "MPEG_LAYER_III"))  # fmt: skip
-"""In libsndfile's words."""
+"""Formats and subtypes of libsndfile."""
 SAMPLE_RATES = (16000, 22050, 44100, 48000)
 
 
 def make_clip(
     kind: Kind, rng: random.Random, length: tuple[float, float], rates: Sequence[int], wordings: Wordings
 ) -> tuple[Signal, int, list[str]]:
-    """A sound (T, channels) within [-1, 1] between two lengths in s, its sample rate and captions; everything but its kind is
-    drawn from `rng`."""
+    """Return a sound (T, channels) in [-1, 1], its sample rate and captions, drawn from `rng`. `length`: range in seconds."""
     sample_rate, seconds = rng.choice(rates), rng.uniform(*length)
     time = np.arange(max(1, round(seconds * sample_rate))) / sample_rate
     value, quality = kind.scale.draw(rng) if kind.scale else (0.0, "")
@@ -53,7 +52,7 @@ def make_clip(
 
 
 def encode(waveform: Signal, sample_rate: int, file_format: str, subtype: str) -> bytes:
-    """A whole audio file. `waveform`: (T, channels)."""
+    """Return the bytes of an audio file. `waveform`: (T, channels)."""
     buffer = io.BytesIO()
     with soundfile.SoundFile(buffer, "w", sample_rate, waveform.shape[1], subtype, format=file_format.upper()) as file:
         # libsndfile's Vorbis encoder overflows its stack on long writes.
@@ -63,10 +62,10 @@ def encode(waveform: Signal, sample_rate: int, file_format: str, subtype: str) -
 
 
 def write_sounds(options: argparse.Namespace) -> list[Path]:
-    """Write `sounds-000.tar`, …, `tokenizer/` and `classes.json`, as the command's options say. Returns the tars.
+    """Write `sounds-000.tar`, …, `tokenizer/` and `classes.json`, and return the tars.
 
-    The same options give the same sounds and captions. Not the same bytes: libsndfile draws a number for each Ogg stream and
-    puts the time into floating-point WAVs. Kinds take turns, so that each shard has all of them when it has clips enough.
+    The same options give the same sounds and captions, but not the same bytes: libsndfile writes random Ogg stream numbers and
+    the time into floating-point WAVs. Kinds alternate, so every shard with enough clips has all of them.
     """
     directory, count = options.directory, options.shards
     directory.mkdir(parents=True, exist_ok=True)
@@ -97,7 +96,7 @@ def write_sounds(options: argparse.Namespace) -> list[Path]:
 
 
 def seconds(text: str) -> tuple[float, float]:
-    """`10` or `1-15`, from 0.1 to 600; ValueError for others."""
+    """Parse `10` or `1-15`, from 0.1 to 600; else ValueError."""
     low, _, high = text.partition("-")
     if not 0.1 <= float(low) <= float(high or low) <= 600:
         raise ValueError
@@ -108,21 +107,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     description = "Make audio–caption shards of synthetic sounds, and a tokenizer."
     parser = argparse.ArgumentParser("python -m examples.synthetic_sounds", description=description)
     add = parser.add_argument
-    wordings = "of the captions: to train on, held out for evaluation (the same words newly combined), or all (default)"
-    add("directory", type=Path, metavar="DIR", help="new or empty folder to write to")
-    add("--clips", type=whole_number(), default=256, metavar="N", help="sounds to make (default 256)")
-    add("--shards", type=whole_number(), default=4, metavar="S", help="tar files to put them in (default 4)")
-    add("--seed", type=int, default=0, metavar="K", help="another seed, other sounds (default 0)")
-    add("--seconds", type=seconds, default=(1.0, 15.0), metavar="1-15", help="length of the clips, from 0.1 to 600")
+    wordings = "caption templates: for training, held out (new combinations of the same words), or all (default)"
+    add("directory", type=Path, metavar="DIR", help="new or empty output folder")
+    add("--clips", type=whole_number(), default=256, metavar="N", help="number of sounds (default: 256)")
+    add("--shards", type=whole_number(), default=4, metavar="S", help="number of tar files (default: 4)")
+    add("--seed", type=int, default=0, metavar="K", help="random seed of the sounds (default: 0)")
+    add("--seconds", type=seconds, default=(1.0, 15.0), metavar="1-15", help="length of clips in s, within 0.1 to 600")
     add("--wordings", choices=get_args(Wordings), default="all", help=wordings)
-    add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help="one for all clips (default: varied)")
-    add("--format", choices=sorted({name for name, _ in ENCODINGS}), help="one for all clips (default: varied)")
+    add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help="rate of all clips (default: varied)")
+    add("--format", choices=sorted({name for name, _ in ENCODINGS}), help="format of all clips (default: varied)")
     options = parser.parse_args(arguments)
     directory: Path = options.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory} exists and isn't an empty folder; name a new one, or empty it first")
+        raise UserError(f"{directory} exists and isn't an empty folder: pass a new folder, or empty it")
     if options.clips < options.shards:
-        raise UserError(f"--clips {options.clips} is fewer than --shards {options.shards}: a shard would be empty")
+        raise UserError(f"--clips {options.clips} is less than --shards {options.shards}: a shard would be empty")
     paths = write_sounds(options)
     print(f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {len(paths)} shard(s): {directory}")
     places = {"shards": str(directory / "sounds-*.tar"), "tokenizer": str(directory / "tokenizer")}

@@ -1,8 +1,7 @@
-"""The classes of synthetic sounds: what a caption may call each, and which quantity of it a listener can name.
+"""Classes of synthetic sounds: their names in captions, and the quantity that captions may describe.
 
-To add a class, add a line to the table and a signal of the same name to `signals`. Held-out wordings, kept for evaluation, are
-new templates and new nouns made of words that the training wordings have too: what is tested is whether a model understands
-combinations it never saw. Words it never saw it can't understand when it starts from nothing, so there are none.
+To add a class, add a line to the table and a signal of the same name to `signals`. Held-out wordings are new templates and
+nouns that combine words of the training wordings, because a model trained from scratch can't understand unseen words.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ Wordings = Literal["train", "held_out", "all"]
 
 @dataclass(frozen=True)
 class Scale:
-    """A quantity a listener can name: drawn log-uniformly from [low, high), and called by the third it falls in."""
+    """An audible quantity, drawn log-uniformly from [low, high). Each third of the range has its own words."""
 
     low: float
     high: float
     words: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
     def draw(self, rng: random.Random) -> tuple[float, str]:
-        """A value and a word for it."""
+        """Return a value and a word for it."""
         position = rng.random()
         return self.low * (self.high / self.low) ** position, rng.choice(self.words[int(3 * position)])
 
@@ -54,14 +53,14 @@ TEMPLATES["all"] = TEMPLATES["train"] + TEMPLATES["held_out"]
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of sounds. `nouns`: by wordings, ways a caption may call it."""
+    """A class of sounds. `nouns`: its names in captions, by wordings."""
 
     label: str
     nouns: dict[str, tuple[str, ...]]
     scale: Scale | None
 
     def caption(self, wordings: Wordings, rng: random.Random, qualities: tuple[str, str], seconds: float) -> str:
-        """A caption of a sound. Words for its loudness and its pitch or tempo (none: empty) are said at times."""
+        """Return a caption. It includes each of the words for loudness and for pitch or tempo at random."""
         words = [word for word in qualities if word and rng.random() < 0.7]
         rng.shuffle(words)
         sound = with_article(" ".join([*words, rng.choice(self.nouns[wordings])]))
@@ -101,5 +100,5 @@ def with_article(sound: str) -> str:
 
 
 def class_names(wordings: str) -> dict[str, list[str]]:
-    """Class → its names with their articles, as `clap.evaluation.zero_shot.classes` takes it."""
+    """Return each class's names with articles, in the format of `clap.evaluation.zero_shot.classes`."""
     return {kind.label: [with_article(noun) for noun in kind.nouns[wordings]] for kind in KINDS}

@@ -1,4 +1,4 @@
-"""How each kind of sound is made: from a noise source, time in s (T,) and a pitch (Hz) or tempo (1/s) to a signal (T,)."""
+"""Synthesize each kind of sound (T,) from a noise source, time in s (T,), and a pitch (Hz) or tempo (1/s)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def _step(time: Signal) -> float:
 
 
 def _sine(time: Signal, frequency: Any) -> Signal:
-    """A sine whose frequency (Hz) may change over time."""
+    """Return a sine whose frequency (Hz) may change over time."""
     phase = np.cumsum(np.broadcast_to(frequency, time.shape)) * _step(time)
     return np.asarray(np.sin(2 * np.pi * phase))
 
 
 def _struck(since: Signal, frequency: float, rate: float) -> Signal:
-    """A struck body's decaying sine (Hz, 1/s), starting anew wherever the time since the stroke (s) does."""
+    """Return a decaying sine (Hz, 1/s) that restarts with each stroke. `since`: time since the stroke in s (T,)."""
     return np.exp(-rate * since) * np.sin(2 * np.pi * frequency * since + 0.3)
 
 

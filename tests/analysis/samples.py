@@ -1,4 +1,4 @@
-"""Logs as DeepSpeed prints them, for tests to damage; runs, options and records made up for tests."""
+"""Synthetic DeepSpeed logs, runs, options and run directories for tests."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def throughput_line(step: int, average: float, current: float = 1.0) -> str:
 
 
 def running_log(step_times: list[float], batch: int = 64, every: int = 1) -> str:
-    """What DeepSpeed prints for steps that take these times; the first two are not timed."""
+    """Return DeepSpeed's log of steps with these times; the first two are not timed."""
     lines, elapsed = [], 0.0
     for step, time in enumerate(step_times, start=1):
         if step > 2:
@@ -42,20 +42,20 @@ def write(path: Path, text: str | bytes) -> Path:
 
 
 def given(**changes: Any) -> Namespace:
-    """Values of the options that say what inputs leave out."""
+    """Return options of `input_parser`."""
     names = ("nodes", "gpus", "gpus_per_node", "model", "text_tokens", "peak_tflops")
     return Namespace(**{**dict.fromkeys(names), "rate": "measured", **changes})
 
 
 def run(nodes: int, rate: float | None, **changes: Any) -> Run:
-    """A run of HTSAT-tiny on 4 GPUs a node unless told otherwise."""
+    """Return a run, by default of HTSAT-tiny on 4 GPUs per node."""
     fields = {"source": "here", "state": "completed", "model": "htsat_tiny_roberta_base", "batch_per_gpu": 8}
     fields |= {"gpus": 4 * nodes} | changes
     return Run(nodes=nodes, samples_per_s_per_gpu=rate, **fields)
 
 
 def record(folder: Path, steps: list[dict[str, Any]], **summary: Any) -> Path:
-    """A run directory with this summary (without what is None) and these lines of metrics, the last one cut."""
+    """Write a run directory with this summary (without None values) and these lines of metrics, the last one truncated."""
     folder.mkdir(exist_ok=True)
     (folder / "summary.json").write_text(
         json.dumps({name: value for name, value in summary.items() if value is not None})

@@ -1,4 +1,4 @@
-"""Scaling tables by hand: repeats, weak and strong scaling, what makes a series, failures, gaps."""
+"""Scaling tables by hand: repeats, weak and strong scaling, grouping into series, failures, gaps."""
 
 import re
 from dataclasses import replace
@@ -22,7 +22,7 @@ def test_failed_and_partial_runs_are_in_the_table_and_count_only_where_nothing_c
     partial = run(1, 50.0, state="timeout")
     base, row = scaling_table([run(1, 100.0), partial, failed])
     assert (base.rate, base.repeats, base.state) == (100.0, 1, "1 completed, 1 timeout")
-    assert base.notes.startswith("1 with a rate but not completed left out of the mean")
+    assert base.notes.startswith("excluded from the mean: 1")
     assert (row.state, row.rate, row.scaling_efficiency_percent, row.repeats) == ("out_of_memory", None, None, 0)
     assert row.notes == "out_of_memory: CUDA out of memory, tried 2 GiB"
     (row,) = scaling_table([partial])
@@ -80,12 +80,12 @@ def test_figures_that_cannot_be_are_said_to_be_none() -> None:
     stated = {"kind": "table", "repeats": 2, "interval": (90.0, 110.0)}
     for fields, rate, doubted in (({}, 103.0, True), ({}, 101.0, False), (stated, 103.0, False)):
         rows = scaling_table([run(n, r, **fields) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
-        assert [("above 100 %" in row.notes) for row in rows] == [False, doubted, False]
+        assert [("above 100%" in row.notes) for row in rows] == [False, doubted, False]
         assert rows[1].scaling_efficiency_percent == pytest.approx(rate)
 
 
 def configured(nodes: int, rate: float = 90.0, environment: Any = None, batch: int = 8, **settings: Any) -> Run:
-    """A run with these settings (a double underscore for a dot), and others that make no difference."""
+    """Return a run with these settings (double underscores for dots) and others that must not matter."""
     config: dict[str, Any] = {
         "clap": {"seed": rate, "output": {"label": f"{nodes}"}, "checkpoint": {"folder": f"{rate}"}}
     }
@@ -99,7 +99,7 @@ def configured(nodes: int, rate: float = 90.0, environment: Any = None, batch: i
 
 
 def titles(runs: list[Run]) -> dict[str, list[tuple[int, int]]]:
-    """Of each series what it is called beyond the model, and the GPUs and repeats of its scales."""
+    """Return each series' name without the model, and GPUs and repeats of its scales."""
     found: dict[str, list[tuple[int, int]]] = {}
     for row in scaling_table(runs):
         found.setdefault(row.title.removeprefix("htsat-tiny-roberta-base, "), []).append((row.gpus, row.repeats))
@@ -135,12 +135,12 @@ def of(**environment: Any) -> dict[str, Any]:
         (of(git_commit="a" * 40), of(git_commit="b" * 40 + "+"), ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"]),
         (of(device_names=["H100", "H100"]), of(device_names=["H100", "A100"]), ["devices=A100 and H100", "devices=H100"]),
         (of(hosts=["n1"]), of(hosts=["n2"]), []),
-        # As few as tell them apart name them.
+        # As few differences as possible name them.
         ({"a": 1, "clap__bench__windows": 8, "b": 1}, {"a": 2, "clap__bench__windows": 9, "b": 2}, ["a=1", "a=2"]),
     ],
 )  # fmt: skip
 def test_what_makes_runs_differ(first: Any, second: Any, names: list[str]) -> None:
-    """Configuration, code and hardware; not seeds, labels, places and hosts. At another scale as well."""
+    """Series differ in configuration, code and hardware, not in seeds, labels, paths and hosts, at all scales."""
     for nodes in (1, 2):
         rows = scaling_table([configured(1, 90.0, **first), configured(nodes, 91.0, **second)])
         assert {row.variant for row in rows} == set(names or [""])
@@ -155,14 +155,14 @@ def test_models_gpus_precisions_and_caption_lengths_are_never_mixed() -> None:
 
 
 def engine_log(path: Path, nodes: int, step_s: float) -> Path:
-    """What DeepSpeed prints of 40 steps, and nothing else."""
+    """Return DeepSpeed's log of 40 steps."""
     return write(path, running_log([9.0] * 5 + [step_s] * 35, batch=64 * nodes, every=5))
 
 
 def test_engines_efficiency_of_each_scale_from_deepspeed_logs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their scale is in their names; steps of 1, 1.05 and 1.25 s."""
+    """File names give the scales; steps take 1, 1.05 and 1.25 s."""
     scales = ((2, 1.0), (4, 1.05), (8, 1.25))
     logs = [engine_log(tmp_path / f"n{nodes}.log", nodes, step_s) for nodes, step_s in scales]
     options = ["--gpus_per_node", 4]
@@ -177,7 +177,7 @@ def test_engines_efficiency_of_each_scale_from_deepspeed_logs_alone(
 
 
 def test_engines_efficiency_of_run_directories_is_from_their_own_log_or_their_summary(tmp_path: Path) -> None:
-    """Its rates are other than the measured, and so is its efficiency; TFLOPS and MFU follow it."""
+    """The engine's rates and efficiency differ from the measured ones; TFLOPS and MFU follow them."""
     folders = []
     for nodes, measured, engine in ((1, 90.0, 100.0), (2, 81.0, 75.0)):
         summary = {
@@ -214,7 +214,7 @@ def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_meas
 def test_scales_below_the_target_are_marked_and_notes_numbered() -> None:
     text = render(scaling_table([run(1, 100.0), run(2, 90.0, notes="a"), run(4, 89.9, notes="b; a")]), target=90)
     assert re.findall(r"(\d+\.\d+) ▼", text) == ["89.9"]
-    assert "Target of 90 % efficiency: below it (▼): 4 nodes, 16 GPUs." in text
+    assert "Target of 90% efficiency: below it (▼): 4 nodes, 16 GPUs." in text
     assert ("completed [2] [1] |" in text, "completed [3] [2] [1] |" in text, "\n\n[2] a\n\n[3] b\n" in text) == (
         True,
     ) * 3

@@ -1,4 +1,4 @@
-"""How figures look and are written, and the page that holds them."""
+"""Style and output of figures, and the page that contains them."""
 
 import struct
 import sys

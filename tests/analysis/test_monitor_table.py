@@ -23,7 +23,7 @@ def test_samples_outside_checkpoints_count(tmp_path: Path) -> None:
         "n2": [_sample(t, sm_percent=10 if 5 <= t <= 7 else 90, memory_bytes=72) for t in range(10)],
         "n3": [{"time": 3, "cpu_percent": 3}],
     }.items():
-        lines = [*map(json.dumps, samples), '{"time": 1']  # cut off with its host
+        lines = [*map(json.dumps, samples), '{"time": 1']  # truncated as on a killed host
         (tmp_path / "run" / "monitor" / f"{host}.jsonl").write_text("\n".join(lines))
     assert "| 25% (most n2:0) |" in table([tmp_path / "run"])
     metrics = ['{"step": 1}', '{"checkpoint": [4.5, 7.5]}']

@@ -1,4 +1,4 @@
-"""Runs as pictures: drawn from their records, refused with words where there is nothing to draw."""
+"""Plots of runs: drawn from their records, with an error if there is nothing to draw."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     assert picture.figure.legends[0].get_texts()[-1].get_text() == "between steps 100 ms"
     picture.figure.draw_without_rendering()
     shown = times.get_legend().get_window_extent()
-    assert shown.y0 >= times.get_window_extent().y1 - 1  # outside
+    assert shown.y0 >= times.get_window_extent().y1 - 1  # outside the panel
 
 
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
@@ -75,16 +75,16 @@ def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
     assert [bar.get_width() for bar in forward] == [100] * 3
     assert [(bar.get_x(), bar.get_width()) for bar in backward] == [(100, 200), (100, 400), (100, 800)]
     named = {text.get_text() for text in picture.figure.legends[0].get_texts()}
-    assert named == {"backward 88.9 %", "forward 11.1 %"}
+    assert named == {"backward 88.9%", "forward 11.1%"}
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     killed = {"step_time_s": None, "samples_per_s_per_gpu": None, "micro_batch_per_gpu": None, "state": "failed"}
     for folders, message in (
         ([benchmark(tmp_path / "killed", **killed)], "no timed windows.*'failed'"),
-        ([benchmark(tmp_path / "untrained", command="train")], "no step of training"),
+        ([benchmark(tmp_path / "untrained", command="train")], "no training steps"),
         ([tmp_path], r"no summary\.json"),
-        ([benchmark(tmp_path / "bench"), training(tmp_path / "run")], "only where all are of training"),
+        ([benchmark(tmp_path / "bench"), training(tmp_path / "run")], "only training runs"),
     ):
         with pytest.raises(UserError, match=message):
             draw_runs(folders, tmp_path / "run.png")

@@ -1,4 +1,4 @@
-"""Figures of scaling: the data in them is the table's."""
+"""Scaling figures show the table's data."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_panels_hold_the_tables_numbers(tmp_path: Path) -> None:
     efficiency, speedup = picture.panels
     error = 100 * 650 / 700 * ((8 / 650) ** 2 + (8 / 700) ** 2) ** 0.5
     assert [answer(rows) for rows in found.values()] == [
-        f"92.9 ± {error:.2f} % efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
+        f"92.9 ± {error:.2f}% efficiency on 16 GPUs: 650.0 ± 8.0 samples/s/GPU"
     ]
     (drawn,) = [container.lines[0].get_xydata().tolist() for container in speedup.containers]
     assert drawn == [[4.0, 1.0], [8.0, pytest.approx(5440 / 2800)], [16.0, pytest.approx(10400 / 2800)]]
@@ -111,7 +111,7 @@ def test_a_projections_figure_holds_measurements_line_and_band() -> None:
     assert (band.x0, band.x1) == (512, 2048)
     assert (band.y0, band.y1) == pytest.approx((series.bands([512])[512][0], series.bands([128])[128][1]))
     long = {line.get_linestyle(): line.get_xydata() for line in efficiency.lines if len(line.get_xydata()) > 2}
-    assert (long["-"][-1][0], long["--"][0][0]) == (512, 512)  # measured ends where extrapolated begins
+    assert (long["-"][-1][0], long["--"][0][0]) == (512, 512)  # extrapolation starts at the last measurement
     bottom, top = efficiency.get_ylim()
     assert 0.5 * (top - bottom) <= 100 - 87.3
     assert 100 in [line.get_ydata()[0] for line in efficiency.lines if line.get_label() == "ideal"]

@@ -1,4 +1,4 @@
-"""The published tables: every digit follows from the rates, but for three."""
+"""In the published tables, all digits but three follow from the rates."""
 
 import csv
 
@@ -12,7 +12,7 @@ NOT_FOLLOWING = {
     (BASE, "64", "mfu_percent"): "19.2",
     (BASE, "128", "mfu_percent"): "17.9",
 }
-"""Digits that the published samples/s contradict, and what those give: 521.9/538.2, and 485.3 and 454.8 × 3 × 130.09."""
+"""Digits that contradict the published samples/s, and values from these: 521.9/538.2, and 485.3 and 454.8 × 3 × 130.09."""
 
 
 def test_every_published_digit_is_reproduced_but_for_those_that_do_not_follow() -> None:

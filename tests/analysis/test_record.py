@@ -1,4 +1,4 @@
-"""Run directories, whole and broken."""
+"""Complete and damaged run directories."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def record(tmp_path: Path) -> Path:
 
 
 def summed_up(record: Path, **changes: Any) -> Path:
-    """The record with these fields of its summary changed."""
+    """Copy the record with changed fields of its summary."""
     write(record / "summary.json", json.dumps(SUMMARY | changes))
     return record
 
@@ -73,7 +73,7 @@ def test_a_killed_run_tells_its_rate_from_its_steps(record: Path) -> None:
     ]
     assert (run.windows, run.rate) == (pytest.approx(rates), pytest.approx(2 / (1 / rates[0] + 1 / rates[1])))
     assert (run.state, run.gpus) == ("running", 2)
-    assert "2 whole windows read from metrics.jsonl" in run.notes
+    assert "2 complete windows read from metrics.jsonl" in run.notes
     (record / "metrics.jsonl").unlink()
     write(record / "summary.json", json.dumps({"state": "out_of_memory", "error": "CUDA out of memory"}))
     run = read_record(record)

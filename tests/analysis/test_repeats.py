@@ -1,4 +1,4 @@
-"""Repeats of known laws: how often ± holds the truth."""
+"""Repeats from known distributions: how often ± covers the truth."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from clap_ds.analysis.repeats import RunSpread, pooled_spread
 from tests.analysis.samples import run
 
 THREE_SCALES = [(1, 98.0), (1, 100.0), (1, 102.0), (2, 89.0), (2, 90.0), (2, 91.0), (4, 80.0)]
-"""Of the logarithms, squared deviations are 0.00080008 and 0.00024695, with 4 degrees of freedom, of which t is 2.7764."""
+"""Squared deviations of the logarithms are 0.00080008 and 0.00024695; t for 4 degrees of freedom is 2.7764."""
 HALF = 2.7764 * math.sqrt((0.00080008 + 0.00024695) / 4)
 
 
@@ -28,7 +28,7 @@ def test_plus_minus_is_students_t_of_the_spread_that_repeated_scales_share() -> 
 
 
 def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
-    """Of two repeats of four scales, and of unlike numbers of five; 2σ of two repeats held it in 78."""
+    """Two repeats of four scales, and different numbers for five; 2σ of two repeats covered it in 78."""
     generator, held = random.Random(8), 0
     for trial in range(600):
         counts = ((2,) * 4, (3, 1, 2, 4, 2))[trial % 2]
@@ -39,7 +39,7 @@ def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
         ])  # fmt: skip
         wrong = abs((last.scaling_efficiency_percent or 0) - 100 * rates[-1] / rates[0])
         held += wrong <= (last.scaling_efficiency_2sigma_percent or 0)
-    assert 0.93 * 600 <= held <= 0.975 * 600  # nor is it wider than it says
+    assert 0.93 * 600 <= held <= 0.975 * 600  # nor is it too wide
 
 
 def test_a_scale_that_spreads_far_more_than_the_others_has_its_own_spread() -> None:
@@ -48,7 +48,7 @@ def test_a_scale_that_spreads_far_more_than_the_others_has_its_own_spread() -> N
     deviation = math.sqrt(sum((math.log(rate) - math.log(80 * 90 * 100) / 3) ** 2 for rate in (80, 90, 100)) / 2)
     assert noisy.samples_per_s_per_gpu_2sigma == pytest.approx(
         90 * 4.3027 * deviation / 3**0.5, rel=1e-4
-    )  # t of 2 degrees
+    )  # t for 2 degrees
     *_, alike = scaling_table([*quiet, *(run(8, rate) for rate in (99.9, 100.0, 100.15))])
     assert "8 degrees of freedom" in alike.uncertainty_from
 

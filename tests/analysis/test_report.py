@@ -1,4 +1,4 @@
-"""The report: everything in it, from real runs."""
+"""Contents of a report on real runs."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ SUMMARY, ENVIRONMENT = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report on a real run, a published table and a log of a failed run."""
+    """Write a report on a real run, a published table and a failed run's log."""
     output = tmp_path_factory.mktemp("report") / "out"
     inputs = [DATA / "record_2ranks", TINY, DATA / "deepspeed_failed.log"]
     arguments = ["--output", output, "--nodes", "1", "--gpus", "2"]
@@ -50,12 +50,12 @@ def test_numbers_and_versions_are_the_inputs_own(folder: Path) -> None:
     lines = [re.findall("<td.*?>(.*?)</td>", line, re.DOTALL) for line in re.findall("<tr>(.*?)</tr>", text, re.DOTALL)]
     for row in csv.DictReader(TINY.open()):
         start = [row["nodes"], row["gpus"], "1", row["samples_per_s_per_gpu"]]
-        found = next(line for line in lines if line[:4] == start)  # of the table of efficiencies
+        found = next(line for line in lines if line[:4] == start)  # in the efficiency table
         assert found[5] == row["scaling_efficiency_percent"]
     shown = {cell for line in lines for cell in line}
     assert f"{SUMMARY['breakdown_s']['forward']:#.4g}" in shown
-    for part in ("87.3 % efficiency on 512 GPUs: 544.6 samples/s/GPU, 278833 samples/s in all.",
-                 "Projected: 77.1 % efficiency on 2048 GPUs"):  # fmt: skip
+    for part in ("87.3% efficiency on 512 GPUs: 544.6 samples/s/GPU, 278833 samples/s in total.",
+                 "Projected: 77.1% efficiency on 2048 GPUs"):  # fmt: skip
         assert part in text[: text.index(">Efficiency<")]
     runs = (folder / "report.md").read_text().partition("## Runs")[2]
     versions = ENVIRONMENT["versions"]

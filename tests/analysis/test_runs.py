@@ -1,4 +1,4 @@
-"""The one way to measured numbers: what it makes of directories, logs, tables, gaps and rubbish."""
+"""Reading runs from directories, logs, tables, incomplete and invalid inputs."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     (run,) = read_runs([log], told)
     assert (run.model, run.batch_per_gpu, run.micro_batch) == ("htsat_tiny_roberta_base", 8, 4)
     assert (run.step_time_s, run.peak_tflops) == (pytest.approx(1.0), 10.0)
-    gflops = 3 * 25.23  # of HTSAT-tiny with 77 tokens: about three forward passes
+    gflops = 3 * 25.23  # HTSAT-tiny with 77 tokens: about three forward passes
     assert run.achieved_tflops == pytest.approx(8 * gflops / 1000, rel=0.01)
     assert run.mfu_model_percent == pytest.approx(100 * 8 * gflops / 1000 / 10, rel=0.01)
     assert "77 text tokens" in run.notes
@@ -75,7 +75,7 @@ def test_the_input_is_believed_before_the_options() -> None:
         ({"bare.log": 0}, {"nodes": 4, "gpus": 2}, "2 GPUs on 4 nodes"),
         ({"bare.log": 0}, {"gpus": 6, "gpus_per_node": 4}, "6 GPUs on 1.5 nodes"),
         ({}, {}, r"nothing: can't be read \(No such file"),
-        ({"empty/x.md": 0}, {}, "empty: neither run directories nor logs"),
+        ({"empty/x.md": 0}, {}, "empty: found neither run directories nor logs"),
     ],
 )
 def test_what_is_missing_or_contradicts_is_said(
@@ -91,13 +91,13 @@ def test_what_is_missing_or_contradicts_is_said(
 def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A sweep's, and what can't be read is named."""
+    """Runs of a sweep are found, and unreadable ones are named."""
     sweep = tmp_path / "sweeps" / "tiny"
     for nodes in (2, 4):
         place = sweep / "runs" / f"n{nodes:03}"
         place.mkdir(parents=True)
         record(place, [], state="failed", num_nodes=nodes, world_size=nodes)
-        write(place / "other.log", running_log([1.0] * 20))  # of the run, so no input of its own
+        write(place / "other.log", running_log([1.0] * 20))  # belongs to the run, so it is no separate input
     (sweep / "runs" / ".inductor-1000").mkdir()
     write(sweep / "runs" / ".inductor-1000" / "autotuning.log", running_log([1.0] * 20))
     (sweep / "latest").symlink_to(sweep / "runs" / "n002")

@@ -1,5 +1,4 @@
-"""Reading logs: exact against DeepSpeed's own per-step numbers, one rate whatever the log's length and print interval, and
-steady against what happens to real logs."""
+"""Rates read from logs equal DeepSpeed's per-step numbers, don't depend on length and print interval, and withstand damage."""
 
 import random
 import re
@@ -20,7 +19,7 @@ TWO_RANKS = DATA / "deepspeed_2ranks.log"
 
 @pytest.mark.parametrize("noisy", [False, True])
 def test_a_rate_is_the_same_whatever_the_logs_length_and_print_interval(tmp_path: Path, noisy: bool) -> None:
-    """Every tenth step takes four times as long, 0.13 s on average; 64 samples on each node of four GPUs."""
+    """Every tenth step takes four times as long; the mean is 0.13 s. 64 samples per node of four GPUs."""
     for nodes, num_steps in ((1, 200), (2, 500), (4, 3000)):
         noise = random.Random(nodes)
         times = [(0.4 if n % 10 == 9 else 0.1) * (1 + noise.gauss(0, 0.05) * noisy) for n in range(num_steps)]
@@ -35,7 +34,7 @@ def test_a_rate_is_the_same_whatever_the_logs_length_and_print_interval(tmp_path
 
 
 def test_each_step_agrees_with_deepspeeds_own_rate_of_it() -> None:
-    """Printed every step, a window is one step, whose rate DeepSpeed prints, too, measured apart (with 1e-6 s more)."""
+    """If every step is printed, a window is one step, whose rate DeepSpeed also prints (measured with 1e-6 s more)."""
     current = [float(value) for value in re.findall(r"CurrSamplesPerSec=([\d.]+)", TWO_RANKS.read_text())]
     (run,) = read_log(TWO_RANKS)
     assert [2 * rate for rate in run.windows] == pytest.approx(current[-30:], rel=1e-3)
@@ -68,7 +67,7 @@ def test_what_other_lines_say(tmp_path: Path, lines: str, field: str, value: obj
 
 @pytest.mark.parametrize("form", ["open_clip", "LAION-CLAP"])
 def test_open_clips_and_laion_claps_training_logs_are_read(tmp_path: Path, form: str) -> None:
-    """Two epochs of 1,000 steps of 8 × 616 samples, a line after step 1, 101, 201 …; every tenth step is slower by a second."""
+    """Two epochs of 1,000 steps of 8 × 616 samples, with lines after steps 1, 101, 201 …; every tenth step takes 1 s longer."""
     parameters = "".join(
         f"2026-11-20,12:00:00 | INFO |   {line}\n"
         for line in ("batch_size: 616", "world_size: 8", "accum_freq: 1", "model: CLAP-HTSAT-tiny-Roberta-base")
@@ -89,7 +88,7 @@ def test_open_clips_and_laion_claps_training_logs_are_read(tmp_path: Path, form:
     assert run.model == "clap_htsat_tiny_roberta_base"
     assert (run.rate, run.engine_samples_per_s_per_gpu) == (pytest.approx(616 / 1.1, rel=1e-3), None)
     (run,) = read_runs([write(tmp_path / "cut.log", text[len(parameters) :])], given(gpus=8, nodes=2))
-    assert (run.rate, run.notes) == (None, "no rate, as the log doesn't state its batch")
+    assert (run.rate, run.notes) == (None, "no rate, because the log doesn't state its batch")
 
 
 def test_another_programs_lines_are_one_entry_in_the_table_of_dialects(
@@ -109,7 +108,7 @@ def test_restarts_have_their_own_warm_up_and_sizes_of_their_own_are_runs_of_thei
     assert "2 starts in the log" in run.notes
     parts = [LAUNCHER.format(1, 4), LAUNCHER.format(2, 8), LAUNCHER.format(2, 8)]
     text = "".join(part + running_log([1.0] * 20, batch=16) + "Process 9 exits successfully.\n" for part in parts)
-    # As `cat host*.log` puts them, another host's lines are no run: it has none of rank 0.
+    # In `cat host*.log`, another host's lines are no run: they have none of rank 0.
     other = LAUNCHER.format(2, 8).replace("node_rank=0", "node_rank=1") + "Traceback (most recent call last)\n"
     runs = read_log(write(tmp_path / "sweep.log", text + other))
     assert [(run.nodes, run.gpus, run.state) for run in runs] == [(1, 4, "completed"), (2, 8, "completed")]
@@ -121,7 +120,7 @@ def test_repeated_impossible_and_damaged_lines_are_left_out(tmp_path: Path) -> N
     bad = [throughput_line(17, value) for value in (0.0, float("-inf"), float("nan"), -5.0)]
     torn = good[-1].replace("CurrSamplesPerSec=64.0,", "CurrSamplesPer[Rank 1] hello Sec=64.0,").replace("=16,", "=18,")
     late = throughput_line(15, 60.0)
-    text = "".join([*(f"0: {line}1: {line}" for line in good), *bad, torn, late])  # as two ranks print
+    text = "".join([*(f"0: {line}1: {line}" for line in good), *bad, torn, late])  # printed by two ranks
     (run,) = read_log(write(tmp_path / "odd.log", text))
     assert run.windows == pytest.approx([64.0] * 6)
 
@@ -129,8 +128,8 @@ def test_repeated_impossible_and_damaged_lines_are_left_out(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x7fELF\0\0\0\1" * 40, "no throughput lines"),
-        (running_log([1.0] * 9, batch=0).encode(), "no throughput lines"),
+        (b"\x7fELF\0\0\0\1" * 40, "no usable throughput lines"),
+        (running_log([1.0] * 9, batch=0).encode(), "no usable throughput lines"),
         (None, "can't be read"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The GPU check: how steps end and what is kept of a call, with a micro model on CPUs in a GPU's place."""
+"""Outcomes of steps and results of a call of the GPU check, with a micro model on CPUs."""
 
 import json
 import os
@@ -19,7 +19,7 @@ MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.text_toke
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, "")  # and as it was afterwards
+        monkeypatch.setenv(name, "")  # restored afterwards
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(gpu_check, "nvidia_smi", lambda: ["NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"])
     monkeypatch.setattr(gpu_check, "choose_accelerator", lambda: "cuda")
@@ -65,4 +65,4 @@ def test_profile_and_its_shares_on_a_stand_in(here: Path, monkeypatch: pytest.Mo
     assert sorted(os.listdir(here / "out")) == ["caches.tar.xz", "call1.md", "call1.tar.xz", "efficiencies.json"]
     classes = json.loads((here / "out" / "efficiencies.json").read_text())["classes"]
     assert {"thin product", "element-wise", "narrow norm", "optimizer"} <= classes.keys()
-    assert all(0 < each["efficiency"] < 1 for each in classes.values())  # a processor beside an H100's data sheet
+    assert all(0 < each["efficiency"] < 1 for each in classes.values())  # a CPU relative to an H100's data sheet

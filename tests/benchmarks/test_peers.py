@@ -1,4 +1,4 @@
-"""Peers at a small size: the same function on all sides, SpecAugment as the field runs it, honest ratios."""
+"""Baselines at a small size: the same function on all sides, SpecAugment as published, and ratios."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SMALL = ["--micro_batch", "3", "--text_tokens", "12", "--rounds", "1"]
 
 @pytest.fixture(autouse=True)
 def on_cpu() -> Iterator[None]:
-    """The commands join a group of one rank; nothing stays of it."""
+    """Clean up the process group that the command creates."""
     with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"), mock.patch.dict(vars(groups), _WORLD_GROUP=None):
         yield
     if torch.distributed.is_initialized():

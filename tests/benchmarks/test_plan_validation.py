@@ -1,4 +1,4 @@
-"""Rates and shares whose law is known, and each kind of published row recorded at a small size."""
+"""Predicted rates and shares with known values, and each kind of published row at a small size."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ SMALL = {"DonutSwin": {"depths": [1] * 4}, "GPT2": {"n_layer": 1}}
 
 def test_the_ratio_is_what_a_known_law_gives() -> None:
     row = {**published_rows()[2], "device": "h100-sxm", "batch": 6, "accumulation": 2, "rate": 100.0}
-    product, moved = ((2**12, 2**12), (2**12, 2**12)), ((1, 335 * 10**8),)  # 20 and 10 ms at the data sheet's rates
+    product, moved = ((2**12, 2**12), (2**12, 2**12)), ((1, 335 * 10**8),)  # 20 and 10 ms at data-sheet rates
     once = Operation("aten.mm", "model", False, 989 * 10**10, (), (), True, torch.bfloat16, product)
     found = compared(row, [(once, 2), (Operation("aten.mul", "model", False, 0, moved, (), True, torch.bfloat16), 1)])
     for case in CASES:
@@ -45,7 +45,7 @@ def test_every_kind_of_row_can_be_recorded(row: dict[str, Any]) -> None:
     row |= {} if row["unit"] == "images/s" else {"size": 16}
     work = step_of(row)
     flops = {way: sum(op.flops for op, _ in work if op.backward == way and op.dtype in LOW) for way in (0, 1)}
-    assert 1.4 < flops[1] / flops[0] <= 2.5  # some need no gradient, some are computed again
+    assert 1.4 < flops[1] / flops[0] <= 2.5  # some need no gradient, some are recomputed
     assert any(each.name == "fused" for each, _ in work) == (row["compiled"] == "yes")
     assert any("scaled_dot_product" in each.name for each, _ in work) == (row["attention"] == "sdpa")
     if row["class"] == "ClapModel":
@@ -59,7 +59,7 @@ def test_every_kind_of_row_can_be_recorded(row: dict[str, Any]) -> None:
 
 
 def invent(folder: Path, what: str, share: float) -> None:
-    """A profile on an H200 where all kernels of the plan reach this share, beside copies that no plan has."""
+    """Return a profile on an H200 in which all planned kernels reach this share, with unplanned copies."""
     folder.mkdir()
     model = {"preset": "micro", "attention": "sdpa", "mlp": "torch"}
     (folder / "config.json").write_text(json.dumps(micro_run(clap={"compile": what, "model": model})))
@@ -71,7 +71,7 @@ def invent(folder: Path, what: str, share: float) -> None:
         us = 1e6 * rates_of(GPUS["h200"], "low").ideal_s(operation) / share
         if operation.name == "fused" or operation.name.startswith("compiled."):
             events.append((None, "## Call CompiledFxGraph", [], [["triton_red_fused_add_3", us]]))
-        elif us:  # with a part that another operation of the plan does as well
+        elif us:  # includes work of another planned operation
             shapes = [[], *operation.shapes, *([[4]] if operation.name == "aten.mm" else [])]
             events.append((None, operation.name.replace(".", "::"), shapes, [["first(int)", us / 4]]))
             events.append((len(events) - 1, "aten::mm", [[64, 32], [32, 32]], [["second", 3 * us / 4]]))

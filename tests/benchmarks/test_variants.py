@@ -1,4 +1,4 @@
-"""Every combination is run and has its row, also those that fail."""
+"""Every combination runs and has a row, even if it fails."""
 
 import json
 import sys

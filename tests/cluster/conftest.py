@@ -1,4 +1,4 @@
-"""One SLURM cluster for all tests here, and jobs on it as users submit them."""
+"""A SLURM cluster shared by all tests here, and jobs submitted as users do."""
 
 import contextlib
 import json
@@ -33,14 +33,14 @@ def cluster() -> Iterator[SlurmCluster]:
 
 @dataclass
 class Submitted:
-    """A job on the cluster, and where to look for what it did."""
+    """A job on the cluster, and its records."""
 
     cluster: SlurmCluster
     number: str
     folder: Path
 
     def wait(self, timeout: float = 300, confirm_s: float = 30) -> dict[str, str]:
-        """Wait until it is over; its fields. It stays COMPLETING where one of its nodes can't be reached to confirm the end."""
+        """Wait until it ends and return its fields. It stays COMPLETING if a node can't be reached to confirm the end."""
         state = lambda: self.cluster.job(self.number)["JobState"]  # noqa: E731
         self.cluster.wait_until(lambda: state() in OVER, timeout, f"the end of job {self.number}")
         with contextlib.suppress(AssertionError):
@@ -48,7 +48,7 @@ class Submitted:
         return self.cluster.job(self.number)
 
     def ends(self, state: str, exit_code: int) -> None:
-        """Wait until it is over, as expected and with no process left behind."""
+        """Wait until it ends in the expected state, with no process left."""
         job = self.wait()
         assert (job["JobState"], job["ExitCode"]) == (state, f"{exit_code}:0"), self.output
         assert self.cluster.left_behind(RANKS) == {}
@@ -72,7 +72,7 @@ class Submitted:
         return [json.loads((run / "summary.json").read_text()) for run in self.runs]
 
     def wait_for_steps(self, runs: int = 1) -> None:
-        """Wait until the run, or another start of it, has made some steps: before, nobody knows how long one takes."""
+        """Wait until the run, or a restart, has made some steps, which the hang limit depends on."""
         over = lambda: self.cluster.job(self.number)["JobState"] in OVER - {"COMPLETING"}  # noqa: E731
         files = lambda: self.folder.glob("runs/*/metrics.jsonl")  # noqa: E731
         stepped = lambda: sum(path.read_bytes().count(b"\n") >= 3 for path in files()) >= runs  # noqa: E731
@@ -80,7 +80,7 @@ class Submitted:
         assert not over(), self.output
 
     def ranks(self, host: str) -> dict[str, dict[str, str]]:
-        """Environments of the ranks on a host, by process id as the host counts."""
+        """Return the environments of the ranks on a host, by process id on the host."""
         lines = self.cluster.processes(r"python\S* -u \S*clap_ds/(?:bench|train)\.py").get(host, [])
         found = {}
         for pid, program in (line.split()[:2] for line in lines):
@@ -92,7 +92,7 @@ class Submitted:
 
 
 def site_file(folder: Path, **changes: Any) -> str:
-    """A site for the test cluster, whose runs go to the test's folder."""
+    """Return a site for the test cluster that writes runs to the test's folder."""
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CLAP_TEST_LIST": "Tree,Ring"}
     site = {"gpus_per_node": 2, "python": sys.executable, "run_root": str(folder / "runs"), "requeues": 0}
     site |= {"environment": variables}
@@ -107,8 +107,8 @@ Submit = Callable[..., Submitted]
 def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
     """Submit the script of a micro run: `submit(nodes, launcher, sbatch=(…), site={…}, clap={…})`.
 
-    Each job has a folder of its own. `variables` are those of the shell that submits, `site` changes of the site file, `asks`
-    what the job asks for beside (`Request`).
+    Each job has its own folder. `variables`: environment of the submitting shell; `site`: changes of the site file; `asks`:
+    other fields of the `Request`.
     """
     cluster.wait_until_idle()
 
@@ -132,4 +132,4 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         return Submitted(cluster, cluster.run("ctl", *given, *words, folder=ROOT).stdout.strip(), folder)
 
     yield start
-    cluster.run("ctl", "scancel", "--user=root")  # what a test that failed has left
+    cluster.run("ctl", "scancel", "--user=root")  # left by a failed test

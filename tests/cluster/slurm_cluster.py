@@ -1,9 +1,8 @@
-"""A real SLURM cluster inside this machine: a controller and some nodes, each a set of Linux namespaces with its own
-network.
+"""A real SLURM cluster on one machine: a controller and nodes, each a set of Linux namespaces with its own network.
 
-A host is a `unshare`d process that sleeps as pid 1 of its own pid namespace; killing it takes everything on that host
-along. The nodes hang on a bridge inside the controller's network namespace, which has no way out, so nothing touches
-the machine's own interfaces, /etc, /run or ports. Needs root and the programs in `tests.needs.CLUSTER`.
+A host is an `unshare`d process that sleeps as pid 1 of its own pid namespace; killing it ends all its processes. A bridge in
+the controller's network namespace connects the nodes. It has no uplink, so the machine's own interfaces, /etc, /run and ports
+are not touched. Needs root and the programs in `tests.needs.CLUSTER`.
 """
 
 import contextlib
@@ -23,22 +22,22 @@ _SUBNET = "10.99.0"
 _PREFIX = "clap-slurm-"
 GPUS, CPUS = 4, 8
 CGROUPS = Path("/sys/fs/cgroup/freezer")
-"""Where it is there, SLURM contains a step's processes by the cgroup-v1 freezer, as on most clusters."""
+"""If it exists, SLURM tracks a step's processes with the cgroup-v1 freezer, as on most clusters."""
 OVER = {
     "COMPLETING", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
 }  # fmt: skip
-"""States of a job that has ended. Of the others there are many, some of them momentary (`SIGNALING`)."""
+"""States of jobs that have ended. There are many others, some of them brief (`SIGNALING`)."""
 
 
 class SlurmCluster:
-    """`node1` … `nodeN` and `ctl`, up when constructed. Paths are unique, so that clusters and leftovers can't meet."""
+    """Hosts `node1` … `nodeN` and `ctl`, started on construction. Unique paths keep clusters and leftovers apart."""
 
     def __init__(self, num_nodes: int) -> None:
         self._lock = (Path(tempfile.gettempdir()) / "clap-slurm.lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # one cluster on a machine: SLURM names its cgroups after nodes only
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # one cluster per machine: SLURM's cgroups are named after nodes only
         self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
         for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)  # of a test run that was killed; its hosts went with it
+            shutil.rmtree(left, ignore_errors=True)  # left by a killed test run, whose hosts are gone
         self._remove_cgroups()
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self.folder.chmod(0o755)
@@ -59,7 +58,7 @@ class SlurmCluster:
             raise
 
     def close(self) -> None:
-        """End everything on every host and remove the folder; safe to call twice."""
+        """End all hosts and remove the folder; safe to call twice."""
         for holder in self._holders.values():
             holder.kill()
             holder.wait()
@@ -76,7 +75,7 @@ class SlurmCluster:
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
 
-    # --- using it
+    # --- use
 
     def run(
         self, host: str, *arguments: str, check: bool = True, folder: Path | None = None, timeout: float = 120
@@ -90,18 +89,18 @@ class SlurmCluster:
         return result
 
     def job(self, number: str) -> dict[str, str]:
-        """Fields of `scontrol show job`."""
+        """Return the fields of `scontrol show job`."""
         text = self.run("ctl", "scontrol", "show", "job", "-o", number).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
     def processes(self, pattern: str) -> dict[str, list[str]]:
-        """Command lines on each node that match a pattern, for the nodes that have any."""
+        """Return matching command lines by node, without nodes that have none."""
         lines = {host: self.run(host, "ps", "-eo", "pid,args", "--no-headers").stdout for host in self._addresses}
         found = {host: re.findall(f"^.*(?:{pattern}).*$", text, re.MULTILINE) for host, text in lines.items()}
         return {host: matching for host, matching in found.items() if matching}
 
     def left_behind(self, pattern: str) -> dict[str, list[str]]:
-        """`processes` that are there to stay: one that has said its last word may take a moment to end."""
+        """Return the `processes` that remain after a grace period for exiting ones."""
         with contextlib.suppress(AssertionError):
             self.wait_until(lambda: not self.processes(pattern), 5, "processes to end")
         return self.processes(pattern)
@@ -111,14 +110,14 @@ class SlurmCluster:
         self.run("ctl", "ip", "link", "set", f"v-{host}", "down")
 
     def connect(self, host: str) -> None:
-        """Connect it again, and have SLURM use it."""
+        """Reconnect a node and resume it in SLURM."""
         self.run("ctl", "ip", "link", "set", f"v-{host}", "up")
         for state in ("State=DOWN", "State=RESUME"):
             self.run("ctl", "scontrol", "update", f"NodeName={host}", state, "Reason=cut", check=False)
 
     @staticmethod
     def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> None:
-        """Wait for something; an AssertionError when it doesn't come in time."""
+        """Wait until a condition holds; AssertionError after the time limit."""
         began = time.monotonic()
         while not condition():
             assert time.monotonic() - began < timeout, f"waited {timeout:.0f} s for {what}"
@@ -131,7 +130,7 @@ class SlurmCluster:
         states = self.run("ctl", "sinfo", "-h", "-N", "-o", "%T", check=False).stdout.split()
         return states == ["idle"] * len(self.nodes)
 
-    # --- bringing it up
+    # --- start
 
     def _write_files(self) -> None:
         folder = self.folder
@@ -144,7 +143,7 @@ class SlurmCluster:
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "ssh" / key)], check=True)
         shutil.copy(folder / "ssh" / "user.pub", folder / "ssh" / "authorized_keys")
         for number in range(GPUS):
-            # A character device that swallows everything: SLURM counts and assigns it like a GPU.
+            # SLURM counts and assigns this null-like character device as a GPU.
             os.mknod(folder / "dev" / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
         sshd = f"HostKey {folder}/ssh/host;AuthorizedKeysFile {folder}/ssh/authorized_keys;StrictModes no;UsePAM no;"
         sshd += "PermitRootLogin prohibit-password;PasswordAuthentication no;UseDNS no;MaxStartups 100"
@@ -181,7 +180,7 @@ class SlurmCluster:
         return ";".join([*settings.split(), *nodes, partition])
 
     def _start_host(self, host: str) -> None:
-        """A namespace set with a name, private run-time folders, and a cable to the controller's bridge."""
+        """Start a host: namespaces with a name, private run-time folders, and a link to the controller's bridge."""
         ready = self.folder / f"ready-{host}"
         script = (
             'set -e; hostname "$1"; mount -t proc proc /proc; mount -t tmpfs tmpfs /run; mkdir -p /run/sshd /run/lock;'
@@ -191,7 +190,7 @@ class SlurmCluster:
         )
         with (self.folder / "log" / f"host-{host}.log").open("wb") as log:
             self._holders[host] = subprocess.Popen(
-                # The host goes when this process does, however that ends.
+                # The host ends with this process.
                 ["setpriv", "--pdeathsig", "KILL",
                  "unshare", "-n", "-u", "-m", "-p", "-f", "--kill-child", "--propagation", "private",
                  "bash", "-c", script, f"{_PREFIX}{host}", host, str(self.folder), str(ready)],

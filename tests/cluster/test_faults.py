@@ -1,4 +1,4 @@
-"""What goes wrong on clusters, brought about on a real one: how soon it is clear, who is named, and that nothing is left."""
+"""Faults on a real cluster: time to detection, the named cause, and cleanup."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from tests.cluster.conftest import ENDLESS, RANKS, TRAINING, Submit
 from tests.cluster.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.end_to_end
-LONGEST_S = 240  # generous: a rank stands still after a minute, or longer where the run has made long pauses before
+LONGEST_S = 240  # generous: a hang is detected after a minute, or later if the run paused longer before
 
 
 def _steps(run: Path) -> list[int]:
@@ -36,12 +36,12 @@ def test_job_is_queued_again_without_the_host_of_a_killed_rank(submit: Submit, c
 
 
 def test_rank_that_stands_still_and_time_that_runs_out(submit: Submit, cluster: SlurmCluster) -> None:
-    """Two jobs at once, for both take a minute. The others wait for the stopped rank and aren't blamed."""
+    """Run two jobs at once, as both take a minute. Ranks that wait for the stopped one aren't blamed."""
     timed = submit(2, "torchrun", clap=ENDLESS, sbatch=("--time=10", "--signal=USR1@110", "--cpus-per-task=2"))
     hung = submit(2, clap=ENDLESS, sbatch=("--nodelist=node[1-2]", "--cpus-per-task=2"))
     for job in (timed, hung):
         job.wait_for_steps()
-    # One to two minutes from now: SLURM counts in minutes, and gives its warning at once.
+    # One to two minutes from now: SLURM rounds to minutes, and sends its warning immediately.
     hours, minutes, seconds = map(int, cluster.job(timed.number)["RunTime"].split(":"))
     limit = 60 * hours + minutes + math.ceil(seconds / 60) + 1
     stopped, variables = sorted(hung.ranks("node2").items())[1]
@@ -57,7 +57,7 @@ def test_rank_that_stands_still_and_time_that_runs_out(submit: Submit, cluster: 
 
 @pytest.fixture
 def cut(cluster: SlurmCluster) -> Iterator[Callable[[], None]]:
-    """Takes node2 off the network until the test is over."""
+    """Disconnect node2 until the test ends."""
     yield lambda: cluster.cut("node2")
     cluster.connect("node2")
 
@@ -71,7 +71,7 @@ def test_host_that_cannot_be_reached_is_named(submit: Submit, cut: Callable[[], 
 
 
 def test_spare_host_takes_over_from_a_lost_one(submit: Submit, cluster: SlurmCluster, cut: Callable[[], None]) -> None:
-    """From the newest checkpoint; the lost host, which nobody can reach, ends its ranks by itself."""
+    """Training resumes from the newest checkpoint; the unreachable host ends its ranks itself."""
     clap = {**TRAINING, "train": {"samples": 10**9, "log_every_steps": 1}, "checkpoint": {"every_steps": 15}}
     job = submit(2, clap=clap, asks={"train": True, "spare_nodes": 1})
     job.wait_for_steps()

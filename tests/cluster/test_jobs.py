@@ -1,4 +1,4 @@
-"""Jobs on a real SLURM, through every launcher. Sweeps and preflight are the walk-through's."""
+"""Jobs on a real SLURM with every launcher. test_walkthrough.py covers sweeps and preflight."""
 
 import json
 import os
@@ -21,7 +21,7 @@ TRICKY = """a "quoted" $HOME, `b` % \\n"""
 def test_jobs_share_nodes_keep_their_secrets_and_leave_nothing(
     submit: Submit, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    """Two jobs at once on the same nodes: each has GPUs of its own, and one environment."""
+    """Two jobs at once on the same nodes have separate GPUs and consistent environments."""
     variables = {"HF_TOKEN": SECRET, "TRICKY": TRICKY, "PYTORCH_CUDA_ALLOC_CONF": "a:1,b:2"}
     more: dict[str, Any] = {"variables": variables, "clap": ENDLESS}
     more["sbatch"] = ("--nodelist=node[1-2]", "--cpus-per-task=2")
@@ -33,28 +33,28 @@ def test_jobs_share_nodes_keep_their_secrets_and_leave_nothing(
     for host in cluster.nodes[:2]:
         ranks = [ranks for job in jobs for ranks in job.ranks(host).values()]
         taken = [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks]
-        assert taken[0] == taken[1] != taken[2] == taken[3]  # by its local rank a rank takes its own of the host's
+        assert taken[0] == taken[1] != taken[2] == taken[3]  # a rank selects its GPU by local rank
         assert sorted(",".join({*taken}).split(",")) == ["0", "1", "2", "3"]
         for rank in ranks:
             assert {name: rank[name] for name in variables if name in rank} == variables
-            assert rank["CLAP_TEST_LIST"] == "Tree,Ring"  # the site's settings, whole
+            assert rank["CLAP_TEST_LIST"] == "Tree,Ring"  # all of the site's variables
     assert cluster.processes(SECRET) == {}
     cluster.run("ctl", "scancel", *(job.number for job in jobs))
     for job in jobs:
         assert job.wait()["JobState"] == "CANCELLED"
         assert [summary["state"] for summary in job.summaries] == [job.record["state"]] == ["terminated"]
     assert cluster.left_behind(RANKS) == {}
-    # SLURM keeps a job's own environment; nothing of this project's does.
+    # SLURM stores a job's environment; this project must not.
     assert subprocess.run(["grep", "-rl", SECRET, str(tmp_path)], capture_output=True, text=True).stdout == ""
 
 
 def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, cluster: SlurmCluster) -> None:
-    """First by itself, then by SLURM, as after a preemption."""
+    """The job requeues itself first, then SLURM requeues it, as after a preemption."""
     job = submit(2, asks={"train": True, "until_done": True}, clap=TRAINING)
     job.wait_for_steps()
     cluster.run(
         "ctl", "scancel", "--signal=USR1", job.number
-    )  # to the ranks' step alone, as SLURM does before the limit
+    )  # only to the ranks' step, as SLURM does before the limit
     job.wait_for_steps(2)
     cluster.run("ctl", "scontrol", "requeue", job.number)
     job.wait_for_steps(3)
@@ -67,14 +67,14 @@ def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, clu
     assert [attempt["requeued"] for attempt in job.record["attempts"]] == [True, False, False]
 
 
-# --- DeepSpeed's own line, as the first lines of docs/clusters.md have it
+# --- DeepSpeed's own command, as at the start of docs/clusters.md
 
 
 def _type_line(cluster: SlurmCluster, folder: Path, launcher: str, nodes: int, *changes: str) -> tuple[int, str]:
-    """The page's commands on a smaller model, in a shell of salloc's on the login node: exit code, and what is shown.
+    """Run the page's commands with a smaller model in salloc's shell on the login node; return exit code and output.
 
     Args:
-        changes: `sed` expressions: of the hostfile, then of deepspeed's line.
+        changes: `sed` expressions for the hostfile and for deepspeed's line.
     """
     page = (ROOT / "docs" / "clusters.md").read_text().partition("## DeepSpeed's own line")[2].partition("\n## ")[0]
     lines = [line.removeprefix("$ ") for line in page.splitlines() if line.startswith("$ ")]
@@ -101,7 +101,7 @@ def _type_line(cluster: SlurmCluster, folder: Path, launcher: str, nodes: int, *
 def test_deepspeeds_own_line(
     cluster: SlurmCluster, tmp_path: Path, launcher: str, nodes: int, of_hosts: str, hosts: list[str]
 ) -> None:
-    """The hostfile's hosts compute, which may be fewer than the allocation's, and never the login node."""
+    """Only the hostfile's hosts compute, even if they are fewer than the allocation's; never the login node."""
     code, shown = _type_line(cluster, tmp_path, launcher, nodes, of_hosts, "")
     assert code == 0, shown
     (run,) = tmp_path.glob("runs/*/summary.json")

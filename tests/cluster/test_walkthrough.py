@@ -1,6 +1,6 @@
-"""docs/clusters.md, from clone to scaling plot: every line as typed, on a real SLURM, and what the page says that it prints.
+"""Run the walk-through of docs/clusters.md on a real SLURM and compare its output with the page.
 
-In a folder whose name has a space. Of the cluster's own, the site file and a smaller model stand in for the page's.
+The folder's name has a space. The site file is the test cluster's, and the model is smaller.
 """
 
 import json
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.end_to_end
 PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("## From clone to scaling plot\n")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"^```console\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
-BY_HAND = r"git clone .*|make setup.*"  # what the tests have done already
+BY_HAND = r"git clone .*|make setup.*"  # already done by the tests
 
 
 def _commands() -> list[tuple[str, list[str]]]:
-    """Each command with the lines that the page shows under it."""
+    """Return each command with the output that the page shows."""
     found: list[tuple[str, list[str]]] = []
     for line in "".join(BLOCKS).splitlines():
         if line.startswith("$ "):
@@ -35,8 +35,8 @@ def _commands() -> list[tuple[str, list[str]]]:
 
 
 def _pattern(line: str) -> str:
-    """A line of the page's as a regular expression: `…` is anything, a number any number, spaces any space; what the page has
-    GPUs for are ranks on CPUs here."""
+    """Convert a line to a regular expression: `…` matches anything, a number any number, spaces any space, and GPUs CPU
+    ranks."""
     parts = (
         r"\s+".join(map(re.escape, part.split(" "))).replace("GPU", "(?:GPU|rank)")
         for part in re.sub(" +", " ", line.strip()).split("…")
@@ -70,7 +70,7 @@ def test_every_line_as_typed(cluster: SlurmCluster, checkout: Path) -> None:
             assert any(re.fullmatch(rf"\s*{_pattern(line)}\s*", each) for each in lines), f"{line!r} isn't in:\n{shown}"
         if command.startswith("cp "):
             shutil.copy(site_file(checkout.parent, run_root="runs"), checkout / "launch" / "clusters" / "mine.json")
-        # The page reads on when the jobs are over.
+        # The page continues after the jobs have ended.
         cluster.wait_until(lambda: not cluster.run("ctl", "squeue", "-h").stdout.strip(), 240, "an empty queue")
     (picture,) = checkout.glob("*.png")
     assert picture.stat().st_size > 10_000

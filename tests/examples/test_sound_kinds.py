@@ -10,7 +10,7 @@ RATE = 16000
 
 
 def test_held_out_nouns_can_be_understood_from_the_kind_s_own_words() -> None:
-    """Every word but the smallest stands in a training name of the same kind, and no held-out name is a training name."""
+    """Held-out names are new, but all their words except short ones are in training names of the same kind."""
     assert [kind.label for kind in KINDS] == list(SIGNALS)
     for kind in KINDS:
         known = set(" ".join(kind.nouns["train"]).split()) | {"a", "of", "on", "the"}
@@ -28,7 +28,7 @@ def signal_of(label: str, value: float) -> np.ndarray:
 
 
 def centroid(signal: np.ndarray) -> float:
-    """Mean frequency of the spectrum, Hz."""
+    """Return the mean frequency of the spectrum in Hz."""
     power = np.abs(np.fft.rfft(signal * np.hanning(len(signal)))) ** 2
     return float((power * np.fft.rfftfreq(len(signal), 1 / RATE)).sum() / power.sum())
 

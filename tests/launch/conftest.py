@@ -1,4 +1,4 @@
-"""SLURM's commands played by small scripts."""
+"""Fake SLURM commands: small scripts."""
 
 import os
 import sys
@@ -25,8 +25,8 @@ SCRIPTS = {
 
 @dataclass
 class FakeSlurm:
-    """Its commands' answers are files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo), and
-    `refuse_test`, with whose text sbatch refuses when it is asked."""
+    """Commands print files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo). `refuse_test` is
+    the error of `sbatch --test-only`."""
 
     folder: Path
 
@@ -34,13 +34,13 @@ class FakeSlurm:
         (self.folder / name).write_text(text)
 
     def lines(self, name: str) -> list[str]:
-        """`calls` are sbatch's command lines, `tested` the #SBATCH lines it was asked about, `asked` scontrol's."""
+        """Read `calls` (sbatch's command lines), `tested` (#SBATCH lines it checked) or `asked` (scontrol's)."""
         return (self.folder / name).read_text().splitlines()
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """A SLURM with the partitions gpu, of nodes with 4 GPUs, and cpu; the Python of the tests is `python3`."""
+    """A fake SLURM with partitions gpu (nodes with 4 GPUs) and cpu; `python3` is the Python of the tests."""
     folder = tmp_path / "fake_slurm"
     folder.mkdir()
     for name, script in SCRIPTS.items():

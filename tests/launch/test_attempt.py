@@ -1,4 +1,4 @@
-"""How an attempt ended, by what two hosts of two ranks and SLURM left."""
+"""Outcomes of attempts on two hosts with two ranks each, from error files and SLURM's answers."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ Ended = Callable[..., Ending]
 
 @pytest.fixture
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
-    """`ending_of` an attempt with a run of this summary (None: no run) and errors by rank, in the order they came."""
+    """Call `ending_of` for a run with this summary (None: no run) and errors by rank, in order of time."""
 
     def ended(
         code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, str]] | None = None, *,
@@ -48,9 +48,9 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
         (0, {"state": "completed"}, {}, "completed", 0),
         (1, {"state": "completed"}, {}, "failed", 1),
         (1, {"state": "timeout", **SAVED}, {}, "timeout", 0),
-        (138, {"state": "running"}, {}, "timeout", 138),  # signalled while it was starting
+        (138, {"state": "running"}, {}, "timeout", 138),  # signaled during start-up
         (143, {"state": "terminated"}, {"stopped": signal.SIGTERM}, "terminated", 143),
-        (1, {"state": "terminated", **SAVED}, {"stopped": signal.SIGUSR1}, "timeout", 0),  # it was told to
+        (1, {"state": "terminated", **SAVED}, {"stopped": signal.SIGUSR1}, "timeout", 0),  # it was requested
         (137, {"state": "running"}, {}, "failed", 137),
     ],
 )
@@ -70,7 +70,7 @@ def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
     [
         (1, {}, "failed", 1, [], True),
         (1, dict.fromkeys(range(4), GONE), "failed", 1, [], True),
-        (143, {0: ("error", "KeyError: 'x'")}, "failed", 1, [], False),  # not that of the ranks which srun ended
+        (143, {0: ("error", "KeyError: 'x'")}, "failed", 1, [], False),  # not that of ranks that srun ended
         (143, {0: ("user", "clap.bench.windws: no such field")}, "failed", 2, [], False),
         (1, {1: ("out_of_memory", "out of memory at micro-batch 4")}, "out_of_memory", 1, [], False),
         (137, dict.fromkeys(range(3), GONE), "failed", 137, ["n2"], False),  # rank 3 was killed
@@ -80,6 +80,6 @@ def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
 def test_what_ranks_said(
     ended: Ended, code: int, errors: Any, state: str, exit_code: int, hosts: list[str], is_unclear: bool
 ) -> None:
-    """The first cause counts, and hosts are asked after where no rank knows it."""
+    """The first cause counts; SLURM is asked about hosts only if no rank reported a cause."""
     ending = ended(code, {"state": "failed", "error": "a consequence" if errors else None}, errors)
     assert (ending.state, ending.code, ending.hosts, ending.is_unclear) == (state, exit_code, hosts, is_unclear)

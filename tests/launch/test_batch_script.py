@@ -1,4 +1,4 @@
-"""Scripts for sites of several kinds, and what bash makes of them."""
+"""Batch scripts for several kinds of sites, executed by bash."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def _site(tmp_path: Path, **fields: object) -> str:
 
 
 def _commands(tmp_path: Path, text: str, **variables: str) -> list[list[str]]:
-    """The script's two commands as bash makes them, after OMP_NUM_THREADS and A: the Python in it is a stand-in."""
+    """Return OMP_NUM_THREADS, A and the script's two commands as bash runs them with a fake Python."""
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\nprintf "%s\\0" "$OMP_NUM_THREADS" "${A-}" "$@" END\n')
     python.chmod(0o755)
@@ -71,7 +71,7 @@ exec /opt/python -m clap_ds.launch.job --folder "$folder" --spare_nodes=1 --unti
 
 
 def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
-    """Of a path with spaces, quotes and percents, and a tricky value."""
+    """Use a path with spaces, quotes and percent signs, and a tricky value."""
     folder = tmp_path / "it's 50%"
     site = _site(tmp_path, environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="torchrun")
     text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%j.out", folder)

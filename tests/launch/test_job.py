@@ -1,4 +1,4 @@
-"""Whole jobs on this machine, whose `deepspeed` is a script of ours; and what a job decides, without any host."""
+"""Complete jobs with a fake `deepspeed`, and decisions of a job without hosts."""
 
 import json
 import os
@@ -32,7 +32,7 @@ sys.exit(143)
 
 
 def test_nothing_here_needs_torch_or_pydantic() -> None:
-    """As on a login node, and on hosts whose Python hasn't the package: only PYTHONPATH leads to it."""
+    """The package is found through PYTHONPATH alone, as on hosts without an installation."""
     scripts = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
     program = f"import sys; [__import__('clap_ds.launch.' + name) for name in {scripts}]; print(sorted(sys.modules))"
     shown = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -40,7 +40,7 @@ def test_nothing_here_needs_torch_or_pydantic() -> None:
 
 
 def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
-    """Once, for it is the program's own. The job is of two ranks, whose `deepspeed.launcher.runner` is ours."""
+    """The program's own error ends the job after one attempt. Its two ranks start with a fake `deepspeed.launcher.runner`."""
     package = tmp_path / "stub" / "deepspeed" / "launcher"
     package.mkdir(parents=True)
     for path in (package, package.parent):
@@ -55,7 +55,7 @@ def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=kept | own, capture_output=True, text=True, timeout=180)
     record = json.loads((tmp_path / "job.json").read_text())
     assert (done.returncode, record["state"], record["exit_code"]) == (1, "failed", 1), (
-        "not srun's code, of ended ranks"
+        "not srun's code for ranks that it killed"
     )
     assert "KeyError: no such key" in record["error"]
     assert record["error"] in done.stderr
@@ -63,14 +63,14 @@ def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] == record["error"]
     folder = tmp_path / "attempts" / "0"
     assert (folder / SECRET).stat().st_mode & 0o777 == 0o600
-    assert (folder / SECRET).read_text() in Ranks(0, 2, 0, 2, job_folder=folder).run  # under which ranks meet
+    assert (folder / SECRET).read_text() in Ranks(0, 2, 0, 2, job_folder=folder).run  # the ranks' rendezvous secret
 
 
-# --- what a job decides
+# --- decisions
 
 
 def _job(folder: Path, hosts: int, *options: str) -> RunningJob:
-    """A job on n1, n2, … that hasn't begun."""
+    """Return a job on n1, n2, … before its start."""
     (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
     (folder / "site.json").write_text('{"requeues": 1}')
     words = ["--folder", str(folder), *options, "--", "bench.py"]
@@ -87,8 +87,8 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
     for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
         assert [*job.choose_hosts()] == hosts.split()
         job.note(Ending("failed", f"lost {lost}", 1, [lost]), job.slots, "now")
-    assert job.choose_hosts() == {}, "n1 isn't to be used, though it is there"
-    # SLURM may give another start of the job the same hosts again.
+    assert job.choose_hosts() == {}, "n1 must not be used though it is allocated"
+    # SLURM may allocate the same hosts again after a requeue.
     job.start, job.slots = 1, {"n1": 4, "n2": 4}
     assert [*job.choose_hosts()] == ["n1", "n2"]
 
@@ -97,10 +97,10 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
     ("ending", "requeued", "stopped", "asks"),
     [
         (LOST, 0, None, True),
-        (LOST, 1, None, False),  # as often as it may
+        (LOST, 1, None, False),  # as often as allowed
         (LOST, 0, signal.SIGTERM, False),  # cancelled
-        (Ending("failed", "KeyError: 'loss'", 1), 0, None, False),  # the program's
-        (Ending("timeout", "saved", 0), 5, signal.SIGUSR1, True),  # training that isn't done
+        (Ending("failed", "KeyError: 'loss'", 1), 0, None, False),  # the program's fault
+        (Ending("timeout", "saved", 0), 5, signal.SIGUSR1, True),  # unfinished training
         (Ending("timeout", "not saved", 138), 0, signal.SIGUSR1, False),
     ],
 )

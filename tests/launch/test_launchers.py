@@ -1,4 +1,4 @@
-"""Command lines of the launchers, and what DeepSpeed's own parser makes of them."""
+"""Command lines of the launchers, parsed by DeepSpeed's own parser."""
 
 import shlex
 from pathlib import Path
@@ -15,7 +15,7 @@ def test_slurm_is_one_srun_on_these_hosts() -> None:
     command = launcher.command(HOSTS, Path("H"), 17000, WORDS)
     assert command[:3] == ["py", "-m", "deepspeed.launcher.runner"]
     assert command[-3:] == WORDS
-    # As deepspeed reads it: what else is a word that begins with dashes would be an option of its own.
+    # Parse as deepspeed does: any other word with leading dashes would be an option.
     from deepspeed.launcher.runner import parse_args
 
     read = parse_args(command[3:])

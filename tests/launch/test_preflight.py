@@ -1,4 +1,4 @@
-"""What is made of ranks' answers. Preflight on a real SLURM is in tests/cluster/."""
+"""Evaluation of ranks' reports. tests/cluster/ runs preflight on a real SLURM."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from clap_ds.launch.preflight import hosts_of, judge, lines, odd_hosts, slow_ones
 from clap_ds.ranks import failure
 
-SILENT = "can't be reached, or starts no rank:"
+SILENT = "unreachable, or starts no rank:"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_verdict(
 
 
 def _odd(**changes: dict[str, str | None]) -> list[str]:
-    """What is odd about three hosts of two ranks, which see a GPU each; `changes` by host."""
+    """Return findings about three hosts with two ranks, each with one GPU; `changes` by host."""
     answers: list[dict[str, Any]] = []
     for rank in range(6):
         has = {"gpu": "H100", "code": "abc", "torch": "2.13.0"} | changes.get(host := f"n{rank // 2 + 1}", {})

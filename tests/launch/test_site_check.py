@@ -1,4 +1,4 @@
-"""What a site says, tried on a SLURM played by scripts."""
+"""Checks of site files with a fake SLURM."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_python_is_tried_in_its_wrapper_and_sbatch_asked(
     assert _check(tmp_path, setup=["module() { [ $1 = load ]; }", "module load CUDA"], **asks, **container) == 0
     python, sbatch = capsys.readouterr().out.splitlines()
     assert python.startswith("python  apptainer exec --nv 'x y.sif' python3: Python 3.")
-    assert sbatch == "sbatch  would take it"
+    assert sbatch == "sbatch  accepts the options"
     expected = {"--qos=c", "--account=Mine", "--partition=gpu", "--time=00:15:00"}
     assert {line.split()[1] for line in slurm.lines("tested")} == expected
 

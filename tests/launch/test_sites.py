@@ -1,4 +1,4 @@
-"""Site files: the published one, the one that needs no editing, and every kind of mistake."""
+"""Site files: Jupiter's, the generic one, and every kind of mistake."""
 
 import json
 import os
@@ -26,10 +26,10 @@ def test_packaged_sites() -> None:
     )
     rest = {name: value for name, value in site.environment.items() if name != "HF_HOME"}
     assert rest == dict(pair.split("=") for pair in published.split())
-    assert "/PROJECT/" in site.environment["HF_HOME"], "what the manual says has to be edited"
+    assert "/PROJECT/" in site.environment["HF_HOME"], "the manual tells users to edit this"
     minutes = {nodes: site.walltime(nodes)[3:5] for nodes in (1, 8, 9, 32, 64, 128, 256)}
     assert minutes == {1: "15", 8: "15", 9: "25", 32: "25", 64: "30", 128: "30", 256: "30"}
-    site = load_site("generic")  # names no place
+    site = load_site("generic")  # has no cluster-specific values
     assert not any([site.account, site.partition, site.gpus_per_node, site.environment, site.setup])
 
 
@@ -65,7 +65,7 @@ def test_a_container_needs_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hostfile", "sites", "submit", "sweep"])
 def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
-    """Without the package, or with a Python that is too old for it."""
+    """The package is missing, or the Python is too old for it."""
     path = ROOT / "launch" / f"{name}.py"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run([sys.executable, "-S", path, "--help"], capture_output=True, text=True, env=kept, cwd="/")

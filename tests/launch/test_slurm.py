@@ -1,4 +1,4 @@
-"""SLURM's times, partitions and states as its commands print them, lost answers, and what a job asks about itself."""
+"""Parsing of SLURM's times, partitions and states, failing commands, and requeueing."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
         ask(["squeue", "-h"])
     assert len(slurm.lines("count")) == 3
     slurm.write("squeue", f"{count}[ $(wc -l < count) = 6 ] && echo 7 RUNNING\n")
-    assert states_of([]) == {"7": "RUNNING"}, "one answer of three will do"
+    assert states_of([]) == {"7": "RUNNING"}, "one of three tries must succeed"
 
 
 def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +46,7 @@ def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys
     assert requeue(["n1", "n3"]) is None
     expected = ["requeuehold 42", "update JobId=42 ExcNodeList=n1,n3", "release 42"]
     assert slurm.lines("asked") == ["requeue 42", *expected]
-    # It is let go all the same where the hosts can't be excluded: it would be held for ever.
+    # If hosts can't be excluded, it is released anyway: else it would be held forever.
     slurm.write("scontrol", '#!/bin/sh\n[ "$1" != update ] || { echo no right >&2; exit 1; }\n')
     assert requeue(["n1", "n3"]) is None
     assert "warning: scontrol update JobId=42 ExcNodeList=n1,n3: no right" in capsys.readouterr().err

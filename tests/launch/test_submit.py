@@ -1,4 +1,4 @@
-"""One job from one command: its folder, its record, and everything that is refused before it is queued."""
+"""Submission of one job: its folder, its record, and what is rejected before it is queued."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def call(folder: Path, slurm: FakeSlurm) -> Call:
-    """Submits a micro run on a site with an account: `call(*options, site={…}, clap={…})`."""
+    """Submit a micro run on a site with an account: `call(*options, site={…}, clap={…})`."""
 
     def submit(*options: str, site: dict[str, Any] | None = None, **changes: Any) -> int:
         fields = {"account": "mine", "sbatch": ["--exclusive"], "run_root": str(folder / "runs"), **(site or {})}
@@ -41,7 +41,7 @@ def test_everything_of_the_site_is_in_the_script(
     call: Call, folder: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = {"partition": "gpu", "cpus_per_task": 8, "gpus_per_node": 2}
-    # As far as it is in service, says SLURM of a partition; submitted, such a job waits.
+    # SLURM counts only nodes in service; a submitted job would wait for the others.
     slurm.write("refuse_test", "allocation failure: Requested node configuration is not available\n")
     assert call("--nodes", "2", "--exclude", "n[1-2]", "--launcher", "torchrun", site=site) == 0
     (job,) = _jobs(folder)
@@ -60,10 +60,10 @@ def test_everything_of_the_site_is_in_the_script(
     ("site", "options", "says", "message"),
     [
         ({"python": "/bin/true"}, "", {}, "python: /bin/true can't run this package"),
-        ({}, "--until_done", {}, "are for training: give --train, too"),
-        ({}, "--train", {}, "clap.train: missing samples or epochs"),
-        ({"partition": "cpu"}, "", {}, "give --gpus"),
-        ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "sbatch would refuse it: Invalid qos"),
+        ({}, "--until_done", {}, "need --train"),
+        ({}, "--train", {}, "clap.train: samples and epochs are missing"),
+        ({"partition": "cpu"}, "", {}, "pass --gpus"),
+        ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "sbatch rejects the job: Invalid qos"),
     ],
 )
 def test_refused_before_it_is_queued(

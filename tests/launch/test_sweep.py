@@ -1,4 +1,4 @@
-"""Plans, submission, states and what is missing, with SLURM's commands played by small scripts."""
+"""Planning, submission, status and resubmission of sweeps, with a fake SLURM."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs' JSONs aren't tried by the ranks' Python, which takes a second for each command."""
+    """Skip the check of runs' JSONs with the ranks' Python, which takes a second per command."""
     monkeypatch.setattr("clap_ds.launch.jobs.check_environment", lambda *_, **__: "")
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_queued_unless_every_job_can_run(
         (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], "train_micro_batch_size_per_gpu_zwei"),
         (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: expected"),
         (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: expected"),
-        (["--gpus", "1", "--nodes", "2", "2"], "given twice"),
+        (["--gpus", "1", "--nodes", "2", "2"], "duplicate"),
     ):  # fmt: skip
         folder = _start(tmp_path, *options, code=2)
         assert message in capsys.readouterr().err
@@ -75,14 +75,14 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
     assert main(["status", str(folder)]) == 0
     heads, *rows, counts = capsys.readouterr().out.splitlines()
     assert heads.split() == ["job", "nodes", "id", "state", "note"]
-    # n005 says it runs, but SLURM no longer knows it.
+    # n005's record is `running`, but SLURM no longer knows it.
     expected = ["completed", "out_of_memory", "timeout", "failed", "failed", "running", "terminated", "init"]
     assert [row.split()[:4] for row in rows] == [
         [f"n{n:03d}", f"{n}", f"{100 + n}", state] for n, state in enumerate(expected, start=1)
     ]
     assert "2 failed" in counts
     assert main(["resume", str(folder), "--time", "00:45:00", "--exclude", "n[1-2]"]) == 0
-    assert "4 of 8 jobs are missing: n003, n004, n005, n007" in capsys.readouterr().out
+    assert "resubmitting 4 of 8 jobs: n003, n004, n005, n007" in capsys.readouterr().out
     assert len(slurm.lines("calls")) == 12
     lines = (folder / "n003.sbatch").read_text().splitlines()
     assert {"#SBATCH --time=00:45:00", "#SBATCH --exclude=n[1-2]"} <= set(lines)

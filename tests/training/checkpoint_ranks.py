@@ -1,4 +1,4 @@
-"""What ranks do in tests of checkpoints: train a micro model a few steps, save, go on, load elsewhere."""
+"""Functions that ranks run in checkpoint tests: train a micro model a few steps, save, continue, load elsewhere."""
 
 import errno
 import io
@@ -39,7 +39,7 @@ from clap_ds.weights.formats import load_safetensors
 from tests.training.reference_steps import CPU, TIMER, run_settings
 
 ROWS = 6
-"""Of every global batch, whatever the number of ranks."""
+"""Rows of a global batch for any number of ranks."""
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 _COURSE = {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_type": "linear", "cos_min_ratio": 0.1}
 SCHEDULER = {"type": "WarmupCosineLR", "params": _COURSE}
@@ -47,7 +47,7 @@ SCHEDULER = {"type": "WarmupCosineLR", "params": _COURSE}
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Warnings given meanwhile, there when it ends."""
+    """Collect warnings, available after the block."""
     found: list[str] = []
     with redirect_stderr(io.StringIO()) as text:
         yield found
@@ -64,7 +64,7 @@ def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
 
 
 def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
-    """A fresh engine; `noisy`: with dropout, stochastic depth and SpecAugment."""
+    """Return a new engine; `noisy`: with dropout, stochastic depth and SpecAugment."""
     torch.manual_seed(seed)
     noise: dict[str, Any] = {"drop_path": 0.3 * noisy, "text_dropout": 0.3 * noisy, "spec_augment": noisy}
     model = ClapModel(run.clap.preset(), **noise, learns_bias=LOSSES[run.clap.loss.kind].needs_bias)
@@ -72,14 +72,14 @@ def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
     built = ClapEngine(run, model, CPU)
     torch.manual_seed(seed + 10 + rank())
     if not noisy:
-        norm = model.audio.batch_norm.eval()  # statistics of a rank's own rows would depend on the number of ranks
+        norm = model.audio.batch_norm.eval()  # statistics of one rank's rows would depend on the number of ranks
         norm.running_mean.fill_(-20)
         norm.running_var.fill_(90)
     return built
 
 
 def batches(start: int) -> Iterator[Batch]:
-    """This rank's rows of the global batches from `start` on: tones and their captions, the same every time but for noise."""
+    """Yield this rank's rows of the global batches from `start` on: tones and captions, constant except for noise."""
     rows = ROWS // world_size()
     mine = slice(rank() * rows, (rank() + 1) * rows)
     tones = torch.sin(2 * torch.pi * 200 * 2 ** torch.arange(ROWS)[:, None] * torch.arange(48000) / 48000)
@@ -90,7 +90,7 @@ def batches(start: int) -> Iterator[Batch]:
 
 
 def losses(engine: ClapEngine, start: int, number: int) -> list[float]:
-    """Of the global batch, step by step."""
+    """Return the global batch's loss per step."""
     source = batches(start)
     return [judged(float(engine.step(source, TIMER)), fmean) for _ in range(number)]
 
@@ -114,7 +114,7 @@ def load(folder: CheckpointFolder, into: ClapEngine, path: Path | None = None, *
 
 
 def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, Any]:
-    """Of a run that goes on, and of another that resumes from its checkpoint, dropout and all."""
+    """Return losses of a run that continues, and of one that resumes from its checkpoint, with dropout."""
     train = {"freeze": list(frozen), "ema": 0.9, "layer_decay": {"audio" if "text" in frozen else "text": 0.5}}
     run = settings(precision, scheduler=SCHEDULER, clap={"train": train})
 
@@ -137,7 +137,7 @@ def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, A
 
 
 def train_and_save(folder: str, precision: str) -> list[float]:
-    """Three steps, a checkpoint, and the losses of four more."""
+    """Train three steps, save a checkpoint, and return the losses of four more."""
     first = engine(settings(precision, scheduler=SCHEDULER), 1)
     losses(first, 0, 3)
     assert CheckpointFolder(folder).save(first, progress(3)).saved
@@ -145,7 +145,7 @@ def train_and_save(folder: str, precision: str) -> list[float]:
 
 
 def load_and_train(folder: str, precision: str) -> tuple[list[float], list[float]]:
-    """Losses of four steps from the checkpoint, and from a fresh engine."""
+    """Return losses of four steps from the checkpoint, and from a new engine."""
     run = settings(precision, scheduler=SCHEDULER)
     second = engine(run, 99)
     assert len(load(CheckpointFolder(folder), second).data) == 3 - world_size()
@@ -155,7 +155,7 @@ def load_and_train(folder: str, precision: str) -> tuple[list[float], list[float
 def save(
     folder: str, scores: tuple[float | None, ...] = (None,), tokenizer: str | None = None, **options: Any
 ) -> list[SavedCheckpoint]:
-    """Checkpoints of a bf16 run after two steps, one for each score."""
+    """Save checkpoints of a bf16 run after two steps, one per score."""
     trained = trained_engine(2)
     checkpoints = CheckpointFolder(folder, CheckpointSettings(**options), tokenizer=tokenizer, run=settings())
     saved = [
@@ -167,7 +167,7 @@ def save(
 
 
 def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]:
-    """Save, again on a disk that is full at the weights, and train on and save: what came of the second, warnings and files."""
+    """Save, fail with a full disk at the weights, train, and save. Return the failed result, warnings and files."""
     trained, write = trained_engine(), checkpoint.write_tensors
     checkpoints = CheckpointFolder(folder)
     assert checkpoints.save(trained, progress(1)).saved
@@ -188,8 +188,8 @@ def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]
 
 
 def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float], list[float]]:
-    """A checkpoint that is written while three steps are taken, and another one: the losses of the steps, and
-    of a run that resumes from the first. To begin the first takes 2 s, the steps 10 s, and its end 3 s."""
+    """Write a checkpoint during three steps, and another one. Return losses of the steps and of a run that resumes from
+    the first. Starting the first takes 2 s, the steps 10 s, and its end 3 s."""
     run, now = settings(clap={"train": {"ema": 0.9}}), [100.0]
     trained = engine(run, 1, noisy=True)
     losses(trained, 0, 2)
@@ -213,7 +213,7 @@ def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float],
 
 
 def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
-    """What rank 0 is told of a checkpoint that turns out not to be finite, and what all are at the next."""
+    """Return rank 0's result of a checkpoint that isn't finite, and the error on all ranks at the next one."""
     trained, checkpoints = trained_engine(), CheckpointFolder(folder)
     with torch.no_grad():
         trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
@@ -225,8 +225,8 @@ def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
 
 
 def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accept: bool = False) -> tuple[str, Any]:
-    """A run with other settings than the checkpoint's resumes from it: why it is refused or what it warns of; and its learning
-    rate, whether its fp32 weights were the checkpoint's to the bit, its first loss, and its next learning rate."""
+    """Resume a run with settings that differ from the checkpoint's. Return the error or warning, and its learning rate,
+    whether its fp32 weights equal the checkpoint's bits, its first loss, and its next learning rate."""
     run = settings(precision, **changes)
     other = engine(run, 99)
     with warned() as warnings:
@@ -242,8 +242,8 @@ def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accep
 
 
 def starts(folder: str, jobs: list[str], choices: Choices, wanted: str = "auto") -> list[int]:
-    """Steps at which starts of one command begin in a folder that holds step 5 of another run, by the attempts of jobs that
-    they are; each saves a step more."""
+    """Return the steps at which starts of one command begin, given their job attempts, in a folder with step 5 of another run;
+    each start saves one more step."""
     trained = trained_engine()
     theirs = CheckpointFolder(folder)
     theirs.begin("theirs")

@@ -1,4 +1,4 @@
-"""What a step on several ranks should give, worked out in one process by plain torch from all ranks' micro-batches."""
+"""Reference steps of several ranks, computed in one process with plain torch from all ranks' micro-batches."""
 
 import json
 import tempfile
@@ -29,8 +29,8 @@ def run_settings(**changes: Any) -> RunSettings:
 
 
 def settings(**changes: Any) -> RunSettings:
-    """An fp32 micro run by plain SGD, whose weights show the gradient; `train`, `evaluation`, `checkpoint`, `data`, `loss`,
-    `text`, `gradient_sync` and `model` go into `clap`."""
+    """Return an fp32 micro run with plain SGD, so that weights show the gradient. `train`, `evaluation`, `checkpoint`, `data`,
+    `loss`, `text`, `gradient_sync` and `model` go into `clap`."""
     own = ("train", "evaluation", "checkpoint", "data", "loss", "text", "gradient_sync")
     clap = {name: changes.pop(name) for name in own if name in changes}
     if "model" in changes:
@@ -41,7 +41,7 @@ def settings(**changes: Any) -> RunSettings:
 
 
 def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> list[Batch]:
-    """The first micro-batches of a rank, no two of them alike."""
+    """Return the first micro-batches of a rank, all different."""
     data = run.clap.data.model_copy(update={"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}})
     sizes: dict[str, Any] = {"text_tokens": run.clap.text_tokens, "micro_batch": run.micro_batch}
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": 7, "device": CPU}
@@ -50,7 +50,7 @@ def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> 
 
 
 def contrastive_loss(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor | None, ids_NL: Tensor) -> Tensor:
-    """Symmetric cross entropy over all pairs or, with a bias, SigLIP's loss; pairs with equal captions are right as well."""
+    """Symmetric cross entropy over all pairs or, with a bias, SigLIP's loss; equal captions are positives."""
     logits = scale * audio_ND @ text_ND.T
     same_NN = (ids_NL[:, None] == ids_NL).all(-1).float()
     if bias is not None:
@@ -60,13 +60,13 @@ def contrastive_loss(audio_ND: Tensor, text_ND: Tensor, scale: Tensor, bias: Ten
 
 
 def independent_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
-    """Mean over micro-steps of the loss over all ranks' micro-batches."""
+    """Return the mean over micro-steps of the loss over all ranks' micro-batches."""
     steps = zip(*by_rank, strict=True)
     return torch.stack([whole_loss(model, [[batch] for batch in together]) for together in steps]).mean()
 
 
 def whole_loss(model: ClapModel, by_rank: list[list[Batch]]) -> Tensor:
-    """One loss over all micro-batches of all ranks, each forward by itself, in the order ranks take them."""
+    """Return one loss over all micro-batches of all ranks, with separate forward passes in the ranks' order."""
     outputs = [model(*batch.model_inputs()) for own in by_rank for batch in own]
     audio, text, scale, *bias = zip(*outputs, strict=True)
     ids_NL = torch.cat([batch.input_ids for own in by_rank for batch in own])

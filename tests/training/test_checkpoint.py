@@ -1,5 +1,5 @@
-"""An interrupted run resumes as if it had not been, on as many ranks as there are then; one that has changed says so; a failing
-disk costs no more than the checkpoint; a run deletes its own checkpoints and no others."""
+"""An interrupted run resumes exactly, on any number of ranks; changes are reported; a failing disk costs only the checkpoint; a
+run deletes only its own checkpoints."""
 
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_it_resumes_on_another_number_of_ranks(
     before, after = (two_ranks, one_rank) if saved_on == 2 else (one_rank, two_ranks)
     expected = before.run(ranks.train_and_save, str(tmp_path), precision)[0]
     for resumed, fresh in after.run(ranks.load_and_train, str(tmp_path), precision):
-        # Sums over 3 rows or 6: in fp32 2 roundings of 2⁻²³ are found, in bf16 half a one of 2⁻⁷, four steps add theirs.
+        # Sums over 3 or 6 rows differ by 2 roundings of 2⁻²³ in fp32 and half a rounding of 2⁻⁷ in bf16, in each of four steps.
         tolerance = 1e-5 if precision == "fp32" else 3e-2
         assert resumed == pytest.approx(expected, rel=tolerance)
         assert fresh != pytest.approx(expected, rel=2 * tolerance)
@@ -84,7 +84,7 @@ def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
     ((refusal, _),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes)
     assert all(part in refusal for part in (reason, "--accept_changes"))
     ((warning, found),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes, True)
-    assert all(part in warning for part in (reason, "only weights and step are taken"))
+    assert all(part in warning for part in (reason, "only its weights and step are restored"))
     _, same, loss, _ = found
     assert same
     assert loss < 10
@@ -99,7 +99,7 @@ def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> N
     assert "optimizer.params.lr: 0.005 there, 0.0001 here" in warning
     assert "clap.train.samples: None there, 999 here" in warning
     assert found[:2] == (1e-4, True)
-    # A schedule that is new goes on at the step where the run stands: the second of four of its warm-up.
+    # A new schedule continues at the run's step: the second of four of its warm-up.
     warning, found = resume({"scheduler": ranks.SCHEDULER})
     assert "scheduler is None there, 'WarmupCosineLR' here" in warning
     assert (found[0], found[3]) == pytest.approx((5e-3 / 4, 5e-3 / 2))
@@ -128,7 +128,7 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
     flip_bit(tmp_path / "step-00000002" / STATE, 9)
     flip_bit(tmp_path / "step-00000003" / "weights.safetensors", 9)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match="none of 3 checkpoints is good") as refusal:
+    with pytest.raises(ValueError, match="all 3 checkpoints are damaged") as refusal:
         CheckpointFolder(tmp_path).find()
     for reason in ("step-00000001", f"{STATE} has changed", "weights.safetensors has changed", "--restart"):
         assert reason in str(refusal.value)
@@ -137,7 +137,7 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
 
 def test_a_full_disk_costs_the_checkpoint_and_nothing_else(one_rank: RankPool, tmp_path: Path) -> None:
     ((failed, (warning,), left),) = one_rank.run(ranks.fail_at_weights, str(tmp_path))
-    assert all(part in warning for part in ("step 2", failed.problem, "training goes on"))
+    assert all(part in warning for part in ("step 2", failed.problem, "training continues"))
     assert (failed.saved, failed.bytes, left) == (False, 0, ["step-00000001"])
 
 

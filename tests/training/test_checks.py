@@ -1,4 +1,4 @@
-"""What a run's JSON lacks for training is said before anything is loaded."""
+"""Problems of a run's JSON for training are reported before anything is loaded."""
 
 import importlib.util
 import subprocess
@@ -27,12 +27,12 @@ def sized(accumulation: str, micro_batch: int = 1, steps: int = 4) -> dict[str, 
 
 
 CASES: list[tuple[dict[str, Any], str | None]] = [
-    ({}, "clap.train: missing samples or epochs"),
+    ({}, "clap.train: samples and epochs are missing"),
     ({"train": {"epochs": 1.0}}, NO_EPOCHS),
-    ({"train": {"samples": 9, "stop_at": {"top1": 0.9}}, "evaluation": ZERO_SHOT}, "there are zero_shot_top1"),
+    ({"train": {"samples": 9, "stop_at": {"top1": 0.9}}, "evaluation": ZERO_SHOT}, "available: zero_shot_top1"),
     ({"train": STOP, "evaluation": ZERO_SHOT | {"every_steps": None}}, "clap.evaluation.every_steps is missing"),
     ({"train": STOP, "evaluation": ZERO_SHOT}, None),
-    ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: no evaluation gives"),
+    ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: no evaluation computes"),
     ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb is not installed"),
     (copied_to("s3://key:hush@bucket/run"), "sync_to: the s3 URL of bucket contains credentials"),
     (copied_to("gopher://host/run"), "gopher"),
@@ -51,7 +51,7 @@ def test_problems_name_the_field(
     assert len(found) == (expected is not None)
     assert (expected or "") in "".join(found)
     assert "hush" not in "".join(found)
-    if expected == ONE_PAIR:  # which more ranks, or some that aren't known yet, may not make
+    if expected == ONE_PAIR:  # not a problem for more ranks, or an unknown number
         assert problems_for_training(settings(**changes), 2) == problems_for_training(settings(**changes)) == []
 
 

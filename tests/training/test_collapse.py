@@ -1,4 +1,4 @@
-"""A model that has collapsed is told from one that has only begun; and what such a run says, keeps and ends with."""
+"""A collapsed model is distinguished from an untrained one; the run warns and records it."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from clap_ds.training.collapse import STRETCH, LastSteps
 from clap_ds.weights.checkpoint_files import MANIFEST, Manifest, begin, write_file
 
 CHANCE = {"softmax": math.log(8), "sigmoid": math.log(8) + 7 * math.log(8 / 7)}
-Step = tuple[float, float, float]  # loss, gradient norm, logit scale, as they were found with 8 pairs
+Step = tuple[float, float, float]  # loss, gradient norm, logit scale, as measured with 8 pairs
 STEPS: dict[str, tuple[str, Step, bool]] = {
     "a flat start": ("softmax", (2.0788, 0.0379, 14.2), False),
     "a flat start, sigmoid": ("sigmoid", (3.0136, 0.0095, 10.1), False),
@@ -38,7 +38,7 @@ def test_what_has_begun_is_told_from_what_has_collapsed(tmp_path: Path, kind: st
 @pytest.mark.parametrize(
     ("saved", "named"),
     [({2: 0.9, 3: 0.95, 4: 0.99, 40: 0.5}, 3), ({4: 0.9, 40: 0.5}, None), ({2: 0.9, 3: 1.0}, 2)],
-    ids=["with step 4's weights step 5's loss is at chance", "none", "a collapsed run went on from step 3"],
+    ids=["with step 4's weights step 5's loss is at chance", "none", "a collapsed run resumed from step 3"],
 )
 def test_advice_names_the_newest_checkpoint_from_before(
     tmp_path: Path, saved: dict[int, float], named: int | None

@@ -1,4 +1,4 @@
-"""What training's log says of steps of a known law, on two ranks whose clocks stand still but for them."""
+"""Training's log of steps with known times, on two ranks with simulated clocks."""
 
 import io
 import json
@@ -26,13 +26,13 @@ GIB = 2**30
 
 
 def _lasting(step: int) -> float:
-    """Seconds of a step: now and then one is long."""
+    """Return the seconds of a step: every tenth is long."""
     return 4.0 if step % 10 == 0 else 1.0
 
 
 @pytest.mark.parametrize(("steps", "windows"), [(1, 2), (7, 41), (1, 2050)])
 def test_the_rate_is_all_samples_over_all_seconds_however_long_the_run(steps: int, windows: int) -> None:
-    """Of all but the first window."""
+    """The first window is excluded."""
     pace, seconds = Pace(16, 2), 0.0
     for number in range(windows):
         step_s = [_lasting(1 + number * steps + step) for step in range(steps)]
@@ -51,7 +51,7 @@ def test_the_rate_is_all_samples_over_all_seconds_however_long_the_run(steps: in
 
 
 def _logged(folder: str) -> dict[str, Any]:
-    """Six steps of 20 samples on two ranks, a line each two steps; the first two are for warming up."""
+    """Log six steps of 20 samples on two ranks, every two steps; the first two are warm-up."""
     rank, now = dist.get_rank(), [100.0]
     deepspeed: Any = SimpleNamespace(skipped_steps=1, get_lr=lambda: [0.25, 9.0])
     scale = torch.tensor([math.log(4.0 + rank)])
@@ -94,8 +94,8 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert summary["data_wait_percent"] == pytest.approx(100 * 0.8 / 27)
     assert (summary["memory_peak_bytes"], summary["skipped_steps"]) == (2 * GIB, 1)
     assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (6, 120, 0.75, 11)
-    assert "saved step-6: 2.5 MB in 7.5 s, of which training stood still for 1.25 s" in found["shown"]
-    assert "their rank's step needs 11: enough" in found["shown"]  # 10 in 0.9 s
+    assert "saved step-6: 2.5 MB in 7.5 s, blocking training for 1.25 s" in found["shown"]
+    assert "the step of their rank takes 11: enough" in found["shown"]  # 10 in 0.9 s
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [line.pop("train_s") > 1000 for line in history] == [True] * len(lines)

@@ -1,4 +1,4 @@
-"""From a folder of sounds and a CSV to retrieval numbers and an exported model, by the commands of docs/training.md."""
+"""Run docs/training.md's commands, from a folder of sounds and a CSV to retrieval metrics and an exported model."""
 
 import json
 import re
@@ -24,7 +24,7 @@ KINDS = ("hum", "whistle", "click")
 
 
 def write_sounds(folder: Path) -> None:
-    """48 WAVs of tones, longer than the model's clips, and a CSV with two columns of captions and one of classes."""
+    """Write 48 WAVs of tones, longer than the model's clips, and a CSV with two caption columns and one of classes."""
     (folder / "sounds").mkdir()
     rows = ["path,caption_1,caption_2,kind"]
     for number in range(48):
@@ -36,7 +36,7 @@ def write_sounds(folder: Path) -> None:
 
 
 def in_docs(language: str) -> str:
-    """The first block of that language under the heading."""
+    """Return the first code block of a language below a heading."""
     text = (commands.ROOT / "docs" / "training.md").read_text(encoding="utf-8").split(HEADING)[1]
     return text.split(f"```{language}\n")[1].split("```")[0]
 

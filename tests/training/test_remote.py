@@ -1,4 +1,4 @@
-"""Copies elsewhere: complete or not there, warned of when they fail, never in the way of training."""
+"""Remote copies are complete or absent, cause warnings if they fail, and never stop training."""
 
 import os
 import uuid
@@ -17,7 +17,7 @@ from tests.weights.fake_checkpoints import make_checkpoint
 
 
 class Unreliable(MemoryFileSystem):
-    """A memory file system whose uploads fail when asked to, in turn."""
+    """A memory file system whose uploads fail as listed in `faults`."""
 
     protocol = "unreliable"
     faults: ClassVar[list[bool]] = []
@@ -34,14 +34,14 @@ class Unreliable(MemoryFileSystem):
 
 @pytest.fixture
 def url() -> str:
-    """A folder that isn't there yet on that file system."""
+    """Return the URL of a folder that doesn't exist on that file system yet."""
     fsspec.register_implementation("unreliable", Unreliable, clobber=True)
     Unreliable.faults.clear()
     return f"unreliable://{uuid.uuid4().hex}/deep"
 
 
 def copy(url: str, *checkpoints: Path, keep_last: int = 3) -> list[Path]:
-    """Copy these; gives back those that did not arrive."""
+    """Copy checkpoints and return those that failed."""
     sync = BackgroundSync(url, CheckpointSettings(keep_last=keep_last, keep_best=0))
     for checkpoint in checkpoints:
         sync.submit(checkpoint)
@@ -69,10 +69,10 @@ def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
 ) -> None:
     first, second = (make_checkpoint(tmp_path / "here", step) for step in (1, 2))
     assert copy(url, first) == []
-    Unreliable.faults.extend([False, True])  # one file of the second arrives
+    Unreliable.faults.extend([False, True])  # only one file of the second is uploaded
     assert copy(url, second) == [second]
     failed, summary = capsys.readouterr().err.splitlines()
-    assert all(part in failed for part in ("step-00000002", "the network is down", "training goes on"))
+    assert all(part in failed for part in ("step-00000002", "the network is down", "training continues"))
     assert f"not copied to {url}: {second}" in summary
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / first.name
     assert copy(url, make_checkpoint(tmp_path / "here", 3)) == []
@@ -104,7 +104,7 @@ def test_a_target_is_tried_before_training(url: str, tmp_path: Path) -> None:
 
 
 def test_links_and_pipes_of_others_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A link to a run's own folder would make rotation delete there, and one for a new name have files written there."""
+    """Rotation must not delete through links to other folders, and uploads must not write through them."""
     first, second, third = (make_checkpoint(tmp_path / "here", step, run="ours") for step in (1, 2, 3))
     there = tmp_path / "there"
     (there / "step-00000009").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Steps of a run, against counting them one by one; how far a run has come."""
+"""Steps of a run equal a count one by one; progress of a run."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_the_best_metrics_and_the_time_to_a_target_are_kept() -> None:
         assert (progress.time_to(wanted), progress.reached(wanted)) == (None, None)
         progress.step = step
         progress.note(dict(zip(wanted, values, strict=True)), wanted, float(step))
-        progress = TrainingProgress.from_json(progress.to_json())  # a start of its own
+        progress = TrainingProgress.from_json(progress.to_json())  # another start
     assert progress.best == {"top1": 0.6, "retrieval_loss": 0.1}
     assert (progress.time_to(wanted), progress.time_to({}), progress.time_to({"top1": 0.5})) == (4.0, None, None)
     assert progress.reached(wanted) == "target reached at step 4, after 4 s: top1 0.5, retrieval_loss 0.2"

@@ -1,4 +1,4 @@
-"""What training starts from: other weights are taken over, with their tokenizer; a folder has one writer."""
+"""Initial weights are loaded if their tokenizer matches; a folder has one writer."""
 
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,12 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) ->
     (change,), _ = compare(checkpoint, MICRO, {}, run(other))
     assert change.startswith(f"the tokenizer: {said}")
     assert _taken(run(one)).config == _taken(run(other), accept_changes=True).config == MICRO
-    with pytest.raises(ValueError, match=rf"clap\.train\.initial_weights: {said}.* by --accept_changes"):
+    with pytest.raises(ValueError, match=rf"clap\.train\.initial_weights: {said}.* --accept_changes"):
         _taken(run(other))
 
 
 def test_the_default_folder_of_a_run_keeps_its_name() -> None:
-    """A name of another version's would be a folder without checkpoints: `resume: auto` would start anew."""
+    """If the name differed between versions, `resume: auto` would find no checkpoint and start from scratch."""
     freeze = {"train": {"samples": 8, "freeze": ["text"]}}
     for changes, digest in (({}, "369d41eb"), (freeze, "7525d298")):
         folder = reference.settings(**changes).checkpoint_folder

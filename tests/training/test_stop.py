@@ -1,4 +1,4 @@
-"""A signal to one rank stops all of them after the same step; later ones are the same request."""
+"""A signal to one rank stops all after the same step; later signals change nothing."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ from tests.training.training_commands import wait_until
 
 
 def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
-    """What ranks agree on after each of four steps, and whether signals are then handled as before. The signals come after
-    ranks have asked; in each step another rank asks once the one before has gone on, which needn't wait for it."""
+    """Return the agreed signal after each of four steps, and whether signal handlers are restored. Signals arrive after ranks
+    have asked. In each step, another rank asks after the previous one has continued, which must not wait for it."""
     before, answers = list(map(signal.getsignal, stop.STOP_SIGNALS)), []
     with stop.StopRequest() as request:
         store, key = request._store, request._key

@@ -1,4 +1,4 @@
-"""The training command: what it leaves behind, that it repeats itself, and that interruptions change nothing."""
+"""The training command: its records, reproducibility, and exact results after interruptions."""
 
 import json
 import signal
@@ -44,18 +44,18 @@ def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
     assert [(row["step"], row["samples"]) for row in rows] == [(step, 16 * step) for step in range(1, 11)]
     assert {row["epoch"] for row in (*rows, summary)} == {None}
     assert all(row["gradient_norm"] > 0 and row["time_s"] > 0 for row in rows)
-    # DeepSpeed's schedule: nothing before its first step, then from 0 in a straight line over 4 steps.
+    # DeepSpeed's schedule: 0 before its first step, then linear over 4 steps.
     assert [row["lr"] for row in rows[:5]] == pytest.approx([0, 0, 2.5e-4, 5e-4, 7.5e-4])
     assert all(begin < end for begin, end in (line["checkpoint"] for line in commands.lines(config, "checkpoint")))
     assert (directory / "run.png").read_bytes().startswith(b"\x89PNG")
     assert (read_record(directory).rate or 0) > 0
-    assert not any((directory / "stacks").iterdir()), "no rank stood still"
+    assert not any((directory / "stacks").iterdir()), "no rank hung"
     assert not (directory / "errors").exists()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Path, precision: str) -> None:
-    """SIGTERM reaches one rank only; SIGUSR1 the other, in the second start; the third finishes."""
+    """One rank receives SIGTERM; in the second start, the other receives SIGUSR1; the third start finishes."""
     changes: dict[str, Any] = {"clap": _on_shards(sounds), "bf16": {"enabled": precision == "bf16"}}
     whole, parts = write_training(tmp_path, "whole", **changes), write_training(tmp_path, "parts", **changes)
     commands.train(whole)
@@ -76,7 +76,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Pa
     found = [{row["step"]: (row["loss"], row["lr"]) for row in commands.lines(config)} for config in (parts, whole)]
     assert found[0] == found[1]
     assert "warning: settings" not in output
-    # Beside the checkpoints is the whole of it in one piece.
+    # The complete history is next to the checkpoints.
     folder = load_run(parts).checkpoint_folder
     history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     steps = [(row["step"], (row["loss"], row["lr"])) for row in history if row["phase"] == "train"]
@@ -87,13 +87,13 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Pa
         (step * BATCH * 2, pytest.approx(lr)) for step, (_, lr) in found[1].items()
     ]
     assert commands.summaries(parts)[-1]["samples"] == STEPS * BATCH * 2
-    # Nothing is left to do: no step is trained again.
+    # The run is complete: no step is trained again.
     assert "nothing left to train" in commands.train(parts)
     assert commands.losses(parts) == commands.losses(whole)
 
 
 def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_path: Path, sounds: Path) -> None:
-    """3.2 epochs of 60 clips are as many samples as in the other runs."""
+    """3.2 epochs of 60 clips are the same number of samples as in the other runs."""
     clap = {**_on_shards(sounds), "train": {"epochs": 3.2}, "checkpoint": {"every_steps": 3}}
     config = write_training(tmp_path, clap=clap)
     ranks = RunningRanks(config, 2)
@@ -103,8 +103,8 @@ def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_
     assert "another rank is gone" in ranks.outputs[0]
     assert "Traceback" not in ranks.outputs[0]
     saved = [line["step"] for line in commands.lines(config, "checkpoint") if line["saved"]]
-    commands.run_directories(config)[0].rename(tmp_path / "killed")  # its last steps will be trained again
-    assert "on 1 rank(s) after 2" in commands.train(config, world_size=1)
+    commands.run_directories(config)[0].rename(tmp_path / "killed")  # its last steps are trained again
+    assert "on 1 rank(s) instead of 2" in commands.train(config, world_size=1)
     summary, samples = commands.summaries(config)[-1], STEPS * BATCH * 2
     assert all(row["epoch"] == pytest.approx(row["samples"] / 60, abs=1e-6) for row in commands.lines(config))
     assert (summary["epoch"], summary["epoch_samples"], summary["samples"]) == (3.2, 60, samples)
@@ -135,12 +135,12 @@ def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path) -> None:
         states.unlink()
     ranks = RunningRanks(config, 1)
     assert ranks.wait() == [2]
-    assert "none of 2 checkpoints is good" in ranks.outputs[0]
+    assert "all 2 checkpoints are damaged" in ranks.outputs[0]
     output = commands.train(config, 1, "--restart", "--skip_steps", "5-6")
     (aside,) = folder.parent.glob("*-aside-*")
-    assert f"starting anew; what was in {folder} is in {aside}" in output
+    assert f"moved the contents of {folder} to {aside}" in output
     assert [path.name for path in aside.glob("step-*")] == [path.name for path in folder.glob("step-*")]
-    assert "left out the batches of steps 5 to 6" in output
+    assert "skipped the batches of steps 5 to 6" in output
     assert [row["step"] for row in commands.lines(config)] == [*range(1, 7)] * 2
     assert "nothing left to train" in commands.train(config, world_size=1)
 
@@ -156,7 +156,7 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
         return config, commands.train(config, world_size=1)
 
     config, output = run("first", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
-    assert "a global batch has 61 pairs, the data 60 items" in output
+    assert "a global batch has 61 pairs, but the data only 60 samples" in output
     (summary,) = commands.summaries(config)
     assert (summary["state"], summary["step"]) == ("completed", 3)
     assert 0 < summary["time_to_target_s"] <= summary["train_s"]

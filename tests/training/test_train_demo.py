@@ -1,4 +1,4 @@
-"""The demonstration, much shortened: sounds and captions that belong together are learnt."""
+"""A short version of the demo learns matching sounds and captions."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.training import training_commands as commands
 
 pytestmark = pytest.mark.end_to_end
 LIMIT = 5 / len(KINDS)
-"""Clips of a kind mostly get the same name, so by chance a few kinds get the right one: five or more in 4 of 1,000 runs."""
+"""Clips of a kind mostly get the same name, so chance gives five or more kinds the right one in 4 of 1,000 runs."""
 NUM_TRAIN, NUM_HELD_OUT, EPOCHS = 50 * len(KINDS), 10 * len(KINDS), 8
 
 

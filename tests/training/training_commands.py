@@ -1,4 +1,4 @@
-"""Training runs as users start them, in processes of their own."""
+"""Training runs in separate processes, started as users do."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def deepspeed_launcher() -> list[str]:
-    """Two ranks on this machine."""
+    """Return the launcher's command for two local ranks."""
     return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
 
 
@@ -33,8 +33,8 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def write_training(folder: Path, name: str = "run", **changes: Any) -> Path:
-    """A training run of the micro preset, fp32, a line a step; runs and checkpoints go to `folder`. `changes` are as for
-    `micro_run`, `clap.train` merged with the defaults here."""
+    """Write an fp32 training run of the micro preset that logs every step; runs and checkpoints go to `folder`. `changes`: as
+    for `micro_run`, with `clap.train` merged into the defaults here."""
     clap = {"output": {"root": str(folder / "runs")}, **changes.pop("clap", {})}
     clap["train"] = {"log_every_steps": 1, **clap.get("train", {})}
     plan = {"total_num_steps": 24, "warmup_num_steps": 4, "warmup_type": "linear"}
@@ -45,30 +45,30 @@ def write_training(folder: Path, name: str = "run", **changes: Any) -> Path:
 
 
 def make_sounds(folder: Path, *options: str) -> Path:
-    """Shards of synthetic sounds and their tokenizer."""
+    """Make shards of synthetic sounds and their tokenizer."""
     run(["-m", "examples.synthetic_sounds", folder, *options], env=environment(), check=True)
     return folder
 
 
 def shard_data(sounds: Path) -> dict[str, Any]:
-    """The `data` section for shards in a folder of `examples.synthetic_sounds`."""
+    """Return the `data` section for shards of `examples.synthetic_sounds`."""
     paths = {"shards": str(sounds / "*.tar"), "tokenizer": str(sounds / "tokenizer")}
     return {"source": "shards", **paths, "num_workers": 1, "shuffle_buffer": 8}
 
 
 class RunningRanks:
-    """Ranks of one run, each a process of ours, so that one can be signalled alone; `constants` as for `processes.Command`."""
+    """Ranks of one run as separate processes, which can be signaled alone; `constants`: as for `processes.Command`."""
 
     def __init__(self, config: Path, world_size: int, *options: str, constants: dict[str, Any] | None = None) -> None:
         self.config = config
-        # No launcher ends the others when one has ended.
+        # Without a launcher, other ranks continue after one has ended.
         brief = {"clap_ds.ranks.distributed.RANK_0_SPEAKS_S": 1.0, **(constants or {})}
         arguments = ["clap_ds/train.py", "--deepspeed_config", config, *options]
         self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
         self.outputs: list[str] = []
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until a step is on record."""
+        """Wait until a step is recorded."""
 
         def is_over() -> bool:
             return any(process.poll() is not None for process in self.processes)
@@ -87,14 +87,14 @@ class RunningRanks:
 
 
 def train(config: Path, world_size: int = 2, *options: str) -> str:
-    """Run to the end, which has to be a good one; rank 0's output."""
+    """Run to the end, require success, and return rank 0's output."""
     ranks = RunningRanks(config, world_size, *options)
     assert ranks.wait() == [0] * world_size, "\n".join(ranks.outputs)
     return ranks.outputs[0]
 
 
 def run_directories(config: Path) -> list[Path]:
-    """Of all starts of a run, in order."""
+    """Return the summaries of all starts of a run, in order."""
     root = Path(json.loads(config.read_text())["clap"]["output"]["root"])
     return sorted(path for path in root.glob(f"{config.stem}-*Z*") if path.is_dir())
 
@@ -104,14 +104,14 @@ def summaries(config: Path) -> list[dict[str, Any]]:
 
 
 def lines(config: Path, phase: str = "train") -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` of all starts."""
+    """Return the lines of `metrics.jsonl` of all starts."""
     files = [path for directory in run_directories(config) if (path := directory / "metrics.jsonl").exists()]
-    texts = (line for path in files for line in path.read_text().split("\n")[:-1])  # the last may be half-written
+    texts = (line for path in files for line in path.read_text().split("\n")[:-1])  # the last may be incomplete
     return [line for line in map(json.loads, texts) if line["phase"] == phase]
 
 
 def losses(config: Path) -> dict[int, float]:
-    """Loss by step; every step was trained once."""
+    """Return the loss by step and require that every step was trained once."""
     rows = lines(config)
     found = {row["step"]: row["loss"] for row in rows}
     assert len(found) == len(rows)
