@@ -35,10 +35,10 @@ endif
 
 setup: $(READY)
 
-LAUNCH = "$(PYTHON)" -m clap_ds.ranks.start
+LAUNCH = "$(PYTHON)" -m clap_ds.distributed.local_launch
 
 bench: $(READY)
-	@case "$$("$(PYTHON)" -m clap_ds.ranks.accelerator)" in \
+	@case "$$("$(PYTHON)" -m clap_ds.distributed.accelerator)" in \
 	cpu) echo "no GPU in use: two ranks on the CPUs"; export DS_ACCELERATOR=cpu; set -- --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json ;; \
 	?*) set -- clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json ;; \
 	*) exit 2 ;; \

@@ -30,8 +30,8 @@ from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import load_preset
 from clap_ds.config.places import PACKAGE
 from clap_ds.config.settings import ClapSettings
+from clap_ds.distributed import init
 from clap_ds.model.clap import ClapModel
-from clap_ds.ranks import distributed
 from clap_ds.record.clock import seconds
 from clap_ds.record.statistics import median_interval
 
@@ -119,7 +119,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 def _worker(rounds: int) -> None:
     """One rank: seconds of steps with and without sending, by method, printed by rank 0 as JSON."""
-    distributed.initialize(distributed.Ranks.from_environment())
+    init.initialize(init.Ranks.from_environment())
     gradients = torch.cat([weight.detach() for weight in EmulatedModel().parameters()])
     took_s = torch.tensor(min(_seconds(lambda: dist.all_reduce(gradients)) for _ in range(4)))
     dist.broadcast(took_s, src=0)
@@ -131,7 +131,7 @@ def _worker(rounds: int) -> None:
     found = {"num_bytes": gradients.nbytes, "seconds": in_turns(actions, rounds, warm_up=2)}
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
-    distributed.leave(0)
+    init.leave(0)
 
 
 def _run(command: str) -> None:

@@ -22,7 +22,7 @@ from clap_ds.config.changes import parse_varied
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import PACKAGE, work_folder
 
-BENCH = [sys.executable, "-m", "clap_ds.ranks.start", str(PACKAGE / "bench.py"), "--deepspeed_config"]
+BENCH = [sys.executable, "-m", "clap_ds.distributed.local_launch", str(PACKAGE / "bench.py"), "--deepspeed_config"]
 """A run's command, on all GPUs of this machine, before the name of its JSON."""
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (

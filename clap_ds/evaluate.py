@@ -30,9 +30,7 @@ from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import TEXT_TOKENS, load_preset
 from clap_ds.config.sections import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.inference import options
-from clap_ds.inference.options import DTYPES
-from clap_ds.ranks.distributed import (
+from clap_ds.distributed.init import (
     Ranks,
     add_rank_options,
     check_hostfile,
@@ -41,6 +39,8 @@ from clap_ds.ranks.distributed import (
     leave,
     run_command,
 )
+from clap_ds.inference import options
+from clap_ds.inference.options import DTYPES
 
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
@@ -124,8 +124,8 @@ def evaluate_checkpoint(
     # Loading torch takes seconds: only for an evaluation that can start.
     import torch
 
+    from clap_ds.distributed.collectives import together
     from clap_ds.evaluation.evaluator import Evaluator
-    from clap_ds.ranks.agreement import together
     from clap_ds.record.hardware import device_name
     from clap_ds.weights.load import load_weights
 

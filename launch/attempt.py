@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import USER_ERROR
+from clap_ds.distributed.error_file import LOST_PEER, STALL, UNREACHABLE
+from clap_ds.distributed.hostfile import free_port
+from clap_ds.distributed.root_cause import judge
 from clap_ds.launch import slurm
 from clap_ds.launch.launchers import Launcher, environment
-from clap_ds.ranks.failure import LOST_PEER, STALL, UNREACHABLE
-from clap_ds.ranks.hostfile import free_port
-from clap_ds.ranks.verdict import judge
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 from clap_ds.record.schema import State
 

@@ -23,12 +23,12 @@ from typing import Any
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of, printable
 from clap_ds.config.files import own_folder, read_object, write_atomically
+from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
+from clap_ds.distributed.init import SECRET
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
 from clap_ds.launch.launchers import Launcher
 from clap_ds.launch.sites import Site
-from clap_ds.ranks.distributed import SECRET
-from clap_ds.ranks.hostfile import format_hostfile, read_hostfile
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 CONFIG = "--deepspeed_config"

@@ -17,12 +17,12 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.settings import load_run
 from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_items import list_items
+from clap_ds.distributed import error_file
+from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.scalars import Scalars
 from clap_ds.launch.batch_script import Request
 from clap_ds.launch.jobs import Job, Jobs
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.ranks import failure
-from clap_ds.ranks.watch import Watch
 from clap_ds.record.directory import start_log
 from clap_ds.record.stream import Stream
 from clap_ds.training.remote import RemoteFolder
@@ -64,7 +64,7 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
 WRITERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: Stream(run / "metrics.jsonl").append({"step": 1}),
     "rank0.log": lambda run: start_log(run / "rank0.log"),
-    "errors": lambda run: failure.leave_word("error", "message", 1),
+    "errors": lambda run: error_file.leave_word("error", "message", 1),
     "stacks": lambda run: Watch(run, 0, "host"),
     "tensorboard": lambda run: Scalars(_engine(), {}, run),
     ".probe": lambda folder: RemoteFolder(str(folder)).try_writing(),
@@ -88,7 +88,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.M
     (victim / "folder").mkdir(parents=True)
     (victim / "file").write_text("precious")
     run.mkdir()
-    monkeypatch.setattr(failure, "_place", (run / "errors", 0, "host"))
+    monkeypatch.setattr(error_file, "_place", (run / "errors", 0, "host"))
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     for target in ("folder", "file", "absent"):
         (run / name).unlink(missing_ok=True)

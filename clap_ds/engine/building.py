@@ -14,15 +14,15 @@ from torch import nn
 
 from clap_ds.config.sections import ShardData, Tower, TrainSettings
 from clap_ds.config.settings import RunSettings
+from clap_ds.distributed.collectives import on_first
+from clap_ds.distributed.init import Ranks
+from clap_ds.distributed.watchdog import doing
 from clap_ds.engine.kernels import build_kernels
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW, scale_rates
 from clap_ds.engine.scalars import engine_section
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.text import pretrained
-from clap_ds.ranks.agreement import on_first
-from clap_ds.ranks.distributed import Ranks
-from clap_ds.ranks.watch import doing
 
 ADAMS = ("adam", "adamw")
 TOWERS: tuple[Tower, ...] = ("audio", "text")

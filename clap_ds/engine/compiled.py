@@ -17,8 +17,8 @@ from torch import nn
 
 from clap_ds.config.places import code_folder
 from clap_ds.data.batch import Batch
-from clap_ds.ranks import watch
-from clap_ds.ranks.agreement import judged, rank
+from clap_ds.distributed import watchdog
+from clap_ds.distributed.collectives import judged, rank
 from clap_ds.record.schema import Summary
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def compile_towers(
     statistics = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
     audio, *text = batch.model_inputs()
     devices = [batch.device] if batch.device.type == "cuda" else []
-    with watch.doing("compiling"), torch.random.fork_rng(devices), autocast_if_enabled(engine):
+    with watchdog.doing("compiling"), torch.random.fork_rng(devices), autocast_if_enabled(engine):
         for name in PARTS if audio.ndim == 2 else ("audio", "text"):
             _say(f"compiling {PARTS[name]} …")
             part = model.get_submodule(name)
@@ -147,5 +147,5 @@ def _note_compilations() -> None:
     # The FFT's, which is torch's.
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
     noted = ExitStack()
-    callback_handler.register_start_callback(lambda _: noted.enter_context(watch.doing("compiling")))
+    callback_handler.register_start_callback(lambda _: noted.enter_context(watchdog.doing("compiling")))
     callback_handler.register_end_callback(lambda _: noted.close())

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from clap_ds.config.errors import UserError, printable
-from clap_ds.ranks import distributed, failure, watch
-from clap_ds.ranks.distributed import Ranks
-from clap_ds.ranks.failure import leave_word
+from clap_ds.distributed import error_file, init, watchdog
+from clap_ds.distributed.error_file import leave_word
+from clap_ds.distributed.init import Ranks
 from clap_ds.record.directory import RunDirectory, State
 from clap_ds.record.hardware import peak_memory_bytes
 
-STOP_SIGNALS = watch.SIGNALS
+STOP_SIGNALS = watchdog.SIGNALS
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _LESS_MEMORY = (
     "less is needed by a smaller train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest)"
@@ -63,20 +63,20 @@ def ending_of(error: BaseException, rank: int, what: str) -> Ending:
     first_line, failed = text.partition("\n")[0], f"rank {rank}: {text}"
     if isinstance(error, Interrupted):
         stopped = f"stopped by {text}"
-        return Ending(error.state, stopped, failure.STOPPED, stopped, f"rank {rank}: {stopped}", 128 + error.number)
+        return Ending(error.state, stopped, error_file.STOPPED, stopped, f"rank {rank}: {stopped}", 128 + error.number)
     if isinstance(error, NonFiniteError):
-        return Ending("failed", text, failure.ERROR, text, f"error: {failed}")
+        return Ending("failed", text, error_file.ERROR, text, f"error: {failed}")
     if is_out_of_memory(error):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
         said = f"error: rank {rank}: {at}: {first_line}\n{_LESS_MEMORY}, or clap.model.checkpoint_activations"
-        return Ending("out_of_memory", f"rank {rank}: {at}", failure.OUT_OF_MEMORY, at, said)
+        return Ending("out_of_memory", f"rank {rank}: {at}", error_file.OUT_OF_MEMORY, at, said)
     if is_connection_lost(error):
         said = f"error: rank {rank}: another rank is gone: its connection to this one was lost ({first_line})"
-        return Ending("failed", failed, failure.LOST_PEER, first_line, said)
+        return Ending("failed", failed, error_file.LOST_PEER, first_line, said)
     if isinstance(error, ValueError | StopIteration):  # about settings and data
-        return Ending("failed", failed, failure.ERROR, text, f"error: {failed}")
-    return Ending("failed", failed, failure.ERROR, f"{type(error).__name__}: {text}", None)
+        return Ending("failed", failed, error_file.ERROR, text, f"error: {failed}")
+    return Ending("failed", failed, error_file.ERROR, f"{type(error).__name__}: {text}", None)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
     previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
     try:
         yield
-        watch.stop()
+        watchdog.stop()
         if ranks.is_first:
             record.finish("completed")
     except UserError as error:
@@ -114,7 +114,7 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
             print(printable(end.said or traceback.format_exc(), "\n"), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):
             dist.barrier()  # every rank is here; a launcher would end rank 0 before it has spoken if another left
-        distributed.leave(end.code)
+        init.leave(end.code)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
+from clap_ds.distributed import watchdog
+from clap_ds.distributed.collectives import judged
 from clap_ds.engine.building import wrap
 from clap_ds.engine.cached_step import first_pass, second_pass
 from clap_ds.engine.ema import WeightAverage
@@ -25,8 +27,6 @@ from clap_ds.engine.loss import SoftmaxLoss, build_loss
 from clap_ds.engine.optimizer import FlatStep
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
-from clap_ds.ranks import watch
-from clap_ds.ranks.agreement import judged
 from clap_ds.record.clock import PhaseTimer
 
 MOST_SKIPPED = 40
@@ -86,7 +86,7 @@ class ClapEngine:
                 self.average.update()
         self.steps += 1
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
-        watch.step(self.steps)
+        watchdog.step(self.steps)
         return loss_mean
 
     def accumulate(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:

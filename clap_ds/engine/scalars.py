@@ -10,7 +10,7 @@ from deepspeed.monitor.config import TensorBoardConfig
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 
 from clap_ds.config.files import own_folder
-from clap_ds.ranks.agreement import rank
+from clap_ds.distributed.collectives import rank
 from clap_ds.record.stream import unless_full
 
 Scalar = tuple[str, float, int]  # tag, value, and samples trained on by then

@@ -19,6 +19,10 @@ from clap_ds.config.files import write_atomically
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.data.supply import verdict
+from clap_ds.distributed import error_file, init, watchdog
+from clap_ds.distributed.accelerator import CORES
+from clap_ds.distributed.collectives import agreed, gather, on_first
+from clap_ds.distributed.init import Ranks
 from clap_ds.engine.compiled import compile_towers, keep_code, what_to_compile
 from clap_ds.engine.ending import recorded_ending
 from clap_ds.engine.engine import ClapEngine
@@ -26,10 +30,6 @@ from clap_ds.engine.kernels import choose_kernels
 from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
-from clap_ds.ranks import distributed, failure, watch
-from clap_ds.ranks.accelerator import CORES
-from clap_ds.ranks.agreement import agreed, gather, on_first
-from clap_ds.ranks.distributed import Ranks
 from clap_ds.record import hardware, monitor
 from clap_ds.record.directory import RunDirectory, quiet_deepspeed, start_log
 from clap_ds.record.schema import Environment
@@ -37,8 +37,8 @@ from clap_ds.record.schema import Environment
 
 def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
     """Meet the other ranks; this rank's device. Raises UserError, on every rank for a mistake found on any."""
-    timeout_s = 300 if run.clap.debug.enabled else distributed.COLLECTIVE_TIMEOUT_S
-    device = distributed.initialize(ranks, collective_timeout_s=timeout_s)
+    timeout_s = 300 if run.clap.debug.enabled else init.COLLECTIVE_TIMEOUT_S
+    device = init.initialize(ranks, collective_timeout_s=timeout_s)
     with quiet_deepspeed(), agreed():
         check_deepspeed_sections(run.deepspeed, run.path)
     return device
@@ -70,9 +70,9 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
         print(f"ranks: {ranks.world_size}, nodes: {len({host for host, _ in everywhere})}", flush=True)
         if device.type == "cpu" and run.precision == "bf16":
             print(f"CPU kernels: {kernels}", flush=True)
-    failure.speak_in(record.path, ranks.rank, ranks.host)
+    error_file.speak_in(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:  # a debugger may hold a rank for hours
-        watch.start(record.path, ranks.rank, ranks.host)
+        watchdog.start(record.path, ranks.rank, ranks.host)
     with recorded_ending(record, ranks, f"micro-batch {run.micro_batch} on {hardware.device_name(device)}"):
         yield record
     record.close()
@@ -197,7 +197,7 @@ def ready_to_step(
                     record.update_summary(compiled)
             yield (session := Session(run, ranks, engine.device, record, engine, batches, scalars))
         finally:
-            watch.ending()
+            watchdog.ending()
             scalars.write()
         if run.deepspeed.get("comms_logger", {}).get("enabled"):
             log_summary()

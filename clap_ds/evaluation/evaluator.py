@@ -25,6 +25,9 @@ from clap_ds.config.sections import EvaluationSettings
 from clap_ds.data import shard_list
 from clap_ds.data.broken import Broken
 from clap_ds.data.shard_manifest import kind_of
+from clap_ds.distributed.collectives import judged, on_first, together
+from clap_ds.distributed.init import Ranks
+from clap_ds.distributed.watchdog import alive, doing
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text
@@ -32,9 +35,6 @@ from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.evaluation.predictions import by_class, of_clips
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.ranks.agreement import judged, on_first, together
-from clap_ds.ranks.distributed import Ranks
-from clap_ds.ranks.watch import alive, doing
 
 MAX_NOTES = 20  # lines about broken items
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.ranks.distributed import Ranks
+from clap_ds.distributed.init import Ranks
 
 SCORES_HELD = 2**22
 """Most scores a rank holds at a time (some 150 bytes each), or one query's if those are more."""

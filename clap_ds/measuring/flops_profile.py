@@ -17,6 +17,7 @@ from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.runtime.engine import EngineTimers
 
 from clap_ds.data.batch import Batch
+from clap_ds.distributed.collectives import gather_tensor
 from clap_ds.engine.building import trained_towers
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
@@ -24,7 +25,6 @@ from clap_ds.flop_count.counters import Count, unseen_by_deepspeed
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
 from clap_ds.native.convert import reverted
-from clap_ds.ranks.agreement import gather_tensor
 from clap_ds.record.clock import PhaseTimer
 
 REPORT = "flops_profile.txt"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clap_ds.distributed.collectives import gather, judged
+from clap_ds.distributed.init import Ranks
 from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
-from clap_ds.ranks.agreement import gather, judged
-from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.clock import seconds
 
 REPEATS = 3

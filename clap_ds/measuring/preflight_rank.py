@@ -22,9 +22,9 @@ if __package__ in (None, ""):
 
 from clap_ds.config.files import write_object
 from clap_ds.config.places import PACKAGE, version
-from clap_ds.ranks.accelerator import find_gpu, nvidia_smi
-from clap_ds.ranks.distributed import Ranks, initialize, run_command
-from clap_ds.ranks.hostfile import this_host
+from clap_ds.distributed.accelerator import find_gpu, nvidia_smi
+from clap_ds.distributed.hostfile import this_host
+from clap_ds.distributed.init import Ranks, initialize, run_command
 
 TIMEOUT_S = 180.0  # of a collective: hosts that can't hear each other are what this is to find
 OTHERS_WRITE_S = 10.0  # that a rank which fails gives the others: launchers end them with it

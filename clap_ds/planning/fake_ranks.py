@@ -20,8 +20,8 @@ from torch.distributed._composable.replicate import _ReplicateState
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from clap_ds.distributed import collectives
 from clap_ds.engine import cached_step
-from clap_ds.ranks import agreement
 from clap_ds.record.directory import quiet_deepspeed
 
 
@@ -39,8 +39,8 @@ def rank_of(world_size: int) -> Iterator[None]:
 
     try:
         with (
-            mock.patch.object(agreement, "gather", lambda own: [own] * world_size),
-            mock.patch.object(agreement, "hosts", return_value=dist.group.WORLD),
+            mock.patch.object(collectives, "gather", lambda own: [own] * world_size),
+            mock.patch.object(collectives, "hosts", return_value=dist.group.WORLD),
             mock.patch.object(dist, "all_reduce", reduced),
         ):
             yield

@@ -18,12 +18,12 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.secrets import redacted_all
 from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
+from clap_ds.distributed.collectives import gather, judged, on_first, rank
+from clap_ds.distributed.watchdog import doing
 from clap_ds.engine.cached_step import random_state
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import describe, engine_state, master_weights, not_finite
-from clap_ds.ranks.agreement import gather, judged, on_first, rank
-from clap_ds.ranks.watch import doing
 from clap_ds.record.lock import FILE as LOCK
 from clap_ds.record.lock import FolderLock
 from clap_ds.training.host_copy import HostCopies

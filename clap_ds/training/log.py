@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clap_ds.distributed.collectives import gather, gather_tensor
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.scalars import Scalar
 from clap_ds.engine.session import Session
-from clap_ds.ranks.agreement import gather, gather_tensor
 from clap_ds.record import hardware
 from clap_ds.record.clock import PhaseTimer, StepClock
 from clap_ds.record.schema import StepLine, StepTime, Summary

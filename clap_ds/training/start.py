@@ -9,11 +9,11 @@ from pathlib import Path
 from clap_ds.config.metrics import best_metric
 from clap_ds.config.sections import ShardData
 from clap_ds.config.settings import RunSettings
+from clap_ds.distributed.collectives import agreed, on_first, rank
+from clap_ds.distributed.init import Ranks
+from clap_ds.distributed.watchdog import doing
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
-from clap_ds.ranks.agreement import agreed, on_first, rank
-from clap_ds.ranks.distributed import Ranks
-from clap_ds.ranks.watch import doing
 from clap_ds.record.directory import RunDirectory
 from clap_ds.record.lock import FolderLock
 from clap_ds.training.checkpoint import CheckpointFolder

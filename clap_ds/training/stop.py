@@ -10,9 +10,9 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from clap_ds.distributed.collectives import hosts, on_first, rank
+from clap_ds.distributed.error_file import STOPPED, leave_word
 from clap_ds.engine.ending import STOP_SIGNALS
-from clap_ds.ranks.agreement import hosts, on_first, rank
-from clap_ds.ranks.failure import STOPPED, leave_word
 
 LOOK_S = 0.1  # between rank 0's looks whether a signal came to any rank
 
@@ -34,7 +34,7 @@ class StopRequest:
         self._answer = torch.tensor(self._found)
         self._sending = dist.broadcast(self._answer, src=0, group=hosts(), async_op=True)
 
-    def wait(self) -> int:  # named as `clap_ds.ranks.verdict` knows functions that wait for others
+    def wait(self) -> int:  # named as `clap_ds.distributed.root_cause` knows functions that wait for others
         """Number of the signal that some rank had been sent before the step, 0 for none; the same on all. Call after it."""
         if self._sending is not None:  # as where there is one rank alone
             self._sending.wait()

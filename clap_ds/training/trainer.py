@@ -9,11 +9,11 @@ import torch.distributed as dist
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.config.sections import ShardData
+from clap_ds.distributed.collectives import agreed, gather, on_first
+from clap_ds.distributed.watchdog import ending
 from clap_ds.engine.ending import Interrupted, NonFiniteError
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.session import Session
-from clap_ds.ranks.agreement import agreed, gather, on_first
-from clap_ds.ranks.watch import ending
 from clap_ds.record.clock import standing_still
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from clap_ds.config.errors import AgreedError
+from clap_ds.distributed import error_file, init
+from clap_ds.distributed.init import Ranks
 from clap_ds.engine.ending import (
     Interrupted,
     NonFiniteError,
@@ -17,8 +19,6 @@ from clap_ds.engine.ending import (
     is_out_of_memory,
     recorded_ending,
 )
-from clap_ds.ranks import distributed, failure
-from clap_ds.ranks.distributed import Ranks
 from clap_ds.record.directory import RunDirectory
 
 LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5034"
@@ -53,13 +53,20 @@ GONE = f"rank 0: another rank is gone: its connection to this one was lost ({LOS
 ENDS: list[tuple[Any, ...]] = [
     (None, None, "completed", None, None, ""),
     (AgreedError("no such field"), None, "failed", "no such field", None, ""),
-    (Interrupted(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", failure.STOPPED, "stopped by SIGTERM"),
-    (Interrupted(signal.SIGUSR1), 138, "timeout", STOPPED, failure.STOPPED, STOPPED),
-    (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", failure.ERROR, "error: rank 0: NaN at step 2"),
-    (ValueError("no shard"), 1, "failed", "rank 0: no shard", failure.ERROR, "error: rank 0: no shard"),
-    (torch.OutOfMemoryError("20 MiB\nmore"), 1, "out_of_memory", AT, failure.OUT_OF_MEMORY, f"error: {AT}: 20 MiB\n"),
-    (RuntimeError(LOST), 1, "failed", f"rank 0: {LOST}", failure.LOST_PEER, GONE),
-    (KeyError("x"), 1, "failed", "rank 0: 'x'", failure.ERROR, "Traceback"),
+    (Interrupted(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", error_file.STOPPED, "stopped by SIGTERM"),
+    (Interrupted(signal.SIGUSR1), 138, "timeout", STOPPED, error_file.STOPPED, STOPPED),
+    (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", error_file.ERROR, "error: rank 0: NaN at step 2"),
+    (ValueError("no shard"), 1, "failed", "rank 0: no shard", error_file.ERROR, "error: rank 0: no shard"),
+    (
+        torch.OutOfMemoryError("20 MiB\nmore"),
+        1,
+        "out_of_memory",
+        AT,
+        error_file.OUT_OF_MEMORY,
+        f"error: {AT}: 20 MiB\n",
+    ),
+    (RuntimeError(LOST), 1, "failed", f"rank 0: {LOST}", error_file.LOST_PEER, GONE),
+    (KeyError("x"), 1, "failed", "rank 0: 'x'", error_file.ERROR, "Traceback"),
 ]
 """What is raised, exit code, state, error in the summary, kind of the last word, and what is said."""
 
@@ -79,10 +86,10 @@ def test_every_end_is_recorded_once(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(distributed, "leave", leave)
+    monkeypatch.setattr(init, "leave", leave)
     monkeypatch.setattr("clap_ds.engine.ending.dist.barrier", lambda: None)
     monkeypatch.setattr("clap_ds.engine.ending.peak_memory_bytes", lambda device: 3 * 10**9)
-    failure.speak_in(tmp_path, 0, "node1")
+    error_file.speak_in(tmp_path, 0, "node1")
     before = signal.getsignal(signal.SIGTERM)
     record, ended = RunDirectory(tmp_path), None
     try:
@@ -107,7 +114,7 @@ def test_who_runs_out_of_memory_is_told_what_to_change() -> None:
 
 def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
-    monkeypatch.setattr(distributed, "leave", left.append)
+    monkeypatch.setattr(init, "leave", left.append)
     with recorded_ending(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), ""):
         signal.raise_signal(signal.SIGINT)
     assert left == [128 + signal.SIGINT]

@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 
 from clap_ds.config.errors import UserError
+from clap_ds.distributed.init import SECRET, Ranks
 from clap_ds.launch.attempt import Ending
 from clap_ds.launch.job import RunningJob, parse_arguments
-from clap_ds.ranks.distributed import SECRET, Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = os.uname().nodename
 RUNNER = """
 import json, os, sys
 from pathlib import Path
-from clap_ds.ranks import failure
+from clap_ds.distributed import error_file
 folder = Path(sys.argv[sys.argv.index("--job_folder") + 1])
 run = folder.parents[1] / "run"
 run.mkdir()
 (folder / "run_directory").write_text(f"{run}\\n")
 (run / "summary.json").write_text(json.dumps({"state": "running"}))
-failure.speak_in(folder, 0, os.uname().nodename)
-failure.leave_word("error", "KeyError: no such key", 1)
+error_file.speak_in(folder, 0, os.uname().nodename)
+error_file.leave_word("error", "KeyError: no such key", 1)
 sys.exit(143)
 """
 

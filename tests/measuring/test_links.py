@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from clap_ds.distributed.init import Ranks
 from clap_ds.measuring import links
-from clap_ds.ranks.distributed import Ranks
 from tests.rank_pool import RankPool
 
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from clap_ds.config.errors import printable
 from clap_ds.config.files import open_own, own_folder
-from clap_ds.ranks.failure import STALL, STOPPED, leave_word
-from clap_ds.ranks.limits import within
-from clap_ds.ranks.verdict import STACKS, STEPPING, STILL, judge, read_stacks
+from clap_ds.distributed.error_file import STALL, STOPPED, leave_word
+from clap_ds.distributed.root_cause import STACKS, STEPPING, STILL, judge, read_stacks
+from clap_ds.distributed.timeout import within
 from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
 
 LEAST_S, PAUSES = 60.0, 5.0

@@ -11,21 +11,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from clap_ds.ranks import watch
-from clap_ds.ranks.failure import read_words
-from clap_ds.ranks.verdict import judge
+from clap_ds.distributed import watchdog
+from clap_ds.distributed.error_file import read_words
+from clap_ds.distributed.root_cause import judge
 from tests import processes
 from tests.training.training_commands import wait_until
 
-BRIEF = {f"clap_ds.ranks.watch.{name}": value for name, value in (("LEAST_S", 2.0), ("LOOK_S", 0.2), ("GRACE_S", 2.0))}
+BRIEF = {
+    f"clap_ds.distributed.watchdog.{name}": value
+    for name, value in (("LEAST_S", 2.0), ("LOOK_S", 0.2), ("GRACE_S", 2.0))
+}
 
 # Steps of a run whose ranks wait for each other; what is done in the last rank's fifth stands in the command line.
 RUN = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from clap_ds.ranks import failure, watch
-from clap_ds.ranks.distributed import Ranks, initialize, leave
+from clap_ds.distributed import error_file, watchdog
+from clap_ds.distributed.init import Ranks, initialize, leave
 
 def crash():
     ctypes.string_at(0)
@@ -34,7 +37,7 @@ def hold_the_lock():
     ctypes.PyDLL(None).usleep(60_000_000)
 
 def compile():
-    with watch.doing("compiling"):
+    with watchdog.doing("compiling"):
         time.sleep(6)
 
 def receive_signals():
@@ -47,15 +50,15 @@ def receive_signals():
 ranks, path = Ranks.from_environment(), Path(sys.argv[1])
 if ranks.world_size > 1:
     initialize(ranks)
-failure.speak_in(path, ranks.rank, "node")
-watch.start(path, ranks.rank, "node")
+error_file.speak_in(path, ranks.rank, "node")
+watchdog.start(path, ranks.rank, "node")
 for number in range(1, 9):
     if ranks.rank == ranks.world_size - 1 and number == 5:
         eval(sys.argv[2])()
     if ranks.world_size > 1:
         dist.all_reduce(torch.ones(1))
-    watch.step(number)
-watch.ending()
+    watchdog.step(number)
+watchdog.ending()
 leave(0)
 """
 
@@ -113,9 +116,9 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[flo
     """Of this process, which is watched."""
     limits: list[float] = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda limit_s, file: limits.append(limit_s))
-    watch.start(tmp_path, 3, "n3")
+    watchdog.start(tmp_path, 3, "n3")
     yield limits
-    watch.stop()
+    watchdog.stop()
 
 
 @pytest.mark.parametrize(
@@ -127,11 +130,11 @@ def test_limit_by_the_steps_so_far(
     limits: list[float], monkeypatch: pytest.MonkeyPatch, step_s: list[float], limit_s: float
 ) -> None:
     for now in itertools.accumulate([1.0, *step_s]):
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda now=now: now))
-        watch.step(1)
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        watchdog.step(1)
     assert limits[-1] == limit_s
-    with watch.doing("saving"):
+    with watchdog.doing("saving"):
         assert limits[-1] == 1800
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now + 10_000))
-    watch.step(2)
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now + 10_000))
+    watchdog.step(2)
     assert limits[-1] == limit_s, "what was done in between is no step"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from clap_ds.distributed.hostfile import expand, read_hostfile, slots_from_slurm
 from clap_ds.launch.hostfile import main
-from clap_ds.ranks.hostfile import expand, read_hostfile, slots_from_slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = {

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import AgreedError
-from clap_ds.ranks.failure import some
+from clap_ds.distributed.error_file import some
 
 if TYPE_CHECKING:
     import torch

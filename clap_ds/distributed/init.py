@@ -23,12 +23,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, AgreedError, UserError, printable
-from clap_ds.ranks import failure, watch
-from clap_ds.ranks.accelerator import choose_accelerator as choose_accelerator  # for commands
-from clap_ds.ranks.accelerator import choose_device
-from clap_ds.ranks.failure import leave_word, some
-from clap_ds.ranks.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
-from clap_ds.ranks.rendezvous import UnreachableError, meet
+from clap_ds.distributed import error_file, watchdog
+from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
+from clap_ds.distributed.accelerator import choose_device
+from clap_ds.distributed.error_file import leave_word, some
+from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
+from clap_ds.distributed.rendezvous import UnreachableError, meet
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +186,7 @@ def keep_freed_memory() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    leave_word(failure.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+    leave_word(error_file.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
     leave(128 + number)
 
 
@@ -196,15 +196,15 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     try:
         ranks = Ranks.from_environment()
         if ranks.job_folder is not None:
-            failure.speak_in(ranks.job_folder, ranks.rank, ranks.host)
+            error_file.speak_in(ranks.job_folder, ranks.rank, ranks.host)
             signal.signal(signal.SIGTERM, _end)  # before there is a run, whose end would have to be recorded
         main(ranks)
     except UnreachableError as error:
-        leave_word(failure.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
+        leave_word(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
         print("error:", printable(str(error)), file=sys.stderr, flush=True)
         leave(FAILED)
     except UserError as error:
-        leave_word(failure.USER, str(error), USER_ERROR)
+        leave_word(error_file.USER, str(error), USER_ERROR)
         told = printable(str(error), "\n")
         if os.environ.get("RANK", "0") in ("", "0"):
             print(f"error: {told}", file=sys.stderr, flush=True)
@@ -215,7 +215,7 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
                 print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {told}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
     except Exception as error:
-        leave_word(failure.ERROR, f"{type(error).__name__}: {error}", FAILED)
+        leave_word(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)
         traceback.print_exc()
         leave(FAILED)
     leave(0)
@@ -223,7 +223,7 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """End this process now, with its output written, whatever threads of torch or a loader are still about."""
-    watch.stop()
+    watchdog.stop()
     if "torch" in sys.modules:
         import torch.distributed as dist
 

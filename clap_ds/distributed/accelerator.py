@@ -1,6 +1,6 @@
 """GPU or CPU, and an error where torch can't use a GPU that is there: a run would go on on the CPUs, hundreds of times slower.
 
-    python -m clap_ds.ranks.accelerator     prints cuda or cpu
+    python -m clap_ds.distributed.accelerator     prints cuda or cpu
 
 Top-level imports: standard library only, for hosts are asked whose Python may lack the rest.
 """

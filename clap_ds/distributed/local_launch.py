@@ -1,6 +1,6 @@
 """Starts ranks on this machine by DeepSpeed's launcher, without its page of lines and on a port of their own.
 
-    python -m clap_ds.ranks.start [--num_gpus N] SCRIPT …
+    python -m clap_ds.distributed.local_launch [--num_gpus N] SCRIPT …
 
 DeepSpeed's runner reads only numbers in `CUDA_VISIBLE_DEVICES`. Where that has UUIDs, the launcher that the runner would start
 for a single host is started with them: it passes any name on.
@@ -11,7 +11,7 @@ import json
 import os
 import sys
 
-from clap_ds.ranks.hostfile import free_port
+from clap_ds.distributed.hostfile import free_port
 
 if __name__ == "__main__":
     launcher, visible = ["deepspeed.launcher.runner"], os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from clap_ds.ranks.failure import ERROR, LOST_PEER, OUT_OF_MEMORY, STALL, STOPPED, UNREACHABLE, USER, Word
-from clap_ds.ranks.verdict import KILLED, SIGNAL, STEPPING, STILL, Verdict, judge
+from clap_ds.distributed.error_file import ERROR, LOST_PEER, OUT_OF_MEMORY, STALL, STOPPED, UNREACHABLE, USER, Word
+from clap_ds.distributed.root_cause import KILLED, SIGNAL, STEPPING, STILL, Verdict, judge
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 BEGUN = 1_000_000.0

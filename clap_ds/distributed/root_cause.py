@@ -1,6 +1,6 @@
 """Why a run ended: the first cause, by what its ranks left behind.
 
-Ranks leave words of what failed (`clap_ds.ranks.failure`) and a file each (`clap_ds.ranks.watch`): a line on who writes it,
+Ranks leave words of what failed (`clap_ds.distributed.error_file`) and a file each (`clap_ds.distributed.watchdog`): a line on who writes it,
 then stacks where it stood still or got a fatal signal. A rank that is killed leaves that line alone. Standard library only.
 """
 
@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from clap_ds.config.files import parse_json, read_bytes
-from clap_ds.ranks.failure import ERROR, LOST_PEER, SHOWN, STALL, STOPPED, UNREACHABLE, Word, read_words, some
+from clap_ds.distributed.error_file import ERROR, LOST_PEER, SHOWN, STALL, STOPPED, UNREACHABLE, Word, read_words, some
 
 SIGNAL, KILLED = "signal", "killed"
 """Kinds of a verdict beside those of words."""

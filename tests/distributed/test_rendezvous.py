@@ -10,8 +10,8 @@ from tests.rank_pool import free_port
 
 MEET = """
 import sys
-from clap_ds.ranks import rendezvous
-from clap_ds.ranks.distributed import Ranks, initialize, run_command
+from clap_ds.distributed import rendezvous
+from clap_ds.distributed.init import Ranks, initialize, run_command
 rendezvous.SAY_S = 1.0
 run_command(lambda ranks: print(initialize(ranks)))
 """
@@ -20,7 +20,7 @@ run_command(lambda ranks: print(initialize(ranks)))
 def _start(program: str, rank: int, world_size: int, port: int, limit_s: float = 300.0, **variables: str) -> Command:
     place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     other = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
-    limit = {"clap_ds.ranks.rendezvous.START_LIMIT_S": limit_s, "clap_ds.ranks.distributed.RANK_0_SPEAKS_S": 0.0}
+    limit = {"clap_ds.distributed.rendezvous.START_LIMIT_S": limit_s, "clap_ds.distributed.init.RANK_0_SPEAKS_S": 0.0}
     return Command(["-c", program], env={**os.environ, **place, **other, **variables}, constants=limit)
 
 
@@ -55,8 +55,8 @@ def test_rank_0_sees_that_the_address_is_another_hosts() -> None:
 JOB_OF_TWO = """
 import os
 import torch.distributed as dist
-from clap_ds.ranks import rendezvous
-from clap_ds.ranks.distributed import Ranks
+from clap_ds.distributed import rendezvous
+from clap_ds.distributed.init import Ranks
 rendezvous.meet(int(os.environ["RANK"]), 2, "gloo", run=Ranks.from_environment().run)
 dist.barrier()  # the other one needs this one until it has joined
 print("met", flush=True)

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from clap_ds.config.errors import UserError
-from clap_ds.ranks.agreement import agree
-from clap_ds.ranks.distributed import Ranks, check_hostfile
+from clap_ds.distributed.collectives import agree
+from clap_ds.distributed.init import Ranks, check_hostfile
 from tests import processes
 from tests.rank_pool import RankPool
 
@@ -90,11 +90,11 @@ def test_all_ranks_stop_with_the_problem_of_one(two_ranks: RankPool) -> None:
 COMMAND = """
 import sys
 from clap_ds.config import errors
-from clap_ds.ranks import distributed
-distributed.RANK_0_SPEAKS_S = 0.1
+from clap_ds.distributed import init
+init.RANK_0_SPEAKS_S = 0.1
 def main(ranks):
     raise getattr(errors, sys.argv[1])("broken")
-distributed.run_command(main)
+init.run_command(main)
 """
 
 
