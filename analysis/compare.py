@@ -17,7 +17,7 @@ from clap_ds.analysis.repeats import RunSpread, pooled_spread
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Run, Scale
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.record.statistics import student_t
+from clap_ds.run_records.intervals import student_t
 
 COVERAGE = 0.99
 """Of the interval of a ratio. What follows from repeats on a machine whose load changes covers less than it says: 99 % leaves

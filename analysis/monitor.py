@@ -1,4 +1,4 @@
-"""What held a run's GPUs back: shares of the samples that `clap_ds/record/monitor.py` took while it stepped.
+"""What held a run's GPUs back: shares of the samples that `clap_ds/run_records/gpu_monitor.py` took while it stepped.
 
 Samples taken while a checkpoint was saved aren't counted. `docs/numbers.md` says what each column is for.
 """

@@ -15,9 +15,9 @@ from typing import Any
 from clap_ds.analysis.table import Run, checked, unit
 from clap_ds.config import files
 from clap_ds.config.errors import UserError
-from clap_ds.record.plausible import uneven_steps
-from clap_ds.record.schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
-from clap_ds.record.statistics import rates
+from clap_ds.run_records.intervals import rates
+from clap_ds.run_records.metrics_schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
+from clap_ds.run_records.sanity_checks import uneven_steps
 
 BY_TIMER = "DeepSpeed's timer: leaves out data loading and what lies between steps"
 HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host, queueing steps"
@@ -35,7 +35,7 @@ def read_record(path: Path) -> Run:
     try:
         return checked(_run(path, summary, config, environment), str(path))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: its files don't follow clap_ds/record/schema.py ({error})") from None
+        raise UserError(f"{path}: its files don't follow clap_ds/run_records/metrics_schema.py ({error})") from None
 
 
 def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], environment: Mapping[str, Any]) -> Run:

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from clap_ds.analysis.published import published_mfu_percent
 from clap_ds.analysis.series import global_batch
 from clap_ds.analysis.table import Run, Scale
-from clap_ds.record.plausible import doubtful_mfu
-from clap_ds.record.schema import STEP_PHASES
-from clap_ds.record.statistics import COVERAGE, SLOW, range_label, student_t
+from clap_ds.run_records.intervals import COVERAGE, SLOW, range_label, student_t
+from clap_ds.run_records.metrics_schema import STEP_PHASES
+from clap_ds.run_records.sanity_checks import doubtful_mfu
 
 Floats = NDArray[np.float64]
 GOOD_STATES = ("completed", "published", "unknown")

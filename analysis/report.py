@@ -23,7 +23,7 @@ from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.places import VERSION
 from clap_ds.config.secrets import redacted_words
-from clap_ds.record.schema import STEP_PHASES
+from clap_ds.run_records.metrics_schema import STEP_PHASES
 
 TITLE = "CLAP training: throughput and scaling"
 PACKAGES = ("torch", "deepspeed", "transformers")

@@ -1,4 +1,4 @@
-"""Who made the others wait: the ranks that a run's record names (`record/stragglers.py`)."""
+"""Who made the others wait: the ranks that a run's record names (`run_records/stragglers.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from clap_ds.analysis.figure import Blocks
 from clap_ds.analysis.record import read_json
 from clap_ds.analysis.table import markdown_table
-from clap_ds.record.schema import SlowRank
+from clap_ds.run_records.metrics_schema import SlowRank
 
 
 def blocks(runs: Sequence[Path]) -> Blocks:

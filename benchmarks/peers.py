@@ -31,8 +31,8 @@ from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset, preset_argument
 from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.native.convert import report
-from clap_ds.record.hardware import device_name
-from clap_ds.record.statistics import median_interval
+from clap_ds.run_records.environment import device_name
+from clap_ds.run_records.intervals import median_interval
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 """Largest difference of a loss from ours, relative."""

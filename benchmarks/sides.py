@@ -22,7 +22,7 @@ from clap_ds.model.htsat import MAX_MEL_STRIPE, MAX_TIME_STRIPE, NUM_STRIPES
 from clap_ds.model.mel import LogMel
 from clap_ds.model.text import mean_over_tokens
 from clap_ds.native.convert import convert
-from clap_ds.record.clock import PhaseTimer, seconds
+from clap_ds.run_records.timers import PhaseTimer, seconds
 from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers
 from clap_ds.weights.names import State

@@ -32,8 +32,8 @@ from clap_ds.config.places import PACKAGE
 from clap_ds.config.settings import ClapSettings
 from clap_ds.distributed import init
 from clap_ds.model.clap import ClapModel
-from clap_ds.record.clock import seconds
-from clap_ds.record.statistics import median_interval
+from clap_ds.run_records.intervals import median_interval
+from clap_ds.run_records.timers import seconds
 
 SCALE = 12
 """The emulated model has one parameter for this many of HTSAT-tiny's."""

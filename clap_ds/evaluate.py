@@ -126,7 +126,7 @@ def evaluate_checkpoint(
 
     from clap_ds.distributed.collectives import together
     from clap_ds.evaluation.evaluator import Evaluator
-    from clap_ds.record.hardware import device_name
+    from clap_ds.run_records.environment import device_name
     from clap_ds.weights.load import load_weights
 
     device = initialize(ranks)
@@ -175,7 +175,7 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
     """Print each metric, in percent but for the loss, with its interval and chance level, and what it rests on."""
     from rich.table import Table
 
-    from clap_ds.record.terminal import show
+    from clap_ds.run_records.terminal import show
 
     table = Table("metric")
     for name in ("value", "95 % interval", "chance"):

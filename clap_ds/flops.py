@@ -31,7 +31,7 @@ from clap_ds.flop_count.analytic import (
     published_flops,
 )  # fmt: skip
 from clap_ds.flop_count.peaks import TRAINING_OVER_FORWARD
-from clap_ds.record.terminal import show
+from clap_ds.run_records.terminal import show
 
 if TYPE_CHECKING:
     from clap_ds.flop_count.counters import Count

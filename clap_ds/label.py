@@ -21,7 +21,7 @@ from clap_ds.config.files import read_bytes
 from clap_ds.inference import options
 from clap_ds.inference.files import find_sources
 from clap_ds.inference.vectors import PARQUET, Block, blocks_of, read_table
-from clap_ds.record.csv_text import write_csv
+from clap_ds.run_records.csv_text import write_csv
 
 _BLOCK = 64  # rows that are labelled at a time
 

@@ -18,8 +18,8 @@ from clap_ds.distributed.hostfile import free_port
 from clap_ds.distributed.root_cause import judge
 from clap_ds.launch import slurm
 from clap_ds.launch.launchers import Launcher, environment
-from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
-from clap_ds.record.schema import State
+from clap_ds.run_records.metrics_schema import State
+from clap_ds.run_records.run_dir import RunDirectory  # the standard library alone, at import
 
 SAVE_S = 300.0  # for ranks to save after a signal
 LINGER_S = 45.0  # for a launcher to end after its run: it would wait for a host that nobody can reach

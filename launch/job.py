@@ -29,7 +29,7 @@ from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
 from clap_ds.launch.launchers import Launcher
 from clap_ds.launch.sites import Site
-from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
+from clap_ds.run_records.run_dir import RunDirectory  # the standard library alone, at import
 
 CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)

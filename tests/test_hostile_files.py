@@ -23,8 +23,8 @@ from clap_ds.engine.scalars import Scalars
 from clap_ds.launch.batch_script import Request
 from clap_ds.launch.jobs import Job, Jobs
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.record.directory import start_log
-from clap_ds.record.stream import Stream
+from clap_ds.run_records.jsonl import Stream
+from clap_ds.run_records.run_dir import start_log
 from clap_ds.training.remote import RemoteFolder
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights

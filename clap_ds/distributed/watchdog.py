@@ -26,7 +26,7 @@ from clap_ds.config.files import open_own, own_folder
 from clap_ds.distributed.error_file import STALL, STOPPED, leave_word
 from clap_ds.distributed.root_cause import STACKS, STEPPING, STILL, judge, read_stacks
 from clap_ds.distributed.timeout import within
-from clap_ds.record.directory import RunDirectory  # the standard library alone, at import
+from clap_ds.run_records.run_dir import RunDirectory  # the standard library alone, at import
 
 LEAST_S, PAUSES = 60.0, 5.0
 """A rank stands still when it makes no step for so many seconds, and longest times between steps so far."""

@@ -19,7 +19,7 @@ from clap_ds.config.places import code_folder
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import judged, rank
-from clap_ds.record.schema import Summary
+from clap_ds.run_records.metrics_schema import Summary
 
 T = TypeVar("T")
 

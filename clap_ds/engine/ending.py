@@ -18,8 +18,8 @@ from clap_ds.config.errors import UserError, printable
 from clap_ds.distributed import error_file, init, watchdog
 from clap_ds.distributed.error_file import leave_word
 from clap_ds.distributed.init import Ranks
-from clap_ds.record.directory import RunDirectory, State
-from clap_ds.record.hardware import peak_memory_bytes
+from clap_ds.run_records.environment import peak_memory_bytes
+from clap_ds.run_records.run_dir import RunDirectory, State
 
 STOP_SIGNALS = watchdog.SIGNALS
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

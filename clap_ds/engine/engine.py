@@ -27,7 +27,7 @@ from clap_ds.engine.loss import SoftmaxLoss, build_loss
 from clap_ds.engine.optimizer import FlatStep
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 
 MOST_SKIPPED = 40
 """Steps skipped in a row that a run survives. fp16's loss scale starts at 2^16 and may need to be halved as often as that."""

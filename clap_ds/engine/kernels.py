@@ -16,7 +16,7 @@ from clap_ds.distributed.watchdog import doing
 from clap_ds.engine.compiled import first_problem, problem_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
-from clap_ds.record.schema import ChosenKernel
+from clap_ds.run_records.metrics_schema import ChosenKernel
 
 Field = Literal["attention", "mlp"]
 FIELDS: tuple[Field, ...] = ("attention", "mlp")

@@ -11,7 +11,7 @@ from deepspeed.monitor.tensorboard import TensorBoardMonitor
 
 from clap_ds.config.files import own_folder
 from clap_ds.distributed.collectives import rank
-from clap_ds.record.stream import unless_full
+from clap_ds.run_records.jsonl import unless_full
 
 Scalar = tuple[str, float, int]  # tag, value, and samples trained on by then
 

@@ -30,9 +30,9 @@ from clap_ds.engine.kernels import choose_kernels
 from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import report
-from clap_ds.record import hardware, monitor
-from clap_ds.record.directory import RunDirectory, quiet_deepspeed, start_log
-from clap_ds.record.schema import Environment
+from clap_ds.run_records import environment, gpu_monitor
+from clap_ds.run_records.metrics_schema import Environment
+from clap_ds.run_records.run_dir import RunDirectory, quiet_deepspeed, start_log
 
 
 def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
@@ -58,7 +58,7 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
 def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
     """Open the run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded."""
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
-    here = hardware.environment(device, kernels)
+    here = environment.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
     with agreed():
         record = RunDirectory(on_first(lambda: _describe(run, ranks, here, everywhere)))
@@ -73,7 +73,7 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
     error_file.speak_in(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:  # a debugger may hold a rank for hours
         watchdog.start(record.path, ranks.rank, ranks.host)
-    with recorded_ending(record, ranks, f"micro-batch {run.micro_batch} on {hardware.device_name(device)}"):
+    with recorded_ending(record, ranks, f"micro-batch {run.micro_batch} on {environment.device_name(device)}"):
         yield record
     record.close()
 
@@ -188,7 +188,7 @@ def ready_to_step(
             state=data_state,
             needs_epochs=run.clap.train.epochs is not None,
         )
-    with batches, monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
+    with batches, gpu_monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
         try:
             if (what := what_to_compile(run.clap.compile, engine.device)) != "off":
                 cached = run.clap.train.accumulation == "cached"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.record.schema import Summary
+from clap_ds.run_records.metrics_schema import Summary
 
 TRAINING_OVER_FORWARD = 3
 """By the published convention: every forward product has two in backward, for its input and for its weight."""

@@ -25,7 +25,7 @@ from clap_ds.flop_count.counters import Count, unseen_by_deepspeed
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
 from clap_ds.native.convert import reverted
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 
 REPORT = "flops_profile.txt"
 LARGEST_DISAGREEMENT_PERCENT = 0.5

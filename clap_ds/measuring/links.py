@@ -11,7 +11,7 @@ import torch.distributed as dist
 from clap_ds.distributed.collectives import gather, judged
 from clap_ds.distributed.init import Ranks
 from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
-from clap_ds.record.clock import seconds
+from clap_ds.run_records.timers import seconds
 
 REPEATS = 3
 LARGEST_LINK_BUFFER = 32_000_000

@@ -20,13 +20,13 @@ from clap_ds.distributed.watchdog import doing
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.peaks import utilization
 from clap_ds.measuring.flops_profile import measure_flops
-from clap_ds.record import hardware
-from clap_ds.record.clock import PhaseTimer, StepClock
-from clap_ds.record.plausible import doubtful_mfu, uneven_steps
-from clap_ds.record.schema import STEP_PHASES, Rates, StepLine, StepTime, Summary
-from clap_ds.record.statistics import rates
-from clap_ds.record.stragglers import Floats, Stragglers
-from clap_ds.record.terminal import Progress, print_summary
+from clap_ds.run_records import environment
+from clap_ds.run_records.intervals import rates
+from clap_ds.run_records.metrics_schema import STEP_PHASES, Rates, StepLine, StepTime, Summary
+from clap_ds.run_records.sanity_checks import doubtful_mfu, uneven_steps
+from clap_ds.run_records.stragglers import Floats, Stragglers
+from clap_ds.run_records.terminal import Progress, print_summary
+from clap_ds.run_records.timers import PhaseTimer, StepClock
 
 
 class Window(NamedTuple):
@@ -99,7 +99,7 @@ def measure(session: Session) -> Summary:
     progress.advance(protocol.breakdown_steps, "breakdown")
     gc.enable()
     gc.unfreeze()
-    peak_memory = hardware.largest_memory(gather(hardware.peak_memory(session.device)))
+    peak_memory = environment.largest_memory(gather(environment.peak_memory(session.device)))
     rate, step_time = measurement.rates(), measurement.step_time()
     utilized = _measure_utilization(session, rate["mean"])
     if not session.ranks.is_first:
@@ -158,7 +158,7 @@ def _write_steps(session: Session, window: Window, losses: list[float], number: 
             slowest_rank_time_s=float(window.step_s[offset].max()),
             data_wait_s=float(window.data_wait_s[offset, 0]),
             loss=loss,
-            memory_bytes=hardware.peak_memory_bytes(session.device),
+            memory_bytes=environment.peak_memory_bytes(session.device),
         )
         session.record.append_metrics(line)
     samples = session.samples_per_step * session.ranks.world_size
@@ -209,7 +209,9 @@ def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summ
         flops["published_gflops"] * 1e9,
         flops["training_gflops"] * 1e9,
         samples_per_s_per_gpu,
-        " and ".join(sorted({*gather(hardware.device_name(session.device))})),  # of several kinds none has a known peak
+        " and ".join(
+            sorted({*gather(environment.device_name(session.device))})
+        ),  # of several kinds none has a known peak
         session.run.clap.hardware.peak_tflops,
         flops["recomputed_gflops"] * 1e9,
     )

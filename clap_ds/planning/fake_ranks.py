@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clap_ds.distributed import collectives
 from clap_ds.engine import cached_step
-from clap_ds.record.directory import quiet_deepspeed
+from clap_ds.run_records.run_dir import quiet_deepspeed
 
 
 @contextmanager

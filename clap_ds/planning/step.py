@@ -34,7 +34,7 @@ from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import faked_by, rank_of
 from clap_ds.planning.roofline import fused
 from clap_ds.planning.trace import Operation, Recorded, trace
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 
 CPU = torch.device("cpu")
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")

@@ -24,8 +24,8 @@ from clap_ds.engine.cached_step import random_state
 from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import describe, engine_state, master_weights, not_finite
-from clap_ds.record.lock import FILE as LOCK
-from clap_ds.record.lock import FolderLock
+from clap_ds.run_records.lock import FILE as LOCK
+from clap_ds.run_records.lock import FolderLock
 from clap_ds.training.host_copy import HostCopies
 from clap_ds.training.remote import BackgroundSync, RemoteFolder
 from clap_ds.training.restoring import PROGRESS, restore

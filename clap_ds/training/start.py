@@ -14,8 +14,8 @@ from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import doing
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
-from clap_ds.record.directory import RunDirectory
-from clap_ds.record.lock import FolderLock
+from clap_ds.run_records.lock import FolderLock
+from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.restoring import tokenizer_problem
 from clap_ds.training.schedule import TrainingProgress

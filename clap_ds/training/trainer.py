@@ -14,7 +14,7 @@ from clap_ds.distributed.watchdog import ending
 from clap_ds.engine.ending import Interrupted, NonFiniteError
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.session import Session
-from clap_ds.record.clock import standing_still
+from clap_ds.run_records.timers import standing_still
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.messages import conclude, how_to_go_on, introduce

@@ -10,7 +10,7 @@ import pytest
 from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.record import HOST_ALONE, read_record
 from clap_ds.config.errors import UserError
-from clap_ds.record.statistics import rates
+from clap_ds.run_records.intervals import rates
 from tests.analysis.samples import DATA, write
 
 RECORD = DATA / "record_2ranks"

@@ -65,7 +65,7 @@ ASKS = ("wait /x/clap_ds/training/stop.py", "step /clap/engine.py")
 FORWARD = ("call /runs/.inductor-0/ab/cabc.py", "__call__ /x/torch/_inductor/output_code.py")
 BACKWARD = ("_engine_run_backward /x/torch/autograd/graph.py", "backward /x/torch/_tensor.py")
 LAUNCH = ("__call__ /x/triton/backends/nvidia/driver.py", "run /x/triton/runtime/jit.py", "mlp /x/clap_ds/mlp.py")
-AT_AN_END = ("synchronize /x/torch/cuda/__init__.py", "synchronize /x/clap_ds/record/clock.py")
+AT_AN_END = ("synchronize /x/torch/cuda/__init__.py", "synchronize /x/clap_ds/run_records/timers.py")
 # … and of one that holds the others up.
 WORKER = ("select /py/selectors.py", "wait /py/multiprocessing/connection.py", "get /py/multiprocessing/queues.py")
 READS = ("read /x/clap_ds/data/tar_items.py", "_receive /x/clap_ds/data/shards.py")

@@ -18,7 +18,7 @@ from clap_ds.engine.compiled import compile_towers
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import pack
-from clap_ds.record.schema import Summary
+from clap_ds.run_records.metrics_schema import Summary
 from tests.engine.test_engine import DEVICE, TIMER, batches_of, settings
 from tests.model.reference_clap import captions, clips
 from tests.rank_pool import RankPool

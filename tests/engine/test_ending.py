@@ -19,7 +19,7 @@ from clap_ds.engine.ending import (
     is_out_of_memory,
     recorded_ending,
 )
-from clap_ds.record.directory import RunDirectory
+from clap_ds.run_records.run_dir import RunDirectory
 
 LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5034"
 

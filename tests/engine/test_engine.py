@@ -22,7 +22,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.state import engine_state, master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.native.convert import convert
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 from tests.conftest import micro_run
 from tests.engine.plain_ddp import PlainDDP
 from tests.rank_pool import RankPool

@@ -18,7 +18,7 @@ from clap_ds.data.sources import build_batches
 from clap_ds.engine import cached_step
 from clap_ds.engine.building import build_model
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 from tests.engine.test_engine import settings
 from tests.rank_pool import RankPool
 

@@ -15,9 +15,9 @@ from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.sections import BenchSettings
 from clap_ds.engine.session import Session
 from clap_ds.measuring import throughput
-from clap_ds.record import hardware
-from clap_ds.record.clock import PhaseTimer
-from clap_ds.record.directory import RunDirectory
+from clap_ds.run_records import environment
+from clap_ds.run_records.run_dir import RunDirectory
+from clap_ds.run_records.timers import PhaseTimer
 from tests.rank_pool import RankPool
 
 GIB = 2**30
@@ -58,8 +58,8 @@ def _measured(folder: str) -> dict[str, Any]:
     writer: Any = SimpleNamespace(write=scalars.extend)
     session = Session(run, ranks, torch.device("cpu"), RunDirectory(Path(folder)), engine, nothing, writer)
     with (
-        mock.patch("clap_ds.record.clock.time.perf_counter", side_effect=lambda: now[0]),
-        mock.patch.object(hardware, "peak_memory_bytes", return_value=(1 + rank) * GIB),
+        mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
+        mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
         mock.patch.object(throughput, "_measure_utilization", lambda session, rate: {"warnings": [f"of {rate:.4f}"]}),
         mock.patch.object(throughput, "_measure_breakdown", break_down),
         mock.patch.object(throughput, "print_summary"),

@@ -29,7 +29,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
-from clap_ds.record.directory import RunDirectory
+from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training import checkpoint
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress

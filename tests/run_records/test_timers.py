@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from clap_ds.record.clock import PhaseTimer, StepClock, standing_still
+from clap_ds.run_records.timers import PhaseTimer, StepClock, standing_still
 
 CPU = torch.device("cpu")
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Lets time pass, on a clock that stands still otherwise: a busy machine adds nothing to it."""
     now = [100.0]
-    monkeypatch.setattr("clap_ds.record.clock.time.perf_counter", lambda: sum(now))
+    monkeypatch.setattr("clap_ds.run_records.timers.time.perf_counter", lambda: sum(now))
     return now.append
 
 

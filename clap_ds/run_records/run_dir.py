@@ -1,7 +1,7 @@
 """The run directory: what a run is, how far it got and what came of it, written as it goes.
 
 `config.json`, `environment.json`, `metrics.jsonl` (a line a step), `summary.json` (what analysis reads, with the run's
-state), `monitor/` (by `monitor.py`), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`.
+state), `monitor/` (by `gpu_monitor.py`), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TextIO, Unpack, cast
 
 from clap_ds.config.files import open_own, read_json, write_object
 from clap_ds.config.secrets import redacted, redacted_all, redacted_words
-from clap_ds.record.schema import VERSION, State, StepLine, Summary
-from clap_ds.record.stream import Stream, unless_full
+from clap_ds.run_records.jsonl import Stream, unless_full
+from clap_ds.run_records.metrics_schema import VERSION, State, StepLine, Summary
 
 
 class RunDirectory:

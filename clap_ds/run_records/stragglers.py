@@ -1,4 +1,4 @@
-"""Who makes the others wait: ranks whose own time of a step, without what they stood still for others (`clock.standing_still`)
+"""Who makes the others wait: ranks whose own time of a step, without what they stood still for others (`timers.standing_still`)
 but with their wait for data, lies above the median rank's. A slow link, for which all ranks wait, is nobody's own time."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from clap_ds.record.schema import SlowRank, Summary
+from clap_ds.run_records.metrics_schema import SlowRank, Summary
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 KEPT_STEPS, GROUPS, FEWEST_STEPS = 300, 15, 20

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from clap_ds.config import places
-from clap_ds.record.schema import Environment, Summary
+from clap_ds.run_records.metrics_schema import Environment, Summary
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
 

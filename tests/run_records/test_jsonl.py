@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.record.stream import Stream
+from clap_ds.run_records.jsonl import Stream
 
 
 def test_a_restart_goes_on_where_it_resumes(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import io
 from pathlib import Path
 
-from clap_ds.record.directory import RunDirectory, Tee
+from clap_ds.run_records.run_dir import RunDirectory, Tee
 
 
 def test_first_ending_stays(tmp_path: Path) -> None:

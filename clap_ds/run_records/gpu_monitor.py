@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.files import own_folder
-from clap_ds.record.stream import Stream
+from clap_ds.run_records.jsonl import Stream
 
 INTERVAL_S = 15.0
 Sample = dict[str, Any]

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from clap_ds.config.errors import printable
-from clap_ds.record.schema import Summary
-from clap_ds.record.statistics import range_label
+from clap_ds.run_records.intervals import range_label
+from clap_ds.run_records.metrics_schema import Summary
 
 
 class Progress:

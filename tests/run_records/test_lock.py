@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.record.lock import FolderLock
+from clap_ds.run_records.lock import FolderLock
 
 JOB = Path("/jobs/12")
 

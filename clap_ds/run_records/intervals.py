@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from clap_ds.record.schema import Rates
+from clap_ds.run_records.metrics_schema import Rates
 
 COVERAGE = 0.95
 SLOW = 0.8

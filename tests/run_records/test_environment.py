@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clap_ds.record.hardware import environment, peak_memory_bytes
+from clap_ds.run_records.environment import environment, peak_memory_bytes
 
 CPU = torch.device("cpu")
 

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from clap_ds.record.plausible import doubtful_mfu, uneven_steps
-from clap_ds.record.statistics import (
+from clap_ds.run_records.intervals import (
     median_interval,
     range_label,
     rates,
     student_t,
 )
+from clap_ds.run_records.sanity_checks import doubtful_mfu, uneven_steps
 
 
 @pytest.mark.parametrize("count", [6, 20])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from clap_ds.record import monitor
+from clap_ds.run_records import gpu_monitor
 
 
 def _traffic(gpu: int, counter: int) -> int:
@@ -38,7 +38,7 @@ def test_units_of_the_jobs_own_gpus(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", NVML)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    sample = monitor._gpu_sampler(num_gpus)
+    sample = gpu_monitor._gpu_sampler(num_gpus)
     assert sample is not None
     traffic = {"pcie_rx_gb_per_s": 21.0, "pcie_tx_gb_per_s": 1.0}
     values = {
@@ -49,9 +49,9 @@ def test_units_of_the_jobs_own_gpus(
 
 
 def test_samples_are_written_while_a_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(monitor, "_gpu_sampler", lambda num_gpus: lambda: [{"gpu": 0, "sm_percent": 97}])
-    with monitor.watching(tmp_path, 1):
+    monkeypatch.setattr(gpu_monitor, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(gpu_monitor, "_gpu_sampler", lambda num_gpus: lambda: [{"gpu": 0, "sm_percent": 97}])
+    with gpu_monitor.watching(tmp_path, 1):
         while not (found := [*tmp_path.glob("monitor/*.jsonl")]) or found[0].read_text().count("\n") < 2:
             time.sleep(0.01)
     first, second, *_ = map(json.loads, found[0].read_text().splitlines())

@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
-from clap_ds.record.statistics import rates
-from clap_ds.record.terminal import Progress, rows, title
+from clap_ds.run_records.intervals import rates
+from clap_ds.run_records.terminal import Progress, rows, title
 
 SUMMARY: Any = {
     "preset": "micro", "world_size": 8, "device_name": "H200", "num_nodes": 2, "precision": "bf16", "micro_batch_per_gpu": 4,
@@ -38,6 +38,6 @@ def test_lines_and_their_units() -> None:
 
 
 def test_time_left_is_by_the_steps_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("clap_ds.record.terminal.time.monotonic", side_effect=[100.0, 106.0]):
+    with mock.patch("clap_ds.run_records.terminal.time.monotonic", side_effect=[100.0, 106.0]):
         Progress(10, enabled=True, first=4).advance(2, "loss 1.5")
     assert capsys.readouterr().out == "step 6/10  loss 1.5  12 s left\n"

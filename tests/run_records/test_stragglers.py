@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clap_ds.record.stragglers import KEPT_STEPS, Stragglers, rate_without, slow_ranks
+from clap_ds.run_records.stragglers import KEPT_STEPS, Stragglers, rate_without, slow_ranks
 
 
 def noise(kind: str, steps: int, ranks: int, generator: np.random.Generator) -> Any:
