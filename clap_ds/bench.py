@@ -43,10 +43,10 @@ def measure_run(run: RunSettings, ranks: Ranks, protocol: Callable[[Any], object
     # Loading torch and DeepSpeed takes seconds: only for a run that can start.
     import torch
 
+    from clap_ds.benchmark.throughput import measure
     from clap_ds.distributed.collectives import agreed
     from clap_ds.engine.building import build_model, fetch_from_hub
     from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
-    from clap_ds.measuring.throughput import measure
 
     device = join_group(run, ranks)
     with opened_record(run, ranks, device) as record:

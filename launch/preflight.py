@@ -2,7 +2,7 @@
 
     python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 308]
 
-Starts `clap_ds/measuring/preflight_rank.py` on all hosts as a run would be.
+Starts `clap_ds/benchmark/preflight_rank.py` on all hosts as a run would be.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def ask(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> in
     os.environ.update(site.environment)
     start = Launcher(site, site.interpreter())
     (folder / "hostfile").write_text(format_hostfile(slots))
-    script = PACKAGE / "measuring" / "preflight_rank.py"
+    script = PACKAGE / "benchmark" / "preflight_rank.py"
     words = [str(script), "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
     command = start.command(slots, folder / "hostfile", free_port(), words)
     with (folder / "output").open("wb") as output:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.benchmark import Timer
 
+from clap_ds.benchmark.matmul_peak import CPU_SIZE, measure_matmul_tflops
 from clap_ds.config.errors import UserError
 from clap_ds.flop_count.peaks import ALIASES, GPUS, gpu_named, peak_for, utilization
-from clap_ds.measuring.matmul_ceiling import CPU_SIZE, measure_matmul_tflops
 from clap_ds.run_records.terminal import rows
 from tests.processes import ROOT
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clap_ds.benchmark.matmul_peak import measure_matmul_tflops
 from clap_ds.distributed.collectives import gather, judged
 from clap_ds.distributed.init import Ranks
-from clap_ds.measuring.matmul_ceiling import measure_matmul_tflops
 from clap_ds.run_records.timers import seconds
 
 REPEATS = 3

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from clap_ds.benchmark import bandwidth
 from clap_ds.distributed.init import Ranks
-from clap_ds.measuring import links
 from tests.rank_pool import RankPool
 
 
@@ -24,7 +24,7 @@ def _wrong_elements(world_size: int, spoil: dict[int, float]) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", spoiled)
-        return links.all_reduce(37, world_size, torch.device("cpu"))[0]
+        return bandwidth.all_reduce(37, world_size, torch.device("cpu"))[0]
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,10 @@ def test_wrong_sums_are_counted(two_ranks: RankPool, world_size: int, spoil: dic
 def _measured() -> dict[str, Any]:
     """Of two hosts with a rank each, where every exchange takes half a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "seconds", lambda action, device: (action(), 0.5)[1])
+        patch.setattr(bandwidth, "seconds", lambda action, device: (action(), 0.5)[1])
         patch.setattr("torch.utils.benchmark.Timer", timer := mock.Mock())
         timer().blocked_autorange.return_value.median = 0.5
-        return links.measure(1.0, Ranks(dist.get_rank(), 2, 0, 1), torch.device("cpu"))
+        return bandwidth.measure(1.0, Ranks(dist.get_rank(), 2, 0, 1), torch.device("cpu"))
 
 
 def test_rates(two_ranks: RankPool) -> None:

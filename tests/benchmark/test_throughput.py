@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from clap_ds.benchmark import throughput
 from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.sections import BenchSettings
 from clap_ds.engine.session import Session
-from clap_ds.measuring import throughput
 from clap_ds.run_records import environment
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.run_records.timers import PhaseTimer

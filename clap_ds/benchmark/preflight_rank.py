@@ -41,7 +41,7 @@ def main(ranks: Ranks) -> None:
     write_object(folder / f"rank-{ranks.rank}.json", answer)
     try:
         device = initialize(ranks, collective_timeout_s=TIMEOUT_S)
-        from clap_ds.measuring.links import measure  # torch may be what is missing
+        from clap_ds.benchmark.bandwidth import measure  # torch may be what is missing
 
         measured = measure(float(megabytes), ranks, device)
     except Exception:

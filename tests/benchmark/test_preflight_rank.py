@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from clap_ds.measuring import preflight_rank
-from clap_ds.measuring.preflight_rank import code_digest, faults, gpus
+from clap_ds.benchmark import preflight_rank
+from clap_ds.benchmark.preflight_rank import code_digest, faults, gpus
 
 GPUS = [f"{number}, GPU-{number}aa, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06" for number in range(4)]
 

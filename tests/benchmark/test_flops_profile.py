@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from clap_ds.benchmark.flops_profile import measure_flops
 from clap_ds.distributed.collectives import gather_tensor
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine import session
 from clap_ds.engine.compiled import compile_towers
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.flop_count.analytic import published_flops
-from clap_ds.measuring.flops_profile import measure_flops
 from clap_ds.run_records.run_dir import RunDirectory
 from tests.engine.test_engine import DEVICE, TIMER, model_of, settings
 from tests.rank_pool import RankPool

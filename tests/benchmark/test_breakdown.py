@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clap_ds.measuring import throughput
+from clap_ds.benchmark import throughput
 from tests.rank_pool import RankPool
 
 SECONDS = {"data_wait": 1.0, "forward": 2.0, "loss": 4.0, "backward": 32.0, "optimizer": 16.0}
