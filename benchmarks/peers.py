@@ -29,8 +29,8 @@ from benchmarks.common import in_turns, make_parser, show, table
 from benchmarks.sides import EngineSide, Side, make_batch
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset, preset_argument
+from clap_ds.cpu_kernels.patch_model import report
 from clap_ds.distributed.init import Ranks, initialize
-from clap_ds.native.convert import report
 from clap_ds.run_records.environment import device_name
 from clap_ds.run_records.intervals import median_interval
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import ClapSettings, RunSettings
+from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.flop_count.published_model import ConvolutionMel
@@ -21,7 +22,6 @@ from clap_ds.model.clap import Projection
 from clap_ds.model.htsat import MAX_MEL_STRIPE, MAX_TIME_STRIPE, NUM_STRIPES
 from clap_ds.model.mel import LogMel
 from clap_ds.model.text import mean_over_tokens
-from clap_ds.native.convert import convert
 from clap_ds.run_records.timers import PhaseTimer, seconds
 from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers

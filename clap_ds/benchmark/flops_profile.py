@@ -16,6 +16,7 @@ from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.runtime.engine import EngineTimers
 
+from clap_ds.cpu_kernels.patch_model import reverted
 from clap_ds.data.batch import Batch
 from clap_ds.distributed.collectives import gather_tensor
 from clap_ds.engine.building import trained_towers
@@ -24,7 +25,6 @@ from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flo
 from clap_ds.flop_count.counters import Count, unseen_by_deepspeed
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
-from clap_ds.native.convert import reverted
 from clap_ds.run_records.timers import PhaseTimer
 
 REPORT = "flops_profile.txt"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.settings import RunSettings
+from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import judged
@@ -26,7 +27,6 @@ from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.loss import SoftmaxLoss, build_loss
 from clap_ds.engine.optimizer import FlatStep
 from clap_ds.model.clap import ClapModel
-from clap_ds.native.convert import convert
 from clap_ds.run_records.timers import PhaseTimer
 
 MOST_SKIPPED = 40

@@ -17,6 +17,7 @@ from clap_ds.config.check import missing_monitors
 from clap_ds.config.errors import printable
 from clap_ds.config.files import write_atomically
 from clap_ds.config.settings import RunSettings
+from clap_ds.cpu_kernels.patch_model import report
 from clap_ds.data.sources import BatchSource, build_batches
 from clap_ds.data.supply import verdict
 from clap_ds.distributed import error_file, init, watchdog
@@ -29,7 +30,6 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.kernels import choose_kernels
 from clap_ds.engine.scalars import Scalars
 from clap_ds.model.clap import ClapModel
-from clap_ds.native.convert import report
 from clap_ds.run_records import environment, gpu_monitor
 from clap_ds.run_records.metrics_schema import Environment
 from clap_ds.run_records.run_dir import RunDirectory, quiet_deepspeed, start_log

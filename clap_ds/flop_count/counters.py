@@ -1,6 +1,6 @@
 """The same forward cost as `analytic`'s, counted by DeepSpeed's profiler while one sample runs through the model on the CPU.
 
-It knows torch's operations only: a model must not have been through `clap_ds.native.convert`.
+It knows torch's operations only: a model must not have been through `clap_ds.cpu_kernels.patch_model`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.config.places import cache_folder
-from clap_ds.native import library
+from clap_ds.cpu_kernels import jit_build
 from tests import needs
 
 SOURCE = "int number = 0;\n"
@@ -23,9 +23,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     needs.programs("g++")
     path = tmp_path / "only.cpp"
     path.write_text(SOURCE)
-    monkeypatch.setattr(library, "HERE", tmp_path)
-    monkeypatch.setattr(library, "FLAGS", ("-O0", "-shared", "-fPIC"))
-    monkeypatch.setattr(library, "IMPLEMENTATIONS", {"any": library.Implementation(frozenset(), ())})
+    monkeypatch.setattr(jit_build, "SOURCES", tmp_path)
+    monkeypatch.setattr(jit_build, "FLAGS", ("-O0", "-shared", "-fPIC"))
+    monkeypatch.setattr(jit_build, "IMPLEMENTATIONS", {"any": jit_build.Implementation(frozenset(), ())})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     return path
@@ -41,12 +41,12 @@ def use_compiler(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def problem() -> str:
     """Why there is no library; empty where there is one."""
-    found = library._load.__wrapped__()
+    found = jit_build._load.__wrapped__()
     return found if isinstance(found, str) else ""
 
 
 def kept() -> Path:
-    (path,) = cache_folder().glob("native/*.so")
+    (path,) = cache_folder().glob("cpu_kernels/*.so")
     return path
 
 
@@ -84,18 +84,18 @@ def test_a_library_that_others_could_have_put_there_is_never_opened(
     assert "belongs to another user" in problem()
 
 
-@pytest.mark.parametrize("name", library.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", jit_build.IMPLEMENTATIONS)
 def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Once a machine: what is made is kept where a run looks for it."""
     monkeypatch.delenv("CXX", raising=False)
-    flags = *library.FLAGS, *library.IMPLEMENTATIONS[name].flags
+    flags = *jit_build.FLAGS, *jit_build.IMPLEMENTATIONS[name].flags
     targets = [*(flag for flag in flags if flag.startswith("-m")), "-E", "-x", "c++", os.devnull]
     if not shutil.which("g++") or subprocess.run(["g++", *targets], capture_output=True).returncode:
         pytest.skip("needs a g++ that can target AMX (x86, GCC 11 or later)")
-    with library._build(flags) as file:
+    with jit_build._build(flags) as file:
         file.seek(0)
         made = file.read()
-    modules = "".join(path.read_text() for path in library.HERE.glob("*.py"))
+    modules = "".join(path.read_text() for path in jit_build.SOURCES.parent.glob("*.py"))
     names = set(re.findall(r'"(clap_(?!ds")\w+)"', modules))
     assert len(names) == 13
     assert not [name for name in names if f"\0{name}\0".encode() not in made]

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.native.linear import native_linears, native_mlp
+from clap_ds.cpu_kernels.linear import native_linears, native_mlp
+from tests.cpu_kernels.exactness import assert_as_exact_as_torch, numbers, results
 from tests.kernels import each_implementation
-from tests.native.exactness import assert_as_exact_as_torch, numbers, results
 
 pytestmark = each_implementation
 

@@ -1,4 +1,4 @@
-"""Compiles the C++ files beside this one into a library, once per machine, and opens it.
+"""Compiles the C++ files in `csrc` into a library, once per machine, and opens it.
 
 Kernels take addresses and sizes as C functions do; the modules that wrap them check shapes and dtypes.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 from clap_ds.config.files import MOST_BYTES, open_regular
 from clap_ds.config.places import cache_folder, code_folder
 
-HERE = Path(__file__).parent
+SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
     *("-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"),
@@ -81,9 +81,9 @@ def _build(flags: Sequence[str]) -> IO[bytes]:
     compiler = _compiler()
     version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
     parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *flags]
-    parts += [path.read_bytes() for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]]
+    parts += [path.read_bytes() for path in [*sorted(SOURCES.glob("*.h")), *sorted(SOURCES.glob("*.cpp"))]]
     try:
-        library = code_folder("native") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+        library = code_folder("cpu_kernels") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
         if found := _opened(library):
             return found
         with library.with_suffix(".lock").open("a") as lock:
@@ -114,7 +114,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
     log.info("compiling CPU kernels (once): %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made, log_file = Path(folder) / library.name, Path(folder) / "messages"
-        command = [*compiler, *flags, *map(str, sorted(HERE.glob("*.cpp"))), "-o", str(made)]
+        command = [*compiler, *flags, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(made)]
         with log_file.open("w") as messages:  # a pipe would wait for the compiler's own processes after a timeout
             done = run(command, stdin=DEVNULL, stdout=messages, stderr=messages, timeout=COMPILE_TIMEOUT_S, check=False)
         if done.returncode != 0:

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm
+from clap_ds.cpu_kernels.elementwise import fits_norm, native_dropout, native_layer_norm
+from tests.cpu_kernels.exactness import assert_as_exact_as_torch, numbers
 from tests.kernels import each_implementation
-from tests.native.exactness import assert_as_exact_as_torch, numbers
 
 pytestmark = each_implementation
 

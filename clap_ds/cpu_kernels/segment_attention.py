@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clap_ds.native.library import is_ready, kernel
-from clap_ds.native.passes import draw_seed
+from clap_ds.cpu_kernels.elementwise import draw_seed
+from clap_ds.cpu_kernels.jit_build import is_ready, kernel
 
 HEAD_DIMS = (32, 64, 96, 128)
 PARTS = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clap_ds.native.library import is_ready, kernel
+from clap_ds.cpu_kernels.jit_build import is_ready, kernel
 
 MAX_CHANNELS = 4096
 

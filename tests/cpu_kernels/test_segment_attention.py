@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from clap_ds.native.segment_attention import HEAD_DIMS, Segments, native_segment_attention
+from clap_ds.cpu_kernels.segment_attention import HEAD_DIMS, Segments, native_segment_attention
+from tests.cpu_kernels.exactness import assert_as_exact_as_torch, assert_equal, numbers, results
 from tests.kernels import each_implementation
-from tests.native.exactness import assert_as_exact_as_torch, assert_equal, numbers, results
 
 pytestmark = each_implementation
 

@@ -15,16 +15,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from clap_ds.cpu_kernels.elementwise import fits_norm, native_dropout, native_layer_norm, native_mel_power
+from clap_ds.cpu_kernels.jit_build import executable, unavailable
+from clap_ds.cpu_kernels.linear import fits_linears, native_linears, native_mlp
+from clap_ds.cpu_kernels.segment_attention import HEAD_DIMS, Segments, native_segment_attention
+from clap_ds.cpu_kernels.window_attention import fits_windows, native_window_attention
 from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Layout
 from clap_ds.model.patch_embed import PatchEmbed
 from clap_ds.model.swin import DropPath, PatchMerging, SwinBlock
 from clap_ds.model.text import TextLayer
-from clap_ds.native.library import executable, unavailable
-from clap_ds.native.linear import fits_linears, native_linears, native_mlp
-from clap_ds.native.passes import fits_norm, native_dropout, native_layer_norm, native_mel_power
-from clap_ds.native.segment_attention import HEAD_DIMS, Segments, native_segment_attention
-from clap_ds.native.window_attention import fits_windows, native_window_attention
 
 
 def report(setting: Literal["auto", "off"]) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from clap_ds.native.library import is_ready, kernel
+from clap_ds.cpu_kernels.jit_build import is_ready, kernel
 
 BLOCK = 32
 """Inputs and outputs are a multiple of it."""

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from clap_ds.native.window_attention import native_window_attention
+from clap_ds.cpu_kernels.window_attention import native_window_attention
 from tests.kernels import each_implementation
 from tests.model.kernel_cases import TOLERANCE, Case, Compute, by, draw, eager, errors, results
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clap_ds.native.library import is_ready, kernel, unavailable
+from clap_ds.cpu_kernels.jit_build import is_ready, kernel, unavailable
 
 BLOCK = 1 << 14
 """Elements of a tensor whose squares are added up in fp32; adamw.cpp has the same."""

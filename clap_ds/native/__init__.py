@@ -1,1 +1,0 @@
-"""C++ kernels for CPUs with AMX or AVX-512, compiled on first use, behind one door: `clap_ds.native.convert`."""
