@@ -40,7 +40,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.config.places import commit
 from clap_ds.config.settings import load_run
 from clap_ds.distributed.init import run_command
-from clap_ds.flop_count.peaks import Gpu, gpu_named, peak_for
+from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
 from clap_ds.flop_count.published_model import ConvolutionMel
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.efficiency import FUSED, TABLE, class_of

@@ -25,7 +25,7 @@ from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.flop_count.peaks import Gpu, gpu_named
+from clap_ds.flop_count.device_specs import Gpu, gpu_named
 
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step

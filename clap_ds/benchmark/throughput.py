@@ -19,7 +19,7 @@ from clap_ds.benchmark.flops_profile import measure_flops
 from clap_ds.distributed.collectives import gather, gather_tensor
 from clap_ds.distributed.watchdog import doing
 from clap_ds.engine.session import Session
-from clap_ds.flop_count.peaks import utilization
+from clap_ds.flop_count.device_specs import utilization
 from clap_ds.run_records import environment
 from clap_ds.run_records.intervals import rates
 from clap_ds.run_records.metrics_schema import STEP_PHASES, Rates, StepLine, StepTime, Summary

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clap_ds.flop_count.peaks import GPUS
+from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning import efficiency
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.efficiency import class_of, efficiencies_of

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.flop_count.peaks import GPUS
+from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning.efficiency import PROCESSORS, TABLE
 from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_part
 from clap_ds.planning.trace import Operation

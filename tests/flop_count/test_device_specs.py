@@ -8,7 +8,7 @@ from torch.utils.benchmark import Timer
 
 from clap_ds.benchmark.matmul_peak import CPU_SIZE, measure_matmul_tflops
 from clap_ds.config.errors import UserError
-from clap_ds.flop_count.peaks import ALIASES, GPUS, gpu_named, peak_for, utilization
+from clap_ds.flop_count.device_specs import ALIASES, GPUS, gpu_named, peak_for, utilization
 from clap_ds.run_records.terminal import rows
 from tests.processes import ROOT
 
