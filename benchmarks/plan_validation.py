@@ -43,8 +43,8 @@ from clap_ds.distributed.init import run_command
 from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
 from clap_ds.flop_count.published_model import ConvolutionMel
 from clap_ds.planning.cuda_operations import like_cuda
-from clap_ds.planning.efficiency import FUSED, TABLE, class_of
 from clap_ds.planning.roofline import CASES, fused, rates_of, seconds_by_part
+from clap_ds.planning.roofline_shares import FUSED, TABLE, class_of
 from clap_ds.planning.step import trace_step
 from clap_ds.planning.trace import Operation, trace
 from clap_ds.run_records.timers import PhaseTimer

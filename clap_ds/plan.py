@@ -93,8 +93,8 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
 def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
     """Of one GPU of the smallest scale, what it sends left out."""
-    from clap_ds.planning.efficiency import class_of, efficiencies_of
     from clap_ds.planning.roofline import CASES, rates_of, seconds_by_part
+    from clap_ds.planning.roofline_shares import class_of, efficiencies_of
 
     operations, by_class, middle = step.work(compiled=compiled), defaultdict[str, float](float), rates_of(gpu, "middle")
     for each, times in operations:
@@ -150,7 +150,7 @@ def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
     return [
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
-        f"reached of these rates: {'; '.join(shares)}; others by clap_ds/planning/efficiency.py",
+        f"reached of these rates: {'; '.join(shares)}; others by clap_ds/planning/roofline_shares.py",
         f"with more nodes a step grows as {USUAL}, as the published runs' ({GROWS_AS}): by as many seconds, or by as large a"
         " share; data is always there in time",
     ]

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clap_ds.flop_count.device_specs import GPUS
-from clap_ds.planning import efficiency
+from clap_ds.planning import roofline_shares
 from clap_ds.planning.cuda_operations import like_cuda
-from clap_ds.planning.efficiency import class_of, efficiencies_of
+from clap_ds.planning.roofline_shares import class_of, efficiencies_of
 from clap_ds.planning.trace import trace
 
 H100 = GPUS["h100-sxm"]
@@ -58,7 +58,7 @@ def test_shares_are_in_order_on_every_gpu() -> None:
 
 
 def test_a_measured_class_comes_before_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(efficiency, "work_folder", lambda: tmp_path)
+    monkeypatch.setattr(roofline_shares, "work_folder", lambda: tmp_path)
     before, other = efficiencies_of(H100), efficiencies_of(GPUS["h200"])
     path = tmp_path / "results" / "h100" / "efficiencies.json"
     path.parent.mkdir(parents=True)
