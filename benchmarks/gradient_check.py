@@ -23,8 +23,8 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
 from clap_ds.data.sources import build_batches
 from clap_ds.distributed.init import Ranks, initialize
-from clap_ds.engine.building import build_model
-from clap_ds.engine.compiled import compile_towers
+from clap_ds.engine.compile import compile_towers
+from clap_ds.engine.factory import build_model
 from clap_ds.model.clap import ClapModel
 
 OFF = {"drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}

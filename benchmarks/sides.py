@@ -49,8 +49,8 @@ class EngineSide:
     """
 
     def __init__(self, arguments: argparse.Namespace, precision: str, batch: Batch, *, spec_augment: bool) -> None:
-        from clap_ds.engine.building import build_model
         from clap_ds.engine.engine import ClapEngine
+        from clap_ds.engine.factory import build_model
 
         model = {"preset": arguments.preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": spec_augment}
         settings: dict[str, Any] = {"text_tokens": arguments.text_tokens, "text": arguments.text, "model": model}

@@ -45,7 +45,7 @@ def measure_run(run: RunSettings, ranks: Ranks, protocol: Callable[[Any], object
 
     from clap_ds.benchmark.throughput import measure
     from clap_ds.distributed.collectives import agreed
-    from clap_ds.engine.building import build_model, fetch_from_hub
+    from clap_ds.engine.factory import build_model, fetch_from_hub
     from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
 
     device = join_group(run, ranks)

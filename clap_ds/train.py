@@ -54,7 +54,7 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
     import torch
 
     from clap_ds.distributed.collectives import agreed
-    from clap_ds.engine.building import build_model, fetch_from_hub
+    from clap_ds.engine.factory import build_model, fetch_from_hub
     from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
     from clap_ds.training.remote import try_target
     from clap_ds.training.start import Choices, opened_checkpoints, resume, take_initial_weights

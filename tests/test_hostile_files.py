@@ -19,7 +19,7 @@ from clap_ds.data.shard_manifest import read_manifest
 from clap_ds.data.tar_items import list_items
 from clap_ds.distributed import error_file
 from clap_ds.distributed.watchdog import Watch
-from clap_ds.engine.scalars import Scalars
+from clap_ds.engine.metric_logger import Scalars
 from clap_ds.launch.batch_script import Request
 from clap_ds.launch.jobs import Job, Jobs
 from clap_ds.model.tokenizer import load_tokenizer

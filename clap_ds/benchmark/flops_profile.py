@@ -19,7 +19,7 @@ from deepspeed.runtime.engine import EngineTimers
 from clap_ds.cpu_kernels.patch_model import reverted
 from clap_ds.data.batch import Batch
 from clap_ds.distributed.collectives import gather_tensor
-from clap_ds.engine.building import trained_towers
+from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import Count, unseen_by_deepspeed

@@ -19,10 +19,10 @@ from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import judged
-from clap_ds.engine.building import wrap
-from clap_ds.engine.cached_step import first_pass, second_pass
 from clap_ds.engine.ema import WeightAverage
-from clap_ds.engine.ending import NonFiniteError
+from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.factory import wrap
+from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.loss import SoftmaxLoss, build_loss
 from clap_ds.engine.optimizer import FlatStep

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from clap_ds.config.sections import LossSettings
 from clap_ds.distributed.collectives import rank, world_size
-from clap_ds.engine.tiles import similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
+from clap_ds.engine.tiled_logits import similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
 from clap_ds.run_records.timers import standing_still
 
 # torch 2.13 renames it; 2.11 has only the older name.

@@ -24,11 +24,11 @@ from clap_ds.distributed import error_file, init, watchdog
 from clap_ds.distributed.accelerator import CORES
 from clap_ds.distributed.collectives import agreed, gather, on_first
 from clap_ds.distributed.init import Ranks
-from clap_ds.engine.compiled import compile_towers, keep_code, what_to_compile
-from clap_ds.engine.ending import recorded_ending
+from clap_ds.engine.compile import compile_towers, keep_code, what_to_compile
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.exit_handling import recorded_ending
 from clap_ds.engine.kernels import choose_kernels
-from clap_ds.engine.scalars import Scalars
+from clap_ds.engine.metric_logger import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records import environment, gpu_monitor
 from clap_ds.run_records.metrics_schema import Environment

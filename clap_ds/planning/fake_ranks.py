@@ -21,7 +21,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clap_ds.distributed import collectives
-from clap_ds.engine import cached_step
+from clap_ds.engine import grad_cache
 from clap_ds.run_records.run_dir import quiet_deepspeed
 
 
@@ -59,7 +59,7 @@ def faked_by(fakes: FakeTensorMode) -> Iterator[None]:
         mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False),
         # By which modules change dtype, and which can't where something refers to a parameter.
         mock.patch.object(torch.utils, "swap_tensors", lambda own, new: setattr(own, "data", new.data)),
-        mock.patch.object(cached_step, "restore_random_state"),
+        mock.patch.object(grad_cache, "restore_random_state"),
         mock.patch.object(ddp, "_verify_param_shape_across_processes"),
         mock.patch.object(ddp, "_sync_module_states"),
         mock.patch.object(_ReplicateState, "register_comm_hook", _register_hooks),

@@ -24,8 +24,8 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch, join
-from clap_ds.engine.building import build_model
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.factory import build_model
 from clap_ds.engine.kernels import FIELDS
 from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.model import text

@@ -20,9 +20,9 @@ from clap_ds.config.sections import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import gather, judged, on_first, rank
 from clap_ds.distributed.watchdog import doing
-from clap_ds.engine.cached_step import random_state
-from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.grad_cache import random_state
 from clap_ds.engine.state import describe, engine_state, master_weights, not_finite
 from clap_ds.run_records.lock import FILE as LOCK
 from clap_ds.run_records.lock import FolderLock

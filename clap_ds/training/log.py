@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clap_ds.distributed.collectives import gather, gather_tensor
 from clap_ds.engine.loss import LOSSES
-from clap_ds.engine.scalars import Scalar
+from clap_ds.engine.metric_logger import Scalar
 from clap_ds.engine.session import Session
 from clap_ds.run_records import environment
 from clap_ds.run_records.intervals import rates

@@ -4,7 +4,7 @@ import shlex
 
 from clap_ds.config.metrics import names
 from clap_ds.distributed.collectives import on_first
-from clap_ds.engine.building import trained_towers
+from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.session import Session
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import Schedule, TrainingProgress, pairs_together

@@ -8,8 +8,8 @@ from clap_ds.config.model import ClapConfig, TextConfig
 from clap_ds.config.secrets import redacted_all
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import on_first, rank
-from clap_ds.engine.cached_step import restore_random_state
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.grad_cache import restore_random_state
 from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.training.schedule import TrainingProgress

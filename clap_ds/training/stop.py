@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from clap_ds.distributed.collectives import hosts, on_first, rank
 from clap_ds.distributed.error_file import STOPPED, leave_word
-from clap_ds.engine.ending import STOP_SIGNALS
+from clap_ds.engine.exit_handling import STOP_SIGNALS
 
 LOOK_S = 0.1  # between rank 0's looks whether a signal came to any rank
 

@@ -11,8 +11,8 @@ from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.config.sections import ShardData
 from clap_ds.distributed.collectives import agreed, gather, on_first
 from clap_ds.distributed.watchdog import ending
-from clap_ds.engine.ending import Interrupted, NonFiniteError
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.exit_handling import Interrupted, NonFiniteError
 from clap_ds.engine.session import Session
 from clap_ds.run_records.timers import standing_still
 from clap_ds.training.checkpoint import CheckpointFolder

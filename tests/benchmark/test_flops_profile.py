@@ -14,7 +14,7 @@ from clap_ds.benchmark.flops_profile import measure_flops
 from clap_ds.distributed.collectives import gather_tensor
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine import session
-from clap_ds.engine.compiled import compile_towers
+from clap_ds.engine.compile import compile_towers
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.flop_count.analytic import published_flops
 from clap_ds.run_records.run_dir import RunDirectory

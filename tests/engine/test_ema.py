@@ -10,8 +10,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from clap_ds.engine.building import freeze
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.factory import freeze
 from clap_ds.engine.state import master_weights
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.schedule import TrainingProgress

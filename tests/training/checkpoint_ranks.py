@@ -23,9 +23,9 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.distributed.collectives import gather, judged
 from clap_ds.distributed.init import Ranks
-from clap_ds.engine.building import freeze
-from clap_ds.engine.ending import NonFiniteError
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.factory import freeze
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel

@@ -11,7 +11,7 @@ import torch
 from clap_ds.config.errors import AgreedError
 from clap_ds.distributed import error_file, init
 from clap_ds.distributed.init import Ranks
-from clap_ds.engine.ending import (
+from clap_ds.engine.exit_handling import (
     Interrupted,
     NonFiniteError,
     ending_of,
@@ -87,8 +87,8 @@ def test_every_end_is_recorded_once(
         raise SystemExit(code)
 
     monkeypatch.setattr(init, "leave", leave)
-    monkeypatch.setattr("clap_ds.engine.ending.dist.barrier", lambda: None)
-    monkeypatch.setattr("clap_ds.engine.ending.peak_memory_bytes", lambda device: 3 * 10**9)
+    monkeypatch.setattr("clap_ds.engine.exit_handling.dist.barrier", lambda: None)
+    monkeypatch.setattr("clap_ds.engine.exit_handling.peak_memory_bytes", lambda device: 3 * 10**9)
     error_file.speak_in(tmp_path, 0, "node1")
     before = signal.getsignal(signal.SIGTERM)
     record, ended = RunDirectory(tmp_path), None

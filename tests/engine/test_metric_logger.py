@@ -9,7 +9,7 @@ from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clap_ds.engine.scalars import Scalars, engine_section
+from clap_ds.engine.metric_logger import Scalars, engine_section
 from tests.rank_pool import RankPool
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 from clap_ds.config.model import load_preset
-from clap_ds.engine.compiled import compile_towers
+from clap_ds.engine.compile import compile_towers
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import pack

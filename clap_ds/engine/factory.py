@@ -19,8 +19,8 @@ from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import doing
 from clap_ds.engine.kernels import build_kernels
 from clap_ds.engine.loss import LOSSES
+from clap_ds.engine.metric_logger import engine_section
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW, scale_rates
-from clap_ds.engine.scalars import engine_section
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.text import pretrained
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from clap_ds.engine.compiled import compiled_on_gpu
+from clap_ds.engine.compile import compiled_on_gpu
 
 GPU_TILE, CPU_TILE = 32768, 1024
 """Columns in a tile: on a GPU few kernels matter, 80 MB at a micro-batch of 616; on a CPU the caches do."""
