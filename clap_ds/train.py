@@ -56,8 +56,8 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
     from clap_ds.distributed.collectives import agreed
     from clap_ds.engine.factory import build_model, fetch_from_hub
     from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
-    from clap_ds.training.remote import try_target
-    from clap_ds.training.start import Choices, opened_checkpoints, resume, take_initial_weights
+    from clap_ds.training.remote_sync import try_target
+    from clap_ds.training.resume import Choices, opened_checkpoints, resume, take_initial_weights
     from clap_ds.training.trainer import train
 
     choices = Choices(**{name: getattr(arguments, name) for name in Choices.__annotations__})

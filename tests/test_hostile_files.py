@@ -25,7 +25,7 @@ from clap_ds.launch.jobs import Job, Jobs
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.run_records.jsonl import Stream
 from clap_ds.run_records.run_dir import start_log
-from clap_ds.training.remote import RemoteFolder
+from clap_ds.training.remote_sync import RemoteFolder
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
 from tests.weights.fake_checkpoints import make_checkpoint

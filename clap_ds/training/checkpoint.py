@@ -26,10 +26,10 @@ from clap_ds.engine.grad_cache import random_state
 from clap_ds.engine.state import describe, engine_state, master_weights, not_finite
 from clap_ds.run_records.lock import FILE as LOCK
 from clap_ds.run_records.lock import FolderLock
-from clap_ds.training.host_copy import HostCopies
-from clap_ds.training.remote import BackgroundSync, RemoteFolder
-from clap_ds.training.restoring import PROGRESS, restore
-from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
+from clap_ds.training.load_checkpoint import PROGRESS, restore
+from clap_ds.training.remote_sync import BackgroundSync, RemoteFolder
+from clap_ds.training.staging import HostCopies
+from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, STATE, TOKENIZER, WEIGHTS, Manifest, warn, write_file
 from clap_ds.weights.formats import some, to_safetensors

@@ -24,7 +24,7 @@ from clap_ds.run_records.stragglers import Stragglers
 from clap_ds.run_records.terminal import Progress
 from clap_ds.run_records.timers import PhaseTimer, StepClock
 from clap_ds.training.collapse import LastSteps
-from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress, pairs_together
+from clap_ds.training.train_state import SavedCheckpoint, Schedule, TrainingProgress, pairs_together
 
 WINDOWS = 256  # most that a summary has: where there would be more, neighbors are taken together
 

@@ -18,9 +18,9 @@ from clap_ds.run_records.timers import standing_still
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.messages import conclude, how_to_go_on, introduce
-from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress
-from clap_ds.training.start import Choices
-from clap_ds.training.stop import StopRequest
+from clap_ds.training.resume import Choices
+from clap_ds.training.signal_handler import StopRequest
+from clap_ds.training.train_state import SavedCheckpoint, Schedule, TrainingProgress
 
 if TYPE_CHECKING:
     from clap_ds.evaluation.evaluator import Evaluator

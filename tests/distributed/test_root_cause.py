@@ -60,7 +60,7 @@ def left(tmp_path: Path) -> Left:
 
 # What the main thread shows, innermost first, of a rank …
 GLOO = ("all_reduce /x/torch/distributed/c10d.py", "step /clap/engine.py")
-ASKS = ("wait /x/clap_ds/training/stop.py", "step /clap/engine.py")
+ASKS = ("wait /x/clap_ds/training/signal_handler.py", "step /clap/engine.py")
 # … on a GPU, whose queue is full behind a collective that doesn't end,
 FORWARD = ("call /runs/.inductor-0/ab/cabc.py", "__call__ /x/torch/_inductor/output_code.py")
 BACKWARD = ("_engine_run_backward /x/torch/autograd/graph.py", "backward /x/torch/_tensor.py")

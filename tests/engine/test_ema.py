@@ -14,7 +14,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import freeze
 from clap_ds.engine.state import master_weights
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.schedule import TrainingProgress
+from clap_ds.training.train_state import TrainingProgress
 from clap_ds.training.trainer import _evaluate
 from clap_ds.weights.load import load_weights
 from tests.engine.test_engine import DEVICE, PRECISIONS, TIMER, batches_of, model_of, settings

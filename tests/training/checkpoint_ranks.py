@@ -32,8 +32,8 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training import checkpoint
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
-from clap_ds.training.start import Choices, opened_checkpoints, resume
+from clap_ds.training.resume import Choices, opened_checkpoints, resume
+from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.formats import load_safetensors
 from tests.training.reference_steps import CPU, TIMER, run_settings

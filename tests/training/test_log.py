@@ -18,7 +18,7 @@ from clap_ds.engine.session import Session
 from clap_ds.run_records import environment
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training.log import WINDOWS, Pace, TrainingLog
-from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
+from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
 from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
 

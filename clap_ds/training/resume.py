@@ -17,8 +17,8 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.restoring import tokenizer_problem
-from clap_ds.training.schedule import TrainingProgress
+from clap_ds.training.load_checkpoint import tokenizer_problem
+from clap_ds.training.train_state import TrainingProgress
 from clap_ds.weights.load import load_weights
 
 

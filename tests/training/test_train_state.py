@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from clap_ds.training.schedule import Schedule, TrainingProgress
+from clap_ds.training.train_state import Schedule, TrainingProgress
 from tests.training.reference_steps import settings
 
 

@@ -13,8 +13,8 @@ from clap_ds.distributed.init import Ranks
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import train_tokenizer
 from clap_ds.run_records.lock import FolderLock
-from clap_ds.training.restoring import compare, tokenizer_problem
-from clap_ds.training.start import opened_checkpoints, take_initial_weights
+from clap_ds.training.load_checkpoint import compare, tokenizer_problem
+from clap_ds.training.resume import opened_checkpoints, take_initial_weights
 from clap_ds.weights.formats import save_safetensors
 from tests.training import reference_steps as reference
 from tests.weights.fake_checkpoints import checkpoint_of

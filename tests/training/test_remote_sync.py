@@ -10,8 +10,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from clap_ds.config.sections import CheckpointSettings
-from clap_ds.training import remote
-from clap_ds.training.remote import BackgroundSync, RemoteFolder
+from clap_ds.training import remote_sync
+from clap_ds.training.remote_sync import BackgroundSync, RemoteFolder
 from clap_ds.weights import checkpoint_files
 from tests.weights.fake_checkpoints import make_checkpoint
 
@@ -97,10 +97,10 @@ def test_a_damaged_copy_is_passed_over(url: str, tmp_path: Path, capsys: pytest.
 def test_a_target_is_tried_before_training(url: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for good in (url, str(tmp_path / "new" / "folder")):
-        remote.try_target(good)
+        remote_sync.try_target(good)
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     with pytest.raises(ValueError, match=r"clap\.checkpoint\.sync_to: .*file/run can't be written \(NotADirectory"):
-        remote.try_target(str(tmp_path / "file" / "run"))
+        remote_sync.try_target(str(tmp_path / "file" / "run"))
 
 
 def test_links_and_pipes_of_others_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from clap_ds.training import stop
+from clap_ds.training import signal_handler
 from tests.rank_pool import RankPool
 from tests.training.training_commands import wait_until
 
@@ -15,8 +15,8 @@ from tests.training.training_commands import wait_until
 def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
     """What ranks agree on after each of four steps, and whether signals are then handled as before. The signals come after
     ranks have asked; in each step another rank asks once the one before has gone on, which needn't wait for it."""
-    before, answers = list(map(signal.getsignal, stop.STOP_SIGNALS)), []
-    with stop.StopRequest() as request:
+    before, answers = list(map(signal.getsignal, signal_handler.STOP_SIGNALS)), []
+    with signal_handler.StopRequest() as request:
         store, key = request._store, request._key
         for step in range(4):
             if dist.get_rank() != step % 2:
@@ -28,9 +28,13 @@ def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
             if step == 1:
                 wait_until(lambda: request._found if dist.get_rank() == 0 else store.check([key]))
             answers.append(request.wait())
-    return answers, before == list(map(signal.getsignal, stop.STOP_SIGNALS)) and signal.set_wakeup_fd(-1) == -1
+    return answers, before == list(map(signal.getsignal, signal_handler.STOP_SIGNALS)) and signal.set_wakeup_fd(
+        -1
+    ) == -1
 
 
-@pytest.mark.parametrize(("signalled", "number"), [(at % 2, number) for at, number in enumerate(stop.STOP_SIGNALS)])
+@pytest.mark.parametrize(
+    ("signalled", "number"), [(at % 2, number) for at, number in enumerate(signal_handler.STOP_SIGNALS)]
+)
 def test_all_ranks_stop_after_the_same_step(two_ranks: RankPool, signalled: int, number: signal.Signals) -> None:
     assert two_ranks.run(_agreed, signalled, int(number)) == [([0, 0, number, number], True)] * 2
