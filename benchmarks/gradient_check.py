@@ -21,7 +21,7 @@ from benchmarks.sides import softmax_loss
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
-from clap_ds.data.sources import build_batches
+from clap_ds.data.dataloader import build_batches
 from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.engine.compile import compile_towers
 from clap_ds.engine.factory import build_model

@@ -16,7 +16,7 @@ from clap_ds.config.sections import SyntheticData
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
-from clap_ds.data.sources import build_batches
+from clap_ds.data.dataloader import build_batches
 from clap_ds.flop_count.published_model import ConvolutionMel
 from clap_ds.model.clap import Projection
 from clap_ds.model.htsat import MAX_MEL_STRIPE, MAX_TIME_STRIPE, NUM_STRIPES

@@ -19,9 +19,9 @@ from functools import partial
 from clap_ds.config.errors import MISTAKES, run_alone
 
 COMMANDS = {
-    "build": ("shard_making.build", "turn audio files with captions into shards"),
+    "build": ("build_shards.build", "turn audio files with captions into shards"),
     "prepare": (
-        "shard_making.prepare",
+        "build_shards.prepare",
         "turn shards into shards of waveforms or log-mel features, as a model sees them",
     ),
     "measure": ("loader_speed", "how fast shards can be read and decoded, and how many workers a step needs"),

@@ -18,8 +18,8 @@ from clap_ds.config.errors import printable
 from clap_ds.config.files import write_atomically
 from clap_ds.config.settings import RunSettings
 from clap_ds.cpu_kernels.patch_model import report
-from clap_ds.data.sources import BatchSource, build_batches
-from clap_ds.data.supply import verdict
+from clap_ds.data.dataloader import BatchSource, build_batches
+from clap_ds.data.loader_throughput import verdict
 from clap_ds.distributed import error_file, init, watchdog
 from clap_ds.distributed.accelerator import CORES
 from clap_ds.distributed.collectives import agreed, gather, on_first

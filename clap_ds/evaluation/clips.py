@@ -22,9 +22,9 @@ from clap_ds.config.sections import ZeroShotSettings
 from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import CAPTION_FORMATS, captions_of, in_words
 from clap_ds.data.front_end import Kind
-from clap_ds.data.items import choose_clip, read_clip
-from clap_ds.data.shard_files import open_shard
-from clap_ds.data.tar_items import DAMAGE, Place, list_items, words
+from clap_ds.data.samples import choose_clip, read_clip
+from clap_ds.data.shard_io import open_shard
+from clap_ds.data.tar_samples import DAMAGE, Place, list_items, words
 from clap_ds.data.workers import Loader
 from clap_ds.evaluation.embedding import class_captions
 

@@ -10,8 +10,8 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData, SyntheticData
-from clap_ds.data import shard_files
-from clap_ds.data.sources import BatchSource, build_batches
+from clap_ds.data import shard_io
+from clap_ds.data.dataloader import BatchSource, build_batches
 
 OpenSource = Callable[..., BatchSource]
 
@@ -19,8 +19,8 @@ OpenSource = Callable[..., BatchSource]
 @pytest.fixture(autouse=True)
 def shard_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of copies of remote shards; what fails is tried again at once."""
-    monkeypatch.setattr(shard_files, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(shard_io, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(shard_io, "FIRST_WAIT_S", 0.0)
     return tmp_path / "cache" / "shards"
 
 

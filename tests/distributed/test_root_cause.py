@@ -68,7 +68,7 @@ LAUNCH = ("__call__ /x/triton/backends/nvidia/driver.py", "run /x/triton/runtime
 AT_AN_END = ("synchronize /x/torch/cuda/__init__.py", "synchronize /x/clap_ds/run_records/timers.py")
 # … and of one that holds the others up.
 WORKER = ("select /py/selectors.py", "wait /py/multiprocessing/connection.py", "get /py/multiprocessing/queues.py")
-READS = ("read /x/clap_ds/data/tar_items.py", "_receive /x/clap_ds/data/shards.py")
+READS = ("read /x/clap_ds/data/tar_samples.py", "_receive /x/clap_ds/data/webdataset.py")
 
 
 @pytest.mark.parametrize(

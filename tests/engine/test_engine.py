@@ -16,7 +16,7 @@ from clap_ds.config.sections import TrainSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
-from clap_ds.data.sources import build_batches
+from clap_ds.data.dataloader import build_batches
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import parameter_groups

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from clap_ds.data.sources import build_batches
+from clap_ds.data.dataloader import build_batches
 from clap_ds.engine import grad_cache
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from clap_ds.config.settings import ClapSettings, RunSettings
-from clap_ds.data.sources import build_batches
+from clap_ds.data.dataloader import build_batches
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
 from clap_ds.planning.step import trace_step

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clap_ds.data.supply import Supply
+from clap_ds.data.loader_throughput import Supply
 from clap_ds.engine.session import Session
 from clap_ds.run_records import environment
 from clap_ds.run_records.run_dir import RunDirectory

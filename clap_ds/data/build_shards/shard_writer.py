@@ -24,7 +24,7 @@ from webdataset.writer import TarWriter
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import own_folder, read_bytes, read_json, replacing, write_atomically
-from clap_ds.data.shard_making.prepared_audio import Preparation
+from clap_ds.data.build_shards.prepared_audio import Preparation
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, write_manifest
 
 RECORDS = ".build"  # folder of finished shards' records, beside them

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from clap_ds.data.batch import Batch
-from clap_ds.data.sources import BatchSource
+from clap_ds.data.dataloader import BatchSource
 from tests.data.test_batch import CPU, assert_equal, random_batch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

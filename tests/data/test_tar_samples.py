@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.data.tar_items import Item, Place, fetch, list_items, read_items
+from clap_ds.data.tar_samples import Item, Place, fetch, list_items, read_items
 from tests import needs
 from tests.data.tars import marked_item, marked_items, write_tar
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.data.shard_files import check_url
-from clap_ds.data.shard_list import Source, expand_shards, expand_sources, share_out
+from clap_ds.data.shard_assignment import Source, expand_shards, expand_sources, share_out
+from clap_ds.data.shard_io import check_url
 from tests.data.tars import marked_item, write_tar
 
 

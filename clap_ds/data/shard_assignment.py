@@ -15,7 +15,7 @@ import fsspec
 from braceexpand import braceexpand
 
 from clap_ds.config.errors import printable
-from clap_ds.data import shard_files
+from clap_ds.data import shard_io
 
 if TYPE_CHECKING:
     from clap_ds.data.batch import BatchSpec
@@ -100,7 +100,7 @@ def expand_shards(shards: str | list[str]) -> list[str]:
     if not names:
         raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
     for name in names:
-        if not (shard_files.is_remote(name) or Path(name).is_file()):
+        if not (shard_io.is_remote(name) or Path(name).is_file()):
             what = "a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "not there"
             raise ValueError(f"{FIELD}: {name} is {what} (working folder: {Path.cwd()})")
     return names
@@ -109,8 +109,8 @@ def expand_shards(shards: str | list[str]) -> list[str]:
 def _matches(name: str) -> list[str]:
     """Find what a name with wildcards stands for, in order; ValueError for nothing."""
     found = [name]
-    if shard_files.is_remote(name):
-        shard_files.check_url(name)
+    if shard_io.is_remote(name):
+        shard_io.check_url(name)
         if "*" in name or "[" in name:  # a ? in a web address begins its query
             fs, path = fsspec.url_to_fs(name)
             try:

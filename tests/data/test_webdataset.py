@@ -16,7 +16,7 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
-from clap_ds.data.shards import ShardPieces
+from clap_ds.data.webdataset import ShardPieces
 from clap_ds.model.tokenizer import load_tokenizer
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_tars, number_of, numbers_in, put, wav, write_tar

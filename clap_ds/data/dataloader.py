@@ -11,7 +11,7 @@ import torch
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.sections import ShardData, SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, Pieces, join
-from clap_ds.data.supply import Supply
+from clap_ds.data.loader_throughput import Supply
 from clap_ds.data.synthetic import SyntheticPieces
 
 _Ahead = tuple[Batch, Any, dict[str, Any]]  # the event at its copy's end, or None; where its source stood after it
@@ -106,7 +106,7 @@ def build_batches(
         pieces: Pieces = SyntheticPieces(data, spec, state)
         copy_ahead = copy_ahead and data.placement == "host"
     else:  # imported here because synthetic runs have no use for audio decoders and tokenizers
-        from clap_ds.data.shards import ShardPieces
+        from clap_ds.data.webdataset import ShardPieces
 
         pieces = ShardPieces(data, spec, state, needs_epochs=needs_epochs)
     return BatchSource(pieces, device, copy_ahead=copy_ahead, pack_captions=pack_captions)

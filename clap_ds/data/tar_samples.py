@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from webdataset.tariterators import group_by_keys
 
 from clap_ds.data.captions import CAPTION_FORMATS
-from clap_ds.data.items import CLIP_FORMATS
-from clap_ds.data.shard_files import OpenFile, open_shard
+from clap_ds.data.samples import CLIP_FORMATS
+from clap_ds.data.shard_io import OpenFile, open_shard
 
 Item = dict[str, Any]
 """Extension → content (bytes, or a `Place` in the tar), with `__key__`, `__url__` and, where there are places, `__file__`."""

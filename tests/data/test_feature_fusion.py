@@ -11,9 +11,9 @@ import torch
 
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.config.sections import ShardData
-from clap_ds.data import fused
+from clap_ds.data import feature_fusion
 from clap_ds.data.batch import BatchSpec, join
-from clap_ds.data.shards import ShardPieces
+from clap_ds.data.webdataset import ShardPieces
 from clap_ds.evaluation.clips import Middle, list_clips, load_audio
 from clap_ds.model.patch_embed import longer_rows
 from clap_ds.weights.hf_config import feature_extractor
@@ -31,7 +31,7 @@ def noise(num_samples: int, seed: int = 0) -> np.ndarray:
 
 def read(samples: np.ndarray, rng: random.Random, audio: AudioConfig = AUDIO) -> torch.Tensor:
     row = torch.empty(audio.clip_shape)
-    fused.read_fused(wav(samples), row, audio=audio, rng=rng)
+    feature_fusion.read_fused(wav(samples), row, audio=audio, rng=rng)
     return row
 
 

@@ -5,7 +5,7 @@ from unittest.mock import Mock, call
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from clap_ds.data.shard_files import open_ahead, open_shard
+from clap_ds.data.shard_io import open_ahead, open_shard
 from tests.data.tars import put
 
 SIZE = 5000

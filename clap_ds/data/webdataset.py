@@ -22,10 +22,10 @@ from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.broken import Broken
 from clap_ds.data.captions import monotony
 from clap_ds.data.front_end import Kind
-from clap_ds.data.shard_list import FIELD, Source, deal_out, expand_sources, note, share_out
+from clap_ds.data.loader_throughput import Supply
+from clap_ds.data.shard_assignment import FIELD, Source, deal_out, expand_sources, note, share_out
 from clap_ds.data.shard_manifest import kind_of, samples_of
 from clap_ds.data.shard_reader import START, Piece, ShardReader
-from clap_ds.data.supply import Supply
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.model.tokenizer import load_tokenizer
 
@@ -44,7 +44,7 @@ class _Readers(IterableDataset[Piece]):
 
 
 class ShardPieces:
-    """One rank's endless micro-batches from its shards. Arguments and errors: see `clap_ds.data.sources.build_batches`."""
+    """One rank's endless micro-batches from its shards. Arguments and errors: see `clap_ds.data.dataloader.build_batches`."""
 
     def __init__(
         self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None, *, needs_epochs: bool = False

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections import defaultdict
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.shard_making.caption_lists import Entry, values_of
+from clap_ds.data.build_shards.caption_lists import Entry, values_of
 
 TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from clap_ds.config.files import open_regular, parse_json, read_bytes, write_atomically
-from clap_ds.data.shard_making.caption_lists import MOST_OF_A_FILE, Entry
+from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, Entry
 
 
 def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:

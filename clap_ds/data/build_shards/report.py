@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import printable
-from clap_ds.data.shard_making.writing import BROKEN, BuiltShard, Named
+from clap_ds.data.build_shards.shard_writer import BROKEN, BuiltShard, Named
 
 
 def print_amount(title: str, shards: Sequence[BuiltShard]) -> bool:

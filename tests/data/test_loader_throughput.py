@@ -3,7 +3,7 @@
 import pytest
 
 from clap_ds.data.front_end import Kind
-from clap_ds.data.supply import Supply, verdict
+from clap_ds.data.loader_throughput import Supply, verdict
 
 
 @pytest.mark.parametrize(

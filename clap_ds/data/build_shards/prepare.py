@@ -17,14 +17,14 @@ from pathlib import Path
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import own_folder, read_bytes, replacing
 from clap_ds.data.broken import BrokenItemError
+from clap_ds.data.build_shards.prepared_audio import Preparation, add_preparation_options, preparation_of
+from clap_ds.data.build_shards.report import print_amount, print_left_out, print_settings
+from clap_ds.data.build_shards.shard_writer import Member, Named, add_work, fill
 from clap_ds.data.captions import captions_of
-from clap_ds.data.items import CLIP_FORMATS, choose_clip
-from clap_ds.data.shard_list import expand_shards, tokenizer_beside
-from clap_ds.data.shard_making.prepared_audio import Preparation, add_preparation_options, preparation_of
-from clap_ds.data.shard_making.report import print_amount, print_left_out, print_settings
-from clap_ds.data.shard_making.writing import Member, Named, add_work, fill
+from clap_ds.data.samples import CLIP_FORMATS, choose_clip
+from clap_ds.data.shard_assignment import expand_shards, tokenizer_beside
 from clap_ds.data.shard_manifest import read_manifest
-from clap_ds.data.tar_items import read_items
+from clap_ds.data.tar_samples import read_items
 
 
 def add_prepare_options(parser: argparse.ArgumentParser) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from clap_ds.config.model import AudioConfig
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.decoding import AUDIO_FORMATS, Encoded, decode_audio
+from clap_ds.data.feature_fusion import read_fused
 from clap_ds.data.features import FEATURES, read_mel
 from clap_ds.data.front_end import Kind
-from clap_ds.data.fused import read_fused
 
 CLIP_FORMATS = (*AUDIO_FORMATS, FEATURES)
 
