@@ -25,7 +25,7 @@ from clap_ds.model.text import mean_over_tokens
 from clap_ds.run_records.timers import PhaseTimer, seconds
 from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers
-from clap_ds.weights.names import State
+from clap_ds.weights.key_mapping import State
 
 import transformers  # isort: skip  (after torchaudio_compat)
 

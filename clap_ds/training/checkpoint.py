@@ -33,7 +33,7 @@ from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, STATE, TOKENIZER, WEIGHTS, Manifest, warn, write_file
 from clap_ds.weights.formats import some, to_safetensors
-from clap_ds.weights.names import State
+from clap_ds.weights.key_mapping import State
 from clap_ds.weights.state_file import to_state_file, write_tensors
 
 SYNC_LIMIT_S = 600.0

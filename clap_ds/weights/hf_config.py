@@ -8,7 +8,7 @@ import transformers  # isort: skip
 
 
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
-    """The `transformers.ClapConfig` of sizes that `clap_ds.weights.expressible` gives; raises ValueError where it has none."""
+    """The `transformers.ClapConfig` of sizes that `clap_ds.weights.hf_compat` gives; raises ValueError where it has none."""
     audio, text = config.audio, config.text
     is_one, fits = (
         audio.projection.activation == text.projection.activation,

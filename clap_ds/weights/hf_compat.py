@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from clap_ds.config.model import ClapConfig, ProjectionConfig, TextConfig
-from clap_ds.weights.names import State
+from clap_ds.weights.key_mapping import State
 
 _LAYERS = "text.roberta.encoder.layer."
 _MEAN_TO_FIRST_TOKEN = 2.0**24  # by how much the mean outweighs the first token's own state, which comes with it
