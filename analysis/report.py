@@ -21,8 +21,8 @@ from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.places import VERSION
-from clap_ds.config.secrets import redacted_words
+from clap_ds.config.paths import VERSION
+from clap_ds.config.redaction import redacted_words
 from clap_ds.run_records.metrics_schema import STEP_PHASES
 
 TITLE = "CLAP training: throughput and scaling"

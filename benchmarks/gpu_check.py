@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import changed, exit_on_sigterm, run_config, show, table
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.places import code_folder, work_folder
+from clap_ds.config.paths import code_folder, work_folder
 from clap_ds.distributed.accelerator import choose_accelerator, nvidia_smi
 from clap_ds.flop_count.device_specs import peak_for
 

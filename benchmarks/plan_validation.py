@@ -37,7 +37,7 @@ from clap_ds.bench import measure_run
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import read_json
 from clap_ds.config.model import load_preset
-from clap_ds.config.places import commit
+from clap_ds.config.paths import commit
 from clap_ds.config.settings import load_run
 from clap_ds.distributed.init import run_command
 from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for

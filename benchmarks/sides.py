@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.sections import SyntheticData
+from clap_ds.config.schema import SyntheticData
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.common import exit_on_sigterm, in_turns, make_parser, show, table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import load_preset
-from clap_ds.config.places import PACKAGE
+from clap_ds.config.paths import PACKAGE
 from clap_ds.config.settings import ClapSettings
 from clap_ds.distributed import init
 from clap_ds.model.clap import ClapModel

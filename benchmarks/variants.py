@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import changed, exit_on_sigterm, make_parser, run_config, show, table
-from clap_ds.config.changes import parse_varied
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.places import PACKAGE, work_folder
+from clap_ds.config.overrides import parse_varied
+from clap_ds.config.paths import PACKAGE, work_folder
 
 BENCH = [sys.executable, "-m", "clap_ds.distributed.local_launch", str(PACKAGE / "bench.py"), "--deepspeed_config"]
 """A run's command, on all GPUs of this machine, before the name of its JSON."""

@@ -28,7 +28,7 @@ from clap_ds.config.errors import INTERRUPTED, UserError
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import TEXT_TOKENS, load_preset
-from clap_ds.config.sections import EvaluationSettings
+from clap_ds.config.schema import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,

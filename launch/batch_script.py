@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clap_ds.config.arguments import add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.places import CHECKOUT, PACKAGE, work_folder
+from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
 from clap_ds.launch.sites import LAUNCHERS, Site, load_site
 

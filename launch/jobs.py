@@ -12,9 +12,9 @@ from types import UnionType
 from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
-from clap_ds.config.changes import read_config, with_field
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
+from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
 from clap_ds.launch.batch_script import Request, script
 from clap_ds.launch.site_check import check_environment, check_script

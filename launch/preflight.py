@@ -29,7 +29,7 @@ from clap_ds.check_runs import PACKAGES
 from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import read_object
-from clap_ds.config.places import PACKAGE
+from clap_ds.config.paths import PACKAGE
 from clap_ds.distributed import root_cause
 from clap_ds.distributed.error_file import some
 from clap_ds.distributed.hostfile import format_hostfile, free_port, slots_from_slurm

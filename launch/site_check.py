@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.places import PACKAGE
+from clap_ds.config.paths import PACKAGE
 from clap_ds.launch import slurm
 
 if TYPE_CHECKING:

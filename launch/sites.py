@@ -20,7 +20,7 @@ if not __package__:  # run as a file, by any Python
 
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
 from clap_ds.config.files import read_object
-from clap_ds.config.places import CHECKOUT, work_folder
+from clap_ds.config.paths import CHECKOUT, work_folder
 from clap_ds.launch.launchers import LAUNCHERS
 from clap_ds.launch.site_check import show_check
 from clap_ds.launch.slurm import seconds_of

@@ -21,7 +21,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from clap_ds.config.files import write_object
-from clap_ds.config.places import PACKAGE, version
+from clap_ds.config.paths import PACKAGE, version
 from clap_ds.distributed.accelerator import find_gpu, nvidia_smi
 from clap_ds.distributed.hostfile import this_host
 from clap_ds.distributed.init import Ranks, initialize, run_command

@@ -11,20 +11,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 
-from clap_ds.config import sections
+from clap_ds.config import schema
 from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.check import DEEPSPEED_FIELDS, engine_problems, explain
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.places import find_config
-from clap_ds.config.sections import NonNegativeInt, PositiveFloat, Section, SyntheticData
+from clap_ds.config.paths import find_config
+from clap_ds.config.schema import NonNegativeInt, PositiveFloat, Section, SyntheticData
 
 
 class ClapSettings(Section):
     """What DeepSpeed has no word for."""
 
-    model: sections.ModelSettings = sections.ModelSettings()
+    model: schema.ModelSettings = schema.ModelSettings()
     text_tokens: Annotated[int, Field(ge=2)] = 77
     """Caption length, start and end token and padding included."""
     text: Literal["padded", "packed"] = "padded"
@@ -38,19 +38,19 @@ class ClapSettings(Section):
     AMX or AVX-512, `off`: torch's operations."""
     fused_adam: Literal["torch", "deepspeed"] = "torch"
     """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use."""
-    data: sections.DataSettings = SyntheticData(source="synthetic")
-    loss: sections.LossSettings = sections.LossSettings()
+    data: schema.DataSettings = SyntheticData(source="synthetic")
+    loss: schema.LossSettings = schema.LossSettings()
     gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
     """Who averages gradients over ranks: torch's reducer under the backward pass, or DeepSpeed after it."""
     gradient_bucket_mb: PositiveFloat = 12.0
     """Most gradient bytes sent at a time when overlapped, in MB; torch's default is 25."""
-    bench: sections.BenchSettings = sections.BenchSettings()
-    train: sections.TrainSettings = sections.TrainSettings()
-    checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()
-    evaluation: sections.EvaluationSettings = sections.EvaluationSettings()
-    hardware: sections.HardwareSettings = sections.HardwareSettings()
-    output: sections.OutputSettings = sections.OutputSettings()
-    debug: sections.DebugSettings = sections.DebugSettings()
+    bench: schema.BenchSettings = schema.BenchSettings()
+    train: schema.TrainSettings = schema.TrainSettings()
+    checkpoint: schema.CheckpointSettings = schema.CheckpointSettings()
+    evaluation: schema.EvaluationSettings = schema.EvaluationSettings()
+    hardware: schema.HardwareSettings = schema.HardwareSettings()
+    output: schema.OutputSettings = schema.OutputSettings()
+    debug: schema.DebugSettings = schema.DebugSettings()
     seed: NonNegativeInt = 0
     """Of weights, dropout, augmentation and the order of the data."""
     max_logit_scale: PositiveFloat = 100.0

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.files import MOST_BYTES, open_regular
-from clap_ds.config.places import cache_folder, code_folder
+from clap_ds.config.paths import cache_folder, code_folder
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.sections import ShardData, SyntheticData
+from clap_ds.config.schema import ShardData, SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, Pieces, join
 from clap_ds.data.loader_throughput import Supply
 from clap_ds.data.synthetic import SyntheticPieces

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import fsspec
 
 from clap_ds.config.files import open_regular
-from clap_ds.config.places import cache_folder
-from clap_ds.config.sections import ShardData
+from clap_ds.config.paths import cache_folder
+from clap_ds.config.schema import ShardData
 
 FIRST_WAIT_S = 0.5  # after a failure; doubled after each of the next three
 CACHE_BYTES = 1e9 * float(ShardData.model_fields["cache_gb"].default)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from webdataset.filters import shuffle
 
-from clap_ds.config.sections import ShardData
+from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import captions_of

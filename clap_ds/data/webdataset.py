@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from clap_ds.config.sections import ShardData
+from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.broken import Broken
 from clap_ds.data.captions import monotony

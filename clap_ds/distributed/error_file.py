@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clap_ds.config.files import own_folder, read_json, write_atomically
-from clap_ds.config.secrets import redacted_all
+from clap_ds.config.redaction import redacted_all
 
 USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_peer"
 STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"

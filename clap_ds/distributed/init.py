@@ -33,7 +33,7 @@ from clap_ds.distributed.rendezvous import UnreachableError, meet
 if TYPE_CHECKING:
     import torch
 
-    from clap_ds.config.sections import DebugSettings
+    from clap_ds.config.schema import DebugSettings
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # one rank's slow start (compiling, downloading) must fit in
 FAILED = 1

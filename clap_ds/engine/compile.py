@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
-from clap_ds.config.places import code_folder
+from clap_ds.config.paths import code_folder
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import judged, rank

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clap_ds.config.sections import ShardData, Tower, TrainSettings
+from clap_ds.config.schema import ShardData, Tower, TrainSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import on_first
 from clap_ds.distributed.init import Ranks

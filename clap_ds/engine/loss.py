@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.config.sections import LossSettings
+from clap_ds.config.schema import LossSettings
 from clap_ds.distributed.collectives import rank, world_size
 from clap_ds.engine.tiled_logits import similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
 from clap_ds.run_records.timers import standing_still

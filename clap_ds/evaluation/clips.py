@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from clap_ds.config.errors import did_you_mean
 from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
-from clap_ds.config.sections import ZeroShotSettings
+from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import CAPTION_FORMATS, captions_of, in_words
 from clap_ds.data.front_end import Kind

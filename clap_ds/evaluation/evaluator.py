@@ -21,7 +21,7 @@ from tqdm import tqdm
 from clap_ds.config.errors import AgreedError, printable
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.sections import EvaluationSettings
+from clap_ds.config.schema import EvaluationSettings
 from clap_ds.data import shard_assignment
 from clap_ds.data.broken import Broken
 from clap_ds.data.shard_manifest import kind_of

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from clap_ds.config.model import TEXT_TOKENS, load_preset
-from clap_ds.config.sections import ZeroShotSettings
+from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.captions import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.evaluation.clips import Clip

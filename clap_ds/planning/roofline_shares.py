@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clap_ds.config.files import read_json
-from clap_ds.config.places import work_folder
+from clap_ds.config.paths import work_folder
 from clap_ds.flop_count.device_specs import GPUS, Gpu, peak_for
 from clap_ds.planning.trace import Operation
 

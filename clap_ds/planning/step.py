@@ -21,7 +21,7 @@ from torch.utils._triton import has_triton_package
 
 from clap_ds.config.batch_sizes import ACCUMULATION, MICRO_BATCH
 from clap_ds.config.errors import UserError
-from clap_ds.config.sections import SyntheticData
+from clap_ds.config.schema import SyntheticData
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch, join
 from clap_ds.engine.engine import ClapEngine

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from clap_ds.config import places
+from clap_ds.config import paths
 from clap_ds.run_records.metrics_schema import Environment, Summary
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
@@ -52,7 +52,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> Environ
     on_gpu = device.type == "cuda"
     return {
         "python": platform.python_version(),
-        "versions": {"clap_ds": places.VERSION, **{name: places.version(name) for name in PACKAGES}},
+        "versions": {"clap_ds": paths.VERSION, **{name: paths.version(name) for name in PACKAGES}},
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "driver": _driver() if on_gpu else None,
@@ -62,7 +62,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> Environ
         "cpu_count": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "cpu_kernels": cpu_kernels,
-        "git_commit": places.commit(),
+        "git_commit": paths.commit(),
         "command": [sys.executable, *sys.argv],
     }
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO, Unpack, cast
 
 from clap_ds.config.files import open_own, read_json, write_object
-from clap_ds.config.secrets import redacted, redacted_all, redacted_words
+from clap_ds.config.redaction import redacted, redacted_all, redacted_words
 from clap_ds.run_records.jsonl import Stream, unless_full
 from clap_ds.run_records.metrics_schema import VERSION, State, StepLine, Summary
 

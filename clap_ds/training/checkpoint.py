@@ -15,8 +15,8 @@ from typing import Any
 
 from clap_ds.config.files import read_bytes
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.secrets import redacted_all
-from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.redaction import redacted_all
+from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import gather, judged, on_first, rank
 from clap_ds.distributed.watchdog import doing

@@ -5,7 +5,7 @@ from typing import Any
 
 from clap_ds.config.files import flatten, read_bytes
 from clap_ds.config.model import ClapConfig, TextConfig
-from clap_ds.config.secrets import redacted_all
+from clap_ds.config.redaction import redacted_all
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import on_first, rank
 from clap_ds.engine.engine import ClapEngine

@@ -14,7 +14,7 @@ import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
 from clap_ds.config.files import MOST_BYTES
-from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.schema import CheckpointSettings
 from clap_ds.distributed.collectives import on_first
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn

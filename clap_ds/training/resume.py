@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clap_ds.config.metrics import best_metric
-from clap_ds.config.sections import ShardData
+from clap_ds.config.schema import ShardData
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import agreed, on_first, rank
 from clap_ds.distributed.init import Ranks

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.metrics import TRAIN_LOSS
-from clap_ds.config.sections import ShardData
+from clap_ds.config.schema import ShardData
 from clap_ds.distributed.collectives import agreed, gather, on_first
 from clap_ds.distributed.watchdog import ending
 from clap_ds.engine.engine import ClapEngine

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from clap_ds.benchmark import throughput
 from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.sections import BenchSettings
+from clap_ds.config.schema import BenchSettings
 from clap_ds.engine.session import Session
 from clap_ds.run_records import environment
 from clap_ds.run_records.run_dir import RunDirectory

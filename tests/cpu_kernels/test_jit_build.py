@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.places import cache_folder
+from clap_ds.config.paths import cache_folder
 from clap_ds.cpu_kernels import jit_build
 from tests import needs
 

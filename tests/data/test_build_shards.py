@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.sections import ShardData
+from clap_ds.config.schema import ShardData
 from clap_ds.data.dataloader import build_batches
 from tests.data.builds import items_by_source, run, write_list
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clap_ds.config.model import AudioConfig, load_preset
-from clap_ds.config.sections import ShardData
+from clap_ds.config.schema import ShardData
 from clap_ds.data import feature_fusion
 from clap_ds.data.batch import BatchSpec, join
 from clap_ds.data.webdataset import ShardPieces

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.sections import ShardData
+from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from clap_ds.data.webdataset import ShardPieces

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.model import load_preset
-from clap_ds.config.sections import TrainSettings
+from clap_ds.config.schema import TrainSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import load_preset
-from clap_ds.config.sections import EvaluationSettings
+from clap_ds.config.schema import EvaluationSettings
 from clap_ds.data.front_end import FrontEnd
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from clap_ds.distributed.init import Ranks

@@ -8,7 +8,7 @@ import pytest
 import soundfile
 
 from clap_ds.config.errors import exit_code_of
-from clap_ds.config.sections import ZeroShotSettings
+from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.captions import captions_of
 from clap_ds.data.samples import choose_clip
 from examples.synthetic_sounds.__main__ import main

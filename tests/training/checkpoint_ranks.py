@@ -18,7 +18,7 @@ import torch
 from torch.distributed import get_rank as rank
 from torch.distributed import get_world_size as world_size
 
-from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
 from clap_ds.distributed.collectives import gather, judged

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.schema import CheckpointSettings
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.remote_sync import RemoteFolder
 from clap_ds.training.resume import Choices

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.schema import CheckpointSettings
 from clap_ds.training import remote_sync
 from clap_ds.training.remote_sync import BackgroundSync, RemoteFolder
 from clap_ds.weights import checkpoint_files

@@ -8,7 +8,7 @@ from typing import Any
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import flatten, read_object
-from clap_ds.config.places import find_config
+from clap_ds.config.paths import find_config
 
 
 def read_config(path: Path) -> dict[str, Any]:

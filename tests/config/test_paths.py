@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config import places
+from clap_ds.config import paths
 from clap_ds.config.errors import UserError
-from clap_ds.config.places import CONFIGS, commit, find_config
+from clap_ds.config.paths import CONFIGS, commit, find_config
 from clap_ds.config.settings import load_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,16 +39,16 @@ def test_compiled_code_is_kept_where_nobody_else_can_write(tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "clap_ds/triton").mkdir(parents=True)
     (tmp_path / "clap_ds/triton").chmod(0o777)
-    folder = places.code_folder("triton")
+    folder = paths.code_folder("triton")
     assert (folder, stat.S_IMODE(folder.stat().st_mode)) == (tmp_path / "clap_ds/triton", 0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(PermissionError, match="another user"):
-        places.code_folder("triton")
+        paths.code_folder("triton")
 
 
 def test_commit_is_the_checkouts_own(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     assert str(commit()).removesuffix("+") == head.stdout.strip()
-    monkeypatch.setattr(places, "CHECKOUT", elsewhere / "copy")  # inside another repository
+    monkeypatch.setattr(paths, "CHECKOUT", elsewhere / "copy")  # inside another repository
     (elsewhere / "copy").mkdir()
     assert commit() is None

@@ -2,8 +2,8 @@
 
 import pytest
 
-from clap_ds.config.changes import parse_assignment, with_field
 from clap_ds.config.errors import UserError
+from clap_ds.config.overrides import parse_assignment, with_field
 
 
 def test_fields_by_dotted_names() -> None:

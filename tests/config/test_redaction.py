@@ -2,7 +2,7 @@
 
 import pytest
 
-from clap_ds.config.secrets import redacted, redacted_all
+from clap_ds.config.redaction import redacted, redacted_all
 
 
 @pytest.mark.parametrize(
