@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from clap_ds.config.paths import PACKAGE
 
 if TYPE_CHECKING:
-    from clap_ds.launch.sites import Site
+    from clap_ds.launch.cluster_profile import Site
 
 LAUNCHERS = ("slurm", "torchrun")
 

@@ -33,8 +33,8 @@ from clap_ds.config.paths import PACKAGE
 from clap_ds.distributed import root_cause
 from clap_ds.distributed.error_file import some
 from clap_ds.distributed.hostfile import format_hostfile, free_port, slots_from_slurm
+from clap_ds.launch.cluster_profile import Site, load_site
 from clap_ds.launch.launchers import LAUNCHERS, Launcher, environment
-from clap_ds.launch.sites import Site, load_site
 
 ARRIVE_S = 120.0  # for every rank to say what it finds, before it imports anything
 SLOW = 0.7  # what has a rate below this share of the median

@@ -20,8 +20,8 @@ from clap_ds.data.tar_samples import list_items
 from clap_ds.distributed import error_file
 from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
-from clap_ds.launch.batch_script import Request
-from clap_ds.launch.jobs import Job, Jobs
+from clap_ds.launch.job_store import Job, Jobs
+from clap_ds.launch.sbatch import Request
 from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.run_records.jsonl import Stream
 from clap_ds.run_records.run_dir import start_log

@@ -1,6 +1,6 @@
 """A site file: what has to be known once about a cluster, checked as strictly as a run's settings.
 
-    python launch/sites.py check mine     tries what the file says on this cluster: python, module lines, partition, account
+    python launch/cluster_profile.py check mine     tries what the file says on this cluster: python, module lines, partition, account
 
 Standard library only: it runs before the project's environment is there.
 """
@@ -21,8 +21,8 @@ if not __package__:  # run as a file, by any Python
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.paths import CHECKOUT, work_folder
+from clap_ds.launch.check_cluster import show_check
 from clap_ds.launch.launchers import LAUNCHERS
-from clap_ds.launch.site_check import show_check
 from clap_ds.launch.slurm import seconds_of
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
@@ -127,7 +127,7 @@ def _wrong_values(site: Site) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch/sites.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="launch/cluster_profile.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["check"])
     parser.add_argument("site", help="name under launch/clusters/, or a file")
     arguments = parser.parse_args(argv)

@@ -13,7 +13,7 @@ from clap_ds.config.arguments import add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.sites import LAUNCHERS, Site, load_site
+from clap_ds.launch.cluster_profile import LAUNCHERS, Site, load_site
 
 TRAINING_TIME = "1-00:00:00"
 
@@ -109,7 +109,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
         f"folder={shlex.quote(str(folder))}",
         "",
         f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
-        f'exec {python} -m clap_ds.launch.job --folder "$folder" {options} \\\n    -- {" ".join(words).strip()}',
+        f'exec {python} -m clap_ds.launch.supervisor --folder "$folder" {options} \\\n    -- {" ".join(words).strip()}',
     ]
     return "\n".join(lines) + "\n"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.launch.batch_script import Request, script
+from clap_ds.launch.sbatch import Request, script
 
 ROOT = Path(__file__).resolve().parents[2]
 TRICKY = 'a "b" $HOME `c` %h!\nd'
@@ -64,7 +64,7 @@ export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
 folder=/jobs/one
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
-exec /opt/python -m clap_ds.launch.job --folder "$folder" --spare_nodes=1 --until_done \\
+exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" --spare_nodes=1 --until_done \\
     -- clap_ds/train.py --deepspeed_config "$folder/run.json"
 """
     )
@@ -80,7 +80,7 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
     job = ["--folder", str(folder), "--spare_nodes=0"]
     command = ["--", "clap_ds/bench.py", "--deepspeed_config", f"{folder}/run.json"]
-    assert run[2:] == ["-m", "clap_ds.launch.job", *job, *command]
+    assert run[2:] == ["-m", "clap_ds.launch.supervisor", *job, *command]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Runs a command's ranks on the hosts of an allocation, attempt after attempt. The last line of a job script.
 
-    python -m clap_ds.launch.job --folder F -- clap_ds/bench.py --deepspeed_config C
+    python -m clap_ds.launch.supervisor --folder F -- clap_ds/bench.py --deepspeed_config C
 
 After a host's fault a spare host takes over (`--spare_nodes`), or SLURM starts the job anew without that host. `job.json` in
 the folder says how it went, and so does the run directory.
@@ -27,8 +27,8 @@ from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
 from clap_ds.distributed.init import SECRET
 from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
+from clap_ds.launch.cluster_profile import Site
 from clap_ds.launch.launchers import Launcher
-from clap_ds.launch.sites import Site
 from clap_ds.run_records.run_dir import RunDirectory  # the standard library alone, at import
 
 CONFIG = "--deepspeed_config"
@@ -169,7 +169,9 @@ def _now() -> str:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("launch/job.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "launch/supervisor.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
     add = parser.add_argument
     add(
         "--folder",

@@ -19,7 +19,7 @@ from clap_ds.config.paths import PACKAGE
 from clap_ds.launch import slurm
 
 if TYPE_CHECKING:
-    from clap_ds.launch.sites import Site
+    from clap_ds.launch.cluster_profile import Site
 
 _NO_SUCH_NODES = "node configuration is not available"
 

@@ -12,7 +12,7 @@ import pytest
 from clap_ds.config.errors import UserError
 from clap_ds.distributed.init import SECRET, Ranks
 from clap_ds.launch.attempt import Ending
-from clap_ds.launch.job import RunningJob, parse_arguments
+from clap_ds.launch.supervisor import RunningJob, parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = os.uname().nodename
@@ -51,7 +51,7 @@ def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     own = {"PYTHONPATH": f"{tmp_path}/stub:{ROOT}"}
     words = ["--folder", str(tmp_path), "--", "bench.py", "--deepspeed_config", "run.json"]
-    command = [sys.executable, "-m", "clap_ds.launch.job", *words]
+    command = [sys.executable, "-m", "clap_ds.launch.supervisor", *words]
     done = subprocess.run(command, cwd=tmp_path, env=kept | own, capture_output=True, text=True, timeout=180)
     record = json.loads((tmp_path / "job.json").read_text())
     assert (done.returncode, record["state"], record["exit_code"]) == (1, "failed", 1), (

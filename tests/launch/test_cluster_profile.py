@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.sites import Site, load_site
+from clap_ds.launch.cluster_profile import Site, load_site
 
 ROOT = Path(__file__).resolve().parents[2]
 

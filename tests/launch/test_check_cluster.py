@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clap_ds.check_runs import PACKAGES
-from clap_ds.launch.sites import main
+from clap_ds.launch.cluster_profile import main
 from tests.launch.conftest import FakeSlurm
 
 

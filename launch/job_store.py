@@ -16,8 +16,8 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
-from clap_ds.launch.batch_script import Request, script
-from clap_ds.launch.site_check import check_environment, check_script
+from clap_ds.launch.check_cluster import check_environment, check_script
+from clap_ds.launch.sbatch import Request, script
 
 RECORD = "jobs.json"
 T = TypeVar("T", "Job", Request)
