@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clap_ds.analysis.record import json_lines
+from clap_ds.analysis.read_run import json_lines
 from clap_ds.analysis.table import markdown_table
 
 if TYPE_CHECKING:

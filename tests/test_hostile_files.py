@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.analysis.record import read_record
+from clap_ds.analysis.read_run import read_record
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import load_run
 from clap_ds.data.shard_manifest import read_manifest

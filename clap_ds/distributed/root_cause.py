@@ -1,7 +1,8 @@
 """Why a run ended: the first cause, by what its ranks left behind.
 
-Ranks leave words of what failed (`clap_ds.distributed.error_file`) and a file each (`clap_ds.distributed.watchdog`): a line on who writes it,
-then stacks where it stood still or got a fatal signal. A rank that is killed leaves that line alone. Standard library only.
+Ranks leave words of what failed (`clap_ds.distributed.error_file`) and a file each (`clap_ds.distributed.watchdog`): a line on
+who writes it, then stacks where it stood still or got a fatal signal. A rank that is killed leaves that line alone. Standard
+library only.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from clap_ds.analysis.group_runs import global_batch
 from clap_ds.analysis.published import published_mfu_percent
-from clap_ds.analysis.series import global_batch
 from clap_ds.analysis.table import Run, Scale
 from clap_ds.run_records.intervals import COVERAGE, SLOW, range_label, student_t
 from clap_ds.run_records.metrics_schema import STEP_PHASES

@@ -1,6 +1,6 @@
 """Runs → the scaling table: one row per model and scale, with efficiency, MFU, uncertainty and the reasons for the loss.
 
-    python analysis/efficiency.py RUN_OR_LOG… [--rate engine] [--csv table.csv]
+    python analysis/scaling.py RUN_OR_LOG… [--rate engine] [--csv table.csv]
 
 Scaling efficiency is samples/s/GPU over that of the smallest scale that was measured (nodes, then GPUs).
 """
@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from clap_ds.analysis.repeats import combine_repeats, outlying_repeat, run_spreads
+from clap_ds.analysis.aggregate import combine_repeats, outlying_repeat, run_spreads
+from clap_ds.analysis.group_runs import split_series
 from clap_ds.analysis.runs import input_parser, read_runs
-from clap_ds.analysis.series import split_series
 from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, noted, relative_to, write_csv
 from clap_ds.config.arguments import positive
 from clap_ds.config.errors import run_alone
@@ -37,7 +37,7 @@ _SPREADS = {
 
 
 def scaling_table(runs: Sequence[Run]) -> list[Scale]:
-    """One row per series (`series.py`) and scale, scales in rising order."""
+    """One row per series (`group_runs.py`) and scale, scales in rising order."""
     series = []
     for members in by_series(split_series(runs)):
         scales = sorted({(run.nodes, run.gpus) for run in members})

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.repeats import RunSpread, pooled_spread
+from clap_ds.analysis.aggregate import RunSpread, pooled_spread
+from clap_ds.analysis.scaling import scaling_table
 from tests.analysis.samples import run
 
 THREE_SCALES = [(1, 98.0), (1, 100.0), (1, 102.0), (2, 89.0), (2, 90.0), (2, 91.0), (4, 80.0)]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis import project
+from clap_ds.analysis import extrapolate
 from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.project import headline, render
+from clap_ds.analysis.extrapolate import headline, render
+from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.weak_scaling import LAWS, series_of
 from tests.analysis import samples
 
@@ -58,10 +58,12 @@ def test_results_are_what_the_command_in_the_docs_gives(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (samples.ROOT / "docs" / "numbers.md").read_text()
-    (line,) = re.findall(r"^\$ python analysis/project.py (.*) > results/projection/published.md$", page, re.MULTILINE)
+    (line,) = re.findall(
+        r"^\$ python analysis/extrapolate.py (.*) > results/projection/published.md$", page, re.MULTILINE
+    )
     words = line.replace("results/projection/", f"{tmp_path}/").split()
     words = [str(samples.ROOT / word) if word.startswith("analysis/") else word for word in words]
-    samples.command(monkeypatch, project.main, *words)
+    samples.command(monkeypatch, extrapolate.main, *words)
     texts = (samples.ROOT / "results" / "projection" / "published.md").read_text(), capsys.readouterr().out
     kept, made = (re.split(r"([+-]?\d+\.?\d*)", text) for text in texts)
     assert kept[::2] == made[::2]  # all words

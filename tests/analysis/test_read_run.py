@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.record import HOST_ALONE, read_record
+from clap_ds.analysis.read_run import HOST_ALONE, read_record
+from clap_ds.analysis.scaling import scaling_table
 from clap_ds.config.errors import UserError
 from clap_ds.run_records.intervals import rates
 from tests.analysis.samples import DATA, write

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from clap_ds.analysis import efficiency
+from clap_ds.analysis import scaling
 from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.efficiency import render, scaling_table
 from clap_ds.analysis.runs import read_runs
+from clap_ds.analysis.scaling import render, scaling_table
 from clap_ds.analysis.table import Run, write_csv
 from tests.analysis.samples import command, given, record, run, running_log, write
 
@@ -166,7 +166,7 @@ def test_engines_efficiency_of_each_scale_from_deepspeed_logs_alone(
     scales = ((2, 1.0), (4, 1.05), (8, 1.25))
     logs = [engine_log(tmp_path / f"n{nodes}.log", nodes, step_s) for nodes, step_s in scales]
     options = ["--gpus_per_node", 4]
-    command(monkeypatch, efficiency.main, *logs, *options, "--rate", "engine", "--csv", tmp_path / "t.csv")
+    command(monkeypatch, scaling.main, *logs, *options, "--rate", "engine", "--csv", tmp_path / "t.csv")
     rows = read_table_runs(tmp_path / "t.csv")
     assert [(row.nodes, row.gpus, row.baseline_nodes) for row in rows] == [(2, 8, 2), (4, 16, 2), (8, 32, 2)]
     assert [row.rate for row in rows] == pytest.approx([16, 16 / 1.05, 12.8])

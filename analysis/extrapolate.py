@@ -1,6 +1,6 @@
 """Runs and scaling tables → how training would scale to more GPUs, and how sure that is.
 
-    python analysis/project.py RUN_OR_TABLE… [--output projection.png|svg|pdf]
+    python analysis/extrapolate.py RUN_OR_TABLE… [--output projection.png|svg|pdf]
 
 Of three laws (`weak_scaling.py`), the one that foretells the measured scales best from smaller ones is projected.
 """
