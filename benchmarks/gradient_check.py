@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.baselines import softmax_loss
 from benchmarks.common import make_parser, show, table
-from benchmarks.sides import softmax_loss
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch

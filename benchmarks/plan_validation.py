@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.baselines import LoopModel, MasterAdamW, softmax_loss
 from benchmarks.common import make_parser, show, table
-from benchmarks.sides import LoopModel, MasterAdamW, softmax_loss
 from clap_ds.bench import measure_run
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import read_json

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.variants import BENCH
+from benchmarks.tune import BENCH
 from tests.processes import ROOT
 
 NOTE = "import os; open(os.environ['RANK'] + '.txt', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import variants
+from benchmarks import tune
 from clap_ds.config.errors import UserError
 
 STAND_IN = """
@@ -33,12 +33,12 @@ sys.exit(kind == "memory")
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     (tmp_path / "config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "clap": {"compile": "off"}}))
     (tmp_path / "stand_in.py").write_text(STAND_IN)
-    monkeypatch.setattr(variants, "BENCH", [sys.executable, str(tmp_path / "stand_in.py")])
-    return lambda *options: variants.main([str(tmp_path / "config.json"), "--folder", str(tmp_path / "out"), *options])
+    monkeypatch.setattr(tune, "BENCH", [sys.executable, str(tmp_path / "stand_in.py")])
+    return lambda *options: tune.main([str(tmp_path / "config.json"), "--folder", str(tmp_path / "out"), *options])
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return list(json.loads((folder / "out" / "variants.json").read_text()))
+    return list(json.loads((folder / "out" / "tune.json").read_text()))
 
 
 def test_all_combinations_in_order(run: Callable[..., int], tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_all_combinations_in_order(run: Callable[..., int], tmp_path: Path) -> N
     written = json.loads((tmp_path / "out" / "03" / "config.json").read_text())
     assert (written["clap"]["compile"], written["train_micro_batch_size_per_gpu"]) == ("step", 8)
     assert (written["clap"]["bench"]["windows"], written["clap"]["bench"]["warmup_steps"]) == (3, 5)
-    table = (tmp_path / "out" / "variants.md").read_text()
+    table = (tmp_path / "out" / "tune.md").read_text()
     assert "158.00 | 157.00–159.00 | 1.463 | 2.00 |" in " ".join(table.split())
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from deepspeed.utils import groups
 
-from benchmarks import peers, sides
+from benchmarks import baselines, compare_baselines
 from clap_ds.config.model import load_preset
 
 SMALL = ["--micro_batch", "3", "--text_tokens", "12", "--rounds", "1"]
@@ -31,7 +31,7 @@ def on_cpu() -> Iterator[None]:
 
 def compared(folder: Path, *options: str) -> list[dict[str, Any]]:
     path = folder / "peers.md"
-    assert peers.main([*SMALL, *options, "--output", str(path)]) == 0
+    assert compare_baselines.main([*SMALL, *options, "--output", str(path)]) == 0
     found: list[dict[str, Any]] = json.loads(path.with_suffix(".json").read_text())
     words = ["with" if row["spec_augment"] else "without" for row in found]
     assert re.findall(r"## .* (\w+) SpecAugment", path.read_text()) == words
@@ -64,9 +64,11 @@ def test_transformers_towers_compute_the_same_loss(tmp_path: Path) -> None:
 
 
 def test_a_peer_with_other_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = sides.to_transformers
-    monkeypatch.setattr(sides, "to_transformers", lambda state: {k: v * 1.5 for k, v in honest(state).items()})
-    assert peers.main([*SMALL, "--preset", "micro", "--precision", "fp32", "--against", "transformers"]) == 1
+    honest = baselines.to_transformers
+    monkeypatch.setattr(baselines, "to_transformers", lambda state: {k: v * 1.5 for k, v in honest(state).items()})
+    assert (
+        compare_baselines.main([*SMALL, "--preset", "micro", "--precision", "fp32", "--against", "transformers"]) == 1
+    )
 
 
 def test_the_loop_masks_the_stripes_that_it_draws() -> None:
@@ -74,7 +76,7 @@ def test_the_loop_masks_the_stripes_that_it_draws() -> None:
     norm = torch.nn.BatchNorm2d(bins)
     mel = torch.randn(batch, bins, frames, 1)
     torch.manual_seed(3)
-    masked = sides.mask_in_a_loop(norm(mel))
+    masked = baselines.mask_in_a_loop(norm(mel))
     torch.manual_seed(3)
     kept = torch.ones(batch, bins, frames, 1)
     for dim, size, limit in ((2, frames, 64), (1, bins, 8)):

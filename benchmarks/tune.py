@@ -1,10 +1,10 @@
 """Command: settings of a run tried one against the other on this machine, a short run each: which are the quickest here?
 
-    python -m benchmarks.variants ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
+    python -m benchmarks.tune ds_configs/htsat_tiny.json --vary clap.compile=off,towers,towers-max-autotune
 
 Runs every combination and makes a table of samples/s/GPU with its interval and the ratio to the first. One that fails, doesn't
 fit or takes too long is a row like any other. Output, settings and run directory of each are kept in the folder, whose
-`variants.json` holds the rows so far. No torch, no DeepSpeed.
+`tune.json` holds the rows so far. No torch, no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run every combination, the last field changing quickest, and keep the rows and their table as they come. 1 where no run
     completed, a UserError where the configuration or an option is wrong."""
-    parser = make_parser("variants", __doc__)
+    parser = make_parser("tune", __doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--vary", action="append", required=True, metavar="NAME=VALUE,VALUE…", help="any field; repeat")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any field, for all of them")
-    parser.add_argument("--folder", type=Path, help="default: runs/variants/<config>-<time>")
+    parser.add_argument("--folder", type=Path, help="default: runs/tune/<config>-<time>")
     parser.add_argument("--limit_s", type=float, default=300.0, help="longest a run may take; default 300")
     parser.epilog = f"Runs are short ({', '.join(SHORT)}) unless --set says otherwise."
     exit_on_sigterm()
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, values in map(parse_varied, arguments.vary)
     ]
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    folder = arguments.folder or work_folder() / "runs" / "variants" / f"{arguments.config.stem}-{stamp}"
+    folder = arguments.folder or work_folder() / "runs" / "tune" / f"{arguments.config.stem}-{stamp}"
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--folder {folder}: expected a new or empty folder")
     rows: list[dict[str, Any]] = []
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         run = changed(arguments.config, [*SHORT, *arguments.set, *settings])
         row = run_config(run, [*BENCH, str(own / "config.json")], own, arguments.limit_s)
         rows.append({"settings": ", ".join(settings), **row})
-        show(arguments.output or folder / "variants.md", format_table(rows), rows)
+        show(arguments.output or folder / "tune.md", format_table(rows), rows)
     return int(all(row["state"] != "completed" for row in rows))
 
 

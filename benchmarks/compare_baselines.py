@@ -1,6 +1,6 @@
 """Command: this project's training step against other implementations', side by side in one process.
 
-    python -m benchmarks.peers [--against loops transformers] [--micro_batch 8] [--precision bf16 fp32] [--rounds 8]
+    python -m benchmarks.compare_baselines [--against loops transformers] [--micro_batch 8] [--precision bf16 fp32] [--rounds 8]
 
 All sides hold the same weights and take the same batch, and each round times one step of each, in turn. Ours is the step of
 `clap_ds/bench.py` on one rank.
@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.baselines import EngineSide, Side, make_batch
 from benchmarks.common import in_turns, make_parser, show, table
-from benchmarks.sides import EngineSide, Side, make_batch
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset, preset_argument
 from clap_ds.cpu_kernels.patch_model import report

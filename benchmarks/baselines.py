@@ -1,5 +1,5 @@
 """Implementations of CLAP's training step that hold the same weights and take the same batch: this project's,
-transformers' towers, and the training loops of open_clip and LAION-CLAP. `benchmarks.peers` times them."""
+transformers' towers, and the training loops of open_clip and LAION-CLAP. `benchmarks.compare_baselines` times them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import transformers  # isort: skip  (after torchaudio_compat)
 
 
 def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
-    """Noise and random captions on the device, as the options of `benchmarks.peers` ask."""
+    """Noise and random captions on the device, as the options of `benchmarks.compare_baselines` ask."""
     low, high = arguments.caption_lengths or (arguments.text_tokens, arguments.text_tokens)
     lengths = {str(length): 1.0 for length in range(low, high + 1)}
     data = SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1)

@@ -1,6 +1,6 @@
 """Command: what sending gradients costs beyond the step itself, under DeepSpeed as it is and overlapped here.
 
-    python -m benchmarks.sync_bench [--rates_mbit 500 1000 2000] [--output FILE.md]
+    python -m benchmarks.allreduce_overlap [--rates_mbit 500 1000 2000] [--output FILE.md]
 
 Two hosts (network namespaces without uplink; root and iproute2 needed) with links shaped to each rate by `tc`; both methods
 in one process, in turns. The model's parameters are HTSAT-tiny's, scaled down; its layers sleep for a time in proportion to
@@ -163,7 +163,7 @@ def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, A
     for rank, host in enumerate(hosts):
         _run(f"tc -n {host} qdisc replace dev eth0 root tbf rate {rate_mbit}mbit burst 512kbit latency 200ms")
         words = f"ip netns exec {host} taskset -c {rank % (os.cpu_count() or 1)} env RANK={rank}".split()
-        worker = [sys.executable, "-m", "benchmarks.sync_bench", "--worker", "--rounds", str(rounds)]
+        worker = [sys.executable, "-m", "benchmarks.allreduce_overlap", "--worker", "--rounds", str(rounds)]
         processes.append(subprocess.Popen([*words, *VARIABLES, *worker], stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate()[0] for process in processes]
     if any(codes := [process.returncode for process in processes]):
@@ -177,7 +177,7 @@ def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, A
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("sync_bench", __doc__)
+    parser = make_parser("allreduce_overlap", __doc__)
     parser.add_argument("--rates_mbit", type=float, nargs="+", default=[500, 1000, 2000])
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of every method, with and without sending")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
