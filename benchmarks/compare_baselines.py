@@ -81,7 +81,7 @@ def render(result: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """1 where losses disagree."""
-    parser = make_parser("peers", __doc__)
+    parser = make_parser("compare_baselines", __doc__)
     add = parser.add_argument
     add("--against", nargs="+", choices=KINDS, default=[*KINDS])
     add("--preset", default="htsat_tiny_roberta_base", type=preset_argument)
