@@ -63,7 +63,7 @@ def test_a_container_needs_torchrun(tmp_path: Path) -> None:
     assert Site(srun=["--mpi=none"]).container() is None
 
 
-@pytest.mark.parametrize("name", ["hostfile", "sites", "submit", "sweep"])
+@pytest.mark.parametrize("name", ["hostfile", "cluster_profile", "submit", "sweep"])
 def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
     """Without the package, or with a Python that is too old for it."""
     path = ROOT / "launch" / f"{name}.py"
