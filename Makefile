@@ -24,7 +24,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.ready
 endif
 
-.venv/.ready: setup.py pyproject.toml constraints.txt clap_ds/config/places.py clap_ds/model/torchaudio_compat.py
+.venv/.ready: setup.py pyproject.toml constraints.txt clap_ds/config/paths.py clap_ds/model/torchaudio_compat.py
 	@echo "setting up .venv (once): torch with its CUDA libraries is several GB"
 	@test -x .venv/bin/python || "$${BASE_PYTHON:-python3}" -m venv .venv
 	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
@@ -36,10 +36,10 @@ endif
 
 setup: $(READY)
 
-LAUNCH = "$(PYTHON)" -m clap_ds.ranks.start
+LAUNCH = "$(PYTHON)" -m clap_ds.distributed.local_launch
 
 bench: $(READY)
-	@case "$$("$(PYTHON)" -m clap_ds.ranks.accelerator)" in \
+	@case "$$("$(PYTHON)" -m clap_ds.distributed.accelerator)" in \
 	cpu) echo "no GPU in use: running two CPU ranks"; export DS_ACCELERATOR=cpu; set -- --num_gpus 2 clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny_cpu.json ;; \
 	?*) set -- clap_ds/bench.py --deepspeed_config ds_configs/htsat_tiny.json ;; \
 	*) exit 2 ;; \

@@ -6,15 +6,15 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-PLACES = runpy.run_path(str(Path(__file__).parent / "clap_ds" / "config" / "places.py"))
-COMMIT = PLACES["commit"]()  # before building puts files beside the sources
+PATHS = runpy.run_path(str(Path(__file__).parent / "clap_ds" / "config" / "paths.py"))
+COMMIT = PATHS["commit"]()  # before building puts files beside the sources
 
 
 class BuildPy(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            path = Path(self.build_lib) / "clap_ds" / PLACES["COMMIT_FILE"]
+            path = Path(self.build_lib) / "clap_ds" / PATHS["COMMIT_FILE"]
             path.unlink(missing_ok=True)
             if COMMIT:
                 path.write_text(COMMIT + "\n")

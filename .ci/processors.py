@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
-from clap_ds.native import library
+from clap_ds.cpu_kernels import jit_build
 
 OWN, AVX2 = {"CXX": "false"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # no compiler, no native kernels
 KINDS = {  # variables, and the capabilities of ATen's that it takes something from
@@ -26,7 +26,7 @@ KINDS = {  # variables, and the capabilities of ATen's that it takes something f
 has = torch.backends.cpu.get_cpu_capability()
 for kind, (variables, capabilities) in list(KINDS.items()):
     why_not = f"the processor has {has}" if capabilities and has not in capabilities else ""
-    if problem := why_not or (not variables and library.unavailable()):
+    if problem := why_not or (not variables and jit_build.unavailable()):
         print(f"{kind:22} not here: {problem}", flush=True)
         del KINDS[kind]
 codes = []

@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.repeats import RunSpread, pooled_spread
+from clap_ds.analysis.aggregate import RunSpread, pooled_spread
 from clap_ds.analysis.runs import input_parser, read_runs
+from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Run, Scale
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.record.statistics import student_t
+from clap_ds.run_records.intervals import student_t
 
 COVERAGE = 0.99
 """Coverage of a ratio's interval: not 95%, because intervals from repeats cover less under changing load."""

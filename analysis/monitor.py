@@ -1,4 +1,4 @@
-"""Summarize the samples of `clap_ds/record/monitor.py` to show what limited a run's GPUs.
+"""Summarize the samples of `clap_ds/run_records/gpu_monitor.py` to show what limited a run's GPUs.
 
 Samples during checkpoint saves aren't counted. `docs/benchmarking.md` explains each column.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clap_ds.analysis.record import json_lines
+from clap_ds.analysis.read_run import json_lines
 from clap_ds.analysis.table import markdown_table
 
 if TYPE_CHECKING:

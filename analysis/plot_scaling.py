@@ -15,9 +15,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from clap_ds.analysis.efficiency import scaling_table
 from clap_ds.analysis.figure import SERIES_STYLES, Picture, gpu_axis, label_ends, log_axis, percent_axis, styled
 from clap_ds.analysis.runs import input_parser, read_runs
+from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import Scale, by_series, relative_to, unit
 from clap_ds.analysis.weak_scaling import Series
 from clap_ds.config.errors import UserError, run_alone

@@ -13,22 +13,22 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from clap_ds.analysis import efficiency, monitor, plot_run, plot_scaling, project, stragglers
+from clap_ds.analysis import extrapolate, monitor, plot_run, plot_scaling, scaling, stragglers
 from clap_ds.analysis.figure import Blocks, Figure, page
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.places import VERSION
-from clap_ds.config.secrets import redacted_words
-from clap_ds.record.schema import STEP_PHASES
+from clap_ds.config.paths import VERSION
+from clap_ds.config.redaction import redacted_words
+from clap_ds.run_records.metrics_schema import STEP_PHASES
 
 TITLE = "CLAP training: throughput and scaling"
 PACKAGES = ("torch", "deepspeed", "transformers")
 
 
 def efficiencies(rows: Sequence[Scale]) -> Blocks:
-    yield efficiency.render(rows)
+    yield scaling.render(rows)
     if series := by_series([row for row in rows if row.rate]):
         picture = plot_scaling.draw({members[0].title: members for members in series})
         yield Figure("scaling.png", "Efficiency and throughput by scale", picture)
@@ -60,9 +60,9 @@ def projections(rows: Sequence[Scale]) -> Blocks:
         except UserError as error:
             yield f"{error}."
             continue
-        yield re.sub("^##", "###", project.render(series), flags=re.MULTILINE)
+        yield re.sub("^##", "###", extrapolate.render(series), flags=re.MULTILINE)
         caption = f"Projection of {series.title}: points measured, dashed extrapolated, in the band described above"
-        picture = plot_scaling.draw_projection([series], project.headline(series))
+        picture = plot_scaling.draw_projection([series], extrapolate.headline(series))
         yield Figure(f"projection-{number}.png", caption, picture)
 
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("report"), metavar="FOLDER", help=told)
     options = parser.parse_args()
     runs, folder = read_runs(options.inputs, options), options.output
-    rows = efficiency.scaling_table(runs)
+    rows = scaling.scaling_table(runs)
     sections: dict[str, Iterable[str | Figure]] = {
         "Summary": summary(rows),
         "Efficiency": efficiencies(rows),

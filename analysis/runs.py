@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.published import PUBLISHED_TEXT_TOKENS, training_gflops
-from clap_ds.analysis.record import BY_TIMER, is_record, read_record
+from clap_ds.analysis.read_run import BY_TIMER, is_record, read_record
 from clap_ds.analysis.table import Run, noted
 from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number

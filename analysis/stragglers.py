@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clap_ds.analysis.figure import Blocks
-from clap_ds.analysis.record import read_json
+from clap_ds.analysis.read_run import read_json
 from clap_ds.analysis.table import markdown_table
-from clap_ds.record.schema import SlowRank
+from clap_ds.run_records.metrics_schema import SlowRank
 
 
 def blocks(runs: Sequence[Path]) -> Blocks:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from clap_ds.config.errors import UserError, printable
-from clap_ds.record.schema import STEP_PHASES
+from clap_ds.run_records.metrics_schema import STEP_PHASES
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from clap_ds.analysis.dialects import DIALECTS, Dialect, facts_in
-from clap_ds.analysis.record import BY_TIMER, HOST_ALONE, rate_fields
+from clap_ds.analysis.log_formats import DIALECTS, Dialect, facts_in
+from clap_ds.analysis.read_run import BY_TIMER, HOST_ALONE, rate_fields
 from clap_ds.analysis.table import MOST, Run
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import psutil
 
 from clap_ds.analysis.table import markdown_table
-from clap_ds.config.changes import parse_assignment, read_config, with_field
 from clap_ds.config.files import read_json, write_atomically, write_object
-from clap_ds.config.places import commit, work_folder
+from clap_ds.config.overrides import parse_assignment, read_config, with_field
+from clap_ds.config.paths import commit, work_folder
 
 T = TypeVar("T")
 LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL

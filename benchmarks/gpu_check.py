@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import changed, exit_on_sigterm, run_config, show, table
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.places import code_folder, work_folder
-from clap_ds.flop_count.peaks import peak_for
-from clap_ds.ranks.accelerator import choose_accelerator, nvidia_smi
+from clap_ds.config.paths import code_folder, work_folder
+from clap_ds.distributed.accelerator import choose_accelerator, nvidia_smi
+from clap_ds.flop_count.device_specs import peak_for
 
 
 class Step(NamedTuple):
@@ -43,7 +43,8 @@ JOIN = "-m benchmarks.plan_validation --profiles {call} --gpu {gpu} --output {ca
 GRADIENTS = "-m benchmarks.gradient_check --deepspeed_config {config}"
 TESTS = "-m pytest -v -p no:cacheprovider -m gpu"
 PEERS = (
-    "-m benchmarks.peers --micro_batch {micro_batch} --precision bf16 --rounds 3 --output {folder}/peers.md --against"
+    "-m benchmarks.compare_baselines --micro_batch {micro_batch} --precision bf16 --rounds 3"
+    " --output {folder}/peers.md --against"
 )
 SAME = "clap.model.drop_path=0 clap.model.text_dropout=0 clap.model.spec_augment=false"
 LOSSES = f"htsat_tiny {SAME} clap.bench.warmup_steps=18 clap.bench.steps_per_window=1 clap.bench.windows=2"

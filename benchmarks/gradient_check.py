@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.baselines import softmax_loss
 from benchmarks.common import make_parser, show, table
-from benchmarks.sides import softmax_loss
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
-from clap_ds.data.sources import build_batches
-from clap_ds.engine.building import build_model
-from clap_ds.engine.compiled import compile_towers
+from clap_ds.data.dataloader import build_batches
+from clap_ds.distributed.init import Ranks, initialize
+from clap_ds.engine.compile import compile_towers
+from clap_ds.engine.factory import build_model
 from clap_ds.model.clap import ClapModel
-from clap_ds.ranks.distributed import Ranks, initialize
 
 OFF = {"drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
 FACTOR, SLACK = 2.0, 0.01

@@ -1,4 +1,4 @@
-"""Draw records of `benchmarks.peers` as bars: how many times as long a training step takes in other programs.
+"""Draw records of `benchmarks.compare_baselines` as bars: how many times as long a training step takes in other programs.
 
 python -m benchmarks.peers_chart results/cpu/peers/amx_{padded,packed}.json --output results/cpu/peers/amx.png
 """
@@ -45,7 +45,7 @@ def draw(paths: list[Path]) -> Picture:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="+", type=Path, help="JSON files that benchmarks.peers wrote")
+    parser.add_argument("records", nargs="+", type=Path, help="JSON files that benchmarks.compare_baselines wrote")
     parser.add_argument("--output", required=True, type=Path, help="picture to write (.png, .svg or .pdf)")
     options = parser.parse_args()
     draw(options.records).save(options.output)

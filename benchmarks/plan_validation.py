@@ -31,23 +31,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.baselines import LoopModel, MasterAdamW, softmax_loss
 from benchmarks.common import make_parser, show, table
-from benchmarks.sides import LoopModel, MasterAdamW, softmax_loss
 from clap_ds.bench import measure_run
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import read_json
 from clap_ds.config.model import load_preset
-from clap_ds.config.places import commit
+from clap_ds.config.paths import commit
 from clap_ds.config.settings import load_run
-from clap_ds.flop_count.peaks import Gpu, gpu_named, peak_for
+from clap_ds.distributed.init import run_command
+from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
 from clap_ds.flop_count.published_model import ConvolutionMel
 from clap_ds.planning.cuda_operations import like_cuda
-from clap_ds.planning.efficiency import FUSED, TABLE, class_of
 from clap_ds.planning.roofline import CASES, fused, rates_of, seconds_by_part
+from clap_ds.planning.roofline_shares import FUSED, TABLE, class_of
 from clap_ds.planning.step import trace_step
 from clap_ds.planning.trace import Operation, trace
-from clap_ds.ranks.distributed import run_command
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 from clap_ds.weights.hf_config import config_to_transformers
 
 import transformers  # isort: skip  (after torchaudio_compat)

@@ -18,7 +18,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.ranks.distributed import (
+from clap_ds.distributed.init import (
     Ranks,
     check_hostfile,
     choose_accelerator,
@@ -43,10 +43,10 @@ def measure_run(run: RunSettings, ranks: Ranks, protocol: Callable[[Any], object
     # Importing torch and DeepSpeed takes seconds: validate first.
     import torch
 
-    from clap_ds.engine.building import build_model, fetch_from_hub
+    from clap_ds.benchmark.throughput import measure
+    from clap_ds.distributed.collectives import agreed
+    from clap_ds.engine.factory import build_model, fetch_from_hub
     from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
-    from clap_ds.measuring.throughput import measure
-    from clap_ds.ranks.agreement import agreed
 
     device = join_group(run, ranks)
     with opened_record(run, ranks, device) as record:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.places import version as version
+from clap_ds.config.paths import version as version
 
 PACKAGES = (
     "torch", "torchaudio", "deepspeed", "transformers", "huggingface_hub", "tokenizers", "safetensors", "pydantic",

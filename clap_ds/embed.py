@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from clap_ds.config.errors import MISTAKES, run_alone
 from clap_ds.config.files import replacing
-from clap_ds.config.places import VERSION
+from clap_ds.config.paths import VERSION
 from clap_ds.inference import options
 from clap_ds.inference.files import find_sources
 from clap_ds.inference.vectors import About, blocks_of, check_suffix, write_table

@@ -28,11 +28,9 @@ from clap_ds.config.errors import INTERRUPTED, UserError
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import TEXT_TOKENS, load_preset
-from clap_ds.config.sections import EvaluationSettings
+from clap_ds.config.schema import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.inference import options
-from clap_ds.inference.options import DTYPES
-from clap_ds.ranks.distributed import (
+from clap_ds.distributed.init import (
     Ranks,
     add_rank_options,
     check_hostfile,
@@ -41,6 +39,8 @@ from clap_ds.ranks.distributed import (
     leave,
     run_command,
 )
+from clap_ds.inference import options
+from clap_ds.inference.options import DTYPES
 
 if TYPE_CHECKING:
     from clap_ds.evaluation.metrics import Evaluation
@@ -124,9 +124,9 @@ def evaluate_checkpoint(
     # Importing torch takes seconds: validate first.
     import torch
 
+    from clap_ds.distributed.collectives import together
     from clap_ds.evaluation.evaluator import Evaluator
-    from clap_ds.ranks.agreement import together
-    from clap_ds.record.hardware import device_name
+    from clap_ds.run_records.environment import device_name
     from clap_ds.weights.load import load_weights
 
     device = initialize(ranks)
@@ -175,7 +175,7 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
     """Print each metric (percent, except the loss) with its interval, chance level and counts."""
     from rich.table import Table
 
-    from clap_ds.record.terminal import show
+    from clap_ds.run_records.terminal import show
 
     table = Table("metric")
     for name in ("value", "95% interval", "chance"):

@@ -30,8 +30,8 @@ from clap_ds.flop_count.analytic import (
     forward_components,
     published_flops,
 )  # fmt: skip
-from clap_ds.flop_count.peaks import TRAINING_OVER_FORWARD
-from clap_ds.record.terminal import show
+from clap_ds.flop_count.device_specs import TRAINING_OVER_FORWARD
+from clap_ds.run_records.terminal import show
 
 if TYPE_CHECKING:
     from clap_ds.flop_count.counters import Count

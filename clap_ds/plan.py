@@ -25,7 +25,7 @@ from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.batch_sizes import GLOBAL_BATCH
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.flop_count.peaks import Gpu, gpu_named
+from clap_ds.flop_count.device_specs import Gpu, gpu_named
 
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
@@ -93,8 +93,9 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
 def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
     """Predict one GPU's speed at the smallest scale, without communication."""
-    from clap_ds.planning.efficiency import class_of, efficiencies_of
+    from clap_ds.planning.roofline_shares import class_of, efficiencies_of
     from clap_ds.planning.roofline import CASES, rates_of, seconds_by_part
+    from clap_ds.planning.roofline_shares import class_of, efficiencies_of
 
     operations, by_class, middle = step.work(compiled=compiled), defaultdict[str, float](float), rates_of(gpu, "middle")
     for each, times in operations:
@@ -152,7 +153,7 @@ def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
     return [
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
-        f"share of these peaks reached: {'; '.join(shares)}; others: clap_ds/planning/efficiency.py",
+        f"share of these peaks reached: {'; '.join(shares)}; others: clap_ds/planning/roofline_shares.py",
         f"step time grows with nodes as {USUAL}, as in the published runs ({GROWS_AS}): by as many seconds or as large a"
         " share; no waiting for data",
     ]

@@ -15,7 +15,7 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import MISTAKES, UserError, run_alone
 from clap_ds.inference import options
 from clap_ds.inference.vectors import nearest, read_table
-from clap_ds.record.csv_text import write_csv
+from clap_ds.run_records.csv_text import write_csv
 
 
 def main(argv: list[str] | None = None) -> None:

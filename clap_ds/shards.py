@@ -19,7 +19,7 @@ from functools import partial
 from clap_ds.config.errors import MISTAKES, run_alone
 
 COMMANDS = {
-    "build": ("shard_making.build", "turn audio files with captions into shards"),
+    "build": ("build_shards.build", "turn audio files with captions into shards"),
     "prepare": (
         "shard_making.prepare",
         "turn shards into shards of waveforms or log-mel features, a model's inputs",

@@ -19,7 +19,7 @@ if __package__ in (None, ""):
 from clap_ds.config.arguments import add_checkpoint_choices
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.ranks.distributed import (
+from clap_ds.distributed.init import (
     Ranks,
     check_hostfile,
     choose_accelerator,
@@ -53,11 +53,11 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
     # Importing torch and DeepSpeed takes seconds: validate first.
     import torch
 
-    from clap_ds.engine.building import build_model, fetch_from_hub
+    from clap_ds.distributed.collectives import agreed
+    from clap_ds.engine.factory import build_model, fetch_from_hub
     from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
-    from clap_ds.ranks.agreement import agreed
-    from clap_ds.training.remote import try_target
-    from clap_ds.training.start import Choices, opened_checkpoints, resume, take_initial_weights
+    from clap_ds.training.remote_sync import try_target
+    from clap_ds.training.resume import Choices, opened_checkpoints, resume, take_initial_weights
     from clap_ds.training.trainer import train
 
     choices = Choices(**{name: getattr(arguments, name) for name in Choices.__annotations__})

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import USER_ERROR
+from clap_ds.distributed.error_file import LOST_PEER, STALL, UNREACHABLE
+from clap_ds.distributed.hostfile import free_port
+from clap_ds.distributed.root_cause import judge
 from clap_ds.launch import slurm
 from clap_ds.launch.launchers import Launcher, environment
-from clap_ds.ranks.failure import LOST_PEER, STALL, UNREACHABLE
-from clap_ds.ranks.hostfile import free_port
-from clap_ds.ranks.verdict import judge
-from clap_ds.record.directory import RunDirectory  # imports only the standard library
-from clap_ds.record.schema import State
+from clap_ds.distributed.error_file import LOST_PEER, STALL, UNREACHABLE
+from clap_ds.distributed.hostfile import free_port
+from clap_ds.distributed.root_cause import judge
+from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
+from clap_ds.run_records.metrics_schema import State
 
 SAVE_S = 300.0  # grace period for ranks to save after a signal
 LINGER_S = 45.0  # grace period for the launcher to exit after its run: it would wait for an unreachable host

@@ -15,7 +15,7 @@ if not __package__:  # run as a file
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import write_atomically
-from clap_ds.ranks.hostfile import expand, format_hostfile, slots_from_slurm
+from clap_ds.distributed.hostfile import expand, format_hostfile, slots_from_slurm
 
 
 def write(nodelist: str | None, slots: int | None, output: str | None) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clap_ds.config.places import PACKAGE
+from clap_ds.config.paths import PACKAGE
 
 if TYPE_CHECKING:
-    from clap_ds.launch.sites import Site
+    from clap_ds.launch.cluster_profile import Site
 
 LAUNCHERS = ("slurm", "torchrun")
 

@@ -2,7 +2,7 @@
 
     python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 308]
 
-Starts `clap_ds/measuring/preflight_rank.py` on all hosts as a run would be.
+Starts `clap_ds/benchmark/preflight_rank.py` on all hosts as a run would be.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from clap_ds.check_runs import PACKAGES
 from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import read_object
-from clap_ds.config.places import PACKAGE
+from clap_ds.config.paths import PACKAGE
+from clap_ds.distributed import root_cause
+from clap_ds.distributed.error_file import some
+from clap_ds.distributed.hostfile import format_hostfile, free_port, slots_from_slurm
+from clap_ds.launch.cluster_profile import Site, load_site
 from clap_ds.launch.launchers import LAUNCHERS, Launcher, environment
-from clap_ds.launch.sites import Site, load_site
-from clap_ds.ranks import verdict
-from clap_ds.ranks.failure import some
-from clap_ds.ranks.hostfile import format_hostfile, free_port, slots_from_slurm
 
 ARRIVE_S = 120.0  # limit for every rank to write its report, before it imports anything
 SLOW = 0.7  # a rate below this share of the median is slow
@@ -91,7 +91,7 @@ def ask(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> in
     os.environ.update(site.environment)
     start = Launcher(site, site.interpreter())
     (folder / "hostfile").write_text(format_hostfile(slots))
-    script = PACKAGE / "measuring" / "preflight_rank.py"
+    script = PACKAGE / "benchmark" / "preflight_rank.py"
     words = [str(script), "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
     command = start.command(slots, folder / "hostfile", free_port(), words)
     with (folder / "output").open("wb") as output:
@@ -137,7 +137,7 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], li
                 problems.append((host, f"rank {number} has {rank['wrong']} wrong elements after an all-reduce"))
         shown += [f"all-reduce: {measured['bus_gb_per_s']:.2f} GB/s", *lines("warning", slow_ones(measured, hosts))]
     elif not problems:
-        cause = verdict.judge(None, folder, [host for host, count in slots.items() for _ in range(count)])
+        cause = root_cause.judge(None, folder, [host for host, count in slots.items() for _ in range(count)])
         problems.append(("the ranks failed", cause.message if cause else f"exit code {code}"))
     return lines("problem", problems), shown
 

@@ -14,11 +14,11 @@ if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.changes import read_config, with_output
 from clap_ds.config.errors import exit_code_of
-from clap_ds.config.places import find_config
-from clap_ds.launch.batch_script import add_request, request_of
-from clap_ds.launch.jobs import Job, Jobs, stamp
+from clap_ds.config.overrides import read_config, with_output
+from clap_ds.config.paths import find_config
+from clap_ds.launch.job_store import Job, Jobs, stamp
+from clap_ds.launch.sbatch import add_request, request_of
 
 NAME = "slurm"  # of the script and the log
 

@@ -19,11 +19,11 @@ if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.changes import parse_varied
 from clap_ds.config.errors import UserError, exit_code_of, printable
-from clap_ds.config.places import find_config
-from clap_ds.launch.batch_script import add_limits, add_request, request_of
-from clap_ds.launch.jobs import RECORD, Job, Jobs, stamp
+from clap_ds.config.overrides import parse_varied
+from clap_ds.config.paths import find_config
+from clap_ds.launch.job_store import RECORD, Job, Jobs, stamp
+from clap_ds.launch.sbatch import add_limits, add_request, request_of
 
 DONE = ("completed", "out_of_memory")  # states that a retry would not change
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.native import library
+from clap_ds.cpu_kernels import jit_build
 
 EMULATED = "AMX, emulated"
-_HEADER = Path(__file__).parent / "native" / "emulated_amx.h"
+_HEADER = Path(__file__).parent / "cpu_kernels" / "emulated_amx.h"
 _EMULATION = (
     f'-DCLAP_EMULATED_AMX="{_HEADER}"',
     f"-DVERSION={zlib.crc32(_HEADER.read_bytes())}",
 )  # recompiled for a new version
 IMPLEMENTATIONS = {
-    **library.IMPLEMENTATIONS,
-    EMULATED: library.Implementation(library.AVX512, ("-mno-avx512bf16", "-DCLAP_AMX", *_EMULATION)),
+    **jit_build.IMPLEMENTATIONS,
+    EMULATED: jit_build.Implementation(jit_build.AVX512, ("-mno-avx512bf16", "-DCLAP_AMX", *_EMULATION)),
 }
-_load_first = library._load.__wrapped__
+_load_first = jit_build._load.__wrapped__
 _load = functools.cache(lambda name: _load_first())
 
 
@@ -31,16 +31,16 @@ def compiled_for(name: str) -> Iterator[None]:
     """Use this implementation's kernels."""
     library.kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "IMPLEMENTATIONS", {name: IMPLEMENTATIONS[name]})
-        patch.setattr(library, "_load", lambda: _load(name))
+        patch.setattr(jit_build, "IMPLEMENTATIONS", {name: IMPLEMENTATIONS[name]})
+        patch.setattr(jit_build, "_load", lambda: _load(name))
         yield
-    library.kernel.cache_clear()
+    jit_build.kernel.cache_clear()
 
 
 def _lacking() -> str:
     if os.environ.get("CXX") == "false":  # .ci/processors.py disables native kernels like this
         return "$CXX is false, so no native kernels"
-    return "" if library.executable() else library.unavailable()
+    return "" if jit_build.executable() else jit_build.unavailable()
 
 
 _LACKING = _lacking()
@@ -48,7 +48,7 @@ needs_kernels = pytest.mark.skipif(bool(_LACKING), reason=_LACKING)
 """Run this project's CPU kernels as a run does."""
 each_implementation = pytest.mark.parametrize(
     "kernels",
-    [pytest.param(name, marks=needs_kernels) for name in [*library.executable(), EMULATED]],
+    [pytest.param(name, marks=needs_kernels) for name in [*jit_build.executable(), EMULATED]],
     indirect=True,
     scope="module",
 )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.ranks.hostfile import free_port
+from clap_ds.distributed.hostfile import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 300

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from clap_ds.ranks.hostfile import free_port
+from clap_ds.distributed.hostfile import free_port
 from tests.processes import TIMEOUT_S, warm_context
 
 __all__ = ["RankPool", "free_port", "in_group_of"]
@@ -58,9 +58,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, g
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     if grouped:
-        from clap_ds.ranks import distributed
+        from clap_ds.distributed import init
 
-        distributed.initialize(distributed.Ranks.from_environment())
+        init.initialize(init.Ranks.from_environment())
     while True:
         function, arguments = pipe.recv()
         try:

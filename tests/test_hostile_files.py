@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from clap_ds.analysis.record import read_record
+from clap_ds.analysis.read_run import read_record
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import load_run
 from clap_ds.data.shard_manifest import read_manifest
-from clap_ds.data.tar_items import list_items
-from clap_ds.engine.scalars import Scalars
-from clap_ds.launch.batch_script import Request
-from clap_ds.launch.jobs import Job, Jobs
+from clap_ds.data.tar_samples import list_items
+from clap_ds.distributed import error_file
+from clap_ds.distributed.watchdog import Watch
+from clap_ds.engine.metric_logger import Scalars
+from clap_ds.launch.job_store import Job, Jobs
+from clap_ds.launch.sbatch import Request
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.ranks import failure
-from clap_ds.ranks.watch import Watch
-from clap_ds.record.directory import start_log
-from clap_ds.record.stream import Stream
-from clap_ds.training.remote import RemoteFolder
+from clap_ds.run_records.jsonl import Stream
+from clap_ds.run_records.run_dir import start_log
+from clap_ds.training.remote_sync import RemoteFolder
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
 from tests.weights.fake_checkpoints import make_checkpoint
@@ -63,7 +63,7 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
 WRITERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: Stream(run / "metrics.jsonl").append({"step": 1}),
     "rank0.log": lambda run: start_log(run / "rank0.log"),
-    "errors": lambda run: failure.leave_word("error", "message", 1),
+    "errors": lambda run: error_file.leave_word("error", "message", 1),
     "stacks": lambda run: Watch(run, 0, "host"),
     "tensorboard": lambda run: Scalars(_engine(), {}, run),
     ".probe": lambda folder: RemoteFolder(str(folder)).try_writing(),
@@ -87,7 +87,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.M
     (victim / "folder").mkdir(parents=True)
     (victim / "file").write_text("precious")
     run.mkdir()
-    monkeypatch.setattr(failure, "_place", (run / "errors", 0, "host"))
+    monkeypatch.setattr(error_file, "_place", (run / "errors", 0, "host"))
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     for target in ("folder", "file", "absent"):
         (run / name).unlink(missing_ok=True)

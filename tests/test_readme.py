@@ -19,7 +19,7 @@ import torch
 from clap_ds.config.model import load_preset
 from clap_ds.config.reference import reference
 from clap_ds.config.settings import load_run
-from clap_ds.launch.sites import load_site
+from clap_ds.launch.cluster_profile import load_site
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import train_tokenizer
 from clap_ds.training.checks import problems_for_training

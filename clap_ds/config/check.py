@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from clap_ds.config.batch_sizes import NAMES
 from clap_ds.config.errors import did_you_mean
-from clap_ds.config.sections import DATA_SOURCES, PositiveInt, sections_of
+from clap_ds.config.schema import DATA_SOURCES, PositiveInt, sections_of
 
 Object = dict[str, Any]
 EMPTY: Object = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clap_ds.config.sections import EvaluationSettings
+from clap_ds.config.schema import EvaluationSettings
 from clap_ds.config.settings import RunSettings
 
 _DIRECTIONS, _MEASURES = ("audio_to_text", "text_to_audio"), ("r1", "r5", "r10", "map10")

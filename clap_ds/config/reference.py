@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.sections import Section, sections_of
+from clap_ds.config.schema import Section, sections_of
 from clap_ds.config.settings import ClapSettings
 
 HEAD = """# Every field of `clap`

@@ -11,20 +11,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 
-from clap_ds.config import sections
+from clap_ds.config import schema
 from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.check import DEEPSPEED_FIELDS, engine_problems, explain
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object
 from clap_ds.config.model import ClapConfig, load_preset
-from clap_ds.config.places import find_config
-from clap_ds.config.sections import NonNegativeInt, PositiveFloat, Section, SyntheticData
+from clap_ds.config.paths import find_config
+from clap_ds.config.schema import NonNegativeInt, PositiveFloat, Section, SyntheticData
 
 
 class ClapSettings(Section):
     """Settings that DeepSpeed doesn't have."""
 
-    model: sections.ModelSettings = sections.ModelSettings()
+    model: schema.ModelSettings = schema.ModelSettings()
     text_tokens: Annotated[int, Field(ge=2)] = 77
     """Caption length in tokens, with start and end token and padding."""
     text: Literal["padded", "packed"] = "padded"

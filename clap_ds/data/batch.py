@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.model import INT16_SCALE, ClapConfig
-from clap_ds.data.supply import Supply
+from clap_ds.data.loader_throughput import Supply
 from clap_ds.model.packed import Packing, pack
 
 
@@ -80,7 +80,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """Specify a rank's batches; see `clap_ds.data.sources.build_batches`."""
+    """Specify a rank's batches; see `clap_ds.data.dataloader.build_batches`."""
 
     model: ClapConfig
     text_tokens: int

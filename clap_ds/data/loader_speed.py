@@ -13,12 +13,12 @@ import torch
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset, preset_argument
-from clap_ds.config.sections import ShardData
+from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.shard_list import expand_shards, tokenizer_beside
+from clap_ds.data.loader_throughput import MARGIN, Supply, verdict
+from clap_ds.data.shard_assignment import expand_shards, tokenizer_beside
 from clap_ds.data.shard_size import RATES
-from clap_ds.data.shards import ShardPieces
-from clap_ds.data.supply import MARGIN, Supply, verdict
+from clap_ds.data.webdataset import ShardPieces
 
 _TEXT_TOKENS = 77
 

@@ -14,9 +14,9 @@ import fsspec
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
 from clap_ds.config.model import ClapConfig
 from clap_ds.data.front_end import KINDS, FrontEnd, Kind
-from clap_ds.data.shard_files import again, is_absent, is_remote
-from clap_ds.data.shard_list import FIELD, Source
-from clap_ds.data.tar_items import count_samples
+from clap_ds.data.shard_assignment import FIELD, Source
+from clap_ds.data.shard_io import again, is_absent, is_remote
+from clap_ds.data.tar_samples import count_samples
 
 MANIFEST = "manifest.json"
 

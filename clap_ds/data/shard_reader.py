@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from webdataset.filters import shuffle
 
-from clap_ds.config.sections import ShardData
+from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import captions_of
-from clap_ds.data.items import choose_clip, read_clip
-from clap_ds.data.shard_files import open_ahead
-from clap_ds.data.shard_list import Part, Source
-from clap_ds.data.tar_items import DAMAGE, Item, Report, fetch, list_items, samples_between, words
+from clap_ds.data.samples import choose_clip, read_clip
+from clap_ds.data.shard_assignment import Part, Source
+from clap_ds.data.shard_io import open_ahead
+from clap_ds.data.tar_samples import DAMAGE, Item, Report, fetch, list_items, samples_between, words
 from clap_ds.model.tokenizer import PreTrainedTokenizerBase, tokenize
 
 Position = dict[str, Any]

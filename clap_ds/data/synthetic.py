@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.model import TextConfig
-from clap_ds.config.sections import SyntheticData
+from clap_ds.config.schema import SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, to_int16
 
 START_TOKEN_ID, END_TOKEN_ID, FIRST_WORD_ID = 0, 2, 4  # RoBERTa's: <s>, <pad>, </s>, <unk>, then words

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from clap_ds.ranks.distributed import keep_freed_memory
+from clap_ds.distributed.init import keep_freed_memory
 
 _LIKELY_CAUSES = {
     -signal.SIGKILL: "; the host probably ran out of memory: use fewer workers or a smaller shuffle_buffer",

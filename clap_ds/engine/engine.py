@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.settings import RunSettings
+from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
-from clap_ds.engine.building import wrap
-from clap_ds.engine.cached_step import first_pass, second_pass
+from clap_ds.distributed import watchdog
+from clap_ds.distributed.collectives import judged
 from clap_ds.engine.ema import WeightAverage
-from clap_ds.engine.ending import NonFiniteError
+from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.factory import wrap
+from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.loss import SoftmaxLoss, build_loss
 from clap_ds.engine.optimizer import FlatStep
 from clap_ds.model.clap import ClapModel
-from clap_ds.native.convert import convert
-from clap_ds.ranks import watch
-from clap_ds.ranks.agreement import judged
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 
 MOST_SKIPPED = 40
 """Steps skipped in a row that a run survives. fp16's loss scale starts at 2^16 and may need to be halved as often as that."""
@@ -86,7 +86,7 @@ class ClapEngine:
                 self.average.update()
         self.steps += 1
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
-        watch.step(self.steps)
+        watchdog.step(self.steps)
         return loss_mean
 
     def accumulate(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 
-from clap_ds.record.clock import standing_still
+from clap_ds.run_records.timers import standing_still
 
 
 class GradientSync:

@@ -11,12 +11,12 @@ import torch
 from torch.utils._triton import has_triton_package
 
 from clap_ds.config.settings import RunSettings
-from clap_ds.engine.compiled import first_problem, problem_of
+from clap_ds.distributed.collectives import judged, rank
+from clap_ds.distributed.watchdog import doing
+from clap_ds.engine.compile import first_problem, problem_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
-from clap_ds.ranks.agreement import judged, rank
-from clap_ds.ranks.watch import doing
-from clap_ds.record.schema import ChosenKernel
+from clap_ds.run_records.metrics_schema import ChosenKernel
 
 Field = Literal["attention", "mlp"]
 FIELDS: tuple[Field, ...] = ("attention", "mlp")

@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clap_ds.config.sections import LossSettings
-from clap_ds.engine.tiles import similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
-from clap_ds.ranks.agreement import rank, world_size
-from clap_ds.record.clock import standing_still
+from clap_ds.config.schema import LossSettings
+from clap_ds.distributed.collectives import rank, world_size
+from clap_ds.engine.tiled_logits import similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
+from clap_ds.run_records.timers import standing_still
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

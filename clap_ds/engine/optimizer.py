@@ -18,8 +18,8 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from clap_ds.native import adamw as adamw_native
-from clap_ds.native.library import is_ready, unavailable
+from clap_ds.cpu_kernels import adamw as adamw_native
+from clap_ds.cpu_kernels.jit_build import is_ready, unavailable
 
 OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay"})
 """Of `optimizer.params`, what `FlatAdamW` takes."""
@@ -40,7 +40,7 @@ class _InPlaceOfFusedAdam(FusedAdam):
 
 class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
     """AdamW (arXiv 1711.05101), fused. Without DeepSpeed's wrapper (fp32, autocast) it is torch's. With `cpu_kernels`, groups
-    that `native.adamw.supports` are stepped by its kernel. The state is of the same form either way."""
+    that `cpu_kernels.adamw.supports` are stepped by its kernel. The state is of the same form either way."""
 
     def __init__(self, params: Iterable[Any], *, cpu_kernels: bool = True, **options: Any) -> None:
         super().__init__(params, fused=True, **options)

@@ -17,28 +17,28 @@ from clap_ds.config.check import missing_monitors
 from clap_ds.config.errors import printable
 from clap_ds.config.files import write_atomically
 from clap_ds.config.settings import RunSettings
-from clap_ds.data.sources import BatchSource, build_batches
-from clap_ds.data.supply import verdict
-from clap_ds.engine.compiled import compile_towers, keep_code, what_to_compile
-from clap_ds.engine.ending import recorded_ending
+from clap_ds.cpu_kernels.patch_model import report
+from clap_ds.data.dataloader import BatchSource, build_batches
+from clap_ds.data.loader_throughput import verdict
+from clap_ds.distributed import error_file, init, watchdog
+from clap_ds.distributed.accelerator import CORES
+from clap_ds.distributed.collectives import agreed, gather, on_first
+from clap_ds.distributed.init import Ranks
+from clap_ds.engine.compile import compile_towers, keep_code, what_to_compile
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.exit_handling import recorded_ending
 from clap_ds.engine.kernels import choose_kernels
-from clap_ds.engine.scalars import Scalars
+from clap_ds.engine.metric_logger import Scalars
 from clap_ds.model.clap import ClapModel
-from clap_ds.native.convert import report
-from clap_ds.ranks import distributed, failure, watch
-from clap_ds.ranks.accelerator import CORES
-from clap_ds.ranks.agreement import agreed, gather, on_first
-from clap_ds.ranks.distributed import Ranks
-from clap_ds.record import hardware, monitor
-from clap_ds.record.directory import RunDirectory, quiet_deepspeed, start_log
-from clap_ds.record.schema import Environment
+from clap_ds.run_records import environment, gpu_monitor
+from clap_ds.run_records.metrics_schema import Environment
+from clap_ds.run_records.run_dir import RunDirectory, quiet_deepspeed, start_log
 
 
 def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
     """Meet the other ranks; this rank's device. Raises UserError, on every rank for a mistake found on any."""
-    timeout_s = 300 if run.clap.debug.enabled else distributed.COLLECTIVE_TIMEOUT_S
-    device = distributed.initialize(ranks, collective_timeout_s=timeout_s)
+    timeout_s = 300 if run.clap.debug.enabled else init.COLLECTIVE_TIMEOUT_S
+    device = init.initialize(ranks, collective_timeout_s=timeout_s)
     with quiet_deepspeed(), agreed():
         check_deepspeed_sections(run.deepspeed, run.path)
     return device
@@ -58,7 +58,7 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
 def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
     """Open the run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded."""
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
-    here = hardware.environment(device, kernels)
+    here = environment.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
     with agreed():
         record = RunDirectory(on_first(lambda: _describe(run, ranks, here, everywhere)))
@@ -70,10 +70,10 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
         print(f"ranks: {ranks.world_size}, nodes: {len({host for host, _ in everywhere})}", flush=True)
         if device.type == "cpu" and run.precision == "bf16":
             print(f"CPU kernels: {kernels}", flush=True)
-    failure.speak_in(record.path, ranks.rank, ranks.host)
+    error_file.speak_in(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:  # a debugger may hold a rank for hours
-        watch.start(record.path, ranks.rank, ranks.host)
-    with recorded_ending(record, ranks, f"micro-batch {run.micro_batch} on {hardware.device_name(device)}"):
+        watchdog.start(record.path, ranks.rank, ranks.host)
+    with recorded_ending(record, ranks, f"micro-batch {run.micro_batch} on {environment.device_name(device)}"):
         yield record
     record.close()
 
@@ -188,7 +188,7 @@ def ready_to_step(
             state=data_state,
             needs_epochs=run.clap.train.epochs is not None,
         )
-    with batches, monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
+    with batches, gpu_monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
         try:
             if (what := what_to_compile(run.clap.compile, engine.device)) != "off":
                 cached = run.clap.train.accumulation == "cached"
@@ -197,7 +197,7 @@ def ready_to_step(
                     record.update_summary(compiled)
             yield (session := Session(run, ranks, engine.device, record, engine, batches, scalars))
         finally:
-            watch.ending()
+            watchdog.ending()
             scalars.write()
         if run.deepspeed.get("comms_logger", {}).get("enabled"):
             log_summary()

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clap_ds.engine.building import trained_towers
-from clap_ds.engine.compiled import reason_of
+from clap_ds.engine.compile import reason_of
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.optimizer import by_parameter, master_tensors
 from clap_ds.weights.formats import Checkpoint
 

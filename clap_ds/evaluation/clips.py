@@ -18,13 +18,13 @@ from torch.utils.data import Dataset
 from clap_ds.config.errors import did_you_mean
 from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
-from clap_ds.config.sections import ZeroShotSettings
+from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.broken import Broken, BrokenItemError
 from clap_ds.data.captions import CAPTION_FORMATS, captions_of, in_words
 from clap_ds.data.front_end import Kind
-from clap_ds.data.items import choose_clip, read_clip
-from clap_ds.data.shard_files import open_shard
-from clap_ds.data.tar_items import DAMAGE, Place, list_items, words
+from clap_ds.data.samples import choose_clip, read_clip
+from clap_ds.data.shard_io import open_shard
+from clap_ds.data.tar_samples import DAMAGE, Place, list_items, words
 from clap_ds.data.workers import Loader
 from clap_ds.evaluation.embedding import class_captions
 

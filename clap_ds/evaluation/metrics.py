@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from clap_ds.data.broken import Broken
+from clap_ds.distributed.init import Ranks
 from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import ranking
-from clap_ds.ranks.distributed import Ranks
 
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)

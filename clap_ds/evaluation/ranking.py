@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.ranks.distributed import Ranks
+from clap_ds.distributed.init import Ranks
 
 SCORES_HELD = 2**22
 """Most scores that a rank holds in memory (about 150 bytes each), but at least one query's."""

@@ -1,6 +1,6 @@
 """Count forward FLOPs, as in `analytic`, with DeepSpeed's profiler while one sample runs through the model on the CPU.
 
-It only counts torch's operations, so the model must not be converted by `clap_ds.native.convert`.
+It only counts torch's operations, so the model must not be converted by `clap_ds.cpu_kernels.patch_model`.
 """
 
 from __future__ import annotations

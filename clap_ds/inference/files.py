@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from clap_ds.config.errors import UserError
 from clap_ds.data.broken import Broken
-from clap_ds.data.shard_list import expand_shards
-from clap_ds.data.shard_making.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
+from clap_ds.data.build_shards.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
+from clap_ds.data.shard_assignment import expand_shards
 from clap_ds.inference.vectors import text_of
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from clap_ds.config.model import TEXT_TOKENS, load_preset
-from clap_ds.config.sections import ZeroShotSettings
+from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.captions import in_words
+from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text
 from clap_ds.inference.windows import Content, Row, Sound, Source, Which, read_windows
 from clap_ds.model.tokenizer import PreTrainedTokenizerBase, load_tokenizer
-from clap_ds.ranks.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.load import load_weights
 

@@ -58,7 +58,6 @@ def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Names
 def load_model(source: str, arguments: argparse.Namespace) -> Clap:
     """Load the model by its options. Raises ValueError."""
     from clap_ds.inference.model import load
-    from clap_ds.ranks.distributed import keep_freed_memory
 
     keep_freed_memory()
     given = {name: getattr(arguments, name) for name in ("best", "tokenizer", "preset")}

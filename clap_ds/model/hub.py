@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from huggingface_hub import constants, get_session
 
-from clap_ds.ranks.limits import within
+from clap_ds.distributed.timeout import within
 
 ANSWER_S = 4.0
 """Longest that the hub may take for a first answer."""

@@ -2,9 +2,10 @@
 2211.06687; attentional feature fusion is of arXiv 2009.14082).
 
 A file then comes as four spectrograms of a clip's length: the whole file shrunk to it, and parts from front, middle and back
-(`clap_ds.data.fused` makes them). Of a file that isn't longer all are the same, and only the first is used. Tokens of the parts
-are weighed against the whole's, channel by channel and place by place. All rows are computed and the longer ones' results kept,
-so that shapes don't depend on values; batch norm takes its statistics from the longer ones alone, as if there were no others.
+(`clap_ds.data.feature_fusion` makes them). Of a file that isn't longer all are the same, and only the first is used. Tokens of
+the parts are weighed against the whole's, channel by channel and place by place. All rows are computed and the longer ones'
+results kept, so that shapes don't depend on values; batch norm takes its statistics from the longer ones alone, as if there
+were no others.
 Shape letters as in `htsat.py`.
 """
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.engine import tiles
+from clap_ds.engine import tiled_logits
 from clap_ds.model import text_attention
 
 MASK_ALIGNMENT = 16
@@ -30,7 +30,7 @@ def like_cuda() -> Iterator[None]:
         (F, "layer_norm", _autocast_layer_norm),
         (Tensor, "softmax", _autocast_softmax),
         (text_attention, "_attend_padded", efficient_attention),
-        (tiles, "compiled_on_gpu", lambda function, *arguments: _one_kernel(function)(*arguments)),
+        (tiled_logits, "compiled_on_gpu", lambda function, *arguments: _one_kernel(function)(*arguments)),
     ]
     with ExitStack() as stack:
         for owner, name, stand_in in replaced:

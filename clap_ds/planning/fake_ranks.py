@@ -20,9 +20,9 @@ from torch.distributed._composable.replicate import _ReplicateState
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from clap_ds.engine import cached_step
-from clap_ds.ranks import agreement
-from clap_ds.record.directory import quiet_deepspeed
+from clap_ds.distributed import collectives
+from clap_ds.engine import grad_cache
+from clap_ds.run_records.run_dir import quiet_deepspeed
 
 
 @contextmanager
@@ -39,8 +39,8 @@ def rank_of(world_size: int) -> Iterator[None]:
 
     try:
         with (
-            mock.patch.object(agreement, "gather", lambda own: [own] * world_size),
-            mock.patch.object(agreement, "hosts", return_value=dist.group.WORLD),
+            mock.patch.object(collectives, "gather", lambda own: [own] * world_size),
+            mock.patch.object(collectives, "hosts", return_value=dist.group.WORLD),
             mock.patch.object(dist, "all_reduce", reduced),
         ):
             yield
@@ -59,7 +59,7 @@ def faked_by(fakes: FakeTensorMode) -> Iterator[None]:
         mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False),
         # Modules change dtype with it, but it fails if anything refers to a parameter.
         mock.patch.object(torch.utils, "swap_tensors", lambda own, new: setattr(own, "data", new.data)),
-        mock.patch.object(cached_step, "restore_random_state"),
+        mock.patch.object(grad_cache, "restore_random_state"),
         mock.patch.object(ddp, "_verify_param_shape_across_processes"),
         mock.patch.object(ddp, "_sync_module_states"),
         mock.patch.object(_ReplicateState, "register_comm_hook", _register_hooks),

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from clap_ds.flop_count.peaks import Gpu
-from clap_ds.planning.efficiency import class_of, efficiencies_of
+from clap_ds.flop_count.device_specs import Gpu
+from clap_ds.planning.roofline_shares import class_of, efficiencies_of
 from clap_ds.planning.trace import Operation
 
 CASES = ("low", "middle", "high")

@@ -21,11 +21,11 @@ from torch.utils._triton import has_triton_package
 
 from clap_ds.config.batch_sizes import ACCUMULATION, MICRO_BATCH
 from clap_ds.config.errors import UserError
-from clap_ds.config.sections import SyntheticData
+from clap_ds.config.schema import SyntheticData
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch, join
-from clap_ds.engine.building import build_model
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.factory import build_model
 from clap_ds.engine.kernels import FIELDS
 from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.model import text
@@ -34,7 +34,7 @@ from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import faked_by, rank_of
 from clap_ds.planning.roofline import fused
 from clap_ds.planning.trace import Operation, Recorded, trace
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 
 CPU = torch.device("cpu")
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")

@@ -12,25 +12,25 @@ from typing import Any
 
 from clap_ds.config.files import read_bytes
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.secrets import redacted_all
-from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.redaction import redacted_all
+from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import RunSettings
-from clap_ds.engine.cached_step import random_state
-from clap_ds.engine.ending import NonFiniteError
+from clap_ds.distributed.collectives import gather, judged, on_first, rank
+from clap_ds.distributed.watchdog import doing
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.grad_cache import random_state
 from clap_ds.engine.state import describe, engine_state, master_weights, not_finite
-from clap_ds.ranks.agreement import gather, judged, on_first, rank
-from clap_ds.ranks.watch import doing
-from clap_ds.record.lock import FILE as LOCK
-from clap_ds.record.lock import FolderLock
-from clap_ds.training.host_copy import HostCopies
-from clap_ds.training.remote import BackgroundSync, RemoteFolder
-from clap_ds.training.restoring import PROGRESS, restore
-from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
+from clap_ds.run_records.lock import FILE as LOCK
+from clap_ds.run_records.lock import FolderLock
+from clap_ds.training.load_checkpoint import PROGRESS, restore
+from clap_ds.training.remote_sync import BackgroundSync, RemoteFolder
+from clap_ds.training.staging import HostCopies
+from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, STATE, TOKENIZER, WEIGHTS, Manifest, warn, write_file
 from clap_ds.weights.formats import some, to_safetensors
-from clap_ds.weights.names import State
+from clap_ds.weights.key_mapping import State
 from clap_ds.weights.state_file import to_state_file, write_tensors
 
 SYNC_LIMIT_S = 600.0

@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 from clap_ds.config import metrics
 from clap_ds.config.check import missing_monitors
-from clap_ds.config.sections import ShardData
+from clap_ds.config.schema import ShardData
 from clap_ds.config.settings import RunSettings
-from clap_ds.data.shard_files import check_url, is_remote
-from clap_ds.training.schedule import pairs_together
+from clap_ds.data.shard_io import check_url, is_remote
+from clap_ds.training.train_state import pairs_together
 
 
 def problems_for_training(run: RunSettings, world_size: int | None = None) -> list[str]:

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clap_ds.distributed.collectives import gather, gather_tensor
 from clap_ds.engine.loss import LOSSES
-from clap_ds.engine.scalars import Scalar
+from clap_ds.engine.metric_logger import Scalar
 from clap_ds.engine.session import Session
-from clap_ds.ranks.agreement import gather, gather_tensor
-from clap_ds.record import hardware
-from clap_ds.record.clock import PhaseTimer, StepClock
-from clap_ds.record.schema import StepLine, StepTime, Summary
-from clap_ds.record.statistics import rates
-from clap_ds.record.stragglers import Stragglers
-from clap_ds.record.stream import Stream
-from clap_ds.record.terminal import Progress
+from clap_ds.run_records import environment
+from clap_ds.run_records.intervals import rates
+from clap_ds.run_records.jsonl import Stream
+from clap_ds.run_records.metrics_schema import StepLine, StepTime, Summary
+from clap_ds.run_records.stragglers import Stragglers
+from clap_ds.run_records.terminal import Progress
+from clap_ds.run_records.timers import PhaseTimer, StepClock
 from clap_ds.training.collapse import LastSteps
-from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress, pairs_together
+from clap_ds.training.train_state import SavedCheckpoint, Schedule, TrainingProgress, pairs_together
 
 WINDOWS = 256  # maximum in a summary; more are merged with their neighbors
 
@@ -120,7 +120,7 @@ class TrainingLog:
         )
         times = torch.tensor([own_s, waited_s], dtype=torch.float64, device=device).T
         own_figures = torch.cat((torch.stack(figures).double(), times), dim=1)
-        own = [window_s, sum(waited_s), *hardware.peak_memory(device)]
+        own = [window_s, sum(waited_s), *environment.peak_memory(device)]
         ranks = gather_tensor(torch.cat((own_figures.flatten(), own_figures.new_tensor(own)))).cpu()
         if self._is_first:
             by_rank = ranks[:, : own_figures.numel()].unflatten(1, (-1, 6))
@@ -128,10 +128,10 @@ class TrainingLog:
             own_s, data_wait_s = by_rank[..., 4:].permute(2, 1, 0).numpy()
             self._slow = self._stragglers.add(self._samples, step_s, own_s, data_wait_s)
             window_s, all_waited_s, *memory = ranks[:, own_figures.numel() :].amax(0).tolist()
-            self._memory = hardware.largest_memory([memory])
+            self._memory = environment.largest_memory([memory])
             self._pace.add(window_s, all_waited_s, step_s)
             for row, waited, seconds in zip(rows, waited_s, step_s, strict=True):
-                row.update(data_wait_s=waited, time_s=seconds, memory_bytes=hardware.peak_memory_bytes(device))
+                row.update(data_wait_s=waited, time_s=seconds, memory_bytes=environment.peak_memory_bytes(device))
             self._write_rows(rows, by_step, self._samples * len(rows) / window_s, 100 * all_waited_s / window_s)
         self._session.engine.check_loss()
 

@@ -3,11 +3,11 @@
 import shlex
 
 from clap_ds.config.metrics import names
-from clap_ds.engine.building import trained_towers
+from clap_ds.distributed.collectives import on_first
+from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.session import Session
-from clap_ds.ranks.agreement import on_first
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.schedule import Schedule, TrainingProgress, pairs_together
+from clap_ds.training.train_state import Schedule, TrainingProgress, pairs_together
 from clap_ds.weights.checkpoint_files import read_all
 
 

@@ -8,19 +8,19 @@ import torch.distributed as dist
 
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.metrics import TRAIN_LOSS
-from clap_ds.config.sections import ShardData
-from clap_ds.engine.ending import Interrupted, NonFiniteError
+from clap_ds.config.schema import ShardData
+from clap_ds.distributed.collectives import agreed, gather, on_first
+from clap_ds.distributed.watchdog import ending
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.exit_handling import Interrupted, NonFiniteError
 from clap_ds.engine.session import Session
-from clap_ds.ranks.agreement import agreed, gather, on_first
-from clap_ds.ranks.watch import ending
-from clap_ds.record.clock import standing_still
+from clap_ds.run_records.timers import standing_still
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog
 from clap_ds.training.messages import conclude, how_to_go_on, introduce
-from clap_ds.training.schedule import SavedCheckpoint, Schedule, TrainingProgress
-from clap_ds.training.start import Choices
-from clap_ds.training.stop import StopRequest
+from clap_ds.training.resume import Choices
+from clap_ds.training.signal_handler import StopRequest
+from clap_ds.training.train_state import SavedCheckpoint, Schedule, TrainingProgress
 
 if TYPE_CHECKING:
     from clap_ds.evaluation.evaluator import Evaluator

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from clap_ds.config.errors import printable
 from clap_ds.config.files import drafted, open_regular, parse_json, read_bytes
 from clap_ds.config.metrics import TRAIN_LOSS, score
-from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.schema import CheckpointSettings
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"

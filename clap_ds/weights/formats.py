@@ -15,11 +15,11 @@ from torch import Tensor
 from clap_ds.config import files
 from clap_ds.config.clap_json import read_clap
 from clap_ds.config.model import ClapConfig, parse_sizes
+from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
-from clap_ds.native.convert import convert
-from clap_ds.weights.expressible import expressible
-from clap_ds.weights.names import State, check_not_open_clip, from_names, to_names, transformers_names
+from clap_ds.weights.hf_compat import expressible
+from clap_ds.weights.key_mapping import State, check_not_open_clip, from_names, to_names, transformers_names
 from clap_ds.weights.state_file import write_tensors
 
 METADATA_KEY = "clap_ds.config"

@@ -8,7 +8,7 @@ import transformers  # isort: skip
 
 
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
-    """Return the `transformers.ClapConfig` of sizes from `clap_ds.weights.expressible`. Raises ValueError if there is none."""
+    """Return the `transformers.ClapConfig` of sizes from `clap_ds.weights.hf_compat`. Raises ValueError if there is none."""
     audio, text = config.audio, config.text
     is_one, fits = (
         audio.projection.activation == text.projection.activation,

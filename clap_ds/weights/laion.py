@@ -18,7 +18,7 @@ from clap_ds.config.files import pinned
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
 from clap_ds.weights.formats import Checkpoint, renamed_checkpoint
-from clap_ds.weights.names import check_not_open_clip, laion_names
+from clap_ds.weights.key_mapping import check_not_open_clip, laion_names
 
 _IGNORED = ("audio_transform.", "text_transform.", "audio_branch.spectrogram_", "audio_branch.logmel_")
 _REBUILT = ("_rebuild_parameter", "_rebuild_tensor", "_rebuild_tensor_v2")

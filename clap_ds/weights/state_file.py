@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clap_ds.config.files import parse_json, pinned
 from clap_ds.weights.checkpoint_files import FileRecord, record_of
-from clap_ds.weights.names import State
+from clap_ds.weights.key_mapping import State
 
 KEY = "clap_ds.state"
 

@@ -3,7 +3,7 @@
 import csv
 
 from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.efficiency import scaling_table
+from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.table import format_cell
 from tests.analysis.samples import BASE, TINY
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import report
-from clap_ds.config.places import VERSION
+from clap_ds.config.paths import VERSION
 from tests.analysis.samples import DATA, TINY, command, record
 
 SUMMARY, ENVIRONMENT = (

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.record import read_record
+from clap_ds.analysis.read_run import read_record
 from clap_ds.analysis.runs import read_runs
+from clap_ds.analysis.scaling import scaling_table
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, ROOT, TINY, given, record, running_log, write
 
@@ -113,7 +113,7 @@ def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
 
 
 def test_the_command_works_as_a_script_without_torch(tmp_path: Path) -> None:
-    words = [sys.executable, "-X", "importtime", "analysis/efficiency.py", LOG, "--model", "HTSAT-tiny-Roberta-base"]
+    words = [sys.executable, "-X", "importtime", "analysis/scaling.py", LOG, "--model", "HTSAT-tiny-Roberta-base"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     shown = r"### htsat-tiny-roberta-base,.*\| +1 \| +2 \| +1 \| +9154.0 \|.*range of 30 windows, 7 of them slow"
     assert re.search(shown, done.stdout, re.DOTALL)

@@ -7,8 +7,8 @@ from statistics import fmean
 
 import pytest
 
-from clap_ds.analysis.dialects import DIALECTS, Dialect
-from clap_ds.analysis.record import BY_TIMER, HOST_ALONE
+from clap_ds.analysis.log_formats import DIALECTS, Dialect
+from clap_ds.analysis.read_run import BY_TIMER, HOST_ALONE
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.training_log import MAX_WINDOWS, read_log
 from clap_ds.config.errors import UserError

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.efficiency import scaling_table
-from clap_ds.analysis.project import ABOUT_BAND
+from clap_ds.analysis.extrapolate import ABOUT_BAND
+from clap_ds.analysis.scaling import scaling_table
 from clap_ds.analysis.weak_scaling import LAWS, USUAL, Law, Series, series_of
 from clap_ds.config.errors import UserError
 from tests.analysis import samples

@@ -11,9 +11,9 @@ from benchmarks.plan_validation import STEPS, compared, main, published_rows, re
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
-from clap_ds.flop_count.peaks import GPUS
-from clap_ds.planning.efficiency import FUSED, TABLE
+from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning.roofline import CASES, fused, rates_of
+from clap_ds.planning.roofline_shares import FUSED, TABLE
 from clap_ds.planning.step import trace_step
 from clap_ds.planning.trace import Operation
 from tests.conftest import micro_run

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.changes import with_output
-from clap_ds.launch.batch_script import Request, script
+from clap_ds.config.overrides import with_output
+from clap_ds.launch.sbatch import Request, script
 from tests import needs
 from tests.cluster.slurm_cluster import OVER, SlurmCluster
 from tests.conftest import ROOT, micro_run

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.sections import ShardData, SyntheticData
-from clap_ds.data import shard_files
-from clap_ds.data.sources import BatchSource, build_batches
+from clap_ds.config.schema import ShardData, SyntheticData
+from clap_ds.data import shard_io
+from clap_ds.data.dataloader import BatchSource, build_batches
 
 OpenSource = Callable[..., BatchSource]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.sections import ShardData
-from clap_ds.data.sources import build_batches
+from clap_ds.config.schema import ShardData
+from clap_ds.data.dataloader import build_batches
 from tests.data.builds import items_by_source, run, write_list
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clap_ds.data.shard_list import Deal, Part
+from clap_ds.data.shard_assignment import Deal, Part
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_items, numbers_in, write_tar

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clap_ds.data.tar_items import list_items
+from clap_ds.data.tar_samples import list_items
 
 GOOD = [("a.txt", b"one"), ("a.wav", b"two")]
 

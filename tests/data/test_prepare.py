@@ -18,7 +18,6 @@ from clap_ds.config.model import INT16_SCALE, load_preset
 from clap_ds.data.decoding import decode_audio
 from clap_ds.data.features import read_mel
 from clap_ds.data.front_end import FrontEnd
-from clap_ds.data.shard_making import prepare
 from clap_ds.data.shard_manifest import digest, read_manifest
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel

@@ -8,7 +8,7 @@ from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.data.front_end import FrontEnd, Kind
-from clap_ds.data.shard_list import Source
+from clap_ds.data.shard_assignment import Source
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, kind_of, read_manifest, samples_of, write_manifest
 from tests.data.tars import marked_item, marked_tars, put, write_tar
 

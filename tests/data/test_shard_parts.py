@@ -10,7 +10,7 @@ import pytest
 
 from clap_ds import shards
 from clap_ds.config.errors import exit_code_of
-from clap_ds.data.shard_making import audio_files
+from clap_ds.data.build_shards import audio_files
 from tests.data.builds import RATE, run, tone, write_list
 from tests.data.tars import wav
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from clap_ds.config.sections import TrainSettings
+from clap_ds.config.schema import TrainSettings
 from clap_ds.data.batch import Batch
-from clap_ds.engine.building import parameter_groups
+from clap_ds.engine.factory import parameter_groups
 from clap_ds.engine.loss import SoftmaxLoss
 from clap_ds.model.clap import ClapModel
 

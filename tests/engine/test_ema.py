@@ -10,11 +10,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from clap_ds.engine.building import freeze
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.factory import freeze
 from clap_ds.engine.state import master_weights
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.schedule import TrainingProgress
+from clap_ds.training.train_state import TrainingProgress
 from clap_ds.training.trainer import _evaluate
 from clap_ds.weights.load import load_weights
 from tests.engine.test_engine import DEVICE, PRECISIONS, TIMER, batches_of, model_of, settings

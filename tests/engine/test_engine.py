@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clap_ds.config.model import load_preset
-from clap_ds.config.sections import TrainSettings
+from clap_ds.config.schema import TrainSettings
 from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
-from clap_ds.data.sources import build_batches
-from clap_ds.engine.building import parameter_groups
-from clap_ds.engine.ending import NonFiniteError
+from clap_ds.data.dataloader import build_batches
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.factory import parameter_groups
 from clap_ds.engine.state import engine_state, master_weights
 from clap_ds.model.clap import ClapModel
-from clap_ds.native.convert import convert
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 from tests.conftest import micro_run
 from tests.engine.plain_ddp import PlainDDP
 from tests.rank_pool import RankPool

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from clap_ds.engine.building import freeze
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.engine.factory import freeze
+from clap_ds.run_records.timers import PhaseTimer
 from tests.engine.test_engine import DEVICE, batches_of, model_of, settings
 from tests.rank_pool import RankPool
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from clap_ds.data.sources import build_batches
-from clap_ds.engine import cached_step
-from clap_ds.engine.building import build_model
+from clap_ds.data.dataloader import build_batches
+from clap_ds.engine import grad_cache
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.engine.factory import build_model
+from clap_ds.run_records.timers import PhaseTimer
 from tests.engine.test_engine import settings
 from tests.rank_pool import RankPool
 
@@ -77,8 +77,8 @@ def _fake_steps(precision: str, changes: dict[str, Any]) -> None:
     faked(engine, mode, {})
     with pytest.MonkeyPatch.context() as patch, mode:
         # The state of generators is on the host already; as a fake tensor it could not be put back.
-        patch.setattr(cached_step, "random_state", lambda device: {})
-        patch.setattr(cached_step, "restore_random_state", lambda state, device: None)
+        patch.setattr(grad_cache, "random_state", lambda device: {})
+        patch.setattr(grad_cache, "restore_random_state", lambda state, device: None)
         engine.step(batches, timer)
         with pytest.raises(DataDependentOutputException):
             engine.check_loss()

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from clap_ds.config.settings import ClapSettings, RunSettings
+from clap_ds.distributed.collectives import rank
 from clap_ds.engine import kernels
 from clap_ds.model.clap import ClapModel
-from clap_ds.ranks.agreement import rank
-from clap_ds.record.schema import ChosenKernel
+from clap_ds.run_records.metrics_schema import ChosenKernel
 from tests.conftest import micro_run
 from tests.processes import ROOT
 from tests.rank_pool import RankPool

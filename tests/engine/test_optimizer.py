@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 
 from clap_ds.config.settings import load_run
-from clap_ds.engine.building import takes_flat_adamw
+from clap_ds.engine.factory import takes_flat_adamw
 from clap_ds.engine.optimizer import FlatAdamW, FlatStep, norm_of
 from tests.kernels import needs_kernels
 

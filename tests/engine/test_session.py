@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from clap_ds.config.errors import AgreedError
 from clap_ds.config.settings import load_run
-from clap_ds.engine.building import fetch_from_hub
+from clap_ds.distributed.collectives import agreed
+from clap_ds.distributed.init import Ranks
+from clap_ds.engine.factory import fetch_from_hub
 from clap_ds.engine.session import check_deepspeed_sections
 from clap_ds.model import hub
-from clap_ds.ranks.agreement import agreed
-from clap_ds.ranks.distributed import Ranks
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import settings
 

@@ -10,8 +10,8 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
+from clap_ds.distributed.init import Ranks
 from clap_ds.model.tokenizer import train_tokenizer
-from clap_ds.ranks.distributed import Ranks
 from tests.data.tars import wav, write_tar
 from tests.rank_pool import RankPool, in_group_of
 

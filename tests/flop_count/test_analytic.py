@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
-from clap_ds.engine.building import freeze
+from clap_ds.engine.factory import freeze
 from clap_ds.flop_count import analytic
 from clap_ds.flop_count.analytic import Convention, TextLengths, forward_components
 from clap_ds.model.clap import ClapModel

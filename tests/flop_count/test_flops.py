@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from clap_ds import flops
+from clap_ds.benchmark.flops_profile import measure_flops
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
 from clap_ds.data.batch import Batch
-from clap_ds.engine.building import freeze
+from clap_ds.engine.factory import freeze
 from clap_ds.flop_count import analytic
 from clap_ds.flop_count.analytic import CONVENTIONS, TextLengths, forward_components, forward_flops, published_flops
 from clap_ds.flop_count.counters import build, parameter_counts
-from clap_ds.measuring.flops_profile import measure_flops
 from clap_ds.model.clap import ClapModel
 from tests.processes import ROOT
 

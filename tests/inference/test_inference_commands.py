@@ -12,7 +12,7 @@ import soundfile
 import torch
 
 import clap_ds
-from clap_ds import embed, label, search
+from clap_ds import classify, embed, search
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import load_preset
 from clap_ds.inference.vectors import About, Block, read_table, write_table
@@ -60,7 +60,7 @@ def test_a_table_has_the_models_rows(here: Path, capsys: pytest.CaptureFixture[s
 def test_labels_are_those_of_classify(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["dog", "low_hum", "siren"]
     asked = ["run", "sounds", "--labels", " dog,low_hum, siren", "--top", "2", "--template", "a {}"]
-    assert label.main(asked) == 1
+    assert classify.main(asked) == 1
     shown = list(csv.reader(io.StringIO(capsys.readouterr().out)))
     assert [row[0][7:10] for row in shown[1:]] == ["=1+", "low", "not", "z.w"]
     assert shown[3][4:] == [""] * 4
@@ -96,7 +96,7 @@ def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.Ca
         (embed.main, "run sounds --output v.npz", "v.npz: requires"),
         (search.main, "v.parquet", "expected a text to look for"),
         (search.main, "v.parquet dog --model other", "another model"),
-        (label.main, "other v.parquet --labels a,b", "another model"),
+        (classify.main, "other v.parquet --labels a,b", "another model"),
     ):
         assert exit_code_of(lambda main=main, words=words: main(words.split())) == 2, words  # type: ignore[misc]
         assert message in capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -
     (here / "bark.wav").write_bytes((here / "sounds" / "low.wav").read_bytes())
     for line in re.findall(r"^\$ (.*)$", PAGE.partition("## A linear probe")[0], re.MULTILINE):
         command, *words = shlex.split(line)
-        code = {"clap-embed": embed, "clap-label": label, "clap-search": search}[command].main(words)
+        code = {"clap-embed": embed, "clap-label": classify, "clap-search": search}[command].main(words)
         assert code == (None if command == "clap-search" else 1), line
     assert len((here / "found.csv").read_text().splitlines()) == 11
     assert "12 rows from 8 files" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import soundfile
 import torch
 
 import clap_ds
-from clap_ds.config.sections import EvaluationSettings
+from clap_ds.config.schema import EvaluationSettings
 from clap_ds.evaluation.clips import list_clips
 from clap_ds.evaluation.embedding import class_features
 from clap_ds.evaluation.evaluator import Evaluator

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from clap_ds.distributed import error_file
 from clap_ds.launch.attempt import Ending, ending_of
-from clap_ds.ranks import failure
 
 RANKS = ["n1", "n1", "n2", "n2"]
 GONE, STOPPED = ("lost_peer", "closed by peer"), ("stopped", "stopped by SIGTERM")
@@ -32,10 +32,10 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
             (tmp_path / "run").mkdir()
             (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
             (tmp_path / "run_directory").write_text(f"{tmp_path / 'run'}\n")
-        monkeypatch.setattr(failure, "_place", None)
+        monkeypatch.setattr(error_file, "_place", None)
         for rank, (kind, text) in (errors or {}).items():
-            failure.speak_in(tmp_path, rank, RANKS[rank])
-            failure.leave_word(kind, text, 1)
+            error_file.speak_in(tmp_path, rank, RANKS[rank])
+            error_file.leave_word(kind, text, 1)
             time.sleep(0.002)
         return ending_of(code, tmp_path, RANKS, stopped, lost or {})
 

@@ -3,8 +3,8 @@
 import shlex
 from pathlib import Path
 
+from clap_ds.launch.cluster_profile import Site
 from clap_ds.launch.launchers import Launcher
-from clap_ds.launch.sites import Site
 
 HOSTS = {"n1": 4, "n3": 4}
 WORDS = ["clap_ds/bench.py", "--deepspeed_config", "my run.json"]

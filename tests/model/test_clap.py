@@ -11,7 +11,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401
 from clap_ds.model.window_attention import Kernel
 from clap_ds.weights.formats import renamed_checkpoint
-from clap_ds.weights.names import transformers_names
+from clap_ds.weights.key_mapping import transformers_names
 from tests.model.reference_clap import FEWER, REFERENCES, TINY_AUDIO, captions, clips, no_initialisation, randomise
 
 import transformers  # isort: skip

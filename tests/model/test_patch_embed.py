@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import renamed_checkpoint
-from clap_ds.weights.names import to_names, transformers_names
+from clap_ds.weights.key_mapping import to_names, transformers_names
 from tests.model.reference_clap import MICRO_AUDIO, MICRO_TEXT, HfClap, clips, randomise
 
 MICRO = load_preset("micro")

@@ -11,11 +11,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from clap_ds.config.settings import ClapSettings, RunSettings
-from clap_ds.data.sources import build_batches
-from clap_ds.engine.building import build_model
+from clap_ds.data.dataloader import build_batches
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.factory import build_model
 from clap_ds.planning.step import trace_step
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 from tests.rank_pool import RankPool
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.flop_count.peaks import GPUS
-from clap_ds.planning.efficiency import PROCESSORS, TABLE
+from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_part
+from clap_ds.planning.roofline_shares import PROCESSORS, TABLE
 from clap_ds.planning.trace import Operation
 
 RATES = DeviceRates({torch.bfloat16: 100.0}, 10.0, 0.5, share_of={"triton mlp": 0.2})

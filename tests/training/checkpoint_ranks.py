@@ -18,22 +18,22 @@ import torch
 from torch.distributed import get_rank as rank
 from torch.distributed import get_world_size as world_size
 
-from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
-from clap_ds.engine.building import freeze
-from clap_ds.engine.ending import NonFiniteError
+from clap_ds.distributed.collectives import gather, judged
+from clap_ds.distributed.init import Ranks
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.engine.factory import freeze
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
-from clap_ds.ranks.agreement import gather, judged
-from clap_ds.ranks.distributed import Ranks
-from clap_ds.record.directory import RunDirectory
+from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training import checkpoint
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
-from clap_ds.training.start import Choices, opened_checkpoints, resume
+from clap_ds.training.resume import Choices, opened_checkpoints, resume
+from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.formats import load_safetensors
 from tests.training.reference_steps import CPU, TIMER, run_settings

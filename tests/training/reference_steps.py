@@ -10,9 +10,9 @@ from torch import Tensor
 
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
-from clap_ds.data.sources import build_batches
+from clap_ds.data.dataloader import build_batches
 from clap_ds.model.clap import ClapModel
-from clap_ds.record.clock import PhaseTimer
+from clap_ds.run_records.timers import PhaseTimer
 from tests.conftest import micro_run
 
 CPU = torch.device("cpu")

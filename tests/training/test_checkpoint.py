@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.schema import CheckpointSettings
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.remote import RemoteFolder
-from clap_ds.training.start import Choices
+from clap_ds.training.remote_sync import RemoteFolder
+from clap_ds.training.resume import Choices
 from clap_ds.weights.checkpoint_files import STATE, Manifest
 from tests.rank_pool import RankPool
 from tests.training import checkpoint_ranks as ranks

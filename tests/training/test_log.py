@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clap_ds.data.supply import Supply
+from clap_ds.data.loader_throughput import Supply
 from clap_ds.engine.session import Session
-from clap_ds.record import hardware
-from clap_ds.record.directory import RunDirectory
+from clap_ds.run_records import environment
+from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training.log import WINDOWS, Pace, TrainingLog
-from clap_ds.training.schedule import SavedCheckpoint, TrainingProgress
+from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
 from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
 
@@ -66,8 +66,8 @@ def _logged(folder: str) -> dict[str, Any]:
     progress = TrainingProgress(train_s=1000.0)
     with (
         redirect_stdout(io.StringIO()) as shown,
-        mock.patch("clap_ds.record.clock.time.perf_counter", side_effect=lambda: now[0]),
-        mock.patch.object(hardware, "peak_memory_bytes", return_value=(1 + rank) * GIB),
+        mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
+        mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
     ):
         log = TrainingLog(session, schedule, progress, Path(folder))
         for step in range(1, 7):

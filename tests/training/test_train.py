@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clap_ds.analysis.record import read_record
+from clap_ds.analysis.read_run import read_record
 from clap_ds.config.settings import load_run
 from tests.training import training_commands as commands
 from tests.training.training_commands import RunningRanks, write_training

@@ -62,7 +62,7 @@ class RunningRanks:
     def __init__(self, config: Path, world_size: int, *options: str, constants: dict[str, Any] | None = None) -> None:
         self.config = config
         # Without a launcher, other ranks continue after one has ended.
-        brief = {"clap_ds.ranks.distributed.RANK_0_SPEAKS_S": 1.0, **(constants or {})}
+        brief = {"clap_ds.distributed.init.RANK_0_SPEAKS_S": 1.0, **(constants or {})}
         arguments = ["clap_ds/train.py", "--deepspeed_config", config, *options]
         self.processes = processes.ranks(arguments, world_size, env=environment(), constants=brief)
         self.outputs: list[str] = []

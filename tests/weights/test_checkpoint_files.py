@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.sections import CheckpointSettings
+from clap_ds.config.schema import CheckpointSettings
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.checkpoint_files import DamagedError, Manifest
 from tests.weights.fake_checkpoints import CONTENTS, flip_bit, make_checkpoint

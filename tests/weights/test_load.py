@@ -12,8 +12,8 @@ from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.formats import Checkpoint, save_safetensors, save_transformers, to_safetensors, to_transformers
+from clap_ds.weights.key_mapping import laion_names, to_names
 from clap_ds.weights.load import load_weights
-from clap_ds.weights.names import laion_names, to_names
 from tests.weights.fake_checkpoints import checkpoint_of, flip_bit
 
 MICRO = load_preset("micro")

@@ -1,0 +1,165 @@
+"""Combine repeats of one scale into one row with their mean and its uncertainty.
+
+± is half the 95% interval by Student's t. The spread is pooled over all repeated scales of the table, unless spreads differ
+significantly: then a scale uses its own if that is larger. A scale that ran once has no ±.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clap_ds.analysis.group_runs import global_batch
+from clap_ds.analysis.published import published_mfu_percent
+from clap_ds.analysis.table import Run, Scale
+from clap_ds.run_records.intervals import COVERAGE, SLOW, range_label, student_t
+from clap_ds.run_records.metrics_schema import STEP_PHASES
+from clap_ds.run_records.sanity_checks import doubtful_mfu
+
+Floats = NDArray[np.float64]
+GOOD_STATES = ("completed", "published", "unknown")
+"""`unknown`: a log without a launcher's last line; its rate counts."""
+_IDENTITY = (
+    "nodes", "gpus", "model", "scaling", "device", "precision", "text_tokens", "variant", "micro_batch", "batch_per_gpu",
+)  # fmt: skip
+_AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent", "step_time_s",
+             "slowest_rank_step_time_s", "data_wait_percent", *(f"{part}_s" for part in STEP_PHASES))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunSpread:
+    """Spread of runs of one configuration."""
+
+    deviation: float
+    """Standard deviation of the logarithm of the rate."""
+    degrees: int
+    """Degrees of freedom: runs minus scales."""
+    runs: int
+
+    def half_width(self, repeats: int = 1) -> float:
+        """Return half the interval of the mean of `repeats` runs, relative to it."""
+        return student_t(COVERAGE, self.degrees) * self.deviation / math.sqrt(repeats)
+
+    def label(self) -> str:
+        differ = f"runs of one scale differ by {100 * self.deviation:.2g}%"
+        return f"95% by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
+
+
+@cache
+def _highest_by_chance(degrees: tuple[int, ...]) -> float:
+    """Simulate the value that Bartlett's statistic of equal variances exceeds in 30% of cases."""
+    counts = np.array(degrees)
+    variances = np.random.default_rng(0).chisquare(counts, (20_000, len(counts))) / counts
+    return float(np.quantile(_bartlett(variances, counts), 0.7))
+
+
+def _bartlett(variances: Floats, degrees: Floats) -> Floats:
+    """Compute Bartlett's statistic without its constant factor. `variances`: (…, scales), with these degrees of freedom."""
+    pooled = (variances @ degrees) / degrees.sum()
+    return degrees.sum() * np.log(pooled) - np.log(variances) @ degrees
+
+
+def run_spreads(scales: Sequence[Sequence[Run]]) -> list[RunSpread | None]:
+    """Return each scale's spread for its ±; None for a scale that ran once.
+
+    It is pooled over all scales. If spreads differ significantly (Bartlett's test at 30%), a scale uses its own if that gives
+    the larger ±.
+    """
+    pooled, own = pooled_spread(scales), [pooled_spread([runs]) for runs in scales]
+    spreads = [spread for spread in own if spread and spread.deviation]
+    degrees = tuple(spread.degrees for spread in spreads)
+    found = _bartlett(np.array([spread.deviation**2 for spread in spreads]), np.array(degrees)) if spreads else 0.0
+    if not pooled or len(spreads) < 2 or found <= _highest_by_chance(degrees):
+        return [spread and pooled for spread in own]
+    return [spread and max(spread, pooled, key=RunSpread.half_width) for spread in own]
+
+
+def outlying_repeat(runs: Sequence[Run], scales: Iterable[Sequence[Run]]) -> str:
+    """Describe the outlier (Student's t at 0.1%) among three or more repeats; empty if there is none.
+
+    The expected spread is that of all `scales`, or of the scale's other repeats if that is larger.
+    """
+    used = counted(runs)
+    if len(used) < 3:
+        return ""
+    far = max(used, key=lambda run: abs(math.log(run.rate or 1) - median(math.log(each.rate or 1) for each in used)))
+    rest = [run for run in used if run is not far]
+    spreads = [pooled_spread([rest]), pooled_spread([rest, *(other for other in scales if other is not runs)])]
+    deviation, degrees = max(spread.deviation for spread in spreads if spread), spreads[1].degrees if spreads[1] else 1
+    off = math.log((far.rate or 1) / math.exp(fmean(math.log(run.rate or 1) for run in rest)))
+    if abs(off) <= max(student_t(0.999, degrees) * deviation * math.sqrt(1 + 1 / len(rest)), 0.005):
+        return ""
+    return f"{far.name} is {100 * math.expm1(off):+.1f}% from the other repeats"
+
+
+def counted(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs of one scale that count: those that completed, or all with a rate if none did."""
+    with_rate = [run for run in runs if run.rate]
+    return [run for run in with_rate if run.state in GOOD_STATES] or with_rate
+
+
+def pooled_spread(scales: Iterable[Sequence[Run]]) -> RunSpread | None:
+    groups = [[math.log(run.rate) for run in counted(runs) if run.rate] for runs in scales]
+    repeated = [logs for logs in groups if len(logs) > 1]
+    if not repeated:
+        return None
+    squares = sum((value - fmean(logs)) ** 2 for logs in repeated for value in logs)
+    degrees = sum(len(logs) - 1 for logs in repeated)
+    return RunSpread(math.sqrt(squares / degrees), degrees, sum(map(len, repeated)))
+
+
+def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Scale:
+    """Make one row from the runs of one series at one scale. Throughput is empty if no run measured it."""
+    first, used = runs[0], counted(runs)
+    known: dict[str, Any] = {name: getattr(first, name) for name in _IDENTITY}
+    for name in _AVERAGED:
+        values = [value for run in used if (value := getattr(run, name)) is not None]
+        known[name] = fmean(values) if values else None
+    rate = known["samples_per_s_per_gpu"]
+    peak = next(filter(None, (run.peak_tflops for run in used)), None)
+    mfu = published_mfu_percent(first.model, rate, peak) if rate else None
+    half, half_from = _uncertainty(used, spread)
+    states = Counter(run.state for run in runs)
+    row = Scale(
+        runs=tuple(used), **known, mfu_percent=mfu, peak_tflops=peak,
+        samples_per_s=rate and rate * first.gpus, samples_per_s_per_gpu_2sigma=half,
+        uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
+        memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
+        state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
+        notes="; ".join(dict.fromkeys([*_notes(runs, used), *doubtful_mfu(mfu, known["mfu_model_percent"])])),
+    )  # fmt: skip
+    if not (exposed := row.exposed_communication_s):
+        return row
+    return replace(row, exposed_communication_percent=100 * exposed / sum(row.breakdown_s.values()))
+
+
+def _uncertainty(used: Sequence[Run], spread: RunSpread | None) -> tuple[float | None, str]:
+    if spread and len(used) > 1:
+        return fmean(run.rate or 0.0 for run in used) * spread.half_width(len(used)), spread.label()
+    if used and used[0].kind == "table" and used[0].interval:
+        return (used[0].interval[1] - used[0].interval[0]) / 2, used[0].uncertainty_from
+    return None, ""
+
+
+def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
+    for run in runs:
+        yield from filter(None, run.notes.split("; "))
+    for run in used:
+        if slow := sum(each < SLOW * median(run.windows) for each in run.windows):
+            low, high = min(run.windows), max(run.windows)
+            yield f"{range_label(run.windows, slow)}: {low:,.4g} – {high:,.4g} samples/s/{run.unit.removesuffix('s')}"
+    if used and used[0].state not in GOOD_STATES:
+        yield "rate of a run that did not complete"
+    if left_out := sum(bool(run.rate) for run in runs) - len(used):
+        yield f"excluded from the mean: {left_out} that did not complete"
+    for run in runs:
+        if run.error:
+            yield f"{run.state}: {' '.join(run.error.split())[:120].replace(';', ',')}"

@@ -1,0 +1,127 @@
+"""Read this project's run directories, also of failed runs.
+
+Fields missing in `summary.json` come from `config.json` and `environment.json`; rates of killed runs from `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clap_ds.analysis.table import Run, checked, unit
+from clap_ds.config import files
+from clap_ds.config.errors import UserError
+from clap_ds.run_records.intervals import rates
+from clap_ds.run_records.metrics_schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
+from clap_ds.run_records.sanity_checks import uneven_steps
+
+BY_TIMER = "DeepSpeed's timer: excludes data loading and time between steps"
+HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host queueing steps"
+
+
+def is_record(path: Path) -> bool:
+    return any((path / name).is_file() for name in RECORD_FILES)
+
+
+def read_record(path: Path) -> Run:
+    """Read a run directory. UserError if a file is damaged or all are missing."""
+    summary, config, environment = (read_json(path, name) for name in ("summary", "config", "environment"))
+    if not (summary or config or environment):
+        raise UserError(f"{path}: no summary.json, config.json or environment.json")
+    try:
+        return checked(_run(path, summary, config, environment), str(path))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: its files don't follow clap_ds/run_records/metrics_schema.py ({error})") from None
+
+
+def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], environment: Mapping[str, Any]) -> Run:
+    summary = {name: value for name, value in summary.items() if value is not None}
+    clap, notes = config.get("clap") or {}, []
+    known = {**config, **clap, **(clap.get("model") or {}), **environment, **summary}
+    rates, parts, step = (summary.get(name, {}) for name in ("samples_per_s_per_gpu", "breakdown_s", "step_time_s"))
+    accumulation = known.get("gradient_accumulation_steps") or 1
+    micro_batch = summary.get("micro_batch_per_gpu") or config.get("train_micro_batch_size_per_gpu")
+    batch = micro_batch and micro_batch * accumulation
+    fields: dict[str, Any] = {}
+    if "mean" in rates:
+        fields = {"samples_per_s_per_gpu": rates["mean"], **window_fields(rates.get("windows", ()))}
+    elif batch:  # killed, or a record before schema 3, which measured the parts differently
+        found, step = _windows_of_steps(path, batch, (clap.get("bench") or {}).get("steps_per_window"))
+        fields, parts = rate_fields(found), {}
+        notes += [f"{len(found)} complete windows read from metrics.jsonl"] * bool(found)
+    rate, step_s = fields.get("samples_per_s_per_gpu"), step.get("median")
+    notes += (
+        (uneven_steps(rate, batch, step_s) if batch and step_s else []) if rate else ["no complete window was measured"]
+    )
+    gpus, device = known.get("world_size", 0), known.get("device_name", "")
+    engine, memory = summary.get("deepspeed_samples_per_s"), summary.get("memory_peak_bytes")
+    notes += [HOST_ALONE] * bool(engine and summary.get("deepspeed_times_host_alone") and unit(device) == "GPUs")
+    name, schema = known.get("preset") or "", summary.get("schema")
+    for number in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops"):
+        fields[number] = summary.get(number)
+    return Run(
+        source=str(path), state=summary.get("state", "unknown"), error=summary.get("error", ""),
+        model=FORMER_PRESETS.get(name, name) if summary and (schema or 0) < 4 else name, device=device,
+        precision=summary.get("precision", ""), text_tokens=known.get("text_tokens"), nodes=known.get("num_nodes", 0),
+        gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, **fields,
+        **{f"{part}_s": parts.get(part) for part in STEP_PHASES},
+        engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step_s,
+        slowest_rank_step_time_s=step.get("slowest_rank_median"), memory_peak_gib=memory and memory / 1024**3,
+        notes="; ".join(notes), config=config, environment=environment, finished=summary.get("finished", ""),
+    )  # fmt: skip
+
+
+def rate_fields(windows: Sequence[float], window_s: Sequence[float] = ()) -> dict[str, Any]:
+    """Return `Run`'s fields of timed windows: total samples over total time, and the windows' range. Empty without windows.
+
+    Without `window_s` all windows have the same number of samples.
+    """
+    if not windows:
+        return {}
+    found = rates(windows, window_s or [1 / rate for rate in windows])
+    return {"samples_per_s_per_gpu": found["mean"], **window_fields(windows)}
+
+
+def window_fields(windows: Sequence[float]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"windows": tuple(windows)}
+    return fields | {"interval": (min(windows), max(windows))} if len(windows) > 1 else fields
+
+
+def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[float], dict[str, float]]:
+    """Return samples/s/GPU of each complete window in `metrics.jsonl`, and `step_time_s` as in a summary."""
+    import pandas as pd
+
+    names = ["window", "time_s", "slowest_rank_time_s", "window_s"]
+    steps = pd.DataFrame(read_steps(path, "window"), columns=names)
+    slowest = steps["slowest_rank_time_s"].fillna(steps["time_s"])  # which older records lack
+    windows = slowest.groupby(steps["window"]).agg(["size", "sum"])
+    windows["sum"] = steps.groupby("window")["window_s"].first().fillna(windows["sum"])
+    windows = windows[windows["size"] == (wanted or windows["size"].max())]
+    if windows.empty:
+        return [], {}
+    median = float(steps.loc[steps["window"].isin(windows.index), "time_s"].median())
+    return (batch * windows["size"] / windows["sum"]).tolist(), {"median": median}
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if damaged."""
+    file = path / f"{name}.json"
+    return files.read_object(file) if file.is_file() else {}
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file's lines, without unreadable lines, such as the last one of a killed host."""
+    with contextlib.suppress(OSError):
+        for text in files.read_lines(path):
+            with contextlib.suppress(ValueError):
+                line = files.parse_json(text)
+                yield from [line] if isinstance(line, dict) else []
+
+
+def read_steps(path: Path, *phases: str, history: str | None = None) -> list[dict[str, Any]]:
+    """Return lines of these phases (`StepLine`) in the file `history` if it exists, else in `metrics.jsonl`."""
+    file = Path(history) if history and os.path.isfile(history) else path / "metrics.jsonl"
+    return [line for line in json_lines(file) if line.get("phase") in phases and "step" in line]

@@ -1,0 +1,196 @@
+"""Training steps that `benchmarks.compare_baselines` times, with the same weights and batch: this project's, that of transformers' towers,
+and the training loops of open_clip and LAION-CLAP."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.schema import SyntheticData
+from clap_ds.config.settings import ClapSettings, RunSettings
+from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.data.batch import Batch
+from clap_ds.data.dataloader import build_batches
+from clap_ds.flop_count.published_model import ConvolutionMel
+from clap_ds.model.clap import Projection
+from clap_ds.model.htsat import MAX_MEL_STRIPE, MAX_TIME_STRIPE, NUM_STRIPES
+from clap_ds.model.mel import LogMel
+from clap_ds.model.text import mean_over_tokens
+from clap_ds.run_records.timers import PhaseTimer, seconds
+from clap_ds.weights.formats import to_transformers
+from clap_ds.weights.hf_config import config_to_transformers
+from clap_ds.weights.key_mapping import State
+
+import transformers  # isort: skip  (after torchaudio_compat)
+
+
+def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
+    """Return a batch of noise and random captions for the options of `benchmarks.compare_baselines`."""
+    low, high = arguments.caption_lengths or (arguments.text_tokens, arguments.text_tokens)
+    lengths = {str(length): 1.0 for length in range(low, high + 1)}
+    data = SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1)
+    of_run: Any = {"model": config, "device": device, "pack_captions": arguments.text == "packed"}
+    of_run |= {"text_tokens": arguments.text_tokens, "micro_batch": arguments.micro_batch}
+    with build_batches(data, **of_run, rank=0, world_size=1, seed=0) as batches:
+        return next(batches)
+
+
+class EngineSide:
+    """One rank's step with `ClapEngine`, as in `clap_ds/bench.py`. Needs an initialized process group.
+
+    Attributes:
+        weights: initial weights with `transformers` names.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, precision: str, batch: Batch, *, spec_augment: bool) -> None:
+        from clap_ds.engine.engine import ClapEngine
+        from clap_ds.engine.factory import build_model
+
+        model = {"preset": arguments.preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": spec_augment}
+        settings: dict[str, Any] = {"text_tokens": arguments.text_tokens, "text": arguments.text, "model": model}
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0, "log_level": "error",
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}}, "bf16": {"enabled": precision == "bf16"},
+        }  # fmt: skip
+        run = RunSettings(Path("peers"), ClapSettings.model_validate(settings), config)
+        torch.manual_seed(0)
+        built = build_model(run, batch.device)
+        self.weights = {name: tensor.clone() for name, tensor in to_transformers(built.state_dict()).items()}
+        self.engine, self.losses = ClapEngine(run, built, batch.device), list[float]()
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Time a step as `Side.step` does; `forward` includes the loss, and `step` all other work of the engine."""
+        timer = PhaseTimer(batch.device, instrumented=True)
+        whole_s = seconds(lambda: self.losses.append(float(self.engine.step(iter([batch]), timer))), batch.device)
+        parts = timer.seconds
+        return {**parts, "forward": parts["forward"] + parts["loss"], "step": whole_s}
+
+
+class MasterAdamW:
+    """torch's fused AdamW with fp32 master weights of 16-bit parameters, copied back after each step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.low = [parameter for parameter in parameters if parameter.dtype != torch.float32]
+        self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.low]
+        fp32 = [parameter for parameter in parameters if parameter.dtype == torch.float32]
+        self.adam = torch.optim.AdamW([*fp32, *self.masters], lr=1e-6, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, low in zip(self.masters, self.low, strict=True):
+            master.grad = torch.empty_like(master) if master.grad is None else master.grad
+            master.grad.copy_(torch.zeros_like(low) if low.grad is None else low.grad)
+        self.adam.step()
+        for master, low in zip(self.masters, self.low, strict=True):
+            low.copy_(master)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class Side:
+    """A baseline with our weights.
+
+    Args:
+        weights: with `transformers` names.
+        kind: `open_clip` or `LAION-CLAP` for their training loops (LAION's fp16 is bf16 here, because CPUs are slow at fp16),
+            or `transformers`: its towers with this project's front end and torch's fused AdamW.
+        low: use of bf16: `autocast`, `cast` with fp32 master weights, or `none`.
+    """
+
+    def __init__(
+        self, config: ClapConfig, weights: State, kind: str, low: str, device: torch.device, *, spec_augment: bool
+    ) -> None:
+        sizes: Any = config_to_transformers(config)
+        sizes.audio_config.drop_path_rate = 0.0
+        for tower in (sizes.audio_config, sizes.text_config):
+            tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
+        model: Any = LoopModel(config, sizes, spec_augment=spec_augment)
+        model.load_state_dict(weights, strict=False)
+        # Text attention uses SDPA on CUDA, and eager code on CPUs, where SDPA's bf16 backward pass is several times slower.
+        model.text_model.config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
+        self.model = model.train().to(device, torch.bfloat16 if low == "cast" else None)
+        make_optimizer = MasterAdamW if kind == "transformers" else LoopAdamW
+        self.optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad])
+        self.mel = (ConvolutionMel if kind == "LAION-CLAP" else LogMel)(config.audio).to(device)
+        if kind == "transformers" and device.type == "cpu":
+            convert(self.mel)
+        self.low, self.losses = low, list[float]()
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Run a step and return the seconds of its parts, synchronizing the device between them, and of the whole."""
+        timer = PhaseTimer(batch.device, instrumented=True)
+        mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
+        with timer("forward"), torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"):
+            features = self.mel(batch.audio)[:, None].to(next(self.model.parameters()).dtype)
+            loss = softmax_loss(*self.model(features, batch.input_ids, mask))
+        with timer("backward"):
+            loss.backward()
+        with timer("optimizer"):
+            self.optimizer.step()
+        self.losses.append(float(loss.detach()))
+        return {**timer.seconds, "step": sum(timer.seconds.values())}
+
+
+def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    logits = scale * audio.float() @ text.float().T
+    target = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
+    """Apply SpecAugment to a batch norm's output as torchlibrosa does in LAION-CLAP and open_clip: clip by clip and stripe by
+    stripe, in place on a view. In the backward pass, each write copies the whole batch's gradient."""
+    mel_B1TF = normed_BFT1.transpose(1, 3)
+    for dim, limit in ((2, MAX_TIME_STRIPE), (3, MAX_MEL_STRIPE)):
+        for number in range(len(mel_B1TF)):
+            clip = mel_B1TF[number]
+            for _ in range(NUM_STRIPES):
+                width = torch.randint(0, limit, (1,))[0]
+                start = torch.randint(0, mel_B1TF.shape[dim] - int(width), (1,))[0]
+                if dim == 2:
+                    clip[:, start : start + width] = 0
+                else:
+                    clip[:, :, start : start + width] = 0
+    return mel_B1TF.transpose(1, 3)
+
+
+class LoopModel(nn.Module):
+    """CLAP as in LAION-CLAP and open_clip: transformers' text tower and port of their HTSAT (both of `sizes`), any heads."""
+
+    def __init__(self, config: ClapConfig, sizes: Any, *, spec_augment: bool) -> None:
+        super().__init__()
+        self.takes_mean = config.text.pooling == "mean"
+        self.audio_model: Any = transformers.ClapAudioModel(sizes.audio_config)
+        self.text_model: Any = transformers.ClapTextModel(sizes.text_config, add_pooling_layer=not self.takes_mean)
+        self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
+        self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)
+        self.logit_scale_a = nn.Parameter(torch.zeros(()))
+        if spec_augment:
+            batch_norm = self.audio_model.audio_encoder.batch_norm
+            batch_norm.register_forward_hook(lambda _, __, normed: mask_in_a_loop(normed))
+
+    def forward(self, features: Tensor, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """Return both embeddings (B, D) and the logit scale. `features`: log-mel (B, 1, T, F)."""
+        audio = self.audio_projection(self.audio_model(input_features=features).pooler_output)
+        text = self.text_model(input_ids=input_ids, attention_mask=mask)
+        pooled = mean_over_tokens(text.last_hidden_state, mask) if self.takes_mean else text.pooler_output
+        return audio, self.text_projection(pooled), self.logit_scale_a.float().exp()
+
+
+class LoopAdamW(torch.optim.AdamW):
+    """AdamW as in open_clip and LAION-CLAP: torch's default kernel, no weight decay of biases and norms."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        groups = [{"params": [p for p in parameters if (p.ndim < 2) == small]} for small in (False, True)]
+        super().__init__([{**groups[0], "weight_decay": 0.2}, {**groups[1], "weight_decay": 0.0}], lr=1e-6)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.zero_grad()

@@ -1,0 +1,88 @@
+"""Write the most likely of given labels for each audio file, with probabilities, as CSV.
+
+clap-label CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
+clap-label CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clap_ds.config.arguments import whole_number
+from clap_ds.config.errors import MISTAKES, UserError, run_alone
+from clap_ds.config.files import read_bytes
+from clap_ds.inference import options
+from clap_ds.inference.files import find_sources
+from clap_ds.inference.vectors import PARQUET, Block, blocks_of, read_table
+from clap_ds.run_records.csv_text import write_csv
+
+_BLOCK = 64  # rows per forward pass
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    file = arguments.labels_file
+    told = read_bytes(file).decode("utf-8-sig").splitlines() if file else arguments.labels.split(",")
+    labels = [name for each in told if (name := each.strip())]
+    if len(labels) < 2:
+        raise UserError(f"{file or '--labels'}: expected at least two labels, found {', '.join(labels)}")
+    top = min(arguments.top, len(labels))
+    options.check_output(arguments.output)
+    tables = {path: read_table(path) for each in arguments.inputs if (path := Path(each)).suffix == PARQUET}
+    sources = find_sources([each for each in arguments.inputs if Path(each).suffix != PARQUET])
+    clap = options.load_model(arguments.checkpoint, arguments)  # imports torch
+    for path, (about, _) in tables.items():
+        options.check_made_by(path, about, clap)
+    embedded = blocks_of(options.embedded(clap, sources, arguments), clap.dim, _BLOCK)
+    names, reasons = set[str](), list[tuple[str, str]]()
+    templates = {"templates": arguments.template} if arguments.template else {}
+
+    def rows() -> Iterator[list[str | float]]:
+        columns = (f"{what}_{n}" for n in range(1, top + 1) for what in ("label", "probability"))
+        yield ["file", "start_s", "end_s", "error", *columns]
+        classes = clap.class_embeddings(labels, **templates)
+        for block in chain(*(blocks for _, blocks in tables.values()), embedded):
+            names.update(block.file)
+            reasons.extend(block.left_out)
+            yield from labelled(block, clap.probabilities(block.vector, classes), labels, top)
+
+    write_csv(arguments.output, rows())
+    return options.left_out(len(names), reasons)
+
+
+def labelled(
+    block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int
+) -> Iterator[list[str | float]]:
+    """Yield a block's CSV rows: the `top` most likely labels of each, or empty cells if probabilities are NaN."""
+    for file, start_s, end_s, error, likely in zip(*block[:4], probabilities, strict=True):
+        cells: list[str | float] = [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error)]
+        for n in np.argsort(-likely, kind="stable")[:top]:
+            cells += ["", ""] if np.isnan(likely[n]) else [labels[n], round(float(likely[n]), 6)]
+        yield cells
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = options.make_parser("clap-label", __doc__)
+    options.add_audio_inputs(parser, f"{options.INPUTS}; tables of clap-embed")
+    add, labels = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    labels.add_argument("--labels", metavar="A,B,…", help="choose from these labels")
+    labels.add_argument("--labels_file", type=Path, metavar="FILE", help="read labels from this file, one per line")
+    told = "set a caption with {} for the label; repeatable (default: evaluation's templates)"
+    add("--template", action="append", metavar="TEXT", help=told)
+    add("--top", type=whole_number(), default=3, metavar="N", help="write N labels per row (default: 3)")
+    add("--output", type=Path, metavar="FILE", help="write the CSV to this file (default: standard output)")
+    options.add_model_options(parser)
+    return parser.parse_intermixed_args(argv)
+
+
+command = partial(run_alone, main, MISTAKES)
+
+if __name__ == "__main__":
+    command()

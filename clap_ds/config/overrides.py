@@ -1,0 +1,55 @@
+"""Copy a run's JSON with some fields changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.errors import UserError
+from clap_ds.config.files import flatten, read_object
+from clap_ds.config.paths import find_config
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a run's JSON, unchecked, by path or packaged name. Raises UserError."""
+    return read_object(find_config(path))
+
+
+def with_field(content: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """Return a copy with `a.b.c` set, creating sections as needed. Raises UserError if one isn't an object."""
+    first, _, rest = name.partition(".")
+    if rest and not isinstance(inner := content.get(first, {}), dict):
+        raise UserError(f"{name}: {first} is {json.dumps(inner)}, not an object")
+    return {**content, first: with_field(inner, rest, value) if rest else value}
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """Parse `a.b=1e-4` to name and value, a string unless valid JSON. Raises UserError without a name or `=`."""
+    name, equals, value = text.partition("=")
+    if not equals or not all(name.split(".")):
+        raise UserError(f"{text!r}: expected NAME=VALUE, such as optimizer.params.lr=1e-4")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def parse_varied(text: str) -> tuple[str, list[Any]]:
+    """Parse `a.b=1,2` to name and values. Raises UserError for a missing `=`, an empty part or a repeated value."""
+    name, equals, values = text.partition("=")
+    found = [parse_assignment(f"{name}={value}")[1] for value in values.split(",")] if equals and name else []
+    if not found or "" in found:
+        raise UserError(f"--vary {text!r}: expected NAME=VALUE,VALUE…, such as clap.compile=off,towers")
+    if len({json.dumps(value) for value in found}) < len(found):
+        raise UserError(f"--vary {text!r}: a value is repeated")
+    return name, found
+
+
+def with_output(
+    content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
+) -> dict[str, Any]:
+    """Return a copy with an output label (default: its own, or its file's name), and `root` unless it has one."""
+    output = {"root": root} if root else {}
+    output |= {"label": stem} | flatten(content.get("clap", {}).get("output", {})) | ({"label": label} if label else {})
+    return with_field(content, "clap.output", output)

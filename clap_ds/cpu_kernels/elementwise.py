@@ -1,0 +1,115 @@
+"""CPU kernels with one pass over memory: layer norm with residual, dropout, mel power.
+
+They fuse the residual of pre-norm and post-norm blocks, for which torch needs another pass over the activations in each
+direction. All threads draw dropout's mask; in torch, only one does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from clap_ds.cpu_kernels.jit_build import is_ready, kernel
+
+MAX_CHANNELS = 4096
+
+
+def fits_norm(channels: int) -> bool:
+    """Return whether there are kernels for this number of channels."""
+    return 0 < channels <= MAX_CHANNELS and channels % 16 == 0
+
+
+def native_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `F.layer_norm` of `x + residual` over the last dimension.
+
+    Args:
+        x: (..., C) bf16 on the CPU; `fits_norm(C)`.
+        weight, bias: (C,) bf16.
+        eps: added to the variance.
+        residual: like `x`.
+
+    Returns:
+        The normalized rows, and `x + residual` rounded to bf16 as in torch; without a residual `x` itself, which must not
+        be modified in place. The second output's gradient is added in the same pass.
+    """
+    return _LayerNorm.apply(x, residual, weight, bias, eps)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        given = x
+        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        channels = x.shape[-1]
+        assert is_ready(x, residual, weight, bias)
+        assert residual is None or residual.shape == x.shape
+        assert fits_norm(channels)
+        assert weight.shape == bias.shape == (channels,)
+        y, total = torch.empty_like(x), None if residual is None else torch.empty_like(x)
+        statistics = torch.empty(2, x.numel() // channels)
+        sizes = x.numel() // channels, channels
+        kernel("clap_layer_norm")(x, residual, total, weight, bias, y, statistics, *sizes, float(eps))
+        ctx.save_for_backward(x if total is None else total, weight, statistics)
+        ctx.has_residual = residual is not None
+        return y, given.view_as(given) if total is None else total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, passed: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, statistics = ctx.saved_tensors
+        dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+        given = dy.contiguous(), None if passed is None else passed.contiguous(), x, weight
+        sizes = x.numel() // x.shape[-1], x.shape[-1]
+        kernel("clap_layer_norm_backward")(*given, statistics, dx, dweight, dbias, *sizes)
+        return dx, dx if ctx.has_residual else None, dweight, dbias, None
+
+
+def draw_seed() -> int:
+    """Draw a seed for a mask from torch's generator."""
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+
+
+def native_dropout(x: Tensor, probability: float) -> Tensor:
+    """Apply training's `F.dropout` to a multiple of 16 bf16 elements on the CPU; `probability` is below 1."""
+    assert x.numel() % 16 == 0
+    assert 0 <= probability < 1
+    return x if probability == 0.0 else _Dropout.apply(x, draw_seed(), float(probability))
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *mask: int | float) -> Tensor:
+        x, ctx.mask = x.contiguous(), mask
+        assert is_ready(x)
+        y = torch.empty_like(x)
+        kernel("clap_dropout")(x, y, x.numel(), *mask)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Dropout.apply(grads[0], *ctx.mask), None, None
+
+
+def native_mel_power(spectrum_BTK: Tensor, filters_FK: Tensor) -> Tensor:
+    """Multiply squared magnitudes of complex64 spectra (batch, frames, frequencies) by fp32 filters (mel bins, frequencies)
+    on the CPU, without gradients: (batch, frames, mel bins) fp32."""
+    spectrum_BTK, filters_FK = spectrum_BTK.contiguous(), filters_FK.contiguous()
+    B, T, K = spectrum_BTK.shape
+    assert spectrum_BTK.dtype == torch.complex64
+    assert spectrum_BTK.is_cpu
+    assert filters_FK.shape[1] == K
+    assert filters_FK.dtype == torch.float32
+    used = (filters_FK != 0).int()
+    first, end = used.argmax(dim=1).int(), (K - used.flip(1).argmax(dim=1)).int()
+    mel_BTF = filters_FK.new_empty(B, T, len(filters_FK))
+    kernel("clap_mel_power")(spectrum_BTK, filters_FK, first, end, mel_BTF, B * T, K, len(filters_FK))
+    return mel_BTF

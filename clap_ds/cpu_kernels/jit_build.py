@@ -1,0 +1,198 @@
+"""Compile the C++ files in this folder into a library, once per machine, and open it.
+
+Kernels take addresses and sizes; the modules that wrap them check shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, run
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clap_ds.config.files import MOST_BYTES, open_regular
+from clap_ds.config.paths import cache_folder, code_folder
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"),
+)
+COMPILE_TIMEOUT_S = 300
+
+
+class Implementation(NamedTuple):
+    """Hold the required processor features, as in /proc/cpuinfo, and the compiler flags in addition to `FLAGS`."""
+
+    needed: frozenset[str]
+    flags: tuple[str, ...]
+
+
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
+BF16 = AVX512 | {"avx512_bf16"}
+IMPLEMENTATIONS = {
+    "AMX": Implementation(BF16 | {"amx_tile", "amx_bf16"}, ("-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-DCLAP_AMX")),
+    "AVX-512": Implementation(BF16, ("-mavx512bf16",)),
+    "AVX-512 without bf16": Implementation(AVX512, ("-mno-avx512bf16",)),
+}
+"""Compilation targets, fastest first."""
+
+_C_TYPES: dict[type, Any] = {int: ctypes.c_int64, float: ctypes.c_float}
+log = logging.getLogger(__name__)
+
+
+def _processor() -> str:
+    """Return what `-march=native` depends on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+
+
+def executable() -> list[str]:
+    """List the implementations that this processor supports; the first one is used."""
+    features = {word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()}
+    return [name for name, each in IMPLEMENTATIONS.items() if each.needed <= features]
+
+
+def _compiler() -> list[str]:
+    """Return the compiler command from `$CXX`, which may include arguments, or the default."""
+    command = shlex.split(os.environ.get("CXX", "")) or ["g++" if shutil.which("g++") else "c++"]
+    if not shutil.which(command[0]):
+        raise RuntimeError("no C++ compiler found; install g++ or set $CXX")
+    return command
+
+
+def _build(flags: Sequence[str]) -> IO[bytes]:
+    """Open the library for this machine, sources and flags, compiling it if necessary."""
+    compiler = _compiler()
+    version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
+    parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *flags]
+    parts += [path.read_bytes() for path in [*sorted(SOURCES.glob("*.h")), *sorted(SOURCES.glob("*.cpp"))]]
+    try:
+        library = code_folder("cpu_kernels") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+        if found := _opened(library):
+            return found
+        with library.with_suffix(".lock").open("a") as lock:
+            _wait_for(lock)  # one rank per host compiles
+            found = _opened(library)
+            if found is None:
+                _compile(compiler, flags, library)
+                found = _opened(library)
+    except OSError as error:
+        raise RuntimeError(f"can't store compiled kernels in {cache_folder()} ($XDG_CACHE_HOME): {error}") from error
+    assert found is not None
+    return found
+
+
+def _wait_for(lock: IO[str]) -> None:
+    """Lock the file while this process has it open. Do nothing if the file system doesn't support locks."""
+    for _ in range(int(24 * COMPILE_TIMEOUT_S)):
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:
+            return None
+    raise RuntimeError(f"another process is still compiling them (it holds {lock.name})")
+
+
+def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
+    log.info("compiling CPU kernels (once): %s", library)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made, log_file = Path(folder) / library.name, Path(folder) / "messages"
+        command = [*compiler, *flags, *map(str, sorted(HERE.glob("*.cpp"))), "-o", str(made)]
+        with log_file.open("w") as messages:  # after a timeout, a pipe would wait for the compiler's subprocesses
+            done = run(command, stdin=DEVNULL, stdout=messages, stderr=messages, timeout=COMPILE_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            lines = log_file.read_text(errors="replace").splitlines() or [f"exit status {done.returncode}"]
+            first = next((line for line in lines if "error" in line.lower()), lines[0])
+            raise RuntimeError(f"{shlex.join(compiler)} can't compile them: {first.strip()}")
+        content = made.read_bytes()
+        made.write_bytes(content + hashlib.sha256(content).digest())
+        made.replace(library)
+
+
+def _opened(library: Path) -> IO[bytes] | None:
+    """Open the library if it exists, only its owner can write it, and its final checksum matches.
+    Loading any other file could crash or run foreign code."""
+    try:
+        file = open_regular(library)
+    except FileNotFoundError:
+        return None
+    state = os.fstat(file.fileno())
+    is_own = state.st_uid == os.geteuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    content = file.read(MOST_BYTES) if is_own else b""
+    if hashlib.sha256(content[:-32]).digest() == content[-32:]:
+        return file
+    file.close()
+    return None
+
+
+def _may_use_amx() -> bool:
+    """Request AMX tiles from Linux (arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA). Return whether they are permitted."""
+    return ctypes.CDLL(None).syscall(*map(ctypes.c_long, (158, 0x1023, 18))) == 0
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """Return the library, or why there is none."""
+    try:
+        if not executable():
+            return "this CPU has no AVX-512"
+        name = executable()[0]
+        if name == "AMX" and not _may_use_amx():
+            return "the Linux kernel doesn't permit AMX"
+        with _build((*FLAGS, *IMPLEMENTATIONS[name].flags)) as library:  # kept open, so that no other file replaces it
+            return ctypes.CDLL(
+                f"/proc/self/fd/{library.fileno()}"
+            )  # shares torch's OpenMP, which is loaded already under the same name
+    except Exception as error:  # fall back to torch for any error
+        problem = str(error) or type(error).__name__
+        log.warning("CPU kernels are unavailable, using torch's operations: %s", problem)
+        return problem
+
+
+def unavailable() -> str:
+    """Return why the kernels can't be used here; empty if they can."""
+    found = _load()
+    return found if isinstance(found, str) else ""
+
+
+def is_ready(*tensors: Tensor | None) -> bool:
+    """Return whether all tensors are contiguous bf16 on the CPU, or None."""
+    given = [each for each in tensors if each is not None]
+    return all(each.dtype == torch.bfloat16 and each.is_cpu and each.is_contiguous() for each in given)
+
+
+@functools.cache
+def kernel(name: str) -> Callable[..., Any]:
+    """Return a function of the library that takes tensors (as addresses), ints (64-bit) and floats (32-bit).
+
+    It uses as many threads as torch. Like torch, it can't use several in a process forked after threads were started.
+    """
+    library = _load()
+    assert not isinstance(library, str), library
+    function = library[name]
+    function.restype = None
+
+    def call(*arguments: Tensor | int | float | None) -> None:
+        if function.argtypes is None:
+            function.argtypes = [_C_TYPES.get(type(each), ctypes.c_void_p) for each in arguments]
+        torch.get_num_threads()  # initializes torch's number of threads in new threads
+        function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
+
+    return call

@@ -1,0 +1,68 @@
+"""Window attention with CPU kernels.
+
+Each head of a window is read from the qkv projection's output and written to its place in the output grid. Scores and
+softmax are in fp32; weights and their gradients are rounded to bf16 for the products. The backward pass recomputes the
+weights from the softmax denominators. Gradients are reproducible with the same number of threads.
+
+Shape letters: B batch, H and W the token grid, A attention heads, D head dim, E = 3·A·D.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from clap_ds.cpu_kernels.jit_build import is_ready, kernel
+
+WINDOW = 8
+LARGEST_DIM = 64
+
+
+def fits_windows(window: int, head_dim: int) -> bool:
+    """Return whether there are kernels for these sizes."""
+    return window == WINDOW and head_dim % 8 == 0 and head_dim <= LARGEST_DIM
+
+
+def native_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
+    """Compute `clap_ds.model.window_attention.attend_windows` with the native kernel and autograd.
+
+    Args:
+        qkv_BHWE: (B, H, W, 3·A·D) bf16 on the CPU, H = W; D satisfies `fits_windows`.
+        bias_ANN: (A, 64, 64) in any floating dtype, which its gradient has too; used in fp32.
+        shift: below 8.
+    """
+    _, H, W, E = qkv_BHWE.shape
+    A = len(bias_ANN)
+    assert E % (3 * A) == 0
+    assert fits_windows(WINDOW, E // (3 * A))
+    assert bias_ANN.shape[1:] == (WINDOW**2, WINDOW**2)
+    assert H == W
+    assert H % WINDOW == 0
+    assert 0 <= shift < WINDOW
+    return _WindowAttention.apply(qkv_BHWE, bias_ANN, shift)
+
+
+class _WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv_BHWE: Tensor, bias_ANN: Tensor, shift: int) -> Tensor:
+        qkv_BHWE, bias = qkv_BHWE.contiguous(), bias_ANN.float().contiguous()
+        assert is_ready(qkv_BHWE)
+        B, H, W, E = qkv_BHWE.shape
+        A = len(bias)
+        output_BHWC, log_sums_BHWA = qkv_BHWE.new_empty(B, H, W, E // 3), bias.new_empty(B, H, W, A)
+        ctx.sizes, ctx.bias_dtype = (B, H, A, E // (3 * A), shift), bias_ANN.dtype
+        kernel("clap_window_attention_forward")(qkv_BHWE, bias, output_BHWC, log_sums_BHWA, *ctx.sizes)
+        ctx.save_for_backward(qkv_BHWE, bias, log_sums_BHWA)
+        return output_BHWC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = qkv_BHWE, bias, _ = ctx.saved_tensors
+        d_qkv_BHWE, d_bias = torch.empty_like(qkv_BHWE), torch.empty_like(bias)
+        run = kernel("clap_window_attention_backward")
+        run(*saved, grads[0].contiguous(), d_qkv_BHWE, d_bias, *ctx.sizes)
+        return d_qkv_BHWE, d_bias.to(ctx.bias_dtype), None

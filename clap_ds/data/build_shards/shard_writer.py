@@ -1,0 +1,168 @@
+"""Write tars in parallel, atomically, with their manifest and list of unusable files.
+
+Each finished tar has a record, so that an interrupted or joining command continues with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+from webdataset.writer import TarWriter
+
+from clap_ds.config.arguments import number, whole_number
+from clap_ds.config.errors import UserError
+from clap_ds.config.files import own_folder, read_bytes, read_json, replacing, write_atomically
+from clap_ds.data.build_shards.prepared_audio import Preparation
+from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, write_manifest
+
+RECORDS = ".build"  # subfolder of finished shards' records
+BROKEN = "broken.jsonl"
+
+Named = tuple[str, str]
+"""An unusable file's name, and the reason."""
+Member = tuple[dict[str, Any], float]
+"""A tar's item (`__key__` and contents by extension), and its seconds of audio."""
+Members = Callable[[list[Named]], Iterable[Member]]
+"""Yields a shard's members, and adds unusable files to the list."""
+
+
+class BuiltShard(NamedTuple):
+    name: str
+    record: ShardRecord | None  # None if no item was usable, so that there is no tar
+    broken: list[Named]  # skipped items
+
+
+def fill(
+    folder: Path,
+    plan: Iterable[str],
+    shards: Mapping[str, Members],
+    options: argparse.Namespace,
+    preparation: Preparation | None,
+    unusable: Sequence[Named] = (),
+) -> list[BuiltShard]:
+    """Write this part's missing shards and, without --part, the manifest and list of broken items, `unusable` first.
+    `plan` and `preparation` determine the shards."""
+    prepared = (preparation.kind, preparation.front_end) if preparation else ()
+    _claim(folder, chain([repr(prepared)], plan))
+    if options.part:
+        part, num_parts = options.part
+        shards = {name: members for k, (name, members) in enumerate(shards.items()) if k % num_parts == part - 1}
+    built = {name: there for name in shards if (there := _finished(folder, name))}
+    waiting = {name: members for name, members in shards.items() if name not in built}
+    if options.join and waiting:
+        parts = sorted({k % options.join + 1 for k, name in enumerate(shards) if name in waiting})
+        again = f"run --part I/{options.join} with I = {','.join(map(str, parts))}, then join"
+        raise UserError(f"{folder}: {len(waiting)} of {len(shards)} shards are missing; {again}")
+    if built:
+        print(f"{len(built)} of {len(shards)} shards already exist", flush=True)
+    try:
+        for done in tqdm(_write_all(folder, waiting, options.workers), total=len(waiting), unit="shard", disable=None):
+            built[done.name] = done
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror or error}; the same command resumes") from None
+    ordered = [built[name] for name in shards]
+    if options.part:
+        return ordered
+    broken = [*unusable, *(each for shard in ordered for each in shard.broken)]
+    listed = [json.dumps({"file": path, "reason": reason}) + "\n" for path, reason in broken]
+    write_atomically(folder / BROKEN, "".join(listed))
+    records = {shard.name: shard.record for shard in ordered if shard.record}
+    write_manifest(folder, ShardManifest(records, *prepared))
+    if not records:
+        raise UserError(none_usable(broken))
+    return ordered
+
+
+def none_usable(broken: Sequence[Named]) -> str:
+    examples = "; ".join(f"{path}: {reason}" for path, reason in broken[:3])
+    return f"none of {len(broken)} items are usable; the first: {examples}"
+
+
+def _claim(folder: Path, plan: Iterable[str]) -> None:
+    """Create the folder or check that its plan is the same. Raises UserError if it isn't."""
+    mark, state = folder / RECORDS / "plan", hashlib.sha256()
+    for part in plan:
+        state.update(part.encode())
+    is_used = folder.exists() and (not folder.is_dir() or any(path.name != RECORDS for path in folder.iterdir()))
+    if not mark.is_file():  # checked last, because another part may start at the same time
+        if is_used:
+            raise UserError(f"{folder} exists and isn't an empty folder; choose a new one or empty it")
+        with own_folder(mark.parent) as records:
+            write_atomically(records / mark.name, state.hexdigest())
+    elif read_bytes(mark).decode(errors="replace") != state.hexdigest():
+        other = "made with other options, or from files or captions that have changed"
+        raise UserError(f"{folder} contains shards {other}; choose a new folder or empty it")
+
+
+def _write_all(folder: Path, shards: Mapping[str, Members], num_workers: int) -> Iterator[BuiltShard]:
+    """Write in threads: decoding, features, checksums and writing release the GIL. If one fails, all stop."""
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        for future in as_completed([pool.submit(_write, folder, *shard, stop) for shard in shards.items()]):
+            yield future.result()
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _finished(folder: Path, name: str) -> BuiltShard | None:
+    """Return a shard that was built before, if its record exists and its size matches."""
+    try:
+        content = read_json(folder / RECORDS / f"{name}.json")
+        record = ShardRecord(**content["record"]) if content["record"] else None
+        is_whole = record is None or (folder / name).stat().st_size == record.bytes
+        return BuiltShard(name, record, [(path, reason) for path, reason in content["broken"]]) if is_whole else None
+    except OSError:
+        return None
+
+
+def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> BuiltShard:
+    """Write one tar and its record. Raises OSError if writing fails or `stop` is set."""
+    broken: list[Named] = []
+    num_items, seconds, record = 0, 0.0, None
+    with replacing(folder / name) as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
+        for content, length in members(broken):
+            tar.write(content)
+            num_items, seconds = num_items + 1, seconds + length
+            if stop.is_set():
+                raise InterruptedError
+    if num_items:
+        record = ShardRecord(num_items, (folder / name).stat().st_size, round(seconds, 3), digest(folder / name))
+    else:
+        (folder / name).unlink()
+    built = {"record": asdict(record) if record else None, "broken": broken}
+    with own_folder(folder / RECORDS) as records:
+        write_atomically(records / f"{name}.json", json.dumps(built))
+    return BuiltShard(name, record, broken)
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, slash, num_parts = text.partition("/")
+    if slash and part.isdecimal() and num_parts.isdecimal() and int(part) <= int(num_parts) > 0:
+        return int(part), int(num_parts)
+    raise argparse.ArgumentTypeError(f"expected I/N with I from 0 to N, found {text!r}")
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("on many nodes, with the same other options").add_mutually_exclusive_group()
+    more = "write only part I of N, also in parallel or again; 0/N only checks the files, once for all"
+    group.add_argument("--part", type=_part, metavar="I/N", help=more)
+    more = "after all N parts are written, write the manifest and report on the whole"
+    group.add_argument("--join", type=whole_number(), metavar="N", help=more)
+    more, cores = "shards to write in parallel (default: one per core)", len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
+    more = "exit with code 1 if more than this fraction was unusable (default: 0.01)"
+    parser.add_argument("--max_left_out", type=number(0, 1), default=0.01, metavar="SHARE", help=more)

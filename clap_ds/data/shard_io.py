@@ -1,0 +1,144 @@
+"""Open shards from paths or any URL that fsspec supports (s3://, gs://, https://, hf://, …).
+
+Remote tars are copied to a folder shared by the host's workers and runs. The next tar is fetched while one is read.
+Credentials come only from the environment: in a URL, they would appear in logs and records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import fsspec
+
+from clap_ds.config.files import open_regular
+from clap_ds.config.paths import cache_folder
+from clap_ds.config.schema import ShardData
+
+FIRST_WAIT_S = 0.5  # before the first retry; doubled before each of the other three
+CACHE_BYTES = 1e9 * float(ShardData.model_fields["cache_gb"].default)
+
+T = TypeVar("T")
+
+
+class OpenFile:
+    """Hold a file open until the last reference is gone."""
+
+    number = -1
+
+    def __init__(self, path: str | Path) -> None:
+        with open_regular(path) as file:
+            self.number = os.dup(file.fileno())
+
+    def read(self, start: int, size: int) -> bytes:
+        return os.pread(self.number, size, start)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
+def is_remote(shard: str) -> bool:
+    return "://" in shard or "::" in shard
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError for a URL that contains credentials or that fsspec can't open."""
+    for address in map(urlsplit, url.split("::")):
+        if "@" in address.netloc and (address.password is not None or address.scheme in ("http", "https", "ftp")):
+            why = "which would appear in logs and records; set them in the environment"
+            raise ValueError(f"the {address.scheme} URL of {address.hostname} contains credentials, {why}")
+        try:
+            fsspec.get_filesystem_class(address.scheme)
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"{url}: {error}") from None
+
+
+def again(attempt: Callable[[], T]) -> T:
+    """Try up to five times. Permanent errors, such as FileNotFoundError, are raised immediately."""
+    for number in range(4):
+        try:
+            return attempt()
+        except (PermissionError, IsADirectoryError, NotADirectoryError):
+            raise
+        except Exception as error:  # each file system package has its own types
+            if is_absent(error):
+                raise
+            time.sleep(FIRST_WAIT_S * 2**number)
+    return attempt()
+
+
+def is_absent(error: Exception) -> bool:
+    """Return whether a file is missing. fsspec raises FileNotFoundError for all HTTP errors, so check its cause."""
+    cause = error.__cause__
+    is_refused = getattr(cause, "status", None) == 403  # object stores' answer without permission to list
+    return isinstance(error, FileNotFoundError) and (is_refused or isinstance(cause, FileNotFoundError | None))
+
+
+def open_shard(shard: str, cache_bytes: float = CACHE_BYTES) -> OpenFile:
+    """Open a shard for reading, fetching a remote one unless it is cached. Raises OSError.
+    The least recently used copies beyond `cache_bytes` are deleted; open ones stay readable."""
+    try:
+        return _open_copy(shard, cache_bytes) if is_remote(shard) else OpenFile(shard)
+    except OSError:
+        raise
+    except Exception as error:  # any error of the file system package
+        raise OSError(repr(error)) from error
+
+
+def open_ahead(shards: Iterable[str], cache_bytes: float) -> Iterator[tuple[str, Callable[[], OpenFile]]]:
+    """Yield shards in order, each with a function that returns it opened, while the next is being opened."""
+    before: list[tuple[str, Callable[[], OpenFile]]] = []
+    for shard in shards:
+        opened: Future[OpenFile] = Future()  # no executor, because exiting workers would wait for its threads
+        threading.Thread(target=_open, args=(opened, shard, cache_bytes), daemon=True).start()
+        yield from before
+        before = [(shard, opened.result)]
+    yield from before
+
+
+def _open(opened: Future[OpenFile], shard: str, cache_bytes: float) -> None:
+    try:
+        opened.set_result(open_shard(shard, cache_bytes))
+    except BaseException as error:  # so that the reader never waits forever
+        opened.set_exception(error)
+
+
+def _open_copy(url: str, cache_bytes: float) -> OpenFile:
+    """Open a shard's copy, named by a hash of the remote file's info so that changed shards are fetched again."""
+    fs, path = fsspec.url_to_fs(url)
+    fs.invalidate_cache(path)
+    info = again(lambda: fs.info(path))
+    folder = cache_folder() / "shards"
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / f"{hashlib.sha256(repr((url, info)).encode()).hexdigest()[:32]}.tar"
+    part = copy.with_suffix(".part")
+    with copy.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so that only one process per host fetches it
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(copy, ns=(time.time_ns(),) * 2)  # the kernel's clock is coarser
+                return OpenFile(copy)
+            again(lambda: fs.get_file(path, str(part)))
+            if info.get("size") not in (None, part.stat().st_size):
+                raise OSError(f"download stopped after {part.stat().st_size:,} bytes")
+            file = OpenFile(part.replace(copy))
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # needed because forked processes also hold it open
+    with contextlib.suppress(FileNotFoundError):  # another process may delete copies, too
+        copies = sorted((each.stat().st_mtime_ns, each.stat().st_size, each) for each in folder.glob("*.tar"))
+        excess = sum(size for _, size, _ in copies) - cache_bytes
+        for _, size, each in copies:
+            if excess > 0:
+                excess -= size
+                each.unlink()  # the lock file stays, because another process may be waiting for it
+    return file

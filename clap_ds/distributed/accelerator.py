@@ -1,0 +1,102 @@
+"""Choose GPU or CPU; fail if torch can't use a GPU that exists, as CPUs would be hundreds of times slower.
+
+    python -m clap_ds.distributed.accelerator     prints cuda or cpu
+
+Top-level imports are standard library only: a host's Python may lack the rest.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+from typing import TYPE_CHECKING
+
+from clap_ds.config.errors import UserError, run_alone
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICE_FILES = "/dev/nvidia[0-9]*"
+CORES = len(os.sched_getaffinity(0))  # available to this process
+
+
+def choose_accelerator() -> str:
+    """Return `cuda` or `cpu`, and set it for DeepSpeed, which chooses at import.
+    Raises UserError if this process has a GPU that torch can't use, unless CPUs were requested."""
+    asked = os.environ.get("DS_ACCELERATOR", "")
+    if asked == "cpu":
+        return "cpu"
+    if asked not in ("", "cuda"):
+        raise UserError(f"DS_ACCELERATOR={asked}: expected cuda or cpu; change or unset it")
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if found := find_gpu():
+        try:
+            torch.cuda.init()
+        except Exception as error:  # names the driver's version
+            raise UserError(
+                f"torch {torch.__version__} can't use this machine's GPU, {found}: {str(error).splitlines()[0]}"
+                " See “GPUs and drivers” in docs/clusters.md, or set DS_ACCELERATOR=cpu to run on CPUs"
+            ) from None
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return "cpu"
+
+
+def choose_device(rank: int, local_rank: int) -> torch.device:
+    """Return this rank's device, ready for use. Raises UserError if its host has too few GPUs or torch can't use them."""
+    import torch
+
+    if choose_accelerator() == "cpu":
+        return torch.device("cpu")
+    number, there = local_rank, torch.cuda.device_count()
+    if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
+        number, os.environ["LOCAL_RANK"] = (
+            0,
+            "0",
+        )  # one GPU per rank (`--gpus-per-task`); DeepSpeed's engine reads the variable
+    if number >= there:
+        raise UserError(f"rank {rank} needs GPU {number} of {os.uname().nodename}, which has {there} visible GPUs")
+    set_up_cuda()
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def set_up_cuda() -> None:
+    """Change torch's CUDA defaults. Call before any GPU allocation."""
+    import torch
+
+    # Since torch 2.11 its backward gives NaN for some masked lengths (pytorch issue 196678). It takes a bias only if that
+    # needs no gradient, so cached accumulation's two passes would use different kernels.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # Otherwise cuBLAS may split long sums, such as weight gradients, and round the parts to 16 bits.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # Reduces fragmentation as caption lengths change.
+    if not any(map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def find_gpu() -> str:
+    """Return the evidence that this process has a GPU, a usable device file or SLURM's variable, or an empty string."""
+    files = [path for path in glob.glob(DEVICE_FILES) if os.access(path, os.R_OK | os.W_OK)]
+    if files and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1", "NoDevFiles"):
+        return min(files)
+    count = os.environ.get("SLURM_GPUS_ON_NODE") or "0"
+    return f"SLURM_GPUS_ON_NODE={count}" if count != "0" else ""
+
+
+def nvidia_smi(query: str = "--query-gpu=name,memory.total,driver_version") -> list[str]:
+    """Return nvidia-smi's lines for a query, by default one per GPU; empty if it fails."""
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in shown.splitlines() if line.count(",") >= query.count(",")]
+
+
+if __name__ == "__main__":
+    run_alone(lambda: print(choose_accelerator()))

@@ -1,0 +1,233 @@
+"""Identify this process's rank under any launcher; join and leave the process group.
+
+Top-level imports are light: a rank rejects a wrong configuration before importing torch and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from clap_ds.config.errors import USER_ERROR, AgreedError, UserError, printable
+from clap_ds.distributed import error_file, watchdog
+from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
+from clap_ds.distributed.accelerator import choose_device
+from clap_ds.distributed.error_file import leave_word, some
+from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
+from clap_ds.distributed.rendezvous import UnreachableError, meet
+
+if TYPE_CHECKING:
+    import torch
+
+    from clap_ds.config.schema import DebugSettings
+
+COLLECTIVE_TIMEOUT_S = 1800.0  # must cover one rank's slow start (compiling, downloading)
+FAILED = 1
+SECRET = "secret"
+"""File in an attempt's folder that only its owner can read; part of the name under which ranks rendezvous."""
+RANK_0_SPEAKS_S = 8.0  # for rank 0 to report a mistake that other ranks found, too
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's rank and the job's size."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    hosts: tuple[str, ...] = ()  # per rank, if known from SLURM or a hostfile
+    job_folder: Path | None = None  # of a job's attempt, `F/attempts/K`, for the ranks' error files
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """Read the launcher's variables; without any there is one rank. Raises UserError if they are inconsistent."""
+        hosts = _adopt_slurm_step()
+        words = sys.argv  # read here as commands may fail before parsing
+        folder = Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
+        given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        if not any(given.values()):
+            return cls(0, 1, 0, 1, job_folder=folder)
+        if not all(map(str.isdecimal, given.values())) or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+            found = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise UserError(f"invalid launcher environment: expected integers with RANK < WORLD_SIZE, found {found}")
+        rank, world_size, local_rank = map(int, given.values())
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        return cls(rank, world_size, local_rank, local_world_size, hosts, folder)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def host(self) -> str:
+        """This rank's host, as SLURM or the hostfile names it."""
+        return self.hosts[self.rank] if self.hosts else this_host()
+
+    @property
+    def run(self) -> str:
+        """An identifier equal on all ranks, unique to the run and, in a job, secret."""
+        secret = ""
+        if self.job_folder is not None:
+            with contextlib.suppress(OSError):  # preflight starts ranks without one
+                secret = (self.job_folder / SECRET).read_text()
+        ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
+        return " ".join([f"{secret}{self.job_folder}", *(os.environ.get(name, "") for name in ids)])
+
+
+def _adopt_slurm_step() -> tuple[str, ...]:
+    """Set launcher variables from this process's srun step if RANK isn't set, and return every rank's host."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
+    if os.environ.get("RANK") or not tasks:
+        return ()
+    counts, hosts = parse_tasks(os.environ["SLURM_STEP_TASKS_PER_NODE"]), expand(os.environ["SLURM_STEP_NODELIST"])
+    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=os.environ["SLURM_LOCALID"])
+    os.environ["LOCAL_WORLD_SIZE"] = str(counts[int(os.environ["SLURM_NODEID"])])
+    if int(tasks) > 1:  # single ranks need no rendezvous, and an interactive step may hold several
+        os.environ.setdefault("MASTER_ADDR", hosts[0])
+        os.environ.setdefault(
+            "MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"))
+        )
+    return tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that launchers and jobs pass."""
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="abort if its slots aren't the ranks")
+    parser.add_argument("--job_folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # added by the deepspeed launcher
+
+
+def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that launchers start on every rank."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    config = "read this run: a JSON file or packaged name"
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=config)
+    add_rank_options(parser)
+    return parser
+
+
+def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
+    """Add each rank's host from a DeepSpeed hostfile.
+    Raises UserError if it can't be read or differs from the started ranks in number or hosts."""
+    try:
+        slots = read_hostfile(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--hostfile {error}") from None
+    hosts = tuple(host for host, number in slots.items() for _ in range(number))
+    if len(hosts) != ranks.world_size:
+        raise UserError(f"--hostfile {path} lists {len(hosts)} slots, but {ranks.world_size} ranks were started")
+    if ranks.hosts and {*ranks.hosts} != {*hosts}:
+        found = some([*dict.fromkeys(ranks.hosts)])
+        raise UserError(f"--hostfile {path}: srun started ranks on {found}; pass deepspeed --include {'@'.join(slots)}")
+    return replace(ranks, hosts=ranks.hosts or hosts)
+
+
+def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S) -> torch.device:
+    """Choose this rank's device and join the process group. Raises UserError if there is none or the port is in use."""
+    device = choose_device(ranks.rank, ranks.local_rank)
+
+    import deepspeed
+    import torch
+
+    if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    if device.type == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Oversubscribed cores slow the optimizer by up to 80 times.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+        keep_freed_memory()
+        deepspeed.ops.__compatible_ops__ = {}  # reading it would try to compile every operation
+    # Otherwise each gloo group connects all pairs of ranks: sockets grow with the square of the ranks.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
+        # As DeepSpeed does when it creates the group.
+        bound = device if backend == "nccl" and ranks.world_size > 1 else None
+        meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound, ranks.run)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
+    return device
+
+
+def prepare_debugging(settings: DebugSettings) -> None:
+    """Apply `clap.debug`: verbose libraries, and Python stacks printed on crashes.
+    Call before CUDA lists GPUs. Keeps variables that are set."""
+    if settings.enabled:
+        faulthandler.enable(all_threads=True)
+        os.environ.setdefault("NCCL_DEBUG", "INFO")
+        os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET,GRAPH,ENV")
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep large freed blocks: clearing new pages takes a seventh of a CPU training step."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        mallopt(m_trim_threshold, 2**31 - 1)
+        mallopt(m_mmap_max, 0)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    leave_word(error_file.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+    leave(128 + number)
+
+
+def run_command(main: Callable[[Ranks], None]) -> NoReturn:
+    """Run a command's main function and record what ends it.
+    User errors exit with code 2 and one message, printed by rank 0 if it can."""
+    try:
+        ranks = Ranks.from_environment()
+        if ranks.job_folder is not None:
+            failure.speak_in(ranks.job_folder, ranks.rank, ranks.host)
+            signal.signal(signal.SIGTERM, _end)  # until a run exists and records its end
+        main(ranks)
+    except UnreachableError as error:
+        leave_word(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
+        print("error:", printable(str(error)), file=sys.stderr, flush=True)
+        leave(FAILED)
+    except UserError as error:
+        leave_word(error_file.USER, str(error), USER_ERROR)
+        told = printable(str(error), "\n")
+        if os.environ.get("RANK", "0") in ("", "0"):
+            print(f"error: {told}", file=sys.stderr, flush=True)
+        else:
+            # Launchers end a job when its first process exits: let rank 0 report first.
+            time.sleep(RANK_0_SPEAKS_S)
+            if not isinstance(error, AgreedError):
+                print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {told}", file=sys.stderr, flush=True)
+        leave(USER_ERROR)
+    except Exception as error:
+        leave_word(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)
+        traceback.print_exc()
+        leave(FAILED)
+    leave(0)
+
+
+def leave(code: int) -> NoReturn:
+    """Flush output and exit at once, even if torch's or a loader's threads still run."""
+    watch.stop()
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized() and code == 0:
+            dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,165 @@
+"""What a run trains: its model, and DeepSpeed's engine around it, with CLAP's optimiser groups."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from clap_ds.config.schema import ShardData, Tower, TrainSettings
+from clap_ds.config.settings import RunSettings
+from clap_ds.distributed.collectives import on_first
+from clap_ds.distributed.init import Ranks
+from clap_ds.distributed.watchdog import doing
+from clap_ds.engine.kernels import build_kernels
+from clap_ds.engine.loss import LOSSES
+from clap_ds.engine.metric_logger import engine_section
+from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW, scale_rates
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.text import pretrained
+
+ADAMS = ("adam", "adamw")
+TOWERS: tuple[Tower, ...] = ("audio", "text")
+_KINDS = ("decay", "no_decay", "fp32", "logit_scale")  # of optimiser groups, in their order
+
+
+@doing("asking the hub")
+def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
+    """Have on every host what the run takes from the hub, the tokenizer and the text tower's weights: rank 0 looks first, then
+    one rank of every other host. A collective; ValueError where it can't be had, or doesn't fit the model."""
+
+    def load() -> None:
+        text, data = run.clap.preset().text, run.clap.data
+        if isinstance(data, ShardData):
+            from clap_ds.model.tokenizer import load_tokenizer
+
+            load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
+        if run.clap.model.text_from_hub:
+            pretrained(text)
+
+    on_first(load)
+    if ranks.local_rank == 0 and not ranks.is_first:
+        load()
+
+
+def build_model(run: RunSettings, device: torch.device) -> ClapModel:
+    """Build a fresh model, without gradients where `clap.train` freezes it. ValueError where the device can't do it."""
+    options = run.clap.model
+    model = ClapModel(
+        run.clap.preset(),
+        **options.model_dump(include={"drop_path", "text_dropout", "spec_augment", "text_from_hub"}),
+        learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
+        **build_kernels(run, device),
+        checkpoint_activations=tuple(options.checkpoint_activations),
+    )
+    freeze(model, run.clap.train.freeze)
+    return model
+
+
+def freeze(model: ClapModel, towers: Collection[str]) -> None:
+    """Take towers and their projections out of training. As in LAION's training code they stay in training mode, with dropout,
+    SpecAugment and the batch's own statistics; a frozen audio tower keeps its running statistics."""
+    for tower in towers:
+        model.get_submodule(tower).requires_grad_(False)
+        model.get_submodule(f"{tower}_projection").requires_grad_(False)
+    if "audio" in towers:
+        for norm in model.audio.batch_norms():
+            norm.momentum = 0.0
+
+
+def trained_towers(model: ClapModel) -> list[str]:
+    return [each for each in TOWERS if model.get_parameter(f"{each}_projection.linear1.weight").requires_grad]
+
+
+def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
+    """Build DeepSpeed's engine around a model on its device; a collective. ValueError where DeepSpeed refuses one of its own
+    sections."""
+    config, optimizer = dict(run.deepspeed), None
+    if "tensorboard" in config:
+        config["tensorboard"] = engine_section(config["tensorboard"])
+    if takes_flat_adamw(run):
+        section = config["optimizer"]
+        options = {name: value for name, value in section.get("params", {}).items() if name in OPTIONS}
+        config["optimizer"] = {**section, "legacy_fusion": True}
+        optimizer = partial(FlatAdamW, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
+    try:
+        with doing("building DeepSpeed's engine"):  # which may compile its optimiser
+            groups = parameter_groups(model, run.clap.train)
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, optimizer=optimizer, config=config)
+    except (AssertionError, ImportError, TypeError, ValueError) as error:
+        raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
+    if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
+        # DeepSpeed's 16-bit optimisers step on construction, with zero gradients: every weight decays once, Adam counts a step.
+        inner.state.clear()
+        engine.optimizer.refresh_fp32_params()
+    scale_rates(inner or engine.optimizer)
+    return engine
+
+
+def takes_flat_adamw(run: RunSettings) -> bool:
+    """Whether `FlatAdamW` steps this run: DeepSpeed would take its FusedAdam, of which nothing is asked that only it has."""
+    section = run.deepspeed.get("optimizer", {})
+    params = section.get("params", {})
+    return (
+        run.clap.fused_adam == "torch"
+        and section.get("type", "").lower() in ADAMS
+        and params.keys() <= OPTIONS | REQUIRED.keys()
+        and all(params.get(name, value) is value for name, value in REQUIRED.items())
+    )
+
+
+def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[str, Any]]:
+    """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
+
+    DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment
+    and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
+    position-bias tables and the logit scale have no weight decay, as in LAION's training code. Where a learning rate isn't the
+    scheduler's, its group has the factor as `lr_scale`.
+    """
+    kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
+    scales = _rate_scales(model, train)
+
+    def group_of(name: str, parameter: nn.Parameter) -> str:
+        if parameter is model.logit_scale:
+            return "logit_scale"
+        if parameter in kept:
+            return "fp32"
+        is_table = name.endswith(("relative_position_bias", "relative_attention_bias.weight"))
+        return "no_decay" if parameter.ndim < 2 or is_table else "decay"
+
+    def groups() -> Iterator[dict[str, Any]]:
+        for parameter, value in kept.items():
+            value = value.to(parameter.device)
+            if dist.is_initialized():
+                dist.broadcast(value, src=0)
+            parameter.data = value
+        named: dict[tuple[str, float], list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                named[group_of(name, parameter), scales.get(name, 1.0)].append(parameter)
+        for kind, scale in sorted(named, key=lambda group: (_KINDS.index(group[0]), -group[1])):
+            options = ({} if kind == "decay" else {"weight_decay": 0.0}) | ({} if scale == 1 else {"lr_scale": scale})
+            yield {"name": kind, "params": named[kind, scale], **options}
+
+    return groups()
+
+
+def _rate_scales(model: ClapModel, train: TrainSettings) -> dict[str, float]:
+    """What the learning rate of each of the towers' parameters is times the scheduler's. What follows the last block has the
+    tower's whole rate, what comes before the first the least."""
+    found = {}
+    for tower in TOWERS:
+        module: Any = model.get_submodule(tower)
+        scale, decay = train.lr_scale.get(tower, 1.0), train.layer_decay.get(tower, 1.0)
+        number_of = {id(p): number for number, block in enumerate(module.blocks()) for p in block.parameters()}
+        left = most = len(module.blocks()) + 1
+        for name, parameter in module.named_parameters():
+            left = most - 1 - number_of[id(parameter)] if id(parameter) in number_of else left
+            found[f"{tower}.{name}"] = scale * decay ** (left if left > 1 or id(parameter) in number_of else 0)
+    return found

@@ -1,0 +1,52 @@
+"""What a run's scalars go through: DeepSpeed's monitor (TensorBoard, CSV, Weights & Biases, Comet), its own and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from deepspeed.monitor.config import TensorBoardConfig
+from deepspeed.monitor.tensorboard import TensorBoardMonitor
+
+from clap_ds.config.files import own_folder
+from clap_ds.distributed.collectives import rank
+from clap_ds.run_records.jsonl import unless_full
+
+Scalar = tuple[str, float, int]  # tag, value, and samples trained on by then
+
+
+def engine_section(section: dict[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed's engine is built with of a `tensorboard` section: one that doesn't say where is left to `Scalars`."""
+    return section if "output_path" in section else {**section, "enabled": False}
+
+
+class Scalars:
+    """DeepSpeed's monitor, written to where nothing is timed: what it is given in steps waits for `write`, in the order of its
+    samples. Where the run's `tensorboard` section names no place, files go to `tensorboard` in `folder`."""
+
+    def __init__(self, engine: Any, section: dict[str, Any], folder: Path) -> None:
+        monitor, placed_here = engine.monitor, "output_path" not in section and section.get("enabled", True)
+        if placed_here:
+            place = {"output_path": str(folder), "job_name": section.get("job_name", "tensorboard")}
+            with unless_full(folder / place["job_name"]):
+                if rank() == 0:
+                    with own_folder(folder / place["job_name"]):  # TensorBoard would follow a link
+                        pass
+                    monitor.tb_monitor = TensorBoardMonitor(TensorBoardConfig(enabled=True, **place))
+            monitor.enabled |= "enabled" in section  # whether DeepSpeed writes, too
+        if monitor.tb_monitor is not None and (placed_here or engine.global_samples > 0):
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+
+            # TensorBoard forgets what is there of samples that will be trained on again.
+            event = Event(step=engine.global_samples + 1, session_log=SessionLog(status=SessionLog.START))
+            monitor.tb_monitor.summary_writer.file_writer.add_event(event)
+        self._waiting: list[Scalar] = []
+        self._write, monitor.write_events = monitor.write_events, self._waiting.extend
+
+    def write(self, scalars: Iterable[Scalar] = ()) -> None:
+        """Write these and those of DeepSpeed that wait; on ranks other than 0 nothing is written."""
+        events = sorted([*self._waiting, *scalars], key=lambda scalar: scalar[2])
+        self._waiting.clear()
+        with unless_full("what DeepSpeed's monitor keeps"):
+            self._write(events)

@@ -1,0 +1,126 @@
+"""List accelerators' data-sheet rates, and compute model FLOPs utilization (MFU) from their peaks.
+
+Peaks are for dense bf16 with fp32 accumulation, by the driver's full device name; rates with 2:4 sparsity are halved.
+A device that isn't listed, such as a MIG slice, has no peak and no MFU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clap_ds.config.errors import UserError, did_you_mean
+from clap_ds.run_records.metrics_schema import Summary
+
+TRAINING_OVER_FORWARD = 3
+"""In the published convention, every forward product has two in the backward pass, for its input and its weight."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Hold a GPU's data sheet. Fields used only by plans are 0 if plans don't support it."""
+
+    names: str  # from drivers, without the vendor
+    bf16_tflops: float  # dense, with fp32 accumulation
+    source: str
+    name: str = ""  # in plans
+    memory_gib: float = 0.0  # available to PyTorch, slightly less than nominal
+    memory_tbytes_per_s: float = 0.0
+    fp32_tflops: float = 0.0  # outside tensor cores
+    link_gbytes_per_s: float = 0.0  # to other GPUs of its node, one way
+
+    @property
+    def device_name(self) -> str:
+        return self.names.split(", ")[0]
+
+
+_A100, _A800 = "NVIDIA A100 data sheet (2022)", "NVIDIA A800 data sheet: an A100 with slower NVLink"
+_H100 = "NVIDIA H100 data sheet (2024), half of its rate with sparsity"
+_H800 = "NVIDIA H800 data sheet, half of its rate with sparsity"
+_H200 = "NVIDIA H200 data sheet (2024), half of its rate with sparsity"
+_GH200 = "NVIDIA GH200 data sheet (2024; as the published runs assume), half of 1,979 TFLOPS with sparsity"
+_AMD = "AMD Instinct {} data sheet (2023)"
+_TABLE = (
+    Gpu("A100-SXM4-40GB", 312, _A100, "a100-sxm-40gb", 39.4, 1.555, 19.5, 300),
+    Gpu("A100-SXM4-80GB", 312, _A100, "a100-sxm-80gb", 79.2, 2.039, 19.5, 300),
+    Gpu("A100 80GB PCIe, A100-PCIE-80GB", 312, f"{_A100}; PCIe 4.0", "a100-pcie-80gb", 79.2, 1.935, 19.5, 32),
+    Gpu("A100-PCIE-40GB", 312, _A100),
+    Gpu("A800-SXM4-40GB, A800-SXM4-80GB, A800 80GB PCIe", 312, _A800),
+    Gpu("A30", 165, "NVIDIA A30 data sheet"),
+    Gpu("A40", 149.7, "NVIDIA A40 data sheet, half of its rate with sparsity"),
+    Gpu("L40", 181.05, "NVIDIA L40 data sheet, half of its rate with sparsity"),
+    Gpu("L40S", 362, "NVIDIA L40S data sheet, half of its rate with sparsity"),
+    Gpu("H100 80GB HBM3, H100 SXM5 80GB, H100-SXM5-80GB", 989, _H100, "h100-sxm", 79.1, 3.35, 67, 450),
+    Gpu("H100 PCIe, H100 80GB PCIe", 756, f"{_H100}; PCIe 5.0, no bridges", "h100-pcie", 79.1, 2.0, 51, 64),
+    Gpu("H100 NVL", 835, _H100),
+    Gpu("H800, H800 80GB HBM3", 989, _H800),
+    Gpu("H800 PCIe", 756, _H800),
+    Gpu("H20, H20-3e, H20 96GB HBM3", 148, "NVIDIA H20 data sheet"),
+    Gpu("H200, H200 141GB HBM3e", 989, _H200, "h200", 139.8, 4.8, 67, 450),
+    Gpu("H200 NVL", 835, _H200),
+    Gpu("GH200 480GB, GH200, GH200 96GB HBM3, GH200 120GB", 989, _GH200, "gh200", 94.5, 4.0, 67, 450),
+    Gpu("GH200 144G HBM3e, GH200 144GB HBM3e", 989, _GH200, "gh200-144gb", 140.0, 4.9, 67, 450),
+    Gpu("B200", 2250, "NVIDIA HGX B200 data sheet (2025), half of its rate with sparsity", "b200", 178.3, 7.7, 75, 900),
+    Gpu("GB200", 2500, "NVIDIA GB200 NVL72 data sheet, half of its rate with sparsity"),
+    Gpu("GeForce RTX 3090", 71, "NVIDIA GA102 white paper (2020); PCIe 4.0", "rtx-3090", 23.7, 0.936, 35.6, 32),
+    Gpu("MI210", 181, _AMD.format("MI210")),
+    Gpu("MI250X", 191.5, _AMD.format("MI250X") + ": 383 TFLOPS a card; one device is one of its two dies"),
+    Gpu("MI300A", 980.6, _AMD.format("MI300A")),
+    Gpu("MI300X, MI300X OAM, MI300X VF", 1307.4, _AMD.format("MI300X"), "mi300x", 191.5, 5.3, 163.4, 448),
+    Gpu("MI325X, MI325X OAM, MI325X VF", 1307.4, _AMD.format("MI325X")),
+)
+GPUS = {gpu.name: gpu for gpu in _TABLE if gpu.name}
+"""GPUs that plans support."""
+ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}
+
+
+def _plain(device_name: str) -> str:
+    """Normalize a name: vendor, case, spaces and hyphens differ between drivers and users."""
+    words = device_name.casefold().replace("-", " ").split()
+    return " ".join(word for word in words if word not in ("nvidia", "amd", "instinct"))
+
+
+_BY_DEVICE = {_plain(name): gpu for gpu in _TABLE for name in gpu.names.split(", ")}
+
+
+def peak_for(device_name: str, override_tflops: float | None = None) -> Gpu | None:
+    """Return the device with its peak from `clap.hardware.peak_tflops`, else by its full name; None if unknown."""
+    if override_tflops is not None:
+        return Gpu(device_name, override_tflops, "clap.hardware.peak_tflops")
+    return _BY_DEVICE.get(_plain(device_name))
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return the GPU of this name. Raises UserError with the nearest name if it isn't listed."""
+    plain = name.casefold().replace("_", "-")
+    found = GPUS.get(ALIASES.get(plain, plain))
+    if found is None:
+        raise UserError(f"--gpu {name}: unknown GPU{did_you_mean(plain, GPUS)}")
+    return found
+
+
+def utilization(
+    published_flops: float, training_flops: float, samples_per_s: float, device_name: str,
+    override_tflops: float | None, recomputed_flops: float = 0.0,
+) -> Summary:  # fmt: skip
+    """Return the summary's fields: MFU (arXiv 2204.02311, appendix B) in percent in both conventions, achieved TFLOPS
+    and the peak. If it is unknown, percentages are None and `peak_source` gives instructions.
+
+    Args, per sample: `published_flops` of the forward pass in the published convention; `training_flops` executed in
+    forward and backward; `recomputed_flops` executed in addition, which count for `hfu_percent`.
+    """
+    peak, per_s = peak_for(device_name, override_tflops), samples_per_s / 1e12
+    published, achieved = TRAINING_OVER_FORWARD * published_flops * per_s, training_flops * per_s
+    hardware = achieved + recomputed_flops * per_s
+    missing = (
+        f"no MFU: the peak of {device_name!r} is unknown; set clap.hardware.peak_tflops to its dense bf16 TFLOPS"
+        ' (in the run\'s JSON: "clap": {"hardware": {"peak_tflops": …}})'
+    )
+
+    def percent(tflops: float) -> float | None:
+        return 100 * tflops / peak.bf16_tflops if peak else None
+
+    return {
+        "mfu_published_percent": percent(published), "mfu_model_percent": percent(achieved), "hfu_percent": percent(hardware),
+        "achieved_tflops": achieved, "hardware_tflops": hardware,
+        "peak_tflops": peak.bf16_tflops if peak else None, "peak_source": peak.source if peak else missing,
+    }  # fmt: skip

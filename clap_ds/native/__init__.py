@@ -1,1 +1,0 @@
-"""Run C++ kernels on CPUs with AMX or AVX-512, compiled on first use. Entry point: `clap_ds.native.convert`."""

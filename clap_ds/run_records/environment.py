@@ -1,0 +1,76 @@
+"""Describe a run's device, memory and software."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from clap_ds.config import paths
+from clap_ds.run_records.metrics_schema import Environment, Summary
+
+PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the driver's name of the GPU, or the CPU model."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return peak memory: tensors on a GPU, the process on a CPU (`ru_maxrss` would include memory before an exec)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def peak_memory(device: torch.device) -> list[int]:
+    """Return `peak_memory_bytes` and, on a GPU, the allocator's peak reserved bytes."""
+    reserved = [torch.cuda.max_memory_reserved(device)] if device.type == "cuda" else []
+    return [peak_memory_bytes(device), *reserved]
+
+
+def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
+    names = ("memory_peak_bytes", "memory_reserved_peak_bytes")
+    return cast(Summary, {name: int(max(of)) for name, of in zip(names, zip(*ranks, strict=True), strict=False)})
+
+
+def environment(device: torch.device, cpu_kernels: str | None = None) -> Environment:
+    on_gpu = device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "versions": {"clap_ds": paths.VERSION, **{name: paths.version(name) for name in PACKAGES}},
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "driver": _driver() if on_gpu else None,
+        "device_name": device_name(device),
+        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
+        "host": socket.gethostname(),
+        "cpu_count": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "cpu_kernels": cpu_kernels,
+        "git_commit": paths.commit(),
+        "command": [sys.executable, *sys.argv],
+    }
+
+
+def _driver() -> str | None:
+    with suppress(Exception):  # a broken driver may raise anything
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    return None

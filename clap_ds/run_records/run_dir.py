@@ -1,0 +1,123 @@
+"""The run directory: a run's configuration, progress and results, written while it runs.
+
+It has `config.json`, `environment.json`, `metrics.jsonl` (one line per step), `summary.json` (state and results, for
+analysis), `monitor/` (by `monitor.py`), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO, Unpack, cast
+
+from clap_ds.config.files import open_own, read_json, write_object
+from clap_ds.config.redaction import redacted, redacted_all, redacted_words
+from clap_ds.run_records.jsonl import Stream, unless_full
+from clap_ds.run_records.metrics_schema import VERSION, State, StepLine, Summary
+
+
+class RunDirectory:
+    """Files of one run. Rank 0 writes them; other ranks only record failures in `summary.json`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stream = Stream(path / "metrics.jsonl")
+
+    @classmethod
+    def create(cls, root: Path, label: str) -> RunDirectory:
+        """Create `<root>/<label>-<UTC time>/`, numbered if it exists. Raises OSError."""
+        stem = f"{label}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        for number in itertools.count():
+            path = root / f"{stem}-{number}" if number else root / stem
+            with suppress(FileExistsError):
+                path.mkdir(parents=True)
+                return cls(path)
+        raise AssertionError
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        write_object(self.path / name, redacted_all(content))
+
+    def update_summary(self, *parts: Summary, **fields: Unpack[Summary]) -> Summary:
+        """Merge fields into `summary.json` and return all of it; warn if the disk is full."""
+        summary: Summary = {"schema": VERSION, **self.summary()}
+        for part in (*parts, fields):
+            summary.update(part)
+        with unless_full(self.path / "summary.json"):
+            self.write_json("summary.json", summary)
+        return summary
+
+    def summary(self) -> Summary:
+        path = self.path / "summary.json"
+        return cast(Summary, read_json(path)) if path.exists() else {}
+
+    def finish(self, state: State, error: str | None = None) -> None:
+        """Record how the run ended, unless a rank already has: later endings are consequences."""
+        if self.summary().get("state") in (None, "running"):
+            self.update_summary(state=state, error=error, finished=datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def append_metrics(self, line: StepLine, /, **more: Any) -> None:
+        """Append a line to `metrics.jsonl`; `more` has run-specific fields, such as evaluation metrics."""
+        self._stream.append({**line, **more})
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class Tee(io.TextIOBase):
+    """A stream that copies its output, except redrawn progress bars, to a log file."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        if "\r" not in text and "\x1b" not in text:
+            with suppress(OSError):  # disk full
+                self._log.write(redacted(text))
+        with suppress(OSError):  # the terminal is gone
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for each in (self._log, self._stream):
+            with suppress(OSError):
+                each.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def start_log(path: Path) -> None:
+    """Copy standard output, standard error and DeepSpeed's log to a file."""
+    from deepspeed.utils import logger
+
+    log = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1)
+    log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_words(sys.argv))}\n")
+    sys.stdout = Tee(sys.stdout, log)
+    sys.stderr = Tee(sys.stderr, log)
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logger.handlers[0].formatter)
+    logger.addHandler(handler)
+
+
+@contextmanager
+def quiet_deepspeed() -> Iterator[None]:
+    """Hide DeepSpeed's info lines on the terminal during its setup, which resets handlers' levels."""
+    from deepspeed.utils import logger
+
+    matters = lambda record: record.levelno >= logging.WARNING and "before it has started" not in record.getMessage()  # noqa: E731
+    terminal = logger.handlers[0]
+    terminal.addFilter(matters)
+    try:
+        yield
+    finally:
+        terminal.removeFilter(matters)

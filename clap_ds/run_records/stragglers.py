@@ -1,0 +1,82 @@
+"""Find stragglers: ranks whose own step time exceeds the median rank's.
+
+Own time includes data wait but not waits for other ranks (`clock.standing_still`), so a slow link adds to no rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from clap_ds.run_records.metrics_schema import SlowRank, Summary
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+KEPT_STEPS, GROUPS, FEWEST_STEPS = 300, 15, 20
+"""Ranks are compared over the last steps in up to `GROUPS` groups of neighbors, as data waits are sporadic."""
+SPREADS, FLOOR, MOST = 3.0, 0.03, 0.6
+"""A straggler lags by `SPREADS` standard deviations and the share `FLOOR` in more than the share `MOST` of groups."""
+
+
+def slow_ranks(own_s: Floats, before: Collection[int] = ()) -> list[int]:
+    """Find stragglers from own seconds, (steps, ranks), of at most `KEPT_STEPS` steps.
+
+    The spread is the larger of two robust standard deviations: of lags behind the (lower) median rank, which is 0 with
+    two ranks, and of changes in the difference of two ranks. The limit is halved for ranks that were slow `before`.
+    """
+    if len(own_s) < FEWEST_STEPS or own_s.shape[1] < 2:
+        return []
+    grouped_s = np.add.reduceat(own_s, np.linspace(0, len(own_s), min(len(own_s), GROUPS), endpoint=False).astype(int))
+    lag = grouped_s / _lower_median(grouped_s) - 1
+    difference = np.diff(lag, axis=1)
+    change = np.abs(difference - np.median(difference, axis=0)).reshape(1, -1) / 2**0.5
+    deviation = np.abs(lag - _lower_median(lag.reshape(1, -1))).reshape(1, -1)
+    spread = 1.4826 * max(_lower_median(each).item() for each in (change, deviation))  # of a normal distribution
+    limit = max(SPREADS * spread, FLOOR) / np.where(np.isin(range(lag.shape[1]), list(before)), 2, 1)
+    return [int(rank) for rank in np.flatnonzero((lag > limit).mean(axis=0) > MOST)]
+
+
+def rate_without(slow: Sequence[int], samples: Floats, step_s: Floats, own_s: Floats) -> float:
+    """Compute samples/s if slow ranks had the median rank's own time. Shapes: (steps,), (steps,), (steps, ranks)."""
+    others_s = own_s.copy()
+    others_s[:, slow] = np.minimum(own_s[:, slow], _lower_median(own_s))
+    return float(samples.sum() / (step_s - own_s.max(axis=1) + others_s.max(axis=1)).sum())
+
+
+def _lower_median(rows: Floats) -> Floats:
+    return np.partition(rows, (rows.shape[1] - 1) // 2, axis=1)[:, (rows.shape[1] - 1) // 2, None]
+
+
+class Stragglers:
+    """Collects all ranks' times on rank 0 and prints stragglers when they change; `warnings` has the last line."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts, self._slow, self.warnings = np.array(hosts), list[int](), list[str]()
+        self._kept: tuple[Floats, ...] = ()
+
+    def add(self, samples: Any, step_s: Any, own_s: Floats, data_wait_s: Floats) -> Summary:
+        """Add steps, with samples and seconds, (steps,), and times of ranks, (steps, ranks). Returns fields to record."""
+        new = (np.broadcast_to(np.asarray(samples, float), len(own_s)), np.asarray(step_s, float), own_s, data_wait_s)
+        kept = zip(self._kept or [each[:0] for each in new], new, strict=True)
+        samples, step_s, own, data = self._kept = tuple(np.concatenate(each)[-KEPT_STEPS:] for each in kept)
+        before, self._slow = self._slow, slow_ranks(own, self._slow)
+        lag, wait = ((each - _lower_median(each)).mean(axis=0).round(6).tolist() for each in (own, data))
+        percent = (100 / _lower_median(own).mean() * np.array(lag)).round(2).tolist()
+        slow = [
+            SlowRank(rank=n, host=str(self._hosts[n]), behind_s=lag[n], behind_percent=percent[n], data_wait_s=wait[n])
+            for n in sorted(self._slow, key=lambda n: -lag[n])
+        ]
+        cost = rate_without(self._slow, samples, step_s, own) - samples.sum() / step_s.sum()
+        self.warnings = [_words(slow, cost)] if slow else []
+        if self._slow != before:
+            print(*(self.warnings or ["no stragglers any more"]), flush=True)
+        return Summary(slow_ranks=slow, slow_ranks_cost_samples_per_s=float(cost))
+
+
+def _words(slow: Sequence[SlowRank], cost: float) -> str:
+    each = [
+        f"rank {one['rank']} on {one['host']}, {1000 * one['behind_s']:+,.1f} ms/step ({one['behind_percent']:+.1f}%),"
+        f" data wait {1000 * one['data_wait_s']:+,.1f} ms" for one in slow[:5]
+    ] + [f"{len(slow) - 5} more"] * (len(slow) > 5)  # fmt: skip
+    return f"stragglers cost {cost:,.1f} samples/s: {'; '.join(each)}"

@@ -1,0 +1,105 @@
+"""Load a checkpoint into the engine (full state or weights only) and report how the run's configuration differs from it."""
+
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.files import flatten, read_bytes
+from clap_ds.config.model import ClapConfig, TextConfig
+from clap_ds.config.redaction import redacted_all
+from clap_ds.config.settings import RunSettings
+from clap_ds.distributed.collectives import on_first, rank
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.grad_cache import restore_random_state
+from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
+from clap_ds.model.tokenizer import load_tokenizer
+from clap_ds.training.train_state import TrainingProgress
+from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, warn
+from clap_ds.weights.load import check_same_model, differences, load_weights
+from clap_ds.weights.state_file import read_state_file
+
+PROGRESS = "progress.json"
+_OF_NO_CONSEQUENCE = (
+    *("clap.output", "clap.checkpoint", "clap.bench", "clap.hardware", "clap.debug"),
+    *("clap.train.resume", "clap.train.log_every_steps"),
+)
+_PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
+
+
+def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool) -> TrainingProgress:
+    """Restore the engine and this rank's random number generators; only weights and progress after accepted changes.
+    A collective; raises ValueError for changes that need `accept_changes`."""
+    to_accept, others = on_first(lambda: compare(folder, engine.model.config, describe(engine), run))
+    if to_accept and not accept_changes:
+        raise ValueError(
+            f"{folder} can't be resumed: {'; '.join(to_accept)}. --accept_changes continues from its weights with a new"
+            " optimizer state; --restart starts from scratch"
+        )
+    if rank() == 0 and (found := [*to_accept, *others]):
+        alone = "; only its weights and step are restored" if to_accept else ""
+        warn(f"settings have changed since {folder.name}: {'; '.join(found)}{alone}")
+    progress = TrainingProgress.from_json(read_bytes(folder / PROGRESS))
+    engine.steps = progress.step
+    if engine.average is not None:
+        engine.average.load(load_weights(folder / WEIGHTS).state)
+    if to_accept:
+        weights = load_weights(folder / (RAW if (folder / RAW).exists() else WEIGHTS))
+        load_weights_alone(engine, weights, progress.step, progress.samples)
+        return progress
+    state = read_state_file(folder / STATE)
+    load_engine_state(engine, state, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
+    if rank() < len(state["random"]):
+        restore_random_state(state["random"][rank()], engine.model.logit_scale.device)
+    return progress
+
+
+def compare(
+    folder: Path, model: ClapConfig, engine: dict[str, Any], run: RunSettings | None
+) -> tuple[list[str], list[str]]:
+    """Describe how the run differs from a checkpoint: differences that need acceptance, and others. `engine`: this run's
+    `clap_ds.engine.state.describe`. Without a `run`, only model and engine are compared."""
+    manifest = Manifest.read(folder)
+    to_accept: list[str] = []
+    others: list[str] = []
+    try:
+        check_same_model(folder, ClapConfig.model_validate(manifest.model), model)
+    except ValueError as error:
+        to_accept.append(str(error))
+    for found in differences(engine | {"learning_rates": 1} | manifest.engine, engine):
+        (others if found.startswith("scheduler is") else to_accept).append(found)
+    if run is None:
+        return to_accept, others
+    tokenizer = getattr(run.clap.data, "tokenizer", None)
+    if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text):
+        to_accept.append(f"the tokenizer: {problem}")
+    if manifest.settings:
+        deepspeed = {name: value for name, value in manifest.settings.items() if name != "clap"}
+        if (there := RunSettings(run.path, run.clap, deepspeed).precision) != run.precision:
+            to_accept.append(f"the precision is {there} there, {run.precision} here")
+        others += _different_settings(redacted_all(manifest.settings), redacted_all(run.resolved()))
+    return to_accept, others
+
+
+def tokenizer_problem(theirs: str | None, ours: str | None, text: TextConfig) -> str | None:
+    """Describe how two tokenizers differ; None if they don't, or if one is None."""
+    if theirs is None or ours is None or theirs == ours:
+        return None
+    try:
+        other = load_tokenizer(ours, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
+        one = load_tokenizer(theirs, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
+    except ValueError as error:
+        return f"{theirs} there and {ours} here can't be compared: {error}"
+    if one.get_vocab() != other.get_vocab() or one(_PROBES)["input_ids"] != other(_PROBES)["input_ids"]:
+        return f"{ours} gives captions other token ids than {theirs}, which the weights were trained with"
+    return None
+
+
+def _different_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    there, here = flatten(theirs), flatten(ours)
+    return [
+        f"{name}: {there.get(name, 'not set')!r} there, {here.get(name, 'not set')!r} here"
+        for name in dict.fromkeys((*here, *there))
+        if there.get(name) != here.get(name)
+        and not any(f"{name}.".startswith(f"{section}.") for section in _OF_NO_CONSEQUENCE)
+        # A field of `clap` that only one side has belongs to another version or another kind of section.
+        and (not name.startswith("clap.") or (name in there and name in here))
+    ]

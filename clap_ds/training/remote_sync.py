@@ -1,0 +1,149 @@
+"""Copy checkpoints in the background to a folder or URL that fsspec can write.
+
+The manifest is uploaded last, so an interrupted upload is never taken for a checkpoint. Failures cause warnings and never stop
+training. Credentials come from the environment, because URLs are logged.
+"""
+
+import os
+import posixpath
+from collections.abc import Container
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
+
+from clap_ds.config.files import MOST_BYTES
+from clap_ds.config.schema import CheckpointSettings
+from clap_ds.distributed.collectives import on_first
+from clap_ds.weights import checkpoint_files as files
+from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
+
+
+def try_target(url: str | None) -> None:
+    """Write and delete a small file at `url` on rank 0; ValueError if that fails. A collective."""
+
+    def write(url: str) -> None:
+        try:
+            RemoteFolder(url).try_writing()
+        except Exception as error:  # its type depends on the file system's package
+            problem = f"{url} can't be written ({type(error).__name__}: {error}); set credentials in the environment"
+            raise ValueError(f"clap.checkpoint.sync_to: {problem}") from error
+
+    if url is not None:
+        on_first(lambda: write(url))
+
+
+class RemoteFolder:
+    """A folder of checkpoints on an fsspec file system. Methods raise whatever errors that file system raises."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        fs, root = fsspec.url_to_fs(url)
+        self._fs = DirFileSystem(root.rstrip("/"), fs)
+
+    def read_all(self, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
+        """Return the manifests by name, newest first; `damaged` receives why others can't be read."""
+
+        def read(name: str) -> Manifest:
+            self._check_file(f"{name}/{MANIFEST}", range(MOST_BYTES))
+            return Manifest.from_json(self._fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
+
+        return files.newest_first(self._names(), read, {} if damaged is None else damaged)
+
+    def upload(self, checkpoint: Path, rule: CheckpointSettings) -> None:
+        """Upload a checkpoint, and delete its run's superfluous ones by `rule` and interrupted uploads."""
+        manifest, there = Manifest.read(checkpoint), self.read_all()
+        for name in self._names():
+            if not self._fs.exists(f"{name}/{MANIFEST}"):
+                self._fs.rm(name, recursive=True)
+        if manifest not in there.values():
+            to = files.free_name(manifest.step, self._names(links=True))
+            self._fs.makedirs(to, exist_ok=False)  # a folder of others may contain links
+            for file in (*manifest.files, MANIFEST):
+                self._fs.makedirs(posixpath.dirname(f"{to}/{file}"), exist_ok=True)
+                self._fs.put_file(str(checkpoint / file), f"{to}/{file}")
+            there = {to: manifest, **there}
+        own = {name: other for name, other in there.items() if other.run == manifest.run}
+        for name in files.superfluous(own, rule):
+            self._fs.rm(f"{name}/{MANIFEST}")  # from now on it is no checkpoint
+            self._fs.rm(name, recursive=True)
+
+    def try_writing(self) -> None:
+        """Write a small file and delete it."""
+        self._fs.makedirs("", exist_ok=True)
+        self._fs.pipe_file(name := f".probe-{os.urandom(8).hex()}", b"clap")
+        self._fs.rm_file(name)
+
+    def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
+        """Download the newest good checkpoint into a local folder, and return it or None. `damaged` receives by name why
+        others aren't good; if one is, they are warned about."""
+        for name, manifest in self.read_all(damaged).items():
+            try:
+                with files.begin(folder, manifest.step) as draft:
+                    files.write_file(draft / MANIFEST, manifest.to_json().encode())
+                    for file, record in manifest.files.items():
+                        self._check_file(f"{name}/{file}", (record.bytes,))
+                        (draft / file).parent.mkdir(exist_ok=True)
+                        self._fs.get_file(f"{name}/{file}", str(draft / file))
+                    files.verify(draft)
+            except (DamagedError, FileNotFoundError) as error:
+                damaged[name] = f"{self.url}/{name}: {str(error).removeprefix(f'{draft}: ')}"
+            else:
+                files.warn_of(damaged)
+                return folder / draft.name
+        return None
+
+    def _check_file(self, path: str, sizes: Container[int]) -> None:
+        """Raise DamagedError unless this is a regular file of one of these sizes."""
+        info = self._fs.info(path)
+        if info["type"] != "file" or (info["size"] is not None and info["size"] not in sizes):
+            raise DamagedError(f"{self.url}/{path}: not a regular file of the size that was written")
+
+    def _names(self, *, links: bool = False) -> list[str]:
+        """Return names of complete and partial checkpoints, by default without links."""
+        self._fs.invalidate_cache()
+        if not self._fs.exists(""):
+            return []
+        kept = [each for each in self._fs.ls("") if links or not (each.get("islink") or each["type"] == "link")]
+        return sorted(filter(files.NAME.fullmatch, (posixpath.basename(each["name"].rstrip("/")) for each in kept)))
+
+
+class BackgroundSync:
+    """Copies finished checkpoints to a URL, one at a time, in a thread that does not keep the process alive."""
+
+    def __init__(self, url: str, rule: CheckpointSettings) -> None:
+        self._url, self._rule = url, rule
+        self._copies: dict[Path, Future[bool]] = {}
+        self._thread = ThreadPoolExecutor(1, "checkpoint sync")
+
+    def submit(self, checkpoint: Path) -> None:
+        """Queue this checkpoint for copying. It is skipped if it has been deleted by then."""
+        self._copies[checkpoint] = self._thread.submit(self._copy, checkpoint)
+
+    def is_copying(self, checkpoint: Path) -> bool:
+        """Return whether it is being read now."""
+        return checkpoint in self._copies and self._copies[checkpoint].running()
+
+    def close(self, limit_s: float) -> list[Path]:
+        """Wait for pending copies, warn about checkpoints that were not copied, and return them."""
+        if any(not copy.done() for copy in self._copies.values()):
+            print(f"copying checkpoints to {self._url}, for at most {limit_s:,.0f} s", flush=True)
+        wait(self._copies.values(), limit_s)
+        left = [path for path, copy in self._copies.items() if path.exists() and not (copy.done() and copy.result())]
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if left:
+            paths = ", ".join(map(str, left))
+            warn(f"not copied to {self._url}: {paths}. If you copy a folder by hand, copy its {MANIFEST} last")
+        return left
+
+    def _copy(self, checkpoint: Path) -> bool:
+        """Return whether the checkpoint was copied or no longer exists."""
+        try:
+            if checkpoint.exists():
+                RemoteFolder(self._url).upload(checkpoint, self._rule)
+        except Exception as error:  # its type depends on the file system's package
+            problem = f"{type(error).__name__}: {error}"
+            warn(f"copying {checkpoint.name} to {self._url} failed ({problem}); training continues")
+            return False
+        return True

@@ -1,0 +1,171 @@
+"""Store of submitted jobs: a folder with a record, batch scripts, and one folder per job with its run's JSON."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+
+from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
+from clap_ds.config.errors import UserError
+from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
+from clap_ds.config.overrides import read_config, with_field
+from clap_ds.launch import slurm
+from clap_ds.launch.check_cluster import check_environment, check_script
+from clap_ds.launch.sbatch import Request, script
+
+RECORD = "jobs.json"
+T = TypeVar("T", "Job", Request)
+_NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
+_WORDS = re.compile(r"[\w.,:/\[\]-]+", re.ASCII)  # time limits and host lists
+ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
+"""`record.schema.State` by SLURM's state, for jobs that recorded no outcome; others count as failed."""
+
+
+def stamp() -> str:
+    """Return a UTC time stamp for a new folder's name."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
+
+
+@dataclass
+class Job:
+    name: str  # of the script and log
+    nodes: int
+    label: str  # of the run
+    config: str  # path of the base JSON
+    changes: dict[str, Any] = field(default_factory=dict)  # fields set in it, by dotted name
+    global_batch: int | None = None  # samples per step, kept constant over scales by accumulation
+    folder: str = "."  # relative to the folder of all jobs
+    slurm_id: str | None = None
+
+    def run(self, ranks: int) -> dict[str, Any]:
+        """Return the run's JSON. UserError if its batch sizes don't fit this number of ranks."""
+        content = read_config(Path(self.config))
+        for name, value in {**self.changes, "clap.output.label": self.label}.items():
+            content = with_field(content, name, value)
+        if self.global_batch:
+            content |= {GLOBAL_BATCH: self.global_batch, ACCUMULATION: None}
+        try:
+            sizes = BatchSizes.of(content, ranks)
+        except ValueError as error:
+            raise UserError("\n".join(f"{self.label}: {line}" for line in str(error).splitlines())) from None
+        return sizes.fill(content) if self.global_batch else content
+
+
+def _checked(kind: type[T], content: dict[str, Any]) -> T:
+    """Build a dataclass from JSON. ValueError or TypeError if a field has the wrong type or characters that are unsafe in
+    paths and scripts."""
+    hints, allowed = get_type_hints(kind), _WORDS if kind is Request else _NAME
+    for name, value in content.items():
+        hint, words = hints[name], value if isinstance(value, list) else [value] * isinstance(value, str)
+        is_of_type = isinstance(value, hint if isinstance(hint, UnionType) else get_origin(hint) or hint)
+        is_plain = all(isinstance(each, str) and allowed.fullmatch(each) for each in words)
+        if not is_of_type or not (is_plain or name in ("config", "site")):
+            raise ValueError(f"{name}: expected {hint} of plain words, found {value!r}")
+    return kind(**content)
+
+
+class Standing(NamedTuple):
+    """Status of a job: `init` or a `record.schema.State`, a note, and whether it is still queued or running."""
+
+    state: str
+    note: str
+    is_under_way: bool = False
+
+
+class Jobs:
+    def __init__(self, folder: Path, request: Request, jobs: list[Job]) -> None:
+        self.folder, self.request, self.jobs = folder, request, jobs
+
+    @classmethod
+    def read(cls, folder: Path) -> Jobs:
+        """Read the record of submitted jobs. UserError if it is malformed; it is not trusted."""
+        content = read_object(folder / RECORD)
+        try:
+            return cls(folder, _checked(Request, content["request"]), [_checked(Job, job) for job in content["jobs"]])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{folder / RECORD}: malformed record: {error}") from None
+
+    def save(self) -> None:
+        jobs = [asdict(job) for job in self.jobs]
+        write_object(self.folder / RECORD, {"request": asdict(self.request), "jobs": jobs})
+
+    def text(self, job: Job) -> str:
+        """Return the job's batch script."""
+        log = f"{str(self.folder).replace('%', '%%')}/{job.name}-%j.out"  # in SLURM's notation
+        own = f"-{job.name}" if len(self.jobs) > 1 else ""
+        return script(self.request, job.nodes, f"clap-{self.folder.name}{own}", log, self.folder / job.folder)
+
+    def log(self, job: Job) -> Path:
+        return self.folder / f"{job.name}-{job.slurm_id}.out"
+
+    def prepare(self) -> None:
+        """Write and check each job's run JSON and script. UserError if a check fails; a new folder is then removed."""
+        is_new = not self.folder.exists()
+        try:
+            for job in self.jobs:
+                with own_folder(self.folder / job.folder) as folder:
+                    write_object(folder / "run.json", job.run(job.nodes * self.request.gpus))
+            self.check(self.jobs)
+            self.write_scripts(self.jobs)
+        except BaseException:
+            if is_new:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def check(self, jobs: list[Job]) -> None:
+        """Check one script per number of nodes, the site and every run's JSON. UserError lists the problems."""
+        site = self.request.load_site()
+        notes = [check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
+        for note in filter(None, dict.fromkeys(notes)):
+            print(f"note: sbatch: {note}")
+        runs = [str(self.folder / job.folder / "run.json") for job in jobs]
+        print(f"python: {check_environment(site, runs, train=self.request.train)}")
+
+    def write_scripts(self, jobs: list[Job]) -> None:
+        """Write the jobs' scripts and site files, and the record."""
+        for job in jobs:
+            write_atomically(self.folder / f"{job.name}.sbatch", self.text(job))
+            with own_folder(self.folder / job.folder) as folder:
+                write_object(folder / "site.json", asdict(self.request.load_site()))
+        self.save()
+
+    def submit(self, jobs: list[Job]) -> Iterator[Job]:
+        """Submit jobs one by one, and yield each after SLURM accepted it."""
+        for job in jobs:
+            job.slurm_id = None
+            with own_folder(self.folder / job.folder) as folder:
+                (folder / "job.json").unlink(missing_ok=True)
+            self.save()
+            job.slurm_id = slurm.submit(self.folder / f"{job.name}.sbatch")
+            self.save()
+            yield job
+
+    def standings(self) -> dict[str, Standing]:
+        """Return the status of each job by name."""
+        known = slurm.states_of([job.slurm_id for job in self.jobs if job.slurm_id])
+        return {
+            job.name: standing_of(self.folder / job.folder, job.slurm_id, known.get(job.slurm_id or ""), self.log(job))
+            for job in self.jobs
+        }
+
+
+def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> Standing:
+    """Return a job's status from its `job.json` and its state in SLURM, which is None if SLURM no longer knows the job."""
+    try:
+        record = read_object(folder / "job.json")
+    except UserError:  # not written yet
+        record = {}
+    state = record.get("state")
+    if slurm_state and slurm_state not in slurm.OVER:
+        return Standing("init" if slurm_state in slurm.WAITING else str(state or "running"), slurm_state.lower(), True)
+    if state not in (None, "running"):
+        return Standing(str(state), str(record.get("error") or ""))
+    if slurm_id is None:
+        return Standing("init", "not submitted")
+    return Standing(ENDS.get(slurm_state or "", "failed"), f"SLURM: {slurm_state or 'no longer known'}; see {log}")

@@ -1,0 +1,142 @@
+"""Resource requests of jobs, and their batch scripts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from clap_ds.config.arguments import add_checkpoint_choices, whole_number
+from clap_ds.config.errors import UserError
+from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
+from clap_ds.launch import slurm
+from clap_ds.launch.cluster_profile import LAUNCHERS, Site, load_site
+
+TRAINING_TIME = "1-00:00:00"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of jobs that the site file does not set."""
+
+    site: str
+    gpus: int
+    gres: str | None  # None if SLURM manages no GPUs
+    train: bool = False
+    time: str | None = None
+    launcher: str | None = None
+    exclude: str | None = None
+    spare_nodes: int = 0
+    until_done: bool = False
+    train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
+
+    def load_site(self) -> Site:
+        return load_site(self.site, self.launcher)
+
+    def time_limit(self, site: Site, nodes: int) -> str:
+        return self.time or site.walltime(nodes)
+
+    def warning_s(self, site: Site, nodes: int) -> int:
+        """Return how many seconds before the time limit the run is signaled: at most half of it; training has to save."""
+        return min(
+            300 if self.train else 60, -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 30
+        )  # SLURM rounds to minutes
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `request_of` reads."""
+    add = parser.add_argument
+    add("--site", default="generic", help="name under launch/clusters/, or path of a site file (default: generic)")
+    add("--train", action="store_true", help="train instead of running the benchmark")
+    add("--gpus", type=whole_number(), help="ranks per node (default: the site's)")
+    add("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default: the site's)")
+    spare = "extra nodes to allocate as hot spares (default: 0)"
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help=spare)
+    add("--until_done", action="store_true", help="requeue training after each time limit until it is complete")
+    add("train_options", nargs="*", metavar="-- OPTION", help="options for clap_ds/train.py, such as --restart")
+    add_limits(parser)
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that a later submission of the same jobs may change."""
+    parser.add_argument("--time", help="SLURM time limit (default: the site's; for training a day)")
+    parser.add_argument("--exclude", metavar="HOSTS", help="hosts to avoid, in SLURM's notation")
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """Return the request of a command's options. UserError if they conflict or the number of GPUs is unknown."""
+    site = load_site(arguments.site, arguments.launcher)
+    nodes = slurm.partition_nodes(site.partition)
+    shown = max((gpus for gpus, _ in nodes), default=0)
+    gpus = arguments.gpus or site.gpus_per_node or shown
+    if not gpus:
+        raise UserError("no gpus_per_node in the site file, and sinfo shows no GPUs: pass --gpus")
+    if not arguments.train and (arguments.until_done or arguments.train_options):
+        raise UserError("--until_done and options after -- need --train")
+    parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
+    add_checkpoint_choices(parser)
+    parser.parse_args(arguments.train_options)
+    time = arguments.time
+    if arguments.train and time is None:
+        time = min([TRAINING_TIME, *(limit for _, limit in nodes if limit)], key=slurm.seconds_of)
+    name = arguments.site
+    given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
+    given["site"] = str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name
+    return Request(**given | {"gpus": gpus, "gres": f"gpu:{gpus}" if shown or not nodes else None, "time": time})
+
+
+def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:
+    """Return the batch script of a job. Its folder holds `run.json` and `site.json`; `log` is in SLURM's notation."""
+    site = request.load_site()
+    python = shlex.quote(sys.executable if site.container() else site.interpreter())
+    threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
+    command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
+    words = [shlex.quote(str(command)), '--deepspeed_config "$folder/run.json"', shlex.join(request.train_options)]
+    options = f"--spare_nodes={request.spare_nodes}" + " --until_done" * request.until_done
+    lines = [
+        "#!/bin/bash",
+        *_header(request, site, nodes, name, log),
+        "",
+        "set -euo pipefail",
+        f"cd {shlex.quote(str(work_folder()))}",
+        *site.setup_lines(),
+        f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}",
+        f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        f"folder={shlex.quote(str(folder))}",
+        "",
+        f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
+        f'exec {python} -m clap_ds.launch.supervisor --folder "$folder" {options} \\\n    -- {" ".join(words).strip()}',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> list[str]:
+    asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)
+    options = {
+        "job-name": name,
+        "output": log,
+        "nodes": nodes + request.spare_nodes,
+        "ntasks-per-node": request.gpus,
+        "gres": None if asks_for_gpus else request.gres,
+        "cpus-per-task": site.cpus_per_task,
+        "time": request.time_limit(site, nodes),
+        "account": site.account,
+        "partition": site.partition,
+        "exclude": request.exclude,
+        "signal": f"USR1@{request.warning_s(site, nodes)}",
+        "open-mode": "append",
+    }
+    flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
+    flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
+    return [f"#SBATCH {flag}" for flag in flags]
+
+
+def _quoted(value: object) -> str:
+    """Quote a value for an #SBATCH line. UserError if it is not printable."""
+    text = str(value)
+    if not text.isprintable():
+        raise UserError(f"batch script: {text!r} has unprintable characters; remove them")
+    return '"' + text.replace('"', '\\"') + '"' if re.search(r"[\s'\"#]", text) else text

@@ -1,0 +1,195 @@
+"""Supervise a run inside an allocation and retry it after host failures. The last line of a job script.
+
+    python -m clap_ds.launch.supervisor --folder F -- clap_ds/bench.py --deepspeed_config C
+
+If a host fails, a spare host replaces it (`--spare_nodes`), or SLURM requeues the job without that host. `job.json` in the
+folder and the run directory record the outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from clap_ds.config.arguments import whole_number
+from clap_ds.config.errors import UserError, exit_code_of, printable
+from clap_ds.config.files import own_folder, read_object, write_atomically
+from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
+from clap_ds.distributed.init import SECRET
+from clap_ds.launch import slurm
+from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
+from clap_ds.launch.cluster_profile import Site
+from clap_ds.launch.launchers import Launcher
+from clap_ds.launch.cluster_profile import Site
+from clap_ds.distributed.init import SECRET
+from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
+from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
+
+CONFIG = "--deepspeed_config"
+STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+class RunningJob:
+    """One start of a job."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.folder = arguments, arguments.folder.resolve()
+        self.slots = read_hostfile(self.folder / "hostfile")
+        self.wanted = len(self.slots) - arguments.spare_nodes
+        if self.wanted < 1:
+            raise UserError(f"--spare_nodes {arguments.spare_nodes}: the allocation has {len(self.slots)} hosts")
+        self.name = slurm.job_id() or f"p{os.getpid()}"
+        self.start = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self.attempts = self._earlier_attempts()
+        self.stopped: signal.Signals | None = None
+        self.began = time.monotonic()
+        self.site = Site(**read_object(self.folder / "site.json"))
+        self._recorded: dict[str, Any] = {
+            "job": self.name, "command": arguments.command, "launcher": self._launcher().name, "hosts": self.slots,
+            "state": "running", "error": None, "started": _now(), "attempts": self.attempts,
+        }  # fmt: skip
+
+    def _earlier_attempts(self) -> list[dict[str, Any]]:
+        """Return the attempts before SLURM requeued this job."""
+        path = self.folder / "job.json"
+        earlier = read_object(path) if path.exists() else {}
+        return list(earlier.get("attempts", [])) if earlier.get("job") == self.name else []
+
+    def run(self) -> int:
+        """Run attempts until no other can help, and return the job's exit code."""
+        for number in STOPS:
+            signal.signal(number, self._hear)
+        self._record()
+        hosts = self.choose_hosts()
+        while True:
+            ending = self._attempt(hosts)
+            hosts = self.choose_hosts() if is_mended_without(ending) and not self.stopped else {}
+            if not hosts:
+                return self._finish(ending)
+            _say(f"error: {ending.message}\nrestarting without {', '.join(ending.hosts)}")
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = self.stopped or signal.Signals(number)
+
+    def excluded(self) -> list[str]:
+        """Return the hosts that are blamed for failed attempts."""
+        return list(dict.fromkeys(name for attempt in self.attempts for name in attempt["at_fault"]))
+
+    def choose_hosts(self) -> dict[str, int]:
+        """Return the hosts of the next attempt; empty if too few are left."""
+        excluded = self.excluded()
+        good = [name for name in self.slots if name not in excluded]
+        if len(good) < self.wanted and not any(attempt["start"] == self.start for attempt in self.attempts):
+            good = [*self.slots]  # SLURM allocated an excluded host again
+        return {name: self.slots[name] for name in good[: self.wanted]} if len(good) >= self.wanted else {}
+
+    def _launcher(self) -> Launcher:
+        python = self.site.interpreter() if self.site.container() else sys.executable
+        return Launcher(self.site, python, f"{self.name}.{len(self.attempts)}")
+
+    def _attempt(self, hosts: dict[str, int]) -> Ending:
+        started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
+        with own_folder(folder.parent) as attempts:
+            shutil.rmtree(attempts / folder.name, ignore_errors=True)  # left by an earlier job in this folder
+            (attempts / folder.name).mkdir()
+            secret = os.open(attempts / folder.name / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(secret, "w") as file:
+            file.write(os.urandom(16).hex())
+        write_atomically(folder / "hostfile", format_hostfile(hosts))
+        words = [*self.arguments.command]
+        if CONFIG in words:
+            words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
+        ending = run_attempt(self._launcher(), hosts, words, folder, lambda: self.stopped)
+        self.note(ending, hosts, started)
+        self._record()
+        return ending
+
+    def note(self, ending: Ending, hosts: Iterable[str], started: str) -> None:
+        """Record an attempt."""
+        self.attempts.append({
+            "hosts": [*hosts], "started": started, "finished": _now(), "state": ending.state, "error": ending.message or None,
+            "at_fault": ending.hosts, "start": self.start, "requeued": False,
+        })  # fmt: skip
+
+    def _finish(self, ending: Ending) -> int:
+        """Report and record the outcome, requeue the job if that helps, and return the exit code."""
+        self.attempts[-1]["requeued"] = again = self.asks_for_another_start(ending)
+        run = run_directory_of(self.folder / "attempts" / str(len(self.attempts) - 1))
+        self._record(
+            state=ending.state, error=ending.message or None, exit_code=ending.code, finished=_now(),
+            run_directory=str(run.path) if run else None, seconds=round(time.monotonic() - self.began, 1),
+        )  # fmt: skip
+        if ending.message:
+            _say(f"{'error: ' if ending.code else ''}{ending.message}")
+        if again:
+            self._start_anew()
+        return ending.code
+
+    def asks_for_another_start(self, ending: Ending) -> bool:
+        if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
+            return False
+        if self.arguments.until_done and ending.state == "timeout" and ending.code == 0:
+            return True
+        done = sum(attempt["requeued"] for attempt in self.attempts)
+        return is_mended_without(ending) and done < self.site.requeues
+
+    def _start_anew(self) -> None:
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
+        without = self.excluded()
+        _say(f"requeueing this job{' without ' * bool(without)}{', '.join(without)}")
+        if problem := slurm.requeue(without):
+            _say(f"warning: {problem}")
+
+    def _record(self, **fields: object) -> None:
+        """Merge fields into `job.json`."""
+        self._recorded.update(fields)
+        RunDirectory(self.folder).write_json("job.json", self._recorded)
+
+
+def is_mended_without(ending: Ending) -> bool:
+    """Return whether another attempt without the blamed hosts may succeed."""
+    return ending.state == "failed" and bool(ending.hosts)
+
+
+def _say(text: str) -> None:
+    print(printable(text, "\n"), file=sys.stderr, flush=True)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "launch/supervisor.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    add = parser.add_argument
+    add(
+        "--folder",
+        type=Path,
+        required=True,
+        help="job folder with site.json and hostfile; records and attempts are written there",
+    )
+    add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept as hot spares (default: 0)")
+    add("--until_done", action="store_true", help="requeue training after each time limit")
+    add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    return exit_code_of(lambda: RunningJob(arguments).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Repeats from known distributions: how often ± covers the truth."""
+
+import math
+import random
+
+import pytest
+
+from clap_ds.analysis.aggregate import RunSpread, pooled_spread
+from clap_ds.analysis.scaling import scaling_table
+from tests.analysis.samples import run
+
+THREE_SCALES = [(1, 98.0), (1, 100.0), (1, 102.0), (2, 89.0), (2, 90.0), (2, 91.0), (4, 80.0)]
+"""Squared deviations of the logarithms are 0.00080008 and 0.00024695; t for 4 degrees of freedom is 2.7764."""
+HALF = 2.7764 * math.sqrt((0.00080008 + 0.00024695) / 4)
+
+
+def test_plus_minus_is_students_t_of_the_spread_that_repeated_scales_share() -> None:
+    base, row, once = scaling_table([run(nodes, rate) for nodes, rate in THREE_SCALES])
+    assert (base.rate, base.repeats, row.samples_per_s, once.repeats) == (100.0, 3, 720.0, 1)
+    assert base.samples_per_s_per_gpu_2sigma == pytest.approx(100 * HALF / 3**0.5, rel=1e-4)
+    assert (base.scaling_efficiency_percent, base.scaling_efficiency_2sigma_percent) == (100.0, 0.0)
+    assert (row.scaling_efficiency_percent, row.speedup) == (pytest.approx(90.0), pytest.approx(1.8))
+    assert row.scaling_efficiency_2sigma_percent == pytest.approx(90 * HALF * (2 / 3) ** 0.5, rel=1e-4)
+    said = "95% by Student's t, runs of one scale differ by 1.6% (of 6 runs, 4 degrees of freedom)"
+    assert {each.uncertainty_from for each in (base, row)} == {said}
+    assert (once.samples_per_s_per_gpu_2sigma, once.scaling_efficiency_2sigma_percent) == (None, None)
+    assert ["not repeated" in each.notes for each in (base, row, once)] == [False, False, True]
+
+
+def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
+    """Two repeats of four scales, and different numbers for five; 2σ of two repeats covered it in 78."""
+    generator, held = random.Random(8), 0
+    for trial in range(600):
+        counts = ((2,) * 4, (3, 1, 2, 4, 2))[trial % 2]
+        rates = [600 * 0.97**place for place in range(len(counts))]
+        *_, last = scaling_table([
+            run(2**place, rates[place] * math.exp(generator.gauss(0, 0.01)))
+            for place, count in enumerate(counts) for _ in range(count)
+        ])  # fmt: skip
+        wrong = abs((last.scaling_efficiency_percent or 0) - 100 * rates[-1] / rates[0])
+        held += wrong <= (last.scaling_efficiency_2sigma_percent or 0)
+    assert 0.93 * 600 <= held <= 0.975 * 600  # nor is it too wide
+
+
+def test_a_scale_that_spreads_far_more_than_the_others_has_its_own_spread() -> None:
+    quiet = [run(nodes, 100.0 + offset) for nodes in (1, 2, 4) for offset in (-0.1, 0.0, 0.1)]
+    *_, noisy = scaling_table([*quiet, *(run(8, rate) for rate in (80.0, 90.0, 100.0))])
+    deviation = math.sqrt(sum((math.log(rate) - math.log(80 * 90 * 100) / 3) ** 2 for rate in (80, 90, 100)) / 2)
+    assert noisy.samples_per_s_per_gpu_2sigma == pytest.approx(
+        90 * 4.3027 * deviation / 3**0.5, rel=1e-4
+    )  # t for 2 degrees
+    *_, alike = scaling_table([*quiet, *(run(8, rate) for rate in (99.9, 100.0, 100.15))])
+    assert "8 degrees of freedom" in alike.uncertainty_from
+
+
+def test_the_spread_is_of_what_counts() -> None:
+    scale = [run(1, 98.0), run(1, 102.0), run(1, 50.0, state="failed")]
+    deviation = pytest.approx(math.log(102 / 98) / 2**0.5)
+    assert pooled_spread([scale, [run(2, 90.0)]]) == RunSpread(deviation, 1, 2)  # type: ignore[arg-type]
+    assert pooled_spread([[run(1, 98.0)]]) is None
+
+
+def test_single_runs_have_no_plus_minus_and_their_slow_windows_are_counted() -> None:
+    stated = {"interval": (50.0, 101.0), "windows": (100.0, 101.0, 99.0, 50.0)}
+    rows = scaling_table([run(1, 100.0, **stated), run(2, 90.0)])
+    spreads = [(row.samples_per_s_per_gpu_2sigma, row.scaling_efficiency_2sigma_percent) for row in rows]
+    assert spreads == [(None, None)] * 2
+    assert ["not repeated" in row.notes for row in rows] == [True, True]
+    assert "range of 4 windows, 1 of them slow: 50 – 101" in rows[0].notes
+    assert "slow" not in rows[1].notes
+
+
+def test_an_outlying_repeat_is_named() -> None:
+    quiet = [run(nodes, 100.0 + offset) for nodes in (1, 2, 4) for offset in (-0.4, 0.0, 0.4)]
+    *others, row = scaling_table([*quiet, run(8, 95.2), run(8, 95.0), run(8, 76.0, source="a/slow")])
+    assert "slow is -20.1% from the other repeats" in row.notes
+    assert not any("from the other" in each.notes for each in others)
+
+
+@pytest.mark.parametrize(("counts", "growth"), [((3,) * 8, 1.45), ((3, 3, 3, 1, 1), 1.45), ((3,) * 5, 0.6)])
+def test_plus_minus_holds_the_truth_where_spreads_grow_or_fall(counts: tuple[int, ...], growth: float) -> None:
+    generator, held = random.Random(3), [0] * len(counts)
+    deviations = [0.003 * growth**place if growth > 1 else 0.04 * growth**place for place in range(len(counts))]
+    for _ in range(120):
+        rows = scaling_table([
+            run(2**place, 600 * math.exp(generator.gauss(0, deviations[place])))
+            for place, count in enumerate(counts) for _ in range(count)
+        ])  # fmt: skip
+        for place, row in enumerate(rows):
+            half = row.samples_per_s_per_gpu_2sigma
+            assert (half is None) == (counts[place] == 1)
+            held[place] += half is not None and abs((row.rate or 0) - 600) <= half
+    repeated = [share / 120 for share, count in zip(held, counts, strict=True) if count > 1]
+    assert min(repeated) > 0.9 - 2 * (0.09 / 120) ** 0.5
+
+
+def test_a_tables_row_keeps_its_plus_minus() -> None:
+    runs = [run(nodes, rate, kind="table") for nodes, rate in THREE_SCALES]
+    stated = run(8, 70.0, kind="table", repeats=3, interval=(69.0, 72.0), uncertainty_from="what it says")
+    base, *_, row = scaling_table([*runs, stated])
+    assert (row.samples_per_s_per_gpu_2sigma, row.uncertainty_from) == (1.5, "what it says")
+    error = 70 * math.hypot(1.5 / 70, (base.samples_per_s_per_gpu_2sigma or 0) / 100)
+    assert row.scaling_efficiency_2sigma_percent == pytest.approx(error)

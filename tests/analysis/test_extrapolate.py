@@ -1,0 +1,74 @@
+"""Output of projections, and that the results kept are those of their command."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clap_ds.analysis import extrapolate
+from clap_ds.analysis.csv_table import read_table_runs
+from clap_ds.analysis.extrapolate import headline, render
+from clap_ds.analysis.scaling import scaling_table
+from clap_ds.analysis.weak_scaling import LAWS, series_of
+from tests.analysis import samples
+
+TINY = series_of(scaling_table(read_table_runs(samples.TINY)))
+
+
+def cells(text: str, heading: str) -> list[list[str]]:
+    """Return the cells of the table below a heading."""
+    table = text[text.index(f"### {heading}") :].partition("\n\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
+def test_what_is_printed_is_what_was_fitted() -> None:
+    text, first = render(TINY), TINY.rates[0][1]
+    laws = [TINY.fit(law) for law in ("a + b·√n", "a + b·log n", "a + b·n")]
+    (low, high), percent = TINY.bands([512])[512], 100 * laws[0].rate(512) / first
+    assert f"**{percent:.1f}% efficiency on 2048 GPUs (95% band {low:.1f}–{high:.1f}).**" in text
+    rows = cells(text, "Scaling")
+    assert [row[0] for row in rows] == ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"]
+    for row in rows:
+        nodes, rate = int(row[0]), dict(TINY.rates).get(int(row[0]))
+        assert row[1] == str(4 * nodes)
+        assert row[2:4] == ([f"{rate:.1f}", f"{100 * rate / first:.1f}"] if rate else ["–", "–"])
+        assert row[5] == "{:.1f}–{:.1f}".format(*TINY.bands([nodes])[nodes])
+        percents = [100 * law.rate(nodes) / first for law in laws]
+        assert [float(row[4]), *map(float, row[6:])] == pytest.approx(percents, abs=0.051)
+    assert cells(render(replace(TINY, errors=(0.01,) * 8)), "Scaling")[0][2] == "623.7 ± 6.2"
+    for row, (small, nodes, actual) in zip(cells(text, "Hold-outs"), TINY.hold_outs(), strict=True):
+        assert row[:3] == [str(small.rates[-1][0]), str(nodes), f"{actual:.1f}"]
+        errors = [small.efficiency_percent(small.fit(law).rate(nodes)) - actual for law in LAWS]
+        assert list(map(float, row[4:])) == pytest.approx(errors, abs=0.006)
+    means = ", ".join(f"{law} {error:.2f}" for law, error in TINY.foretold_points().items())
+    assert f"first: {means}. The band covered 9 of 9." in text
+    assert "The band covered 8 of 9." in render(replace(TINY, rates=(*TINY.rates[:-1], (128, 400.0))))
+
+
+def test_headlines_are_by_the_law_that_foretold_best() -> None:
+    logarithmic = replace(TINY, rates=tuple((2**k, 616 / (1 + 0.02 * k)) for k in range(6)))
+    assert headline(logarithmic).startswith(f"{100 / (1 + 0.02 * 7):.1f}% efficiency on 512 GPUs (95% band ")
+    assert headline(TINY.first(2)).endswith("32 GPUs, without a band, which needs three scales")
+    assert "No hold-outs: they need three scales." in render(TINY.first(2))
+    assert "GPUs relative to 2 nodes" in headline(replace(TINY, rates=TINY.rates[1:]))
+
+
+def test_results_are_what_the_command_in_the_docs_gives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (samples.ROOT / "docs" / "benchmarking.md").read_text()
+    (line,) = re.findall(r"^\$ python analysis/extrapolate.py (.*) > results/projection/published.md$", page, re.MULTILINE)
+    words = line.replace("results/projection/", f"{tmp_path}/").split()
+    words = [str(samples.ROOT / word) if word.startswith("analysis/") else word for word in words]
+    samples.command(monkeypatch, extrapolate.main, *words)
+    texts = (samples.ROOT / "results" / "projection" / "published.md").read_text(), capsys.readouterr().out
+    kept, made = (re.split(r"([+-]?\d+\.?\d*)", text) for text in texts)
+    assert kept[::2] == made[::2]  # all words
+    assert [float(number) for number in kept[1::2]] == pytest.approx(list(map(float, made[1::2])), abs=0.11, rel=1e-3)
+    assert (tmp_path / "published.png").stat().st_size > 5000
+    text = "".join(kept)
+    assert text.count("The band covered 9 of 9") == 2
+    bands = re.findall(r"on 2048 GPUs \(95% band (\S+)–(\S+)\)", text)
+    claims = (samples.ROOT / "docs" / "faq.md").read_text()
+    assert [f"{float(low):.0f} to {float(high):.0f}%" in claims for low, high in bands] == [True, True]

@@ -1,0 +1,63 @@
+"""The breakdown of a step: with a fake clock, and over a very slow link."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from clap_ds.benchmark import throughput
+from tests.rank_pool import RankPool
+
+SECONDS = {"data_wait": 1.0, "forward": 2.0, "loss": 4.0, "backward": 32.0, "optimizer": 16.0}
+LOCAL_BACKWARD_S = 8.0
+
+
+class _Engine:
+    """Passes take `SECONDS`, three times that on rank 1, and on both 100, 1, 8 and 2 times in turn."""
+
+    def __init__(self) -> None:
+        self.deepspeed = SimpleNamespace(tput_timer=SimpleNamespace(config=SimpleNamespace(enabled=True)))
+        self.deepspeed.zero_grad = lambda: None
+        self.sync, self.is_off, self.passes, self.steps = self, False, 0, 0
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        self.is_off = True
+        yield
+        self.is_off = False
+
+    def accumulate(self, batches: Any, timer: Any) -> None:
+        assert not self.deepspeed.tput_timer.config.enabled
+        factor = (100, 1, 8, 2)[self.passes // 2]
+        for phase, seconds in SECONDS.items() if not self.is_off else [("backward", LOCAL_BACKWARD_S)]:
+            timer.seconds[phase] += seconds * factor * (3 if dist.get_rank() else 1)
+        self.passes += 1
+
+    step = accumulate
+
+    def check_loss(self) -> None:
+        pass
+
+
+def _breakdown(num_steps: int) -> tuple[dict[str, float] | None, bool]:
+    engine = _Engine()
+    ranks = SimpleNamespace(world_size=dist.get_world_size(), is_first=False)
+    session: Any = SimpleNamespace(engine=engine, batches=None, device=torch.device("cpu"), ranks=ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        zero = dict.fromkeys(throughput.STEP_PHASES, 0.0)
+        patch.setattr(throughput, "PhaseTimer", lambda *_, **__: SimpleNamespace(seconds=dict(zero)))
+        return throughput._measure_breakdown(session, num_steps), engine.deepspeed.tput_timer.config.enabled
+
+
+def test_what_a_local_backward_takes_less_is_exposed(one_rank: RankPool, two_ranks: RankPool) -> None:
+    typical = 2 * 2  # median of three steps, after the first, times the mean over ranks
+    expected = {phase: typical * seconds for phase, seconds in SECONDS.items()}
+    expected |= {"backward": typical * LOCAL_BACKWARD_S, "exposed_communication": typical * (32 - LOCAL_BACKWARD_S)}
+    assert two_ranks.run(_breakdown, 3) == [(pytest.approx(expected), True)] * 2
+    ((alone, _),) = one_rank.run(_breakdown, 3)
+    assert alone == pytest.approx({phase: 2 * s for phase, s in SECONDS.items()} | {"exposed_communication": 0.0})
+    assert two_ranks.run(_breakdown, 0) == [(None, True)] * 2

@@ -1,0 +1,98 @@
+"""Benchmark results for known step times, on two ranks with fake clocks."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from clap_ds.benchmark import throughput
+from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.config.schema import BenchSettings
+from clap_ds.engine.session import Session
+from clap_ds.run_records import environment
+from clap_ds.run_records.run_dir import RunDirectory
+from clap_ds.run_records.timers import PhaseTimer
+from tests.rank_pool import RankPool
+
+GIB = 2**30
+
+
+def long(step: int) -> float:
+    """Every tenth step takes 4× as long."""
+    return 4.0 if step % 10 == 0 else 1.0
+
+
+def _measured(folder: str) -> dict[str, Any]:
+    """Rank 1 takes 1.5× as long as rank 0, and waits twice as long for data."""
+    rank, now = dist.get_rank(), [100.0]
+    deepspeed: Any = SimpleNamespace(skipped_steps=3, global_samples=0)
+    deepspeed.tput_timer = SimpleNamespace(global_step_count=9, start_step=2, total_elapsed_time=1.0)
+    deepspeed.tput_timer.config = SimpleNamespace(synchronized=True)
+    deepspeed.tput_timer.avg_samples_per_sec = lambda: 7.0 + engine.steps
+    engine: Any = SimpleNamespace(steps=0, deepspeed=deepspeed, check_loss=lambda: None)
+
+    def step(batches: Iterator[Any], timer: PhaseTimer) -> torch.Tensor:
+        engine.steps += 1
+        deepspeed.global_samples += 16
+        with timer("data_wait"):
+            now[0] += 0.1 * (1 + rank)
+        now[0] += long(engine.steps) * (1 + 0.5 * rank) - 0.1 * (1 + rank)
+        return torch.tensor(engine.steps + 10.0 * rank)
+
+    def break_down(session: Session, num_steps: int) -> dict[str, float]:
+        engine.steps += num_steps
+        return {"forward": 0.5}
+
+    engine.step = step
+    scalars: list[Any] = []
+    run: Any = SimpleNamespace(batch_sizes=lambda world_size: BatchSizes(4, 2, 8 * world_size))
+    run.clap = SimpleNamespace(bench=BenchSettings(warmup_steps=2, windows=3, steps_per_window=10, breakdown_steps=2))
+    ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=1, host=f"node{rank}")
+    nothing: Any = SimpleNamespace(supply=lambda: None)
+    writer: Any = SimpleNamespace(write=scalars.extend)
+    session = Session(run, ranks, torch.device("cpu"), RunDirectory(Path(folder)), engine, nothing, writer)
+    with (
+        mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
+        mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
+        mock.patch.object(throughput, "_measure_utilization", lambda session, rate: {"warnings": [f"of {rate:.4f}"]}),
+        mock.patch.object(throughput, "_measure_breakdown", break_down),
+        mock.patch.object(throughput, "print_summary"),
+        mock.patch.object(throughput, "Progress"),
+    ):
+        return {"summary": throughput.measure(session), "scalars": scalars}
+
+
+def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
+    found = two_ranks.run(_measured, str(tmp_path))[0]
+    summary = found["summary"]
+    rate = summary["samples_per_s_per_gpu"]  # 240 samples in three windows of 13.5 times as many seconds
+    assert (rate["mean"], rate["low"], rate["high"]) == pytest.approx((80 / 19.5,) * 3)
+    assert rate["windows"] == pytest.approx([80 / 19.5] * 3)
+    assert rate["window_s"] == pytest.approx([19.5] * 3)
+    assert summary["samples_per_s"] == pytest.approx(2 * 80 / 19.5)
+    assert summary["deepspeed_samples_per_s"] == 7 + 32  # by then
+    assert summary["step_time_s"] == pytest.approx({"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.5})
+    assert summary["data_wait_percent"] == pytest.approx(100 * 2 / 19.5)
+    assert summary["memory_peak_bytes"] == 2 * GIB
+    assert summary["skipped_steps"] == 3
+    assert summary["slow_ranks_cost_samples_per_s"] == pytest.approx(480 / 39)  # twice as fast without them
+    assert summary["warnings"][0] == "of 4.1026"
+    assert summary["warnings"][1].endswith("8 samples/s (+95.0%)")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["phase"], line["window"]) for line in lines] == [
+        (step, "warmup" if step < 3 else "window", None if step < 3 else (step + 7) // 10) for step in range(1, 33)
+    ]
+    assert [line["window_s"] for line in lines] == pytest.approx([1.5] * 2 + [19.5] * 30)
+    assert [line["window_data_wait_s"] for line in lines] == pytest.approx([0.2] * 2 + [2.0] * 30)
+    assert [line["time_s"] for line in lines] == pytest.approx([long(step) for step in range(1, 33)])
+    assert [line["slowest_rank_time_s"] for line in lines] == pytest.approx([1.5 * long(n) for n in range(1, 33)])
+    assert [line["loss"] for line in lines] == [step + 5 for step in range(1, 33)]  # the mean of both ranks
+    assert [scalar for scalar in found["scalars"] if scalar[0] == "bench/loss"] == [
+        ("bench/loss", step + 5, 16 * step) for step in range(1, 33)
+    ]

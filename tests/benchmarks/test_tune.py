@@ -1,0 +1,64 @@
+"""Every combination runs and has a row, even if it fails."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import tune
+from clap_ds.config.errors import UserError
+
+STAND_IN = """
+import json, sys, time
+from pathlib import Path
+run = json.loads(Path(sys.argv[1]).read_text())
+kind, output = run["clap"]["compile"], run["clap"]["output"]
+folder = Path(output["root"], output["label"] + "-20260101T000000Z")
+if kind == "towers":
+    sys.exit("error: no compiler here")
+folder.mkdir()
+rate = {"off": 100.0, "step": 150.0}.get(kind, 0.0) + run["train_micro_batch_size_per_gpu"]
+summary = {"state": "completed", "samples_per_s_per_gpu": {"mean": rate, "low": rate - 1, "high": rate + 1}}
+ends = {"slow": {"state": "running"}, "memory": {"state": "out_of_memory", "error": "out of memory at micro-batch 4"}}
+(folder / "summary.json").write_text(json.dumps(ends.get(kind, {**summary, "memory_peak_bytes": 2e9})))
+time.sleep(60 * (kind == "slow"))
+sys.exit(kind == "memory")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    (tmp_path / "config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "clap": {"compile": "off"}}))
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setattr(tune, "BENCH", [sys.executable, str(tmp_path / "stand_in.py")])
+    return lambda *options: tune.main([str(tmp_path / "config.json"), "--folder", str(tmp_path / "out"), *options])
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return list(json.loads((folder / "out" / "tune.json").read_text()))
+
+
+def test_all_combinations_in_order(run: Callable[..., int], tmp_path: Path) -> None:
+    options = ["--vary", "clap.compile=off,step", "--vary", "train_micro_batch_size_per_gpu=8,16"]
+    assert run(*options, "--set", "clap.bench.windows=3") == 0
+    assert [row["samples_per_s_per_gpu"]["mean"] for row in rows(tmp_path)] == [108.0, 116.0, 158.0, 166.0]
+    written = json.loads((tmp_path / "out" / "03" / "config.json").read_text())
+    assert (written["clap"]["compile"], written["train_micro_batch_size_per_gpu"]) == ("step", 8)
+    assert (written["clap"]["bench"]["windows"], written["clap"]["bench"]["warmup_steps"]) == (3, 5)
+    table = (tmp_path / "out" / "tune.md").read_text()
+    assert "158.00 | 157.00–159.00 | 1.463 | 2.00 |" in " ".join(table.split())
+
+
+def test_failures_are_rows_with_their_reason(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--vary", "clap.compile=off,towers,memory,slow", "--limit_s", "3") == 0
+    assert [(row["state"], row["note"]) for row in rows(tmp_path)] == [
+        ("completed", ""),
+        ("exit code 1", "no compiler here"),
+        ("exit code 1", "out of memory at micro-batch 4"),
+        ("stopped after 3 s", "no output"),
+    ]
+    with pytest.raises(UserError, match="new or empty"):
+        run("--vary", "clap.compile=towers")

@@ -1,0 +1,54 @@
+"""Packaged configurations by name, and the commit of the code."""
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clap_ds.config import paths
+from clap_ds.config.errors import UserError
+from clap_ds.config.paths import CONFIGS, commit, find_config
+from clap_ds.config.settings import load_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder that is its own git repository."""
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "-q"], check=True)
+    return tmp_path
+
+
+def test_a_file_or_else_the_packaged_one_of_that_name(elsewhere: Path) -> None:
+    (elsewhere / "htsat_tiny").mkdir()  # a folder is no configuration
+    for name in ("htsat_tiny", "htsat_tiny.json"):
+        assert find_config(Path(name)) == CONFIGS / "htsat_tiny.json"
+    assert load_run("htsat_tiny").label == "htsat_tiny"
+    (elsewhere / "htsat_tiny.json").write_text("{}")
+    assert find_config(Path("htsat_tiny.json")) == Path("htsat_tiny.json")
+    for name in ("htsat", "ds_configs/htsat_tiny.json", "htsat_tiny.yaml", "../htsat_tiny"):
+        with pytest.raises(UserError, match=r"no such file.*packaged configurations: fine_tune, .*train_demo_cpu\)"):
+            find_config(Path(name))
+
+
+def test_compiled_code_is_kept_where_nobody_else_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "clap_ds/triton").mkdir(parents=True)
+    (tmp_path / "clap_ds/triton").chmod(0o777)
+    folder = paths.code_folder("triton")
+    assert (folder, stat.S_IMODE(folder.stat().st_mode)) == (tmp_path / "clap_ds/triton", 0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="another user"):
+        paths.code_folder("triton")
+
+
+def test_commit_is_the_checkouts_own(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    assert str(commit()).removesuffix("+") == head.stdout.strip()
+    monkeypatch.setattr(paths, "CHECKOUT", elsewhere / "copy")  # inside another repository
+    (elsewhere / "copy").mkdir()
+    assert commit() is None

@@ -1,0 +1,51 @@
+"""Test the native layer norm against torch's, and the native dropout."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clap_ds.cpu_kernels.elementwise import fits_norm, native_dropout, native_layer_norm
+from tests.cpu_kernels.exactness import assert_as_exact_as_torch, numbers
+from tests.kernels import each_implementation
+
+pytestmark = each_implementation
+
+SHAPES = [(1, 16), (3, 5, 192), (33, 384), (1001, 96), (131, 768), (9, 4096)]
+"""Shapes for every kernel: rows that fit in registers or not, one or several threads, odd numbers of rows."""
+
+
+def parameters(channels: int) -> tuple[Tensor, Tensor]:
+    return numbers(channels, seed=1, mean=1.0), numbers(channels, seed=2)
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor, *residual: Tensor) -> tuple[Tensor, Tensor]:
+    return native_layer_norm(x, weight, bias, 1e-5, *residual)
+
+
+def by_torch(x: Tensor, weight: Tensor, bias: Tensor, *residual: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual[0] if residual else x * 1.0
+    return F.layer_norm(total, x.shape[-1:], weight, bias), total
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", ["alone", "passed on", "of a sum"])
+def test_as_exact_as_torch(form: str, shape: tuple[int, ...]) -> None:
+    alone = form == "alone"
+    inputs = [numbers(*shape, seed=0, mean=3.0 * alone), *parameters(shape[-1])]
+    inputs += [numbers(*shape, seed=5)] * (form == "of a sum")
+    upstream = [numbers(*shape, seed=seed) for seed in (3, 4)[: 2 - alone]]
+    assert_as_exact_as_torch(norm, by_torch, inputs, *upstream, norm_ratio=1.5, slack=1e-3)
+
+
+def test_dropout_keeps_and_scales_elements_or_makes_them_zero_and_gradients_alike() -> None:
+    torch.manual_seed(0)
+    x = torch.ones(1 << 18, dtype=torch.bfloat16, requires_grad=True)
+    y = native_dropout(x, 0.25)
+    assert set(y.unique().tolist()) == {0.0, torch.tensor(4 / 3).bfloat16().item()}
+    assert 0.24 < float((y == 0).float().mean()) < 0.26
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(gradient, y)
+    assert native_dropout(x, 0.0) is x
+    assert [channels for channels in (0, 16, 24, 96, 4096, 4112) if fits_norm(channels)] == [16, 96, 4096]
+    assert native_dropout(torch.full((64,), float("nan"), dtype=torch.bfloat16), 0.5).isnan().all()

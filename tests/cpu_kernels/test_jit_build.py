@@ -1,0 +1,119 @@
+"""Test compiling, caching and opening the library of CPU kernels with a trivial source, on any processor."""
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from clap_ds.config.paths import cache_folder
+from clap_ds.cpu_kernels import jit_build
+from tests import needs
+
+SOURCE = "int number = 0;\n"
+WORKING_COMPILER = 'echo "$@" >> "$0.calls"; exec g++ "$@"'
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the only source, which replaces the kernels'."""
+    needs.programs("g++")
+    path = tmp_path / "only.cpp"
+    path.write_text(SOURCE)
+    monkeypatch.setattr(jit_build, "SOURCES", tmp_path)
+    monkeypatch.setattr(jit_build, "FLAGS", ("-O0", "-shared", "-fPIC"))
+    monkeypatch.setattr(jit_build, "IMPLEMENTATIONS", {"any": jit_build.Implementation(frozenset(), ())})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    return path
+
+
+def use_compiler(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the compiler by a shell script; a working one logs its calls to a file next to it."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+
+
+def problem() -> str:
+    """Return why there is no library; empty if there is one."""
+    found = library._load.__wrapped__()
+    return found if isinstance(found, str) else ""
+
+
+def kept() -> Path:
+    (path,) = cache_folder().glob("cpu_kernels/*.so")
+    return path
+
+
+def test_compiled_once_while_others_wait_and_again_for_other_sources_or_where_it_is_damaged(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_compiler("sleep 0.1; " + WORKING_COMPILER, tmp_path, monkeypatch)
+    calls = tmp_path / "compiler.calls"
+    with ThreadPoolExecutor(4) as pool:
+        assert [each.result() for each in [pool.submit(problem) for _ in range(4)]] == [""] * 4
+    assert not problem()
+    assert calls.read_text().count(" -o ") == 1
+    path = kept()
+    whole = path.read_bytes()
+    path.unlink()  # open files are unaffected
+    path.write_bytes(whole[:-100] + bytes(100))
+    assert not problem()
+    assert path.read_bytes() == whole
+    source.write_text(SOURCE + "// changed\n")
+    assert not problem()
+    assert calls.read_text().count(" -o ") == 3
+
+
+def test_a_library_that_others_could_have_put_there_is_never_opened(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_compiler(WORKING_COMPILER, tmp_path, monkeypatch)
+    assert not problem()
+    kept().chmod(0o664)
+    kept().parent.chmod(0o777)
+    assert not problem()
+    assert sum(" -o " in line for line in (tmp_path / "compiler.calls").read_text().splitlines()) == 2
+    assert kept().parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert "belongs to another user" in problem()
+
+
+@pytest.mark.parametrize("name", jit_build.IMPLEMENTATIONS)
+def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Once per machine, because the result is stored in the runs' cache."""
+    monkeypatch.delenv("CXX", raising=False)
+    flags = *jit_build.FLAGS, *jit_build.IMPLEMENTATIONS[name].flags
+    targets = [*(flag for flag in flags if flag.startswith("-m")), "-E", "-x", "c++", os.devnull]
+    if not shutil.which("g++") or subprocess.run(["g++", *targets], capture_output=True).returncode:
+        pytest.skip("needs a g++ that can target AMX (x86, GCC 11 or later)")
+    with jit_build._build(flags) as file:
+        file.seek(0)
+        made = file.read()
+    modules = "".join(path.read_text() for path in jit_build.SOURCES.parent.glob("*.py"))
+    names = set(re.findall(r'"(clap_(?!ds")\w+)"', modules))
+    assert len(names) == 13
+    assert not [name for name in names if f"\0{name}\0".encode() not in made]
+
+
+@pytest.mark.parametrize(
+    ("script", "environment", "expected"),
+    [
+        ("exit 3", {}, "exit status 3"),
+        (WORKING_COMPILER, {"CXX": "/no/such/compiler -O2"}, "no C.. compiler"),
+        (WORKING_COMPILER, {"XDG_CACHE_HOME": "/proc/nowhere"}, "/proc/nowhere"),
+    ],
+)
+def test_why_there_is_no_library(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    script: str, environment: dict[str, str], expected: str,
+) -> None:  # fmt: skip
+    use_compiler(script, tmp_path, monkeypatch)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(expected, problem())

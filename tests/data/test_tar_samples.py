@@ -1,0 +1,83 @@
+import gzip
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from clap_ds.data.tar_samples import Item, Place, fetch, list_items, read_items
+from tests import needs
+from tests.data.tars import marked_item, marked_items, write_tar
+
+CONTENT = {f"sub/{n}.{extension}": bytes([n]) * (511 + n) for n in range(3) for extension in ("wav", "txt")}
+
+
+def items_of(path: Path) -> tuple[list[Item], list[str]]:
+    reported: list[str] = []
+    return list(read_items(str(path), lambda name, reason: reported.append(reason))), reported
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    return write_tar(tmp_path / "a.tar", marked_items(range(3)))
+
+
+def test_contents_left_in_the_tar_are_fetched_later(tar: Path) -> None:
+    """Even if it was deleted. It is closed with the last reference to an item."""
+    before = len(os.listdir("/proc/self/fd"))
+    listed = list(list_items(str(tar), pytest.fail))
+    assert all(isinstance(item[extension], Place) for item in listed for extension in ("wav", "txt"))
+    tar.unlink()
+    for item in listed:
+        fetch(item)
+    contents = [marked_item(number) for number in range(3)]
+    assert [(item["wav"], item["txt"]) for item in listed] == [(wav, text) for (_, wav), (_, text) in contents]
+    del listed, item
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_tar_writes_is_read(tmp_path: Path) -> None:
+    needs.programs("tar")
+    (tmp_path / "sub").mkdir()
+    for name, content in CONTENT.items():
+        (tmp_path / name).write_bytes(content)
+        os.utime(tmp_path / name, (1.7e9, 1.7e9 + 0.25))
+    (tmp_path / "sub/link.wav").symlink_to("0.wav")
+    subprocess.run(["tar", "--format=pax", "-cf", "a.tar", "sub"], cwd=tmp_path, check=True)
+    items, reported = items_of(tmp_path / "a.tar")
+    found = {f"{item['__key__']}.{e}": item[e] for item in items for e in item.keys() & {"wav", "txt"}}
+    assert (found, reported) == (CONTENT, [])
+
+
+def test_damage_anywhere_is_told_and_costs_what_is_behind_it(tar: Path, tmp_path: Path) -> None:
+    """Truncated anywhere, with a changed byte in any header, or with blocks of zeros."""
+    whole, damaged = tar.read_bytes(), tmp_path / "damaged.tar"
+    expected = [item["txt"] for item in items_of(tar)[0]]
+    with tarfile.open(tar) as opened:
+        members = opened.getmembers()
+    closing = members[-1].offset_data + 512
+    cuts = [*range(512, len(whole), 300), *(member.offset for member in members[1:]), closing]
+    cases = {whole[:cut]: sum(m.offset_data + m.size <= cut for m in members) // 2 for cut in cuts}
+    for number, offset in enumerate(member.offset for member in members):
+        for content in (bytes([0xFF]) + whole[offset + 1 : offset + 512], bytes(512)):
+            cases[whole[:offset] + content + whole[offset + 512 :]] = number // 2
+    for content, num_items in cases.items():
+        damaged.write_bytes(content)
+        items, reported = items_of(damaged)
+        assert [item["txt"] for item in items if "txt" in item] == expected[:num_items]
+        assert len(reported) == (len(content) <= closing or len(content) == len(whole)), reported
+
+
+def test_what_cannot_be_read_at_all_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for name in ("a.wav", "a.txt", "a.wav"):
+            tar.addfile(tarfile.TarInfo(name))
+    assert "duplicate file name" in items_of(path)[1][0]
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    items, (reason,) = items_of(path)
+    assert items == []
+    assert "not compressed" in reason
+    path.unlink()
+    assert "No such file" in items_of(path)[1][0]

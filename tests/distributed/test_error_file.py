@@ -1,0 +1,37 @@
+"""Error files, and calls with a timeout."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clap_ds.distributed import error_file
+from clap_ds.distributed.error_file import ERROR, LOST_PEER, STOPPED, UNREACHABLE, leave_word, read_words
+from clap_ds.distributed.timeout import within
+from tests.processes import ROOT
+
+
+def test_what_a_word_says_and_which_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(error_file, "_place", None)
+    leave_word(ERROR, "nobody asks", 1)
+    error_file.speak_in(tmp_path, 3, "n2")
+    leave_word(STOPPED, "stopped by SIGTERM", 143)
+    leave_word(LOST_PEER, "closed by peer", 1)  # a cause replaces an error file, a consequence doesn't
+    assert [word.message for word in read_words(tmp_path)] == ["stopped by SIGTERM"]
+    try:
+        raise KeyError("caption")
+    except KeyError as error:
+        leave_word(UNREACHABLE, f"two\nlines: {error}\n", 1, hosts=["n7"])
+    (word,) = read_words(tmp_path)
+    assert (word.message, word.rank, word.host, word.kind) == ("two; lines: 'caption'", 3, "n2", "unreachable")
+    assert (word.ranks, word.hosts) == ([], ["n7"])
+    assert "test_error_file.py" in word.stack
+
+
+def test_nobody_waits_for_what_never_answers() -> None:
+    program = "import threading; from clap_ds.distributed.timeout import within; within(0.1, threading.Event().wait)"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=180, capture_output=True, text=True)
+    assert "TimeoutError" in ended.stderr
+    with pytest.raises(KeyError):
+        within(30, {}.popitem)

@@ -1,0 +1,112 @@
+"""Ranks from launcher and SLURM variables, hostfile checks, and agreed errors."""
+
+import os
+import platform
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from clap_ds.config.errors import UserError
+from clap_ds.distributed.collectives import agree
+from clap_ds.distributed.init import Ranks, check_hostfile
+from tests import processes
+from tests.rank_pool import RankPool
+
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STEP = {
+    "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "1", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "10", "SLURM_STEP_NODELIST": "n[08-10]", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
+}  # fmt: skip
+ONE_TASK = {
+    **STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n08",
+}  # fmt: skip
+BATCH_STEP = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
+LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+ALONE = Ranks(0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "address"),
+    [
+        ({}, ALONE, None),
+        (LAUNCHER, Ranks(3, 4, 1, 2), None),  # torchrun
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, Ranks(5, 8, 1, 4), None),  # deepspeed
+        ({"RANK": "0"}, r"RANK < WORLD_SIZE, found RANK='0', WORLD_SIZE='', LOCAL_RANK=''", None),
+        ({**LAUNCHER, "RANK": "4"}, "found RANK='4', WORLD_SIZE='4'", None),
+        (STEP, Ranks(9, 10, 1, 2, ("n08",) * 4 + ("n09",) * 4 + ("n10",) * 2), "n08"),
+        ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), None),  # a launcher takes precedence
+        (ONE_TASK, Ranks(0, 1, 0, 1, ("n08",)), None),
+        (BATCH_STEP, ALONE, None),
+    ],
+)
+def test_place_from_launchers_and_slurm(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: Ranks | str, address: str | None
+) -> None:
+    for name in [*PLACE, *(name for name in os.environ if name.startswith("SLURM"))]:
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            Ranks.from_environment()
+        return
+    assert Ranks.from_environment() == expected
+    assert os.environ.get("MASTER_ADDR") == address
+    # Every rank of a step computes the same port.
+    assert os.environ.get("MASTER_PORT") == (None if address is None else "28027")
+    # RANK is set only for ranks.
+    assert ("RANK" in os.environ) == ("RANK" in given or given.get("SLURM_STEP_ID") == "1")
+
+
+def test_ranks_are_as_many_as_the_hostfile_has_slots_and_on_its_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("# two nodes\nnode1 slots=2\n\nnode2 slots=2  # half a node\n")
+    assert check_hostfile(path, Ranks(3, 4, 1, 2)).hosts == ("node1", "node1", "node2", "node2")
+    with pytest.raises(UserError, match="lists 4 slots, but 6 ranks"):
+        check_hostfile(path, Ranks(0, 6, 0, 3))
+    by_srun = Ranks(0, 4, 0, 2, ("node2", "node2", "node1", "node1"))
+    assert check_hostfile(path, by_srun) == by_srun
+    with pytest.raises(UserError, match="on node1, node3; pass deepspeed --include node1@node2"):
+        check_hostfile(path, Ranks(0, 4, 0, 2, ("node1", "node1", "node3", "node3")))
+
+
+def _agree(problem_rank: int | None) -> str | None:
+    try:
+        agree("broken" if problem_rank in (dist.get_rank(), -1) else None)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_all_ranks_stop_with_the_problem_of_one(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_agree, None) == [None, None]
+    assert two_ranks.run(_agree, 1) == ["rank 1: broken"] * 2
+    assert two_ranks.run(_agree, -1) == ["broken"] * 2
+
+
+COMMAND = """
+import sys
+from clap_ds.config import errors
+from clap_ds.distributed import init
+init.RANK_0_SPEAKS_S = 0.1
+def main(ranks):
+    raise getattr(errors, sys.argv[1])("broken")
+init.run_command(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "message"),
+    [
+        (0, "UserError", "error: broken\n"),
+        (1, "UserError", f"error: {platform.node()}: rank 1: broken\n"),  # unless a launcher has ended it
+        (1, "AgreedError", ""),
+    ],
+)
+def test_a_mistake_is_shown_once_and_never_lost(rank: int, error: str, message: str) -> None:
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    done = processes.run(["-c", COMMAND, error], env={**os.environ, **place})
+    assert (done.returncode, done.stderr) == (2, message)

@@ -1,0 +1,172 @@
+"""Compiled and checkpointed models against the plain one: the micro preset, with Dynamo and AOT Autograd but no code
+generator."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+
+from clap_ds.config.model import load_preset
+from clap_ds.engine.compile import compile_towers
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.model.clap import ClapModel
+from clap_ds.model.packed import pack
+from clap_ds.run_records.metrics_schema import Summary
+from tests.engine.test_engine import DEVICE, TIMER, batches_of, settings
+from tests.model.reference_clap import captions, clips
+from tests.rank_pool import RankPool
+
+
+def outcome(model: ClapModel, *inputs: object) -> tuple[Tensor, ...]:
+    """Embeddings and gradients."""
+    audio, text, scale = model(*inputs)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return audio, text, *torch.autograd.grad((scale * (audio[:, 0] * 2 + text[:, 1])).sum(), trained)
+
+
+def micro(**options: object) -> ClapModel:
+    torch.manual_seed(0)
+    fixed = {"drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False, "attention": "matmul"}
+    model = ClapModel(load_preset("micro"), **{**fixed, **options})
+    model.audio.batch_norm.momentum = 0.0  # so that steps don't change what the next one computes
+    return model.train()
+
+
+def batch(packed: bool, num_tokens: int = 20) -> tuple[object, ...]:
+    model = load_preset("micro")
+    input_ids, mask = captions(3, num_tokens, model.text.vocab_size, seed=0)
+    waveforms = clips(3, model.audio.num_samples, 0)
+    if not packed:
+        return waveforms, input_ids, mask
+    row, packing = pack([(input_ids, mask)])
+    return waveforms, row, None, packing
+
+
+def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + 1e-5
+
+
+def forget() -> None:
+    """Nothing was compiled in this process."""
+    torch.compiler.reset()
+    counters.clear()
+    clear_compilation_metrics()
+
+
+def statistics() -> tuple[int, int]:
+    """Graphs compiled, of which some anew for other shapes. Where one was broken, it fails."""
+    assert not counters["graph_break"]
+    anew = [not str(metrics.compile_id).endswith("/0") for metrics in get_compilation_metrics()]
+    return counters["stats"]["unique_graphs"], sum(anew)
+
+
+def trained(what: str, packed: bool) -> tuple[list[str], list[Tensor]]:
+    """Names of the weights, and what they are after four steps."""
+    forget()
+    run = settings("fp32", 1)
+    engine = ClapEngine(run, micro(), DEVICE)
+    stored = list(itertools.islice(batches_of(run), 4))
+    if packed:
+        for number, each in enumerate(stored):
+            each.packed = pack([(each.input_ids, each.attention_mask)], multiple=(8, 64)[number % 2])
+    if what != "off":
+        backend = "aot_eager" if DEVICE.type == "cpu" else "inductor"
+        compile_towers(engine.deepspeed, stored[0], what, cached=False, backend=backend)
+    batches = iter(stored)
+    for _ in range(4):
+        engine.step(batches, TIMER)
+    state = engine.model.state_dict()
+    return list(state), [state[name].cpu().clone() for name, _ in engine.model.named_parameters()]
+
+
+def compared(packed: bool) -> tuple[float, tuple[int, int]]:
+    """Largest difference of a compiled model's weights from a plain one's, and what was compiled."""
+    (names, plain), (compiled_names, ours) = trained("off", packed), trained("towers", packed)
+    assert compiled_names == names
+    return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)), statistics()
+
+
+@pytest.mark.end_to_end
+def test_two_ranks_compile_no_more_than_one_and_train_the_same(two_ranks: RankPool) -> None:
+    """A graph each and one more for rows of another length; torch's reducer with its small buckets adds none."""
+    for difference, found in two_ranks.run(compared, True):
+        assert difference < 1e-5  # four steps of at most 1e-3 a weight, in fp32
+        assert found == (4, 1)
+
+
+def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
+    """A backend that notes the graphs it is given, and on rank 1 can't compile those of one direction."""
+
+    def compiler(direction: str) -> Callable[..., Any]:
+        def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+            calls.append(direction)
+            if direction == failing and dist.get_rank() == 1:
+                raise RuntimeError("no such instruction\nat line 3")
+            return boxed_nop(graph, inputs)
+
+        return compile_graph
+
+    return aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+
+
+def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tensor], dict[str, str | None]]:
+    """Losses of three steps on log-mel features by a model that draws random numbers, its state after them, and what couldn't
+    be compiled."""
+    forget()
+    run, model = settings("bf16", 1), micro(drop_path=0.5, text_dropout=0.1, spec_augment=True)
+    model.audio.batch_norm.momentum = 0.1
+    engine, batches = ClapEngine(run, model, DEVICE), list(itertools.islice(batches_of(run), 3))
+    for each in batches:
+        each.audio = model.mel(each.audio)
+    torch.manual_seed(dist.get_rank())
+    found = Summary(compiled={})
+    if failing:
+        found = compile_towers(engine.deepspeed, batches[0], "towers", cached=False, backend=counting([], failing))
+    losses = [float(engine.step(iter([each]), TIMER)) for each in batches]
+    return losses, engine.model.state_dict(), found["compiled"]
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(two_ranks: RankPool, failing: str) -> None:
+    plain, results = (two_ranks.run(_trained_after_a_failure, each) for each in ("", failing))
+    why = "rank 1: no such instruction"
+    for (losses, state, found), (plain_losses, plain_state, _) in zip(results, plain, strict=True):
+        assert found == {"audio": why, "text": why}
+        assert losses == plain_losses
+        assert all(torch.equal(state[name], tensor) for name, tensor in plain_state.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpus", ["one_gpu", "two_gpus"])
+def test_compiled_models_train_the_same_on_gpus(request: pytest.FixtureRequest, gpus: str) -> None:
+    for difference, _ in request.getfixturevalue(gpus).run(compared, False):
+        assert difference < 1e-3  # TF32 or another order of sums
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_checkpointed_blocks_give_the_same_gradients_and_keep_less(packed: bool) -> None:
+    inputs, kept = batch(packed), []
+    expected = outcome(micro(), *inputs)
+    for towers in ((), ("audio",), ("text",), ("audio", "text")):
+        sizes: list[int] = []
+
+        def note(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model = micro(checkpoint_activations=towers)
+            model(*inputs)
+        kept.append(sum(sizes))
+    assert_same(outcome(model, *inputs), expected)
+    nothing, audio, text, both = kept
+    assert both < min(audio, text) < max(audio, text) < nothing

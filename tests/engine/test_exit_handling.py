@@ -1,0 +1,121 @@
+"""How a run's end is told from the exception that ended it."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clap_ds.config.errors import AgreedError
+from clap_ds.distributed import error_file, init
+from clap_ds.distributed.init import Ranks
+from clap_ds.engine.exit_handling import (
+    Interrupted,
+    NonFiniteError,
+    ending_of,
+    is_connection_lost,
+    is_out_of_memory,
+    recorded_ending,
+)
+from clap_ds.run_records.run_dir import RunDirectory
+
+LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:5034"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory", "is_lost"),
+    [
+        (torch.OutOfMemoryError("Tried to allocate 20.00 MiB"), True, False),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, False),
+        (RuntimeError("CUDA error: invalid configuration argument"), False, False),
+        (ValueError("the memory of this"), False, False),
+        (RuntimeError(LOST), False, True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:1]\nwritev: Broken pipe"), False, True),
+        (RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 4000ms for recv operation"), False, True),
+        (RuntimeError("NCCL error\nncclRemoteError: A call failed, possibly due to a remote process"), False, True),
+        (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"), False, True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), False, True),
+        (torch.distributed.DistNetworkError("Failed to recv, got 0 bytes"), False, True),
+        (ConnectionError("Connection reset by peer"), False, False),  # of whom data are read from
+    ],
+)
+def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors(
+    error: Exception, is_memory: bool, is_lost: bool
+) -> None:
+    assert (is_out_of_memory(error), is_connection_lost(error)) == (is_memory, is_lost)
+
+
+STOPPED, AT = "stopped by SIGUSR1", "rank 0: out of memory at 616 on H100, after a peak of 3.0 GB"
+GONE = f"rank 0: another rank is gone: its connection to this one was lost ({LOST})"
+ENDS: list[tuple[Any, ...]] = [
+    (None, None, "completed", None, None, ""),
+    (AgreedError("no such field"), None, "failed", "no such field", None, ""),
+    (Interrupted(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", error_file.STOPPED, "stopped by SIGTERM"),
+    (Interrupted(signal.SIGUSR1), 138, "timeout", STOPPED, error_file.STOPPED, STOPPED),
+    (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", error_file.ERROR, "error: rank 0: NaN at step 2"),
+    (ValueError("no shard"), 1, "failed", "rank 0: no shard", error_file.ERROR, "error: rank 0: no shard"),
+    (
+        torch.OutOfMemoryError("20 MiB\nmore"),
+        1,
+        "out_of_memory",
+        AT,
+        error_file.OUT_OF_MEMORY,
+        f"error: {AT}: 20 MiB\n",
+    ),
+    (RuntimeError(LOST), 1, "failed", f"rank 0: {LOST}", error_file.LOST_PEER, GONE),
+    (KeyError("x"), 1, "failed", "rank 0: 'x'", error_file.ERROR, "Traceback"),
+]
+"""What is raised, exit code, state, error in the summary, kind of the last word, and what is said."""
+
+
+@pytest.mark.parametrize(("error", "code", "state", "recorded", "kind", "said"), ENDS)
+def test_every_end_is_recorded_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException | None,
+    code: int | None,
+    state: str,
+    recorded: str | None,
+    kind: str | None,
+    said: str,
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(init, "leave", leave)
+    monkeypatch.setattr("clap_ds.engine.exit_handling.dist.barrier", lambda: None)
+    monkeypatch.setattr("clap_ds.engine.exit_handling.peak_memory_bytes", lambda device: 3 * 10**9)
+    error_file.speak_in(tmp_path, 0, "node1")
+    before = signal.getsignal(signal.SIGTERM)
+    record, ended = RunDirectory(tmp_path), None
+    try:
+        with recorded_ending(record, Ranks(0, 1, 0, 1), "616 on H100"):
+            if error is not None:
+                raise error
+    except (SystemExit, AgreedError) as found:
+        ended = getattr(found, "code", None)
+    assert (ended, signal.getsignal(signal.SIGTERM)) == (code, before)
+    record.finish("failed", "a later consequence")
+    summary: dict[str, Any] = dict(record.summary())
+    assert (summary["state"], summary["error"]) == (state, recorded)
+    words = [json.loads(path.read_text()) for path in tmp_path.glob("errors/*.json")]
+    assert [(word["kind"], word["code"]) for word in words] == ([(kind, code)] if kind else [])
+    assert said in capsys.readouterr().err
+
+
+def test_who_runs_out_of_memory_is_told_what_to_change() -> None:
+    said = ending_of(MemoryError("20 MiB"), 0, "micro-batch 616").said or ""
+    assert "train_micro_batch_size_per_gpu" in said
+
+
+def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(init, "leave", left.append)
+    with recorded_ending(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), ""):
+        signal.raise_signal(signal.SIGINT)
+    assert left == [128 + signal.SIGINT]
+    assert RunDirectory(tmp_path).summary()["state"] == "terminated"  # by every rank

@@ -1,0 +1,48 @@
+"""All scalars go through DeepSpeed's monitor, in order, and a run never ends for want of them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from deepspeed.monitor.config import get_monitor_config
+from deepspeed.monitor.monitor import MonitorMaster
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from clap_ds.engine.metric_logger import Scalars, engine_section
+from tests.rank_pool import RankPool
+
+
+def _two_starts(folder: str, section: dict[str, Any]) -> list[bool]:
+    """Steps 1 to 4 of 10 samples, then, as if resumed from step 3, steps 4 to 7; DeepSpeed's own among them."""
+    enabled = []
+    for samples in (0, 30):
+        engine: Any = SimpleNamespace(global_samples=samples)
+        engine.monitor = MonitorMaster(get_monitor_config({"tensorboard": engine_section(section)}))
+        scalars = Scalars(engine, section, Path(folder))
+        enabled.append(engine.monitor.enabled)
+        for step in range(samples // 10 + 1, samples // 10 + 5):
+            if engine.monitor.enabled:
+                engine.monitor.write_events([("Train/Samples/lr", step / 100, 10 * step)])
+            scalars.write([("train/loss", samples + step / 10, 10 * step)])
+    return enabled
+
+
+@pytest.mark.parametrize(
+    ("section", "place"),
+    [
+        ({}, "tensorboard"),
+        ({"enabled": True, "output_path": "OWN", "job_name": "mine"}, "own/mine"),
+    ],
+)
+def test_a_resumed_run_has_one_course(one_rank: RankPool, tmp_path: Path, section: dict[str, Any], place: str) -> None:
+    section = {name: str(tmp_path / "own") if value == "OWN" else value for name, value in section.items()}
+    (enabled,) = one_rank.run(_two_starts, str(tmp_path), section)
+    assert enabled == [section.get("enabled", False)] * 2
+    assert [path.parent for path in tmp_path.rglob("events*")] == [tmp_path / place] * 2
+    events = EventAccumulator(str(tmp_path / place))
+    events.Reload()
+    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    steps = [(10 * step, (step > 3) * 30 + step / 10) for step in range(1, 8)]
+    expected = {"train/loss": steps} | ({"Train/Samples/lr": [(n, n / 1000) for n, _ in steps]} if enabled[0] else {})
+    assert found == {tag: [(n, pytest.approx(value)) for n, value in rows] for tag, rows in expected.items()}

@@ -1,0 +1,75 @@
+"""Site files: Jupiter's, the generic one, and every kind of mistake."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clap_ds.config.errors import UserError
+from clap_ds.launch.cluster_profile import Site, load_site
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_packaged_sites() -> None:
+    with pytest.raises(UserError, match="did you mean 'jupiter'"):
+        load_site("jupitr")
+    site = load_site("jupiter")
+    assert (site.partition, site.gpus_per_node, site.cpus_per_task) == ("booster", 4, 72)
+    published = (
+        "NCCL_IB_HCA=mlx5 NCCL_SOCKET_IFNAME=ib0 NCCL_NET_GDR_LEVEL=PHB NCCL_MIN_NCHANNELS=16 NCCL_MAX_NCHANNELS=32"
+        " NCCL_BUFFSIZE=16777216 NCCL_ALGO=Tree,Ring NCCL_CROSS_NIC=1 NCCL_IB_QPS_PER_CONNECTION=2"
+    )
+    rest = {name: value for name, value in site.environment.items() if name != "HF_HOME"}
+    assert rest == dict(pair.split("=") for pair in published.split())
+    assert "/PROJECT/" in site.environment["HF_HOME"], "the manual tells users to edit this"
+    minutes = {nodes: site.walltime(nodes)[3:5] for nodes in (1, 8, 9, 32, 64, 128, 256)}
+    assert minutes == {1: "15", 8: "15", 9: "25", 32: "25", 64: "30", 128: "30", 256: "30"}
+    site = load_site("generic")  # has no cluster-specific values
+    assert not any([site.account, site.partition, site.gpus_per_node, site.environment, site.setup])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"acount": "x"}, "acount: no such field; did you mean 'account'?"),
+        ({"gpus_per_node": 0}, "at least 1, found 0"),
+        ({"launcher": "slrum"}, "did you mean 'slurm'?"),
+        ({"launcher": "slurm", "srun": ["--container-image=x"]}, "--container-image=x needs launcher torchrun"),
+        ({"setup": "module load x"}, "setup: expected a list of strings"),
+        ({"environment": {"NCCL_DEBUG": 1}}, "an object of strings"),
+        ({"walltimes": {"8": "soon"}}, "walltimes.8: 'soon'"),
+    ],
+)
+def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "site.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        load_site(str(path))
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+def test_a_container_needs_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "site.json"
+    path.write_text('{"launcher": "torchrun", "wrapper": ["apptainer"], "requeues": 0, "gpus_per_node": null}')
+    assert load_site(str(path)).container() == "apptainer"
+    with pytest.raises(UserError, match="apptainer needs launcher torchrun"):
+        load_site(str(path), "slurm")
+    assert Site(srun=["--mpi=none"]).container() is None
+
+
+@pytest.mark.parametrize("name", ["hostfile", "cluster_profile", "submit", "sweep"])
+def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
+    """The package is missing, or the Python is too old for it."""
+    path = ROOT / "launch" / f"{name}.py"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run([sys.executable, "-S", path, "--help"], capture_output=True, text=True, env=kept, cwd="/")
+    assert (done.returncode, done.stderr) == (0, "")
+    old = "import runpy, sys; sys.version_info = (3, 6, 8); runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", old, path], capture_output=True, text=True, env=kept, cwd="/")
+    assert "requires Python 3.11 or newer" in done.stderr

@@ -1,0 +1,92 @@
+"""Batch scripts for several kinds of sites, executed by bash."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clap_ds.launch.sbatch import Request, script
+
+ROOT = Path(__file__).resolve().parents[2]
+TRICKY = 'a "b" $HOME `c` %h!\nd'
+
+
+def _site(tmp_path: Path, **fields: object) -> str:
+    (tmp_path / "site.json").write_text(json.dumps(fields))
+    return str(tmp_path / "site.json")
+
+
+def _commands(tmp_path: Path, text: str, **variables: str) -> list[list[str]]:
+    """Return OMP_NUM_THREADS, A and the script's two commands as bash runs them with a fake Python."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\0" "$OMP_NUM_THREADS" "${A-}" "$@" END\n')
+    python.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMP"))}
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, env={**kept, **variables})
+    return [each.strip("\0").split("\0") for each in done.stdout.split("END\0")[:-1]]
+
+
+def test_the_script_is_read_at_a_glance(tmp_path: Path) -> None:
+    site = _site(
+        tmp_path, setup=["module load CUDA"], environment={"NCCL_ALGO": "Tree,Ring"}, cpus_per_task=8, account="mine",
+        partition="gpu", python="/opt/python", srun=["--cpu-bind=cores"], requeues=1, sbatch=["--qos=big"],
+    )  # fmt: skip
+    request = Request(site, 4, "gpu:4", train=True, time="1-00:00:00", exclude="n[1-2]", spare_nodes=1, until_done=True)
+    assert (
+        script(request, 2, "name", "/jobs/one/slurm-%j.out", Path("/jobs/one"))
+        == f"""\
+#!/bin/bash
+#SBATCH --qos=big
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --job-name=name
+#SBATCH --output=/jobs/one/slurm-%j.out
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=4
+#SBATCH --gres=gpu:4
+#SBATCH --cpus-per-task=8
+#SBATCH --time=1-00:00:00
+#SBATCH --account=mine
+#SBATCH --partition=gpu
+#SBATCH --exclude=n[1-2]
+#SBATCH --signal=USR1@300
+#SBATCH --open-mode=append
+
+set -euo pipefail
+cd {shlex.quote(str(ROOT))}
+module load CUDA
+export NCCL_ALGO=Tree,Ring
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-8}}
+export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
+folder=/jobs/one
+
+/opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
+exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" --spare_nodes=1 --until_done \\
+    -- clap_ds/train.py --deepspeed_config "$folder/run.json"
+"""
+    )
+
+
+def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
+    """Use a path with spaces, quotes and percent signs, and a tricky value."""
+    folder = tmp_path / "it's 50%"
+    site = _site(tmp_path, environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="torchrun")
+    text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%j.out", folder)
+    assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%j.out"' in text
+    hosts, run = _commands(tmp_path, text, SLURM_CPUS_PER_TASK="6")
+    assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
+    job = ["--folder", str(folder), "--spare_nodes=0"]
+    command = ["--", "clap_ds/bench.py", "--deepspeed_config", f"{folder}/run.json"]
+    assert run[2:] == ["-m", "clap_ds.launch.supervisor", *job, *command]
+
+
+@pytest.mark.parametrize(
+    ("train", "limit", "seconds"),
+    [(False, "00:15:00", 60), (False, "1:30", 60), (False, "00:01:00", 30), (True, "10", 300), (True, "00:09:00", 270)],
+)
+def test_warning_is_never_more_than_half_the_limit(tmp_path: Path, train: bool, limit: str, seconds: int) -> None:
+    request = Request(_site(tmp_path), 4, None, train=train, time=limit)
+    assert f"#SBATCH --signal=USR1@{seconds}\n" in script(request, 1, "name", "log", tmp_path)

@@ -1,0 +1,118 @@
+"""Complete jobs with a fake `deepspeed`, and decisions of a job without hosts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clap_ds.config.errors import UserError
+from clap_ds.distributed.init import SECRET, Ranks
+from clap_ds.launch.attempt import Ending
+from clap_ds.launch.supervisor import RunningJob, parse_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = os.uname().nodename
+RUNNER = """
+import json, os, sys
+from pathlib import Path
+from clap_ds.distributed import error_file
+folder = Path(sys.argv[sys.argv.index("--job_folder") + 1])
+run = folder.parents[1] / "run"
+run.mkdir()
+(folder / "run_directory").write_text(f"{run}\\n")
+(run / "summary.json").write_text(json.dumps({"state": "running"}))
+error_file.speak_in(folder, 0, os.uname().nodename)
+error_file.leave_word("error", "KeyError: no such key", 1)
+sys.exit(143)
+"""
+
+
+def test_nothing_here_needs_torch_or_pydantic() -> None:
+    """The package is found through PYTHONPATH alone, as on hosts without an installation."""
+    scripts = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
+    program = f"import sys; [__import__('clap_ds.launch.' + name) for name in {scripts}]; print(sorted(sys.modules))"
+    shown = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "pydantic", "numpy", "deepspeed"} & {name.split(".")[0] for name in eval(shown.stdout)}
+
+
+def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
+    """The program's own error ends the job after one attempt. Its two ranks start with a fake `deepspeed.launcher.runner`."""
+    package = tmp_path / "stub" / "deepspeed" / "launcher"
+    package.mkdir(parents=True)
+    for path in (package, package.parent):
+        (path / "__init__.py").touch()
+    (package / "runner.py").write_text(RUNNER)
+    (tmp_path / "hostfile").write_text(f"{HERE} slots=2\n")
+    (tmp_path / "site.json").write_text("{}")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    own = {"PYTHONPATH": f"{tmp_path}/stub:{ROOT}"}
+    words = ["--folder", str(tmp_path), "--", "bench.py", "--deepspeed_config", "run.json"]
+    command = [sys.executable, "-m", "clap_ds.launch.supervisor", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=kept | own, capture_output=True, text=True, timeout=180)
+    record = json.loads((tmp_path / "job.json").read_text())
+    assert (done.returncode, record["state"], record["exit_code"]) == (1, "failed", 1), (
+        "not srun's code for ranks that it killed"
+    )
+    assert "KeyError: no such key" in record["error"]
+    assert record["error"] in done.stderr
+    assert [each["error"] for each in record["attempts"]] == [record["error"]]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] == record["error"]
+    folder = tmp_path / "attempts" / "0"
+    assert (folder / SECRET).stat().st_mode & 0o777 == 0o600
+    assert (folder / SECRET).read_text() in Ranks(0, 2, 0, 2, job_folder=folder).run  # the ranks' rendezvous secret
+
+
+# --- decisions
+
+
+def _job(folder: Path, hosts: int, *options: str) -> RunningJob:
+    """Return a job on n1, n2, … before its start."""
+    (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
+    (folder / "site.json").write_text('{"requeues": 1}')
+    words = ["--folder", str(folder), *options, "--", "bench.py"]
+    return RunningJob(parse_arguments(words))
+
+
+LOST = Ending("failed", "lost n2: down*", 1, ["n2"])
+
+
+def test_spare_hosts_take_over(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--spare_nodes 4: the allocation has 4 hosts"):
+        _job(tmp_path, 4, "--spare_nodes", "4")
+    job = _job(tmp_path, 4, "--spare_nodes", "2")
+    for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
+        assert [*job.choose_hosts()] == hosts.split()
+        job.note(Ending("failed", f"lost {lost}", 1, [lost]), job.slots, "now")
+    assert job.choose_hosts() == {}, "n1 must not be used though it is allocated"
+    # SLURM may allocate the same hosts again after a requeue.
+    job.start, job.slots = 1, {"n1": 4, "n2": 4}
+    assert [*job.choose_hosts()] == ["n1", "n2"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "requeued", "stopped", "asks"),
+    [
+        (LOST, 0, None, True),
+        (LOST, 1, None, False),  # as often as allowed
+        (LOST, 0, signal.SIGTERM, False),  # cancelled
+        (Ending("failed", "KeyError: 'loss'", 1), 0, None, False),  # the program's fault
+        (Ending("timeout", "saved", 0), 5, signal.SIGUSR1, True),  # unfinished training
+        (Ending("timeout", "not saved", 138), 0, signal.SIGUSR1, False),
+    ],
+)
+def test_when_slurm_is_asked_for_another_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ending: Ending,
+    requeued: int,
+    stopped: signal.Signals | None,
+    asks: bool,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    job = _job(tmp_path, 2, "--until_done")
+    job.attempts, job.stopped = [{"requeued": True}] * requeued, stopped
+    assert job.asks_for_another_start(ending) == asks

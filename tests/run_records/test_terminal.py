@@ -1,0 +1,43 @@
+"""Every line of the final table."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from clap_ds.run_records.intervals import rates
+from clap_ds.run_records.terminal import Progress, rows, title
+
+SUMMARY: Any = {
+    "preset": "micro", "world_size": 8, "device_name": "H200", "num_nodes": 2, "precision": "bf16", "micro_batch_per_gpu": 4,
+    "text_tokens": 16, "device_type": "cuda", "samples_per_s_per_gpu": rates([500.0, 1000.0], [2.0, 1.0]),
+    "step_time_s": {"median": 0.25, "p95": 0.5, "slowest_rank_median": 0.26}, "samples_per_s": 5333.0,
+    "deepspeed_samples_per_s": 5400.0, "deepspeed_times_host_alone": True, "data_wait_percent": 1.5,
+    "memory_peak_bytes": 3 * 2**30, "memory_reserved_peak_bytes": 4 * 2**30, "warnings": ["first"],
+    "breakdown_s": {"data_wait": 0.1, "backward": 0.3, "exposed_communication": 0.1},
+}  # fmt: skip
+
+
+def test_lines_and_their_units() -> None:
+    assert title(SUMMARY) == "micro on 8 × H200, 2 nodes, bf16, micro-batch 4, 16 text tokens"
+    assert rows(SUMMARY) == [
+        ("samples/s/GPU", "666.67"),
+        ("  range of 2 windows, 1 of them slow", "500.00 – 1,000.00"),
+        ("samples/s (total)", "5,333.00"),
+        ("samples/s (total), DeepSpeed's timer (host only)", "5,400.00"),
+        ("step time, median", "250.0 ms"),
+        ("step time, 95th percentile", "500.0 ms"),
+        ("step time, slowest rank", "260.0 ms"),
+        ("data wait", "1.50%"),
+        ("peak memory per rank (largest)", "3.00 GiB of tensors, 4.00 GiB reserved"),
+        ("  data wait", "100.0 ms   20.0%"),
+        ("  backward", "300.0 ms   60.0%"),
+        ("  exposed communication", "100.0 ms   20.0%"),
+        ("warning", "first"),
+    ]
+
+
+def test_time_left_is_by_the_steps_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("clap_ds.run_records.terminal.time.monotonic", side_effect=[100.0, 106.0]):
+        Progress(10, enabled=True, first=4).advance(2, "loss 1.5")
+    assert capsys.readouterr().out == "step 6/10  loss 1.5  12 s left\n"

@@ -1,0 +1,120 @@
+"""Remote copies are complete or absent, cause warnings if they fail, and never stop training."""
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from clap_ds.config.schema import CheckpointSettings
+from clap_ds.training import remote_sync
+from clap_ds.training.remote_sync import BackgroundSync, RemoteFolder
+from clap_ds.weights import checkpoint_files
+from tests.weights.fake_checkpoints import make_checkpoint
+
+
+class Unreliable(MemoryFileSystem):
+    """A memory file system whose uploads fail as listed in `faults`."""
+
+    protocol = "unreliable"
+    faults: ClassVar[list[bool]] = []
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.replace("unreliable://", "memory://"))
+
+    def put_file(self, lpath: str, rpath: str, *args: Any, **kwargs: Any) -> None:
+        if self.faults and self.faults.pop(0):
+            raise ConnectionError("the network is down")
+        super().put_file(lpath, rpath, *args, **kwargs)
+
+
+@pytest.fixture
+def url() -> str:
+    """Return the URL of a folder that doesn't exist on that file system yet."""
+    fsspec.register_implementation("unreliable", Unreliable, clobber=True)
+    Unreliable.faults.clear()
+    return f"unreliable://{uuid.uuid4().hex}/deep"
+
+
+def copy(url: str, *checkpoints: Path, keep_last: int = 3) -> list[Path]:
+    """Copy checkpoints and return those that failed."""
+    sync = BackgroundSync(url, CheckpointSettings(keep_last=keep_last, keep_best=0))
+    for checkpoint in checkpoints:
+        sync.submit(checkpoint)
+    return sync.close(30)
+
+
+def names(url: str) -> list[str]:
+    return sorted(path.rsplit("/", 1)[1] for path in fsspec.url_to_fs(url)[0].ls(url, detail=False))
+
+
+def test_there_and_back_is_the_same(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert RemoteFolder(url).download_newest(tmp_path / "new", {}) is None
+    saved = [make_checkpoint(tmp_path / "here", step) for step in (1, 2)]
+    assert copy(url, *saved) == []
+    back = RemoteFolder(url).download_newest(tmp_path / "new", {})
+    assert back == tmp_path / "new" / "step-00000002"
+    for name in checkpoint_files.verify(back).files:
+        assert (back / name).read_bytes() == (saved[1] / name).read_bytes()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000002"]
+    assert capsys.readouterr().err == ""
+
+
+def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (make_checkpoint(tmp_path / "here", step) for step in (1, 2))
+    assert copy(url, first) == []
+    Unreliable.faults.extend([False, True])  # only one file of the second is uploaded
+    assert copy(url, second) == [second]
+    failed, summary = capsys.readouterr().err.splitlines()
+    assert all(part in failed for part in ("step-00000002", "the network is down", "training continues"))
+    assert f"not copied to {url}: {second}" in summary
+    assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / first.name
+    assert copy(url, make_checkpoint(tmp_path / "here", 3)) == []
+    assert names(url) == ["step-00000001", "step-00000003"]  # leftovers are cleared
+
+
+def test_what_another_run_left_there_stays(url: str, tmp_path: Path) -> None:
+    assert copy(url, make_checkpoint(tmp_path / "theirs", 1, run="theirs")) == []
+    assert copy(url, *(make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 2, 3)), keep_last=1) == []
+    assert names(url) == ["step-00000001", "step-00000003"]
+
+
+def test_a_damaged_copy_is_passed_over(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy(url, *(make_checkpoint(tmp_path / "here", step) for step in (1, 2)))
+    fsspec.url_to_fs(url)[0].pipe_file(f"{url}/step-00000002/weights.safetensors", b"changed")
+    assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / "step-00000001"
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert all(part in warning for part in ("step-00000002", "weights.safetensors"))
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000001"]
+
+
+def test_a_target_is_tried_before_training(url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for good in (url, str(tmp_path / "new" / "folder")):
+        remote_sync.try_target(good)
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    with pytest.raises(ValueError, match=r"clap\.checkpoint\.sync_to: .*file/run can't be written \(NotADirectory"):
+        remote_sync.try_target(str(tmp_path / "file" / "run"))
+
+
+def test_links_and_pipes_of_others_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rotation must not delete through links to other folders, and uploads must not write through them."""
+    first, second, third = (make_checkpoint(tmp_path / "here", step, run="ours") for step in (1, 2, 3))
+    there = tmp_path / "there"
+    (there / "step-00000009").mkdir(parents=True)
+    os.mkfifo(there / "step-00000009" / "manifest.json")
+    (there / first.name).symlink_to(first)
+    (there / third.name).symlink_to(tmp_path)
+    assert copy(str(there), second, third, keep_last=1) == []
+    assert checkpoint_files.verify(first).step == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]
+    back = RemoteFolder(str(there)).download_newest(tmp_path / "new", {})
+    assert back is not None
+    assert checkpoint_files.verify(back).step == 3
+    assert "step-00000009" in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""A signal to one rank stops all after the same step; later signals change nothing."""
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from clap_ds.training import signal_handler
+from tests.rank_pool import RankPool
+from tests.training.training_commands import wait_until
+
+
+def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
+    """Return the agreed signal after each of four steps, and whether signal handlers are restored. Signals arrive after ranks
+    have asked. In each step, another rank asks after the previous one has continued, which must not wait for it."""
+    before, answers = list(map(signal.getsignal, stop.STOP_SIGNALS)), []
+    with stop.StopRequest() as request:
+        store, key = request._store, request._key
+        for step in range(4):
+            if dist.get_rank() != step % 2:
+                store.wait([f"{key} {step}"], timedelta(seconds=20))
+            request.ask()
+            store.set(f"{key} {step}", "")
+            if dist.get_rank() == signalled and step in (1, 2):
+                os.kill(os.getpid(), number if step == 1 else signal.SIGINT)
+            if step == 1:
+                wait_until(lambda: request._found if dist.get_rank() == 0 else store.check([key]))
+            answers.append(request.wait())
+    return answers, before == list(map(signal.getsignal, signal_handler.STOP_SIGNALS)) and signal.set_wakeup_fd(
+        -1
+    ) == -1
+
+
+@pytest.mark.parametrize(
+    ("signalled", "number"), [(at % 2, number) for at, number in enumerate(signal_handler.STOP_SIGNALS)]
+)
+def test_all_ranks_stop_after_the_same_step(two_ranks: RankPool, signalled: int, number: signal.Signals) -> None:
+    assert two_ranks.run(_agreed, signalled, int(number)) == [([0, 0, number, number], True)] * 2
