@@ -74,7 +74,7 @@ def summary(rows: Sequence[Scale]) -> Blocks:
             last = max(measured, key=lambda row: row.gpus)
             lines = [f"{plot_scaling.answer(measured)}, {last.cell('samples_per_s')} samples/s in total."]
         with suppress(UserError):  # shown in its own section
-            lines.append(f"Projected: {project.headline(series_of(members))}.")
+            lines.append(f"Projected: {extrapolate.headline(series_of(members))}.")
         yield "\n".join([f"**{members[0].title}**", "", *(f"- {line}" for line in lines)])
 
 

@@ -1,4 +1,4 @@
-"""Tabulate the stragglers of runs (`record/stragglers.py`)."""
+"""Tabulate the stragglers of runs (`run_records/stragglers.py`)."""
 
 from __future__ import annotations
 

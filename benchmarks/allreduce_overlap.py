@@ -119,7 +119,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 def _worker(rounds: int) -> None:
     """Run one rank. Rank 0 prints seconds of steps with and without sending, by method, as JSON."""
-    distributed.initialize(distributed.Ranks.from_environment())
+    init.initialize(init.Ranks.from_environment())
     gradients = torch.cat([weight.detach() for weight in EmulatedModel().parameters()])
     took_s = torch.tensor(min(_seconds(lambda: dist.all_reduce(gradients)) for _ in range(4)))
     dist.broadcast(took_s, src=0)

@@ -1,5 +1,5 @@
-"""Training steps that `benchmarks.compare_baselines` times, with the same weights and batch: this project's, that of transformers' towers,
-and the training loops of open_clip and LAION-CLAP."""
+"""Training steps that `benchmarks.compare_baselines` times, with the same weights and batch: this project's, that of
+transformers' towers, and the training loops of open_clip and LAION-CLAP."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def attention_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
         window = min(audio.attention_window, grid)
         for shift in (0, window // 2) if grid > window else (0,):
             mask = shifted_window_mask(grid, window, shift).cuda() if shift else None
-            geometry = {"mask_GNN": mask, "window": window, "shift": shift}
+            geometry: dict[str, Any] = {"mask_GNN": mask, "window": window, "shift": shift}
             sdpa, triton = (partial(attend_windows, **geometry, kernel=kernel) for kernel in ("sdpa", "triton"))
             qkv, bias, d_output = (
                 noise(clips, grid, grid, 3 * dim),

@@ -93,7 +93,6 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
 def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
     """Predict one GPU's speed at the smallest scale, without communication."""
-    from clap_ds.planning.roofline_shares import class_of, efficiencies_of
     from clap_ds.planning.roofline import CASES, rates_of, seconds_by_part
     from clap_ds.planning.roofline_shares import class_of, efficiencies_of
 

@@ -18,11 +18,8 @@ from clap_ds.distributed.hostfile import free_port
 from clap_ds.distributed.root_cause import judge
 from clap_ds.launch import slurm
 from clap_ds.launch.launchers import Launcher, environment
-from clap_ds.distributed.error_file import LOST_PEER, STALL, UNREACHABLE
-from clap_ds.distributed.hostfile import free_port
-from clap_ds.distributed.root_cause import judge
-from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
 from clap_ds.run_records.metrics_schema import State
+from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
 
 SAVE_S = 300.0  # grace period for ranks to save after a signal
 LINGER_S = 45.0  # grace period for the launcher to exit after its run: it would wait for an unreachable host

@@ -29,9 +29,6 @@ from clap_ds.launch import slurm
 from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
 from clap_ds.launch.cluster_profile import Site
 from clap_ds.launch.launchers import Launcher
-from clap_ds.launch.cluster_profile import Site
-from clap_ds.distributed.init import SECRET
-from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
 from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
 
 CONFIG = "--deepspeed_config"

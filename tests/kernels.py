@@ -29,7 +29,7 @@ _load = functools.cache(lambda name: _load_first())
 @contextmanager
 def compiled_for(name: str) -> Iterator[None]:
     """Use this implementation's kernels."""
-    library.kernel.cache_clear()
+    jit_build.kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit_build, "IMPLEMENTATIONS", {name: IMPLEMENTATIONS[name]})
         patch.setattr(jit_build, "_load", lambda: _load(name))

@@ -208,7 +208,7 @@ def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summ
         flops["published_gflops"] * 1e9,
         flops["training_gflops"] * 1e9,
         samples_per_s_per_gpu,
-        " and ".join(sorted({*gather(hardware.device_name(session.device))})),  # mixed GPUs have no known peak
+        " and ".join(sorted({*gather(environment.device_name(session.device))})),  # mixed GPUs have no known peak
         session.run.clap.hardware.peak_tflops,
         flops["recomputed_gflops"] * 1e9,
     )

@@ -38,19 +38,19 @@ class ClapSettings(Section):
     `off`: torch's operations."""
     fused_adam: Literal["torch", "deepspeed"] = "torch"
     """AdamW implementation: torch's, or DeepSpeed's, which is compiled at first use."""
-    data: sections.DataSettings = SyntheticData(source="synthetic")
-    loss: sections.LossSettings = sections.LossSettings()
+    data: schema.DataSettings = SyntheticData(source="synthetic")
+    loss: schema.LossSettings = schema.LossSettings()
     gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
     """Gradient all-reduce: torch's reducer during the backward pass, or DeepSpeed after it."""
     gradient_bucket_mb: PositiveFloat = 12.0
     """Bucket size of the overlapped all-reduce in MB; torch's default is 25."""
-    bench: sections.BenchSettings = sections.BenchSettings()
-    train: sections.TrainSettings = sections.TrainSettings()
-    checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()
-    evaluation: sections.EvaluationSettings = sections.EvaluationSettings()
-    hardware: sections.HardwareSettings = sections.HardwareSettings()
-    output: sections.OutputSettings = sections.OutputSettings()
-    debug: sections.DebugSettings = sections.DebugSettings()
+    bench: schema.BenchSettings = schema.BenchSettings()
+    train: schema.TrainSettings = schema.TrainSettings()
+    checkpoint: schema.CheckpointSettings = schema.CheckpointSettings()
+    evaluation: schema.EvaluationSettings = schema.EvaluationSettings()
+    hardware: schema.HardwareSettings = schema.HardwareSettings()
+    output: schema.OutputSettings = schema.OutputSettings()
+    debug: schema.DebugSettings = schema.DebugSettings()
     seed: NonNegativeInt = 0
     """Random seed of weights, dropout, augmentation and data order."""
     max_logit_scale: PositiveFloat = 100.0

@@ -114,7 +114,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
     log.info("compiling CPU kernels (once): %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made, log_file = Path(folder) / library.name, Path(folder) / "messages"
-        command = [*compiler, *flags, *map(str, sorted(HERE.glob("*.cpp"))), "-o", str(made)]
+        command = [*compiler, *flags, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(made)]
         with log_file.open("w") as messages:  # after a timeout, a pipe would wait for the compiler's subprocesses
             done = run(command, stdin=DEVNULL, stdout=messages, stderr=messages, timeout=COMPILE_TIMEOUT_S, check=False)
         if done.returncode != 0:

@@ -100,7 +100,7 @@ def expand_shards(shards: str | list[str]) -> list[str]:
     if not names:
         raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
     for name in names:
-        if not (shard_files.is_remote(name) or Path(name).is_file()):
+        if not (shard_io.is_remote(name) or Path(name).is_file()):
             what = "is a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "does not exist"
             raise ValueError(f"{FIELD}: {name} {what} (working folder: {Path.cwd()})")
     return names
@@ -109,8 +109,8 @@ def expand_shards(shards: str | list[str]) -> list[str]:
 def _matches(name: str) -> list[str]:
     """Expand wildcards, in order. Raises ValueError for no match."""
     found = [name]
-    if shard_files.is_remote(name):
-        shard_files.check_url(name)
+    if shard_io.is_remote(name):
+        shard_io.check_url(name)
         if "*" in name or "[" in name:  # not ?, which starts a URL's query
             fs, path = fsspec.url_to_fs(name)
             try:

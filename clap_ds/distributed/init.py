@@ -195,7 +195,7 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     try:
         ranks = Ranks.from_environment()
         if ranks.job_folder is not None:
-            failure.speak_in(ranks.job_folder, ranks.rank, ranks.host)
+            error_file.speak_in(ranks.job_folder, ranks.rank, ranks.host)
             signal.signal(signal.SIGTERM, _end)  # until a run exists and records its end
         main(ranks)
     except UnreachableError as error:
@@ -222,7 +222,7 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """Flush output and exit at once, even if torch's or a loader's threads still run."""
-    watch.stop()
+    watchdog.stop()
     if "torch" in sys.modules:
         import torch.distributed as dist
 

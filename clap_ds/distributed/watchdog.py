@@ -23,8 +23,8 @@ from pathlib import Path
 from clap_ds.config.errors import printable
 from clap_ds.config.files import open_own, own_folder
 from clap_ds.distributed.error_file import STALL, STOPPED, leave_word
-from clap_ds.distributed.timeout import within
 from clap_ds.distributed.root_cause import STACKS, STEPPING, STILL, judge, read_stacks
+from clap_ds.distributed.timeout import within
 from clap_ds.run_records.run_dir import RunDirectory  # imports the standard library only
 
 LEAST_S, PAUSES = 60.0, 5.0

@@ -57,6 +57,7 @@ def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Names
 
 def load_model(source: str, arguments: argparse.Namespace) -> Clap:
     """Load the model by its options. Raises ValueError."""
+    from clap_ds.distributed.init import keep_freed_memory
     from clap_ds.inference.model import load
 
     keep_freed_memory()

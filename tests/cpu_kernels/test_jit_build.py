@@ -41,7 +41,7 @@ def use_compiler(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def problem() -> str:
     """Return why there is no library; empty if there is one."""
-    found = library._load.__wrapped__()
+    found = jit_build._load.__wrapped__()
     return found if isinstance(found, str) else ""
 
 

@@ -19,8 +19,8 @@ OpenSource = Callable[..., BatchSource]
 @pytest.fixture(autouse=True)
 def shard_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the cache folder of remote shards, and retry without waiting."""
-    monkeypatch.setattr(shard_files, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(shard_files, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(shard_io, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(shard_io, "FIRST_WAIT_S", 0.0)
     return tmp_path / "cache" / "shards"
 
 

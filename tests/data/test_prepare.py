@@ -15,6 +15,7 @@ import torch
 from clap_ds import shards as command
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import INT16_SCALE, load_preset
+from clap_ds.data.build_shards import prepare
 from clap_ds.data.decoding import decode_audio
 from clap_ds.data.features import read_mel
 from clap_ds.data.front_end import FrontEnd

@@ -135,6 +135,6 @@ def test_limit_by_the_steps_so_far(
     assert limits[-1] == limit_s
     with watchdog.doing("saving"):
         assert limits[-1] == 1800
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now + 10_000))
-    watch.step(2)
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now + 10_000))
+    watchdog.step(2)
     assert limits[-1] == limit_s, "the task in between is no step"

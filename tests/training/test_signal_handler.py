@@ -15,8 +15,8 @@ from tests.training.training_commands import wait_until
 def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
     """Return the agreed signal after each of four steps, and whether signal handlers are restored. Signals arrive after ranks
     have asked. In each step, another rank asks after the previous one has continued, which must not wait for it."""
-    before, answers = list(map(signal.getsignal, stop.STOP_SIGNALS)), []
-    with stop.StopRequest() as request:
+    before, answers = list(map(signal.getsignal, signal_handler.STOP_SIGNALS)), []
+    with signal_handler.StopRequest() as request:
         store, key = request._store, request._key
         for step in range(4):
             if dist.get_rank() != step % 2:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import PRESETS, AudioConfig, load_preset, preset_argument
+from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.decoding import AUDIO_FORMATS, check_peak, check_samples, decode_audio, open_audio
 from clap_ds.data.features import FEATURES
