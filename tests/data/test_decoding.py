@@ -105,7 +105,7 @@ def test_samples_beyond_full_scale_are_clipped_and_warned_of(rate: int) -> None:
         (encode(tone(440, 16000) * 32767, 16000, "WAV", "FLOAT"), "integers kept"),
         (encode(tone(440, SECOND), 1, "WAV"), "sample rate of 1 Hz"),  # hours after resampling
         # An MP3's length is in its header, so a truncated file still states the full length.
-        (encode(np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND), SECOND, "MP3")[:20000], "breaks off"),
+        (encode(np.random.default_rng(0).uniform(-0.5, 0.5, 4 * SECOND), SECOND, "MP3")[:20000], "truncated"),
     ],
     ids=itertools.count(),  # encoded audio may contain the time
 )

@@ -30,7 +30,7 @@ def test_thousand_clips(capsys: pytest.CaptureFixture[str]) -> None:
     assert {label: cells[1] for label, cells in report(capsys, words).items()} == {
         "1,000 clips of 10 s": "waveform",
         "per clip, in its tar": "962,068 B",
-        "all": "962 MB",
+        "total": "962 MB",
         "tars of about 500 MB": "2",
         "copied at 10 Gbit/s in": "0.77 s",
         "written at 50 MB/s in": "19.2 s",

@@ -78,6 +78,6 @@ def test_what_cannot_be_read_at_all_is_told(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(path.read_bytes()))
     items, (reason,) = items_of(path)
     assert items == []
-    assert "not compressed" in reason
+    assert "uncompressed" in reason
     path.unlink()
     assert "No such file" in items_of(path)[1][0]
