@@ -55,7 +55,7 @@ def draw_benchmark(directory: Path) -> Picture:
     rate = f"{run.rate:,.2f} samples/s/{run.unit.removesuffix('s')}"
     if run.interval:
         rate += " (windows: {:,.2f} – {:,.2f})".format(*run.interval)
-    told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.text_tokens} text tokens"
+    told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.context_length} text tokens"
     picture.title(f"{rate}\n{run.model_name} on {run.gpus} × {run.device}, {told}")
     for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("window", COLORS[0], "o", "timed")):
         times.plot(1000 * steps[phase], marker, color=color, markersize=3, label=label)

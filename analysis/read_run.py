@@ -16,7 +16,7 @@ from clap_ds.analysis.table import Run, checked, unit
 from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.run_records.intervals import rates
-from clap_ds.run_records.metrics_schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
+from clap_ds.run_records.metrics_schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES, current
 from clap_ds.run_records.sanity_checks import uneven_steps
 
 BY_TIMER = "DeepSpeed's timer: leaves out data loading and what lies between steps"
@@ -66,7 +66,7 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     return Run(
         source=str(path), state=summary.get("state", "unknown"), error=summary.get("error", ""),
         model=FORMER_PRESETS.get(name, name) if summary and (schema or 0) < 4 else name, device=device,
-        precision=summary.get("precision", ""), text_tokens=known.get("text_tokens"), nodes=known.get("num_nodes", 0),
+        precision=summary.get("precision", ""), context_length=known.get("context_length"), nodes=known.get("num_nodes", 0),
         gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, **fields,
         **{f"{part}_s": parts.get(part) for part in STEP_PHASES},
         engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step_s,
@@ -110,7 +110,7 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """A JSON object of a run directory (`summary`, …); empty where it isn't there. UserError where it is damaged."""
     file = path / f"{name}.json"
-    return files.read_object(file) if file.is_file() else {}
+    return current(name, files.read_object(file)) if file.is_file() else {}
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -100,7 +100,7 @@ def _step_by(method: str, model: nn.Module) -> Callable[[bool], None]:
 
     config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "SGD", "params": {"lr": 1e-6}}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    bucket_mb = ClapSettings().gradient_bucket_mb / SCALE
+    bucket_mb = ClapSettings().bucket_cap_mb / SCALE
     sync = GradientSync(engine, overlapped=method == "overlapped", bucket_mb=bucket_mb)
 
     def step(sending: bool) -> None:

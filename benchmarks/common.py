@@ -89,7 +89,7 @@ def run_config(
     directories go, and end what it started when it or its time is over. Its row: `state` (`completed`, `exit code 3`, `stopped
     after 60 s`), `seconds`, in `note` why it isn't complete, and what its run says."""
     folder.mkdir(parents=True)
-    output = {"root": str(folder), "label": "run"}
+    output = {"dir": str(folder), "run_name": "run"}
     write_object(folder / "config.json", with_field(content, "clap.output", output))
     log, began_s, row = folder / "output.log", time.monotonic(), dict[str, Any]()
     with log.open("wb") as file:

@@ -85,9 +85,13 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--against", nargs="+", choices=KINDS, default=[*KINDS])
     add("--preset", default="htsat_tiny_roberta_base", type=preset_argument)
-    add("--text_tokens", type=int, default=77)
+    add("--context_length", type=int, default=77)
     add(
-        "--caption_lengths", type=int, nargs=2, metavar="N", help="LOW and HIGH, uniform; default: all of --text_tokens"
+        "--caption_lengths",
+        type=int,
+        nargs=2,
+        metavar="N",
+        help="LOW and HIGH, uniform; default: all of --context_length",
     )
     add("--text", choices=("padded", "packed"), default="padded", help="our text tower's way")
     add("--micro_batch", type=int, default=8)
@@ -97,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     device = initialize(Ranks.from_environment())
     text = (
         f"# {load_preset(arguments.preset).title} on {device_name(device)}\n\n{torch.get_num_threads()} threads, micro-batch"
-        f" {arguments.micro_batch}, {arguments.text_tokens} text tokens, {arguments.text}; torch {torch.__version__}."
+        f" {arguments.micro_batch}, {arguments.context_length} text tokens, {arguments.text}; torch {torch.__version__}."
     )
     on_cpu = f"CPU kernels in bf16: ours {report('auto')}, the others' oneDNN."
     text += f" {on_cpu if device.type == 'cpu' else 'Ours by torch operations and not compiled, unlike a default run.'}"

@@ -1,6 +1,6 @@
 """A site file: what has to be known once about a cluster, checked as strictly as a run's settings.
 
-    python launch/cluster_profile.py check mine     tries what the file says on this cluster: python, modules, partition, account
+    python launch/cluster_profile.py check mine    tries what the file says on this cluster: python, modules, partition, account
 
 Standard library only: it runs before the project's environment is there.
 """

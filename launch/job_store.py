@@ -46,7 +46,7 @@ class Job:
     def run(self, ranks: int) -> dict[str, Any]:
         """The run's JSON; a UserError where its batch sizes can't be those of so many ranks."""
         content = read_config(Path(self.config))
-        for name, value in {**self.changes, "clap.output.label": self.label}.items():
+        for name, value in {**self.changes, "clap.output.run_name": self.label}.items():
             content = with_field(content, name, value)
         if self.global_batch:
             content |= {GLOBAL_BATCH: self.global_batch, ACCUMULATION: None}

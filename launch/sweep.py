@@ -41,7 +41,7 @@ def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         if name in jobs:
             raise UserError(f"two jobs would be {name}: a value, node count or file's name is given twice")
-        changes = {"clap.output.root": str(root), **dict(values)}
+        changes = {"clap.output.dir": str(root), **dict(values)}
         jobs[name] = Job(name, nodes, name, str(config), changes, arguments.global_batch, folder=name)
     return list(jobs.values())
 

@@ -20,8 +20,8 @@ def names(evaluation: EvaluationSettings) -> tuple[str, ...]:
 
 
 def best_metric(run: RunSettings) -> str | None:
-    """`clap.checkpoint.best_by`, or the first of `names`; None where nothing is evaluated."""
-    return run.clap.checkpoint.best_by or next(iter(names(run.clap.evaluation)), None)
+    """`clap.checkpoint.best_metric`, or the first of `names`; None where nothing is evaluated."""
+    return run.clap.checkpoint.best_metric or next(iter(names(run.clap.evaluation)), None)
 
 
 def score(name: str, value: float) -> float:

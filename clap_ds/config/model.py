@@ -19,7 +19,7 @@ from clap_ds.config.files import object_in
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
 PAD_TOKEN_ID = 1  # RoBERTa's
-TEXT_TOKENS = 77
+CONTEXT_LENGTH = 77
 """Most tokens of a caption where nothing says how long those of training were: LAION's."""
 CHANNELS = 4
 """Spectrograms of a file for a model with feature fusion: the whole of it, and parts from its front, middle and back."""

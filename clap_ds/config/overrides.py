@@ -49,7 +49,9 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
 def with_output(
     content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
-    """The same JSON with a label for the run, by default one it has or its file's name, and a root where it has none."""
-    output = {"root": root} if root else {}
-    output |= {"label": stem} | flatten(content.get("clap", {}).get("output", {})) | ({"label": label} if label else {})
+    """The same JSON with a name for the run, by default one it has or its file's name, and a folder where it has none."""
+    output = {"dir": root} if root else {}
+    output |= (
+        {"run_name": stem} | flatten(content.get("clap", {}).get("output", {})) | ({"run_name": label} if label else {})
+    )
     return with_field(content, "clap.output", output)

@@ -41,7 +41,7 @@ class ModelSettings(Section):
     preset: str | ClapConfig = "htsat_tiny_roberta_base"
     """Sizes of the model: one of `clap_ds/config/presets`, also by its published name (`HTSAT-tiny-Roberta-base`); or the path
     of a JSON like these, or of a `transformers.ClapModel`'s folder or `config.json`."""
-    text_from_hub: bool = False
+    pretrained_text: bool = False
     """Start the text tower from the preset's pretrained weights (needs a hub or its local cache)."""
     drop_path: Probability = 0.1
     """Stochastic depth of the last audio block; earlier blocks have linearly less (LAION's training default)."""
@@ -49,13 +49,13 @@ class ModelSettings(Section):
     """Dropout of the text tower's hidden states and attention weights."""
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, as LAION's training code does."""
-    attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
+    attention_impl: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Kernel of the audio tower's window attention; `auto`: on a CPU `matmul` (or `clap.cpu_kernels`' where they run), on CUDA
     `triton` where it compiles and runs, else `sdpa`."""
-    mlp: Literal["auto", "torch", "triton"] = "auto"
+    mlp_impl: Literal["auto", "torch", "triton"] = "auto"
     """Kernel of the audio blocks' MLPs: `torch`, operation by operation, or `triton`, which fuses those up to 256 channels wide
     and keeps no hidden activations. `auto`: on CUDA `triton` where it compiles and runs, elsewhere `torch`."""
-    checkpoint_activations: list[Tower] = []
+    activation_checkpointing: list[Tower] = []
     """Towers that keep only each block's input and compute the rest again backward: a third more work, much less memory."""
 
     @field_validator("preset", mode="before")
@@ -76,7 +76,7 @@ class SyntheticData(Section):
     placement: Literal["host", "device"] = "host"
     """`host`: batches lie in (pinned) host memory and are copied every step; `device`: they are already there."""
     caption_lengths: PositiveInt | dict[str, Annotated[float, Field(ge=0)]] | None = None
-    """Real tokens per caption: a number, or a histogram {"length": weight}; null fills every one of `text_tokens`."""
+    """Real tokens per caption: a number, or a histogram {"length": weight}; null fills every one of `context_length`."""
     num_batches: PositiveInt = 2
     """Distinct batches per rank, used in turn."""
 
@@ -84,21 +84,21 @@ class SyntheticData(Section):
 class ShardData(Section):
     """WebDataset tars of encoded audio with captions."""
 
-    source: Literal["shards"]
+    source: Literal["webdataset"]
     """Which of the two kinds of `data` this is."""
     shards: str | list[str] | dict[str, PositiveFloat]
     """Tar files: a path, a brace pattern (`train-{000..127}.tar`), a wildcard, any fsspec URL, or a list of these. A mixture:
     {"pattern": weight}, the weights being shares of the samples."""
-    sampling: Literal["epochs", "replacement"] = "epochs"
-    """`epochs`: every item comes once in each epoch, for which shards are local or have a `manifest.json`; otherwise, and in a
-    mixture, whole shards are divided over the workers. `replacement`: every worker draws shards from all of them."""
+    resampled: bool = False
+    """Whether every worker draws shards from all of them, with replacement. If not, every item comes once in each epoch, for
+    which shards are local or have a `manifest.json`; otherwise, and in a mixture, whole shards are divided over the workers."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
     """Worker processes per rank; 0 decodes in the training process."""
     shuffle_buffer: NonNegativeInt = 1000
     """Samples held for shuffling in each worker."""
-    waveforms: Literal["float32", "int16"] = "int16"
+    audio_dtype: Literal["float32", "int16"] = "int16"
     """How audio travels to the device: `int16`, as LAION-CLAP was trained, rounds samples by at most 1.5e-5; `float32`
     doesn't. Both clip them to ±1."""
     cache_gb: NonNegativeFloat = 50.0
@@ -107,10 +107,10 @@ class ShardData(Section):
     @property
     def has_epochs(self) -> bool:
         """Whether every item comes once before any comes again, where it is known how many each shard has."""
-        return self.sampling == "epochs" and not (isinstance(self.shards, dict) and len(self.shards) > 1)
+        return not self.resampled and not (isinstance(self.shards, dict) and len(self.shards) > 1)
 
 
-DATA_SOURCES: dict[str, type[Section]] = {"synthetic": SyntheticData, "shards": ShardData}
+DATA_SOURCES: dict[str, type[Section]] = {"synthetic": SyntheticData, "webdataset": ShardData}
 
 DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source")]
 
@@ -145,9 +145,9 @@ class HardwareSettings(Section):
 class OutputSettings(Section):
     """Where the run directory is made."""
 
-    root: str = "runs"
+    dir: str = "runs"
     """Folder of the run directories, relative to the checkout or, installed, to the working folder."""
-    label: str | None = None
+    run_name: str | None = None
     """First part of the run directory's name; the configuration file's name when null."""
 
 
@@ -162,11 +162,11 @@ class DebugSettings(Section):
 class TrainSettings(Section):
     """How long training goes on, what it starts from and what a batch is."""
 
-    samples: PositiveInt | None = None
+    max_samples: PositiveInt | None = None
     """Audio–caption pairs to train on in all; give this or `epochs`."""
     epochs: PositiveFloat | None = None
-    """Passes over the data to train for; give this or `samples`. Not for mixtures and `replacement`, which have no epochs."""
-    initial_weights: str | None = None
+    """Passes over the data to train for; give this or `max_samples`. Mixtures and `resampled` data have no epochs."""
+    pretrained: str | None = None
     """Start from these: a folder that `transformers.ClapModel` loads, a LAION-CLAP .pt file, or one of our checkpoints."""
     freeze: list[Tower] = []
     """Towers (with their projections) that are not trained, by `bench.py`, too."""
@@ -175,15 +175,15 @@ class TrainSettings(Section):
     layer_decay: dict[Tower, Annotated[float, Field(gt=0, le=1)]] = {}
     """{"text": 0.75}: each block's learning rate is 0.75 of the next one's, the last block's 0.75 of the projection's.
     `lr_scale` comes on top."""
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights: 0.999 averages over about 1,000 steps. Evaluations,
     `weights.safetensors` and exports are then of the average."""
-    accumulation: Literal["independent", "cached"] = "independent"
-    """What a step's micro-batches are: `independent` contrastive batches whose gradients are averaged (DeepSpeed's), or parts
-    of one large batch with its exact gradient (`cached`: GradCache, arXiv 2101.06983)."""
+    accumulation: Literal["plain", "gradcache"] = "plain"
+    """What a step's micro-batches are. `plain`: contrastive batches of their own, whose gradients are averaged (DeepSpeed's);
+    `gradcache`: parts of one large batch with its exact gradient (GradCache, arXiv 2101.06983)."""
     resume: str = "auto"
-    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `sync_to`), if any; or the path of one."""
-    stop_at: dict[str, float] = {}
+    """`auto`: from the newest good checkpoint in `clap.checkpoint.folder` (or its `remote_sync`), if any; or a path."""
+    target_metrics: dict[str, float] = {}
     """Stop as soon as an evaluation reaches all of these: {"zero_shot_top1": 0.9}. The time it took is recorded."""
     log_every_steps: PositiveInt = 10
     """Steps between lines of progress, and between checks that the loss is finite."""
@@ -193,18 +193,18 @@ class CheckpointSettings(Section):
     """When the state of training is saved, where to, and which of the saved states are kept."""
 
     folder: str | None = None
-    """Null: `<output.root>/<label>-<hash>-checkpoints`, with a hash of model, data, loss, seed and initial weights."""
+    """Null: `<output.dir>/<run_name>-<hash>-checkpoints`, with a hash of model, data, loss, seed and pretrained weights."""
     every_steps: PositiveInt | None = None
     """Optimiser steps from one checkpoint to the next; null: one at the end, and one when the run is stopped by a signal."""
     keep_last: PositiveInt = 3
     """The newest checkpoints, which are kept."""
     keep_best: NonNegativeInt = 1
-    """Checkpoints kept beyond the last ones for being best by `best_by`."""
-    best_by: str | None = None
+    """Checkpoints kept beyond the last ones for being best by `best_metric`."""
+    best_metric: str | None = None
     """Evaluation metric that tells the best; null: `zero_shot_top1` if it is evaluated, else `retrieval_audio_to_text_r1`."""
-    background: bool = True
+    async_save: bool = True
     """Write from a copy in the memory of rank 0's host while training goes on."""
-    sync_to: str | None = None
+    remote_sync: str | None = None
     """Folder or fsspec URL to which finished checkpoints are copied in the background, and from which `clap.train.resume` takes
     them when there is none here. Credentials come from the environment alone."""
 
@@ -221,7 +221,7 @@ class ZeroShotSettings(Section):
 
     shards: str | list[str]
     """Tar files whose items carry a `json` member with their class."""
-    class_field: str = "kind"
+    class_key: str = "kind"
     """Member of that json: a class name, or a list of them (multi-label)."""
     templates: Annotated[list[Template], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
     """Captions with {} in the class name's place; a class is compared by the mean of its captions' embeddings."""
@@ -238,7 +238,7 @@ class EvaluationSettings(Section):
     zero_shot: ZeroShotSettings | None = None
     tokenizer: str | None = None
     """Hub name or folder of the tokenizer; null: that of `clap.data`."""
-    micro_batch: PositiveInt | None = None
+    batch_size: PositiveInt | None = None
     """Clips per rank and forward pass; null: as in training."""
     num_workers: NonNegativeInt = 0
     """Decoding processes per rank."""

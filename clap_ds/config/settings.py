@@ -25,24 +25,24 @@ class ClapSettings(Section):
     """What DeepSpeed has no word for."""
 
     model: schema.ModelSettings = schema.ModelSettings()
-    text_tokens: Annotated[int, Field(ge=2)] = 77
+    context_length: Annotated[int, Field(ge=2)] = 77
     """Caption length, start and end token and padding included."""
-    text: Literal["padded", "packed"] = "padded"
-    """How captions go through the text tower: padded to `text_tokens`, as in the published runs, or packed without padding.
-    Packed on CUDA in 16 bits, there is no dropout of attention weights."""
+    text_packing: bool = False
+    """Whether captions go through the text tower packed without padding, or padded to `context_length`, as in the published
+    runs. Packed on CUDA in 16 bits, there is no dropout of attention weights."""
     compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
     """What torch.compile is given: nothing, or the mel front end and each tower with its backward pass (max-autotune:
     Inductor's mode `max-autotune-no-cudagraphs`). `auto`: `towers` on CUDA, or `off`."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's kernels for bf16 on CPUs, in both towers, the mel filters and AdamW; `auto`: where the processor has
     AMX or AVX-512, `off`: torch's operations."""
-    fused_adam: Literal["torch", "deepspeed"] = "torch"
+    optimizer_implementation: Literal["torch", "deepspeed"] = "torch"
     """Whose kernel steps AdamW: torch's, or DeepSpeed's own, which is compiled at first use."""
     data: schema.DataSettings = SyntheticData(source="synthetic")
     loss: schema.LossSettings = schema.LossSettings()
-    gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
+    gradient_sync: Literal["overlap", "deepspeed"] = "overlap"
     """Who averages gradients over ranks: torch's reducer under the backward pass, or DeepSpeed after it."""
-    gradient_bucket_mb: PositiveFloat = 12.0
+    bucket_cap_mb: PositiveFloat = 12.0
     """Most gradient bytes sent at a time when overlapped, in MB; torch's default is 25."""
     bench: schema.BenchSettings = schema.BenchSettings()
     train: schema.TrainSettings = schema.TrainSettings()
@@ -75,22 +75,22 @@ class RunSettings:
     deepspeed: dict[str, Any]
 
     @property
-    def label(self) -> str:
-        return self.clap.output.label or self.path.stem
+    def run_name(self) -> str:
+        return self.clap.output.run_name or self.path.stem
 
     @property
     def checkpoint_folder(self) -> Path:
-        """`clap.checkpoint.folder`, or one in `clap.output.root` by label and a hash of what is trained on what."""
+        """`clap.checkpoint.folder`, or one in `clap.output.dir` by name and a hash of what is trained on what."""
         clap = self.clap
         if clap.checkpoint.folder is not None:
             return Path(os.path.abspath(clap.checkpoint.folder))
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
-        train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze"})
+        train = clap.train.model_dump(mode="json", include={"pretrained", "freeze"})
         train |= {"shuffle_captions": False}  # a field that is gone: the folders of existing runs keep their names
         model = clap.model.model_dump(mode="json", include={"preset"})["preset"]
-        identity = [model, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]
+        identity = [model, clap.model.pretrained_text, data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
-        return Path(os.path.abspath(clap.output.root), f"{self.label}-{digest}-checkpoints")
+        return Path(os.path.abspath(clap.output.dir), f"{self.run_name}-{digest}-checkpoints")
 
     @property
     def micro_batch(self) -> int:
@@ -147,15 +147,15 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 def _check_together(clap: ClapSettings) -> list[str]:
     """Problems that only show when several fields are seen together."""
-    preset, train, tokens = clap.preset(), clap.train, clap.text_tokens
+    preset, train, tokens = clap.preset(), clap.train, clap.context_length
     longest = preset.text.max_tokens
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
     problems = {
-        f"text_tokens: {preset.name} has positions for {longest}, found {tokens}": tokens > longest,
-        f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
-        "train: give samples or epochs, not both": bool(train.samples and train.epochs),
+        f"context_length: {preset.name} has positions for {longest}, found {tokens}": tokens > longest,
+        f"data.caption_lengths: expected lengths from 2 to context_length = {tokens}, found {wrong}": bool(wrong),
+        "train: give max_samples or epochs, not both": bool(train.max_samples and train.epochs),
     }
     for field in ("lr_scale", "layer_decay"):
         problems |= {f"train.{field}: {t} is in clap.train.freeze": t in train.freeze for t in getattr(train, field)}

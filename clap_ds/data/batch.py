@@ -85,7 +85,7 @@ class BatchSpec:
     """Which batches a rank wants; see `clap_ds.data.dataloader.build_batches`."""
 
     model: ClapConfig
-    text_tokens: int
+    context_length: int
     micro_batch: int
     rank: int
     world_size: int

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clap_ds.config.model import TEXT_TOKENS, load_preset
+from clap_ds.config.model import CONTEXT_LENGTH, load_preset
 from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.captions import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
@@ -50,14 +50,14 @@ class Clap:
     float32 gives them, too. What is given alone, not in a list, isn't filled up, and may be rounded otherwise.
 
     `sample_rate` and `clip_s` are a window's, in Hz and s; `dim` is of embeddings, which can be compared where `fingerprint` is
-    equal. Texts are cut after `text_tokens`.
+    equal. Texts are cut after `context_length`.
     """
 
     def __init__(self, weights: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: str | None) -> None:
         self.config, self.source, self.fingerprint = weights.config, weights.path, weights.fingerprint
         self.sample_rate, self.dim = self.config.audio.sample_rate, self.config.joint_dim
         self.clip_s = self.config.audio.num_samples / self.sample_rate
-        self.text_tokens = weights.text_tokens or min(TEXT_TOKENS, self.config.text.max_tokens)
+        self.context_length = weights.context_length or min(CONTEXT_LENGTH, self.config.text.max_tokens)
         self.model, self._tokenizer_name = weights.build_for(device, dtype), tokenizer or weights.tokenizer_name
 
     @cached_property
@@ -149,7 +149,7 @@ class Clap:
         if not all(map(str.strip, each)):
             raise ValueError(f"expected texts, found a blank one: {each}")
         fill = not isinstance(texts, str)
-        return embed_text(self.model, each, self.tokenizer, self.text_tokens, batch_size, fill).cpu().numpy()
+        return embed_text(self.model, each, self.tokenizer, self.context_length, batch_size, fill).cpu().numpy()
 
     def class_embeddings(self, labels: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Array:
         """Embed labels as zero-shot evaluation does: (len(labels), dim) float32, rows of length 1.
@@ -238,7 +238,7 @@ def load(
     Args:
         source: one of this project's checkpoints, or the folder they lie in; a folder that `transformers.ClapModel` loads, or
             the id of one on the hub (its cache on this host comes first); a LAION-CLAP .pt file.
-        best: of a folder of checkpoints the best by its run's `best_by` instead of the newest.
+        best: of a folder of checkpoints the best by its run's `best_metric` instead of the newest.
         device: default: a GPU where there is one, else the CPU.
         dtype: float32, bfloat16 or float16, which the model computes in; embeddings are float32.
         tokenizer: hub name or folder; default: the checkpoint's.

@@ -25,7 +25,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") -> None:
     """Add which model, and its precision: a default of `DTYPES`, or words for one that is found out later."""
     add, sizes = parser.add_argument, f"the model's sizes, for a file that doesn't say them: {PRESETS}"
-    best = "of a folder of checkpoints, the best by its run's best_by (default: newest)"
+    best = "of a folder of checkpoints, the best by its run's best_metric (default: newest)"
     add("--best", action="store_true", help=best)
     add("--tokenizer", metavar="NAME", help="hub name or folder (default: the checkpoint's)")
     add("--preset", type=preset_argument, metavar="NAME", help=sizes)

@@ -65,7 +65,7 @@ class Step:
 def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
     """Real tokens of a batch's captions: synthetic ones' as many of each length as the run's histogram expects; others are
     taken to be full."""
-    setting = getattr(run.clap.data, "caption_lengths", None) or run.clap.text_tokens
+    setting = getattr(run.clap.data, "caption_lengths", None) or run.clap.context_length
     histogram = setting if isinstance(setting, dict) else {setting: 1}
     lengths, weights = zip(*sorted((int(length), weight) for length, weight in histogram.items()), strict=True)
     places = (np.arange(num_captions) + 0.5) / num_captions
@@ -76,7 +76,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     """Record a step of a run with this micro-batch in place of its own, on one of so many ranks; as on a GPU, or as a CPU does
     it by torch's operations. A UserError for another optimizer than AdamW."""
     run = _without_side_effects(run, micro_batch)
-    number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "cached"
+    number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "gradcache"
     num_traced = number if cached else min(number, 2)  # every further one is like the second
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
@@ -84,7 +84,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     with fakes:
         model.to_empty(device="cpu")
     for field in FIELDS:
-        if cuda and getattr(run.clap.model, field) == "auto" and has_triton_package():
+        if cuda and getattr(run.clap.model, f"{field}_impl") == "auto" and has_triton_package():
             model.audio.use_triton(field)
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -118,8 +118,8 @@ def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
     optimizer = run.deepspeed.get("optimizer", {"type": ""})
     if optimizer["type"].lower() not in ("adam", "adamw"):
         raise UserError(f"{run.path}: optimizer.type: plans are made for AdamW, found {optimizer['type']!r}")
-    model = run.clap.model.model_copy(update={"text_from_hub": False})
-    clap = run.clap.model_copy(update={"model": model, "cpu_kernels": "off", "fused_adam": "torch"})
+    model = run.clap.model.model_copy(update={"pretrained_text": False})
+    clap = run.clap.model_copy(update={"model": model, "cpu_kernels": "off", "optimizer_implementation": "torch"})
     params = optimizer.get("params", {})
     config = {
         **{name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed},
@@ -138,9 +138,9 @@ def _state(optimizer: Any) -> Iterator[Tensor]:
 
 def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tuple[Any, Any]:
     """Where a run packs captions: a batch's row and packing, and their layout."""
-    if run.clap.text == "padded":
+    if not run.clap.text_packing:
         return None, None
-    mask = (torch.arange(run.clap.text_tokens) < torch.tensor(lengths)[:, None]).long()
+    mask = (torch.arange(run.clap.context_length) < torch.tensor(lengths)[:, None]).long()
     row, packing = pack([(torch.ones_like(mask), mask)])
     layout = lay_out(packing, len(row), run.clap.preset().text.first_position)
     return tree_map_only(Tensor, fakes.from_tensor, ((row, packing), layout))
@@ -152,13 +152,13 @@ def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *
     narrow = torch.float16 if audio.fusion else torch.int16
 
     def make(dtype: torch.dtype = torch.float32) -> Batch:
-        ids, mask = (torch.empty(micro_batch, run.clap.text_tokens, dtype=torch.long) for _ in range(2))
+        ids, mask = (torch.empty(micro_batch, run.clap.context_length, dtype=torch.long) for _ in range(2))
         return Batch(torch.empty(micro_batch, *audio.clip_shape, dtype=dtype), ids, mask, num_tokens, packed)
 
     if isinstance(data, SyntheticData) and (data.placement == "device" or not cuda):
         kept = [make(narrow) for _ in range(data.num_batches)]
         yield from (join([each], CPU) for each in itertools.cycle(kept))
-    is_narrow = getattr(data, "waveforms", "int16") == "int16"
+    is_narrow = getattr(data, "audio_dtype", "int16") == "int16"
     ahead, _from_host = make(), torch.empty(micro_batch * is_narrow, *audio.clip_shape, dtype=narrow)
     while True:
         batch, ahead = ahead, make()

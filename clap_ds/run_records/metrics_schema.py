@@ -16,12 +16,67 @@ FORMER_PRESETS = {
 }
 """By what a record of schema 3 or less calls it, the same model's name: `htsat_tiny_roberta_base` had LAION-CLAP's heads."""
 
+_PACKING = {"padded": False, "packed": True}
+FORMER_SUMMARY: dict[str, tuple[str, dict[Any, Any]]] = {
+    "text_tokens": ("context_length", {}),
+    "text": ("text_packing", _PACKING),
+    "stop_at": ("target_metrics", {}),
+}
+"""Field of `summary.json` before schema 5 → its name, and its values that have changed."""
+FORMER_SETTINGS: dict[str, tuple[str, dict[Any, Any]]] = {
+    "text_tokens": ("context_length", {}),
+    "text": ("text_packing", _PACKING),
+    "fused_adam": ("optimizer_implementation", {}),
+    "gradient_sync": ("gradient_sync", {"overlapped": "overlap"}),
+    "gradient_bucket_mb": ("bucket_cap_mb", {}),
+    "model.text_from_hub": ("pretrained_text", {}),
+    "model.attention": ("attention_impl", {}),
+    "model.mlp": ("mlp_impl", {}),
+    "model.checkpoint_activations": ("activation_checkpointing", {}),
+    "data.source": ("source", {"shards": "webdataset"}),
+    "data.sampling": ("resampled", {"epochs": False, "replacement": True}),
+    "data.waveforms": ("audio_dtype", {}),
+    "train.samples": ("max_samples", {}),
+    "train.initial_weights": ("pretrained", {}),
+    "train.ema": ("ema_decay", {}),
+    "train.accumulation": ("accumulation", {"independent": "plain", "cached": "gradcache"}),
+    "train.stop_at": ("target_metrics", {}),
+    "checkpoint.best_by": ("best_metric", {}),
+    "checkpoint.background": ("async_save", {}),
+    "checkpoint.sync_to": ("remote_sync", {}),
+    "evaluation.micro_batch": ("batch_size", {}),
+    "evaluation.zero_shot.class_field": ("class_key", {}),
+    "output.root": ("dir", {}),
+    "output.label": ("run_name", {}),
+}
+"""The same for the section `clap` of `config.json`."""
+
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 
 State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "terminated"]
 
 STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
 """Parts of a step, in the order they happen."""
+
+
+def current(name: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a record's `summary` or `config`, of any schema, with today's names and values."""
+    if name == "summary":
+        _rename(content, FORMER_SUMMARY)
+    elif name == "config":
+        _rename(content.get("clap"), FORMER_SETTINGS)
+    return content
+
+
+def _rename(content: Any, former: dict[str, tuple[str, dict[Any, Any]]]) -> None:
+    for path, (name, values) in former.items():
+        *sections, last = path.split(".")
+        section = content
+        for each in sections:
+            section = section.get(each) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last in section:
+            value = section.pop(last)
+            section[name] = next((new for old, new in values.items() if old == value), value)
 
 
 class Rates(TypedDict, total=False):
@@ -79,13 +134,13 @@ class Summary(TypedDict, total=False):
     micro_batch_per_gpu: int
     gradient_accumulation_steps: int
     global_batch: int
-    text_tokens: int
-    text: str
+    context_length: int
+    text_packing: bool
     precision: str
     device_name: str
     device_type: str
     kernels: dict[str, ChosenKernel]
-    """On CUDA, by field of `clap.model` that is `auto`."""
+    """On CUDA, by part (`attention`, `mlp`) whose implementation is `auto`."""
     compiled: dict[str, str | None]
     """By part (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
     compile_s: float

@@ -53,7 +53,7 @@ def title(summary: Summary) -> str:
     return (
         f"{summary['preset']} on {summary['world_size']} × {summary['device_name']},"
         f" {summary['num_nodes']} node{'s' if summary['num_nodes'] > 1 else ''}, {summary['precision']},"
-        f" micro-batch {summary['micro_batch_per_gpu']}, {summary['text_tokens']} text tokens"
+        f" micro-batch {summary['micro_batch_per_gpu']}, {summary['context_length']} text tokens"
     )
 
 

@@ -65,8 +65,8 @@ class CheckpointFolder:
         self._tokenizer, self._lock, self._run = tokenizer, lock, run
         self._run_id = ""
         self._sync: BackgroundSync | None = None
-        if rank() == 0 and self._rule.sync_to is not None:
-            self._sync = BackgroundSync(self._rule.sync_to, self._rule)
+        if rank() == 0 and self._rule.remote_sync is not None:
+            self._sync = BackgroundSync(self._rule.remote_sync, self._rule)
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_give_way)
         self._writing: Future[SavedCheckpoint] | None = None
@@ -114,7 +114,7 @@ class CheckpointFolder:
             files={},
             run=self._run_id,
             settings=redacted_all(self._run.resolved()) if self._run is not None else {},
-            best_by=self._rule.best_by,
+            best_metric=self._rule.best_metric,
         )
         saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
         model, told = engine.model.config, progress.to_json()
@@ -138,10 +138,10 @@ class CheckpointFolder:
 
     @doing("looking for a checkpoint")
     def find(self, path: Path | None = None) -> Path | None:
-        """The checkpoint at a path, or the newest good one of a folder there, by default of this one or, if empty, `sync_to`.
+        """The checkpoint at a path, or the newest good one of a folder there, by default of this one or `remote_sync`.
 
         Damaged ones are warned of and passed over. A collective; every rank gets the same answer, None where there is none.
-        Raises ValueError: none is at the path, `sync_to` can't be read, or not one is good.
+        Raises ValueError: none is at the path, `remote_sync` can't be read, or not one is good.
         """
         return on_first(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
 
@@ -169,7 +169,7 @@ class CheckpointFolder:
 
     @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
-        """Wait for copies to `sync_to`, at most `limit_s` seconds; gives back, and warns of, those that aren't there."""
+        """Wait for copies to `remote_sync`, at most `limit_s` seconds; gives back, and warns of, those that aren't there."""
         self.poll(None)
         sync, self._sync = self._sync, None
         return [] if sync is None else sync.close(limit_s)
@@ -187,10 +187,10 @@ class CheckpointFolder:
                 self._lock.check()
             files.clear_leftovers(self.path)
             with files.begin(self.path, saved.step) as draft:
-                text_tokens = self._run.clap.text_tokens if self._run is not None else None
+                context_length = self._run.clap.context_length if self._run is not None else None
                 records = {STATE: write_tensors(draft / STATE, *to_state_file(state))}
                 for name, weights in found.items():
-                    records[name] = write_tensors(draft / name, *to_safetensors(weights, model, text_tokens))
+                    records[name] = write_tensors(draft / name, *to_safetensors(weights, model, context_length))
                 records[PROGRESS] = write_file(draft / PROGRESS, progress.encode())
                 copies = {name: write_file(draft / name, content) for name, content in self._tokenizer_files()}
                 newest = max((each.serial for each in files.read_all(self.path).values()), default=0)
@@ -215,14 +215,14 @@ class CheckpointFolder:
                     yield name, read_bytes(path)
 
     def _find_newest(self) -> Path | None:
-        damaged, remote, sync_to = dict[str, str](), dict[str, str](), self._rule.sync_to
+        damaged, remote, remote_sync = dict[str, str](), dict[str, str](), self._rule.remote_sync
         found = files.newest_good(self.path, damaged)
-        if found is None and sync_to is not None:
+        if found is None and remote_sync is not None:
             try:
-                found = RemoteFolder(sync_to).download_newest(self.path, remote)
+                found = RemoteFolder(remote_sync).download_newest(self.path, remote)
             except Exception as error:  # of whatever type the file system's package has
                 problem = f"{type(error).__name__}: {error}"
-                raise ValueError(f"clap.checkpoint.sync_to: {sync_to} can't be read ({problem})") from error
+                raise ValueError(f"clap.checkpoint.remote_sync: {remote_sync} can't be read ({problem})") from error
         if found is None and (reasons := [*damaged.values(), *remote.values()]):
             listed = "".join(f"\n  {reason}" for reason in reasons)
             raise ValueError(

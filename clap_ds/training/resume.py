@@ -31,9 +31,9 @@ class Choices:
     skip_steps: tuple[int, int] | None = None
 
 
-def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: bool = False) -> None:
-    """Load `clap.train.initial_weights`, if any; raises ValueError: none there, or of another model or tokenizer."""
-    path, tokenizer = run.clap.train.initial_weights, getattr(run.clap.data, "tokenizer", None)
+def load_pretrained(run: RunSettings, model: ClapModel, *, accept_changes: bool = False) -> None:
+    """Load `clap.train.pretrained`, if any; raises ValueError: none there, or of another model or tokenizer."""
+    path, tokenizer = run.clap.train.pretrained, getattr(run.clap.data, "tokenizer", None)
     if path is None:
         return
     try:
@@ -45,7 +45,7 @@ def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: 
                 f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}, or accept it by --accept_changes"
             )
     except ValueError as error:
-        raise ValueError(f"{run.path}: clap.train.initial_weights: {error}") from None
+        raise ValueError(f"{run.path}: clap.train.pretrained: {error}") from None
     if rank() == 0:
         print(f"initial weights: {weights.shown}", flush=True)
 
@@ -61,7 +61,7 @@ def opened_checkpoints(run: RunSettings, ranks: Ranks) -> Iterator[CheckpointFol
         except (OSError, ValueError) as error:
             raise ValueError(f"{run.path}: clap.checkpoint.folder: {error}") from None
     try:
-        settings = run.clap.checkpoint.model_copy(update={"best_by": best_metric(run)})
+        settings = run.clap.checkpoint.model_copy(update={"best_metric": best_metric(run)})
         tokenizer = data.tokenizer if isinstance(data, ShardData) else None
         checkpoints = CheckpointFolder(folder, settings, tokenizer=tokenizer, lock=lock, run=run)
         try:

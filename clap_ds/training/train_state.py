@@ -24,12 +24,12 @@ class Schedule:
     @classmethod
     def of(cls, run: RunSettings, *, world_size: int, epoch_samples: int | None) -> Self:
         """Of `clap.train`; raises ValueError: epochs are wanted, and nothing says how many samples one has."""
-        samples, epochs = run.clap.train.samples, run.clap.train.epochs
+        samples, epochs = run.clap.train.max_samples, run.clap.train.epochs
         if epochs is not None:
             if epoch_samples is None:
                 raise ValueError(
                     "clap.train.epochs: remote shards need a manifest.json beside them (clap-shards prepare), which says how"
-                    " many samples an epoch has; or give clap.train.samples"
+                    " many samples an epoch has; or give clap.train.max_samples"
                 )
             samples = math.ceil(epochs * epoch_samples)
         assert samples is not None
@@ -50,7 +50,7 @@ class Schedule:
 def pairs_together(run: RunSettings, world_size: int) -> int:
     """Pairs that one contrastive loss tells apart."""
     sizes = run.batch_sizes(world_size)
-    return sizes.global_batch if run.clap.train.accumulation == "cached" else sizes.micro_batch * world_size
+    return sizes.global_batch if run.clap.train.accumulation == "gradcache" else sizes.micro_batch * world_size
 
 
 @dataclass

@@ -64,7 +64,7 @@ class Manifest:
         metrics: of the evaluation at this step, if there was one, and `TRAIN_LOSS`.
         run: id of the run that saved it, through all its restarts.
         settings: the run's JSON as resolved.
-        best_by: the evaluation metric that tells the run's best.
+        best_metric: the evaluation metric that tells the run's best.
     """
 
     serial: int
@@ -76,7 +76,7 @@ class Manifest:
     files: dict[str, FileRecord]
     run: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    best_by: str | None = None
+    best_metric: str | None = None
 
     def to_json(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
@@ -197,11 +197,11 @@ def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, M
 
 
 def newest_good(folder: Path, damaged: dict[str, str] | None = None, *, best: bool = False) -> Path | None:
-    """The newest checkpoint of a folder that is all there, or the best by the newest one's `best_by`; None where there is none.
-    Those passed over are warned of; `damaged` gets why, by name."""
+    """The newest checkpoint of a folder that is all there, or the best by the newest one's `best_metric`; None where there is
+    none. Those passed over are warned of; `damaged` gets why, by name."""
     damaged = {} if damaged is None else damaged
     manifests = read_all(folder, damaged)
-    metric = next((manifest.best_by or "" for manifest in manifests.values()), "")
+    metric = next((manifest.best_metric or "" for manifest in manifests.values()), "")
     for name in best_first(manifests, metric) if best else manifests:
         try:
             verify(folder / name)
@@ -225,7 +225,7 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
         return path
     damaged: dict[str, str] = {}
     if (found := newest_good(path, damaged, best=best)) is None:
-        evaluated = " that was evaluated by its run's best_by" if best else ""
+        evaluated = " that was evaluated by its run's best_metric" if best else ""
         reasons = "; ".join(damaged.values()) or f"expected {MANIFEST}, or folders step-… with one"
         raise DamagedError(f"{path}: no good checkpoint here{evaluated}: {reasons}")
     return found
@@ -233,7 +233,7 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
     """Names to delete of manifests with the newest first: all but the last, the best and that with the lowest training loss."""
-    kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_by or "")[: rule.keep_best]}
+    kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_metric or "")[: rule.keep_best]}
     return [name for name in reversed(manifests) if name not in {*kept, *best_first(manifests, TRAIN_LOSS)[:1]}]
 
 

@@ -31,7 +31,7 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
     if tokenizer is None:
         raise ValueError(f"{found.shown} names no tokenizer: give it with --tokenizer")
     loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
-    length = found.text_tokens or min(loaded.model_max_length, text.max_tokens)
+    length = found.context_length or min(loaded.model_max_length, text.max_tokens)
     loaded.model_max_length = length  # what `truncation=True` keeps
     try:
         with drafted(folder) as draft:
@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     kinds = "a checkpoint, a folder of them (its newest good one), a .safetensors file of this project's, or a LAION-CLAP .pt"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="to be made")
-    parser.add_argument("--best", action="store_true", help="of a folder, the best by its run's best_by instead")
-    raw = "of a run with clap.train.ema, the weights themselves instead of their moving average"
+    parser.add_argument("--best", action="store_true", help="of a folder, the best by its run's best_metric instead")
+    raw = "of a run with clap.train.ema_decay, the weights themselves instead of their moving average"
     parser.add_argument("--raw", action="store_true", help=raw)
     parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="of the captions (default: the checkpoint's)")
     arguments = parser.parse_args(argv)

@@ -23,7 +23,7 @@ from clap_ds.weights.key_mapping import State, check_not_open_clip, from_names, 
 from clap_ds.weights.state_file import write_tensors
 
 METADATA_KEY = "clap_ds.config"
-TEXT_TOKENS_KEY = "clap_ds.text_tokens"
+CONTEXT_LENGTH_KEY = "clap_ds.context_length"
 LOGIT_BIAS = "logit_bias"
 _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
 _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS)
@@ -35,12 +35,12 @@ _NUM_SHOWN = 5
 @dataclass(frozen=True)
 class Checkpoint:
     """A model's sizes and state, in `ClapModel`'s names, and of its training tokenizer, caption length and loss, if known;
-    `path` is where it is from, `reached` its step there and the value of `best_by`, in words."""
+    `path` is where it is from, `reached` its step there and the value of `best_metric`, in words."""
 
     config: ClapConfig
     state: State
     tokenizer: str | None = None
-    text_tokens: int | None = None
+    context_length: int | None = None
     loss_kind: str = "softmax"
     path: str = ""
     reached: str = ""
@@ -97,7 +97,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
         return found
     cut = files.object_in(tokenizer).get("model_max_length")  # said where it is short of the model's positions
     tokens = cut if isinstance(cut, int) and 2 <= cut < config.text.max_tokens else None
-    return replace(found, tokenizer=str(folder), text_tokens=tokens)
+    return replace(found, tokenizer=str(folder), context_length=tokens)
 
 
 def save_transformers(model: ClapModel, folder: str | Path) -> None:
@@ -129,12 +129,12 @@ def save_safetensors(model: ClapModel, path: str | Path) -> None:
 
 
 def to_safetensors(
-    state: Mapping[str, Tensor], config: ClapConfig, text_tokens: int | None = None
+    state: Mapping[str, Tensor], config: ClapConfig, context_length: int | None = None
 ) -> tuple[State, dict[str, str]]:
-    """Tensors and metadata of the file; `text_tokens` is the caption length of training."""
+    """Tensors and metadata of the file; `context_length` is the caption length of training."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
     metadata = {"format": "pt", METADATA_KEY: config.model_dump_json()}
-    trained = {} if text_tokens is None else {TEXT_TOKENS_KEY: str(text_tokens)}
+    trained = {} if context_length is None else {CONTEXT_LENGTH_KEY: str(context_length)}
     return tensors, metadata | trained
 
 
@@ -144,10 +144,10 @@ def load_safetensors(path: str | Path) -> Checkpoint:
     if METADATA_KEY not in metadata:
         check_not_open_clip(path, state)
         raise ValueError(f"{path}: holds no {METADATA_KEY} metadata; only files of save_safetensors do")
-    config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(TEXT_TOKENS_KEY, "")
+    config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(CONTEXT_LENGTH_KEY, "")
     expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
     _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
-    return Checkpoint(config, state, text_tokens=int(tokens) if tokens.isdecimal() else None)
+    return Checkpoint(config, state, context_length=int(tokens) if tokens.isdecimal() else None)
 
 
 def renamed_checkpoint(

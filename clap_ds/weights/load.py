@@ -28,8 +28,8 @@ def load_weights(
             `clap_ds.weights.formats.save_safetensors`; a folder that `transformers.ClapModel` loads, or its id on the hub,
             whose cache comes first; a LAION-CLAP .pt file.
         config: sizes to expect; by default their own.
-        best: of a folder the best by `best_by` instead of the newest.
-        raw: of a checkpoint with `clap.train.ema` the weights themselves.
+        best: of a folder the best by `best_metric` instead of the newest.
+        raw: of a checkpoint with `clap.train.ema_decay` the weights themselves.
 
     Raises:
         ValueError: nothing there, none of these, damaged, of another model, or not finite.
@@ -80,12 +80,14 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
     manifest = Manifest.read(folder)
     clap: dict[str, Any] = manifest.settings.get("clap", {})
     kind = clap.get("loss", {}).get("kind", kind)
-    value = None if path.name == RAW else manifest.metrics.get(manifest.best_by or "")
-    reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_by} {value:.4g}")
+    value = None if path.name == RAW else manifest.metrics.get(manifest.best_metric or "")
+    reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_metric} {value:.4g}")
     if RAW in manifest.files and path.name == WEIGHTS:
         reached += ", moving average of the weights"
-    tokens = TypeAdapter(int | None).validate_python(clap.get("text_tokens", found.text_tokens))
-    return replace(found, tokenizer=manifest.tokenizer_in(folder), text_tokens=tokens, loss_kind=kind, reached=reached)
+    tokens = TypeAdapter(int | None).validate_python(clap.get("context_length", found.context_length))
+    return replace(
+        found, tokenizer=manifest.tokenizer_in(folder), context_length=tokens, loss_kind=kind, reached=reached
+    )
 
 
 def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:

@@ -43,7 +43,7 @@ def write(path: Path, text: str | bytes) -> Path:
 
 def given(**changes: Any) -> Namespace:
     """Values of the options that say what inputs leave out."""
-    names = ("nodes", "gpus", "gpus_per_node", "model", "text_tokens", "peak_tflops")
+    names = ("nodes", "gpus", "gpus_per_node", "model", "context_length", "peak_tflops")
     return Namespace(**{**dict.fromkeys(names), "rate": "measured", **changes})
 
 

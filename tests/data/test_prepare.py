@@ -60,7 +60,7 @@ def run(*arguments: object) -> int:
 
 
 def live(clip: bytes, num_samples: int = RATE) -> torch.Tensor:
-    """What a run on `waveforms: int16` decodes, (num_samples,) int16."""
+    """What a run on `audio_dtype: int16` decodes, (num_samples,) int16."""
     row = torch.empty(num_samples, dtype=torch.int16)
     decode_audio(clip, row, sample_rate=RATE, rng=random.Random(0))
     return row

@@ -46,7 +46,7 @@ def shard(tmp_path: Path) -> str:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str, num_workers: int) -> None:
     settings = EvaluationSettings(retrieval={"shards": shard}, zero_shot={"shards": shard})
-    options: Any = {"text_tokens": clap.text_tokens, "micro_batch": 32, "loss_kind": "softmax", "ranks": ALONE}
+    options: Any = {"context_length": clap.context_length, "micro_batch": 32, "loss_kind": "softmax", "ranks": ALONE}
     evaluator = Evaluator(settings, model_config=clap.config, tokenizer_name=clap._tokenizer_name, **options)
     paths = [str(Path(shard).parent / f"{name}.flac") for name in LENGTHS]
     embedded = clap.embed_audio(paths, windows="middle", num_workers=num_workers)

@@ -50,7 +50,7 @@ def test_everything_of_the_site_is_in_the_script(
     assert slurm.lines("calls") == [f"--parsable {job}/slurm.sbatch"]
     assert json.loads((job / "jobs.json").read_text())["jobs"][0]["slurm_id"] == "101"
     run = json.loads((job / "run.json").read_text())
-    assert run["clap"]["output"] == {"root": str(folder / "runs"), "label": "tiny"}
+    assert run["clap"]["output"] == {"dir": str(folder / "runs"), "run_name": "tiny"}
     shown = capsys.readouterr().out
     assert "Requested node configuration is not available" in shown
     assert all(how in shown for how in ("submitted job 101", f"tail -F '{job}/slurm-101.out'", "scancel 101"))
@@ -61,7 +61,7 @@ def test_everything_of_the_site_is_in_the_script(
     [
         ({"python": "/bin/true"}, "", {}, "python: /bin/true can't run this package"),
         ({}, "--until_done", {}, "are for training: give --train, too"),
-        ({}, "--train", {}, "clap.train: missing samples or epochs"),
+        ({}, "--train", {}, "clap.train: missing max_samples or epochs"),
         ({"partition": "cpu"}, "", {}, "give --gpus"),
         ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "sbatch would refuse it: Invalid qos"),
     ],

@@ -57,8 +57,8 @@ def test_nothing_is_queued_unless_every_job_can_run(
 @pytest.mark.usefixtures("unchecked")
 def test_training_runs_for_a_day_or_as_long_as_the_partition_lets_it(tmp_path: Path, slurm: FakeSlurm) -> None:
     slurm.write("partitions", "gpu*|gpu:4|12:00:00\n")
-    options = ("--train", "--vary", "clap.train.samples=64,128", "--nodes", "2", "--site", "generic")
-    script = (_start(tmp_path, *options) / "n002-samples_64.sbatch").read_text()
+    options = ("--train", "--vary", "clap.train.max_samples=64,128", "--nodes", "2", "--site", "generic")
+    script = (_start(tmp_path, *options) / "n002-max_samples_64.sbatch").read_text()
     assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=USR1@300"} <= set(script.splitlines())
     assert "-- clap_ds/train.py" in script
 
@@ -136,4 +136,4 @@ def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
             lines = {*(tmp_path / "sweep" / f"{name}.sbatch").read_text().splitlines()}
             options = (f"time=00:{minutes}:00", f"nodes={nodes}", "cpus-per-task=72", "gres=gpu:4", "signal=USR1@60")
             assert {f"#SBATCH --{option}" for option in options} <= lines
-            assert run["clap"]["output"] == {"root": str(tmp_path / "sweep" / "runs"), "label": name}
+            assert run["clap"]["output"] == {"dir": str(tmp_path / "sweep" / "runs"), "run_name": name}
