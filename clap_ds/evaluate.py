@@ -55,7 +55,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights, or a name on the hub")
     options.add_model_options(parser, precision="the configuration's, else fp32")
     raw = "of a run with clap.train.ema_decay, the weights themselves instead of their moving average"
-    add("--raw", action="store_true", help=raw)
+    add("--no_ema", action="store_true", help=raw)
     add("--retrieval", nargs="+", metavar="SHARDS", help="tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="tars of clips with their class in a json")
     add("--class_key", metavar="FIELD", help="member of the json that names the class (default: kind)")
@@ -131,7 +131,9 @@ def evaluate_checkpoint(
 
     device = initialize(ranks)
     expected = load_preset(arguments.preset) if arguments.preset else run.clap.preset() if run else None
-    checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.raw))
+    checkpoint = together(
+        lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.no_ema)
+    )
     said = run.clap.context_length if run and "context_length" in run.clap.model_fields_set else None
     evaluator = Evaluator(
         settings,

@@ -69,7 +69,7 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
         with agreed():
             torch.manual_seed(run.clap.seed)
             model = build_model(run, device)
-            load_pretrained(run, model, accept_changes=choices.accept_changes)
+            load_pretrained(run, model, resume_weights_only=choices.resume_weights_only)
         engine = build_engine(run, model, ranks, device, record)
         with opened_checkpoints(run, ranks) as checkpoints:
             progress = resume(run, ranks, engine, checkpoints, record, choices)

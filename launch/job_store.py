@@ -24,7 +24,7 @@ T = TypeVar("T", "Job", Request)
 _NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
 _WORDS = re.compile(r"[\w.,:/\[\]-]+", re.ASCII)  # of a time limit, and of hosts
 ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
-"""State (`record.schema.State`) by SLURM's of a job that recorded no end; others have failed."""
+"""State (`run_records.metrics_schema.State`) by SLURM's of a job that recorded no end; others have failed."""
 
 
 def stamp() -> str:
@@ -65,13 +65,13 @@ def _checked(kind: type[T], content: dict[str, Any]) -> T:
         hint, words = hints[name], value if isinstance(value, list) else [value] * isinstance(value, str)
         is_of_type = isinstance(value, hint if isinstance(hint, UnionType) else get_origin(hint) or hint)
         is_plain = all(isinstance(each, str) and allowed.fullmatch(each) for each in words)
-        if not is_of_type or not (is_plain or name in ("config", "site")):
+        if not is_of_type or not (is_plain or name in ("config", "cluster")):
             raise ValueError(f"{name}: expected {hint} of plain words, found {value!r}")
     return kind(**content)
 
 
 class Standing(NamedTuple):
-    """How it stands with a job: `init` or one of `record.schema.State`, a note, and whether SLURM has still to end it."""
+    """How it stands with a job: `init` or a `run_records.metrics_schema.State`, a note, and whether SLURM has yet to end it."""
 
     state: str
     note: str

@@ -1,7 +1,7 @@
 """One job from one command: checked, written as a batch script, and queued.
 
-python launch/submit.py --site mine --nodes 2 --config ds_configs/htsat_tiny.json
-python launch/submit.py --site mine --nodes 8 --config my_run.json --train --until_done [--spare_nodes 1]
+python launch/submit.py --cluster mine --nodes 2 --config ds_configs/htsat_tiny.json
+python launch/submit.py --cluster mine --nodes 8 --config my_run.json --train --auto_requeue [--spare_nodes 1]
 """
 
 import argparse

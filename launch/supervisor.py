@@ -136,7 +136,7 @@ class RunningJob:
     def asks_for_another_start(self, ending: Ending) -> bool:
         if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
             return False
-        if self.arguments.until_done and ending.state == "timeout" and ending.code == 0:
+        if self.arguments.auto_requeue and ending.state == "timeout" and ending.code == 0:
             return True
         done = sum(attempt["requeued"] for attempt in self.attempts)
         return is_mended_without(ending) and done < self.site.requeues
@@ -180,7 +180,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="of this job: its site.json and hostfile, its record, a folder for each attempt",
     )
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept for when others fail")
-    add("--until_done", action="store_true", help="queue training again when its time is over")
+    add("--auto_requeue", action="store_true", help="queue training again when its time is over")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: the ranks' script and its arguments")
     return parser.parse_args(argv)
 

@@ -1,9 +1,9 @@
 """Many jobs from one command (scales, repeats, hyper-parameters), their states, and what is missing.
 
-python launch/sweep.py --site mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
-python launch/sweep.py --site mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
+python launch/sweep.py --cluster mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
+python launch/sweep.py --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
 python launch/sweep.py status runs/sweeps/htsat_tiny-…
-python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--site SITE] [--time 01:00:00] [--exclude HOSTS]
+python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--cluster NAME] [--time 01:00:00] [--exclude HOSTS]
 """
 
 import argparse
@@ -89,11 +89,13 @@ def resume(arguments: argparse.Namespace) -> None:
     names = ", ".join(job.name for job in missing)
     print(f"{len(missing)} of {len(sweep.jobs)} jobs are missing{': ' if missing else ''}{names}")
     if missing:
-        changes = {name: getattr(arguments, name) for name in ("site", "time", "exclude") if getattr(arguments, name)}
-        site = sweep.request.site
-        if not arguments.site and ("/" in site or site.endswith(".json")):
+        changes = {
+            name: getattr(arguments, name) for name in ("cluster", "time", "exclude") if getattr(arguments, name)
+        }
+        cluster = sweep.request.cluster
+        if not arguments.cluster and ("/" in cluster or cluster.endswith(".json")):
             what = "names its site by a file, which could run any command: look at it, and give it yourself"
-            raise UserError(f"{arguments.folder / RECORD} {what}, by --site {shlex.quote(site)}")
+            raise UserError(f"{arguments.folder / RECORD} {what}, by --cluster {shlex.quote(cluster)}")
         sweep.request = replace(sweep.request, **changes)
         sweep.check(missing)
         sweep.write_scripts(missing)
@@ -107,7 +109,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
-            parser.add_argument("--site", help="in place of the sweep's, and needed where that was a file")
+            parser.add_argument("--cluster", help="in place of the sweep's, and needed where that was a file")
         parser.set_defaults(run=show_status if what == "status" else resume)
         return parser.parse_args(argv)
     later = "`sweep.py status FOLDER` shows what became of the jobs, `sweep.py resume FOLDER` submits what is missing."

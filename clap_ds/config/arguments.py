@@ -36,7 +36,7 @@ def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("where there are checkpoints (default: resume from the newest good one)")
     group.add_argument("--restart", action="store_true", help="move them into a folder beside theirs and start anew")
     changes = "resume though tokenizer, model, precision, optimizer or trained towers are others than the checkpoint's"
-    group.add_argument("--accept_changes", action="store_true", help=changes)
+    group.add_argument("--resume_weights_only", action="store_true", help=changes)
     skip = "leave out the batches of steps A to B, such as those that gave a loss of NaN"
     group.add_argument("--skip_steps", type=_steps, metavar="A-B", help=skip)
 

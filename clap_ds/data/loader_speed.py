@@ -51,7 +51,7 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=number(0.1, 3600), default=10.0, metavar="S", help="per number of workers (default 10)")
     add("--ranks_per_host", type=positive, default=1, metavar="R", help="(default 1)")
     needed = "that one rank's step needs, as a benchmark on synthetic data reaches them"
-    add("--needed_samples_per_s", type=number(0.001, 1e9), metavar="X", help=needed)
+    add("--target_samples_per_s", type=number(0.001, 1e9), metavar="X", help=needed)
 
 
 def run_measure(options: argparse.Namespace) -> None:
@@ -75,6 +75,6 @@ def run_measure(options: argparse.Namespace) -> None:
         raise UserError(str(error)) from None
     at = ", ".join(f"{workers_needed(supplies, rate):,} at {rate:,.0f}" for rate in RATES)
     print(f"cores a GPU, with a margin of {MARGIN - 1:.0%}: {at} samples/s")
-    if options.needed_samples_per_s:
+    if options.target_samples_per_s:
         best = max(supplies, key=lambda supply: supply.samples_per_s)
-        print(verdict(best, options.needed_samples_per_s, ranks_per_host=ranks, cores=cores))
+        print(verdict(best, options.target_samples_per_s, ranks_per_host=ranks, cores=cores))

@@ -19,7 +19,7 @@ from clap_ds.data.captions import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text
-from clap_ds.inference.windows import Content, Row, Sound, Source, Which, read_windows
+from clap_ds.inference.windows import Content, Pooling, Row, Sound, Source, read_windows
 from clap_ds.model.tokenizer import PreTrainedTokenizerBase, load_tokenizer
 from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.load import load_weights
@@ -69,7 +69,7 @@ class Clap:
 
     def embed_audio(
         self, audio: Audio | Sequence[Audio], sample_rate: float | None = None, *, sampling_rate: float | None = None,
-        windows: Which = "mean", overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
+        pooling: Pooling = "mean", overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
     ) -> Array:  # fmt: skip
         """Embed sounds of any length: (n, dim) float32, rows of length 1. A ValueError for the first that can't be used.
 
@@ -80,7 +80,7 @@ class Clap:
                 `array` and `sampling_rate` or a decoder. Channels are averaged, other rates resampled, samples clipped to ±1,
                 short sounds repeated.
             sample_rate: of arrays, Hz; for them alone. `sampling_rate` is the same, by `transformers`' name.
-            windows: of longer sounds "mean", the normalised mean of their windows' embeddings, or "middle", the embedding of
+            pooling: of longer sounds "mean", the normalised mean of their windows' embeddings, or "center", the embedding of
                 their middle, as in evaluation (with feature fusion of the whole sound).
             overlap: share of a window that is in the next one, too, from 0 to below 1.
             batch_size: windows at a time.
@@ -95,7 +95,7 @@ class Clap:
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
         sources = [_source(name, each, sample_rate) for name, each in named.items()]
         vectors = [np.empty((0, self.dim), np.float32)]
-        options: Any = {"windows": windows, "overlap": overlap, "batch_size": batch_size, "num_workers": num_workers}
+        options: Any = {"pooling": pooling, "overlap": overlap, "batch_size": batch_size, "num_workers": num_workers}
         for row in self.iter_windows(sources, **options, _fill=not is_alone):
             if row.vector is None:
                 raise ValueError(f"{row.source}: {row.error}")
@@ -103,22 +103,22 @@ class Clap:
         return np.concatenate(vectors)
 
     def iter_windows(
-        self, sources: Source | Iterable[Source], *, windows: Which = "each", overlap: float = 0.0, batch_size: int = 32,
+        self, sources: Source | Iterable[Source], *, pooling: Pooling = "none", overlap: float = 0.0, batch_size: int = 32,
         num_workers: int = 0, _fill: bool = True,
     ) -> Iterator[Row]:  # fmt: skip
         """Embed paths and clips of shards, of any length, in their order; a batch of windows is in memory at a time.
 
-        Of "each" there is a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one for each file, as
+        With "none" there is a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one for each file, as
         `embed_audio` has it. What can't be used is a row without a vector that says why, after the windows before it.
         """
         sources = [sources] if isinstance(sources, Source) else sources
-        if windows not in ("each", "mean", "middle") or not 0 <= overlap < 1:
-            expected = "windows each, mean or middle, and an overlap from 0 to below 1"
-            raise ValueError(f"expected {expected}, found {windows!r} and {overlap}")
+        if pooling not in ("none", "mean", "center") or not 0 <= overlap < 1:
+            expected = "pooling none, mean or center, and an overlap from 0 to below 1"
+            raise ValueError(f"expected {expected}, found {pooling!r} and {overlap}")
         options: Any = {"num_workers": num_workers, "ahead": batch_size}
-        pieces = read_windows([*sources], self.config.audio, windows, overlap, **options)
+        pieces = read_windows([*sources], self.config.audio, pooling, overlap, **options)
         rows = self._embedded(pieces, batch_size, _fill)
-        return (row for row in rows if row.vector is not None or row.error) if windows == "each" else _whole(rows)
+        return (row for row in rows if row.vector is not None or row.error) if pooling == "none" else _whole(rows)
 
     def _embedded(
         self, pieces: Iterator[tuple[Row, torch.Tensor | None]], batch_size: int, fill: bool

@@ -43,14 +43,14 @@ def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> No
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a name on the hub")
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
     what = "of longer files: the mean of their windows' vectors, the middle alone, or a row for each window (default: mean)"
-    add("--windows", choices=("mean", "middle", "each"), default="mean", help=what)
+    add("--pooling", choices=("mean", "center", "none"), default="mean", help=what)
     add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help="of a window and the next (default 0)")
     add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows in a forward pass (default 32)")
     add("--num_workers", type=whole_number(0), default=0, metavar="N", help="decoding processes (default 0: this one)")
 
 
 def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[Row]:
-    given = {name: getattr(arguments, name) for name in ("windows", "overlap", "batch_size", "num_workers")}
+    given = {name: getattr(arguments, name) for name in ("pooling", "overlap", "batch_size", "num_workers")}
     return clap.iter_windows(sources.values(), **given)
 
 

@@ -158,14 +158,14 @@ class CheckpointFolder:
         return on_first(lambda: files.move_aside(self.path, but=LOCK))
 
     @doing("loading a checkpoint")
-    def load(self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
+    def load(self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False) -> TrainingProgress:
         """Go on with the run of a checkpoint that `find` gave. A collective; raises ValueError: not every rank sees it, or
         `restore` refuses it."""
         self._run_id = on_first(lambda: Manifest.read(folder).run)
         blind = judged((folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None)
         if blind is not None:
             raise ValueError(f"rank {blind} can't see {folder}: checkpoints must lie where every host sees them")
-        return restore(folder, engine, self._run, accept_changes=accept_changes)
+        return restore(folder, engine, self._run, resume_weights_only=resume_weights_only)
 
     @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:

@@ -25,13 +25,15 @@ _OF_NO_CONSEQUENCE = (
 _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
 
 
-def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool) -> TrainingProgress:
+def restore(
+    folder: Path, engine: ClapEngine, run: RunSettings | None, *, resume_weights_only: bool
+) -> TrainingProgress:
     """Put the engine and this rank's random number generators in the state of a checkpoint; where it is of another training and
     that is accepted, take weights and progress alone. A collective; errors are `CheckpointFolder.load`'s."""
     to_accept, others = on_first(lambda: compare(folder, engine.model.config, describe(engine), run))
-    if to_accept and not accept_changes:
+    if to_accept and not resume_weights_only:
         raise ValueError(
-            f"{folder} can't be resumed: {'; '.join(to_accept)}. --accept_changes goes on from its weights alone, the"
+            f"{folder} can't be resumed: {'; '.join(to_accept)}. --resume_weights_only goes on from its weights alone, the"
             " optimizer's state begins anew; --restart starts anew"
         )
     if rank() == 0 and (found := [*to_accept, *others]):

@@ -27,11 +27,11 @@ class Choices:
     """What the command line decides; `skip_steps` are the first and the last whose batches are left out."""
 
     restart: bool = False
-    accept_changes: bool = False
+    resume_weights_only: bool = False
     skip_steps: tuple[int, int] | None = None
 
 
-def load_pretrained(run: RunSettings, model: ClapModel, *, accept_changes: bool = False) -> None:
+def load_pretrained(run: RunSettings, model: ClapModel, *, resume_weights_only: bool = False) -> None:
     """Load `clap.train.pretrained`, if any; raises ValueError: none there, or of another model or tokenizer."""
     path, tokenizer = run.clap.train.pretrained, getattr(run.clap.data, "tokenizer", None)
     if path is None:
@@ -40,9 +40,9 @@ def load_pretrained(run: RunSettings, model: ClapModel, *, accept_changes: bool 
         weights = load_weights(path, model.config)
         weights.load_into(model)
         problem = tokenizer_problem(weights.tokenizer, tokenizer, model.config.text)
-        if problem and not accept_changes:
+        if problem and not resume_weights_only:
             raise ValueError(
-                f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}, or accept it by --accept_changes"
+                f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}, or accept it by --resume_weights_only"
             )
     except ValueError as error:
         raise ValueError(f"{run.path}: clap.train.pretrained: {error}") from None
@@ -116,7 +116,7 @@ def _load(
     path = checkpoints.find(Path(wanted) if has_path and not has_begun else None)
     if path is None:
         return None, TrainingProgress()
-    progress = checkpoints.load(path, engine, accept_changes=choices.accept_changes)
+    progress = checkpoints.load(path, engine, resume_weights_only=choices.resume_weights_only)
     if has_path and not has_begun:
         checkpoints.begin(new_run)
     return path, progress

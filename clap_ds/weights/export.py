@@ -1,6 +1,6 @@
 """Command: a checkpoint as a folder that `transformers.ClapModel` and `transformers.ClapProcessor` load.
 
-    clap-export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER]
+    clap-export CHECKPOINT FOLDER [--best] [--no_ema] [--tokenizer NAME_OR_FOLDER]
 
 The tokenizer comes from the checkpoint or the command line.
 """
@@ -50,10 +50,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="to be made")
     parser.add_argument("--best", action="store_true", help="of a folder, the best by its run's best_metric instead")
     raw = "of a run with clap.train.ema_decay, the weights themselves instead of their moving average"
-    parser.add_argument("--raw", action="store_true", help=raw)
+    parser.add_argument("--no_ema", action="store_true", help=raw)
     parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="of the captions (default: the checkpoint's)")
     arguments = parser.parse_args(argv)
-    found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.raw)
+    found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.no_ema)
     for remark in export(found, arguments.folder, arguments.tokenizer):
         print(f"note: {remark}")
     print(f"exported: {found.shown}, model {found.config.name}")

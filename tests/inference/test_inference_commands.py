@@ -46,7 +46,7 @@ def table(path: str) -> Block:
 
 
 def test_a_table_has_the_models_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert embed.main(["run", "sounds", "--output", "v.parquet", "--windows", "each"]) == 1
+    assert embed.main(["run", "sounds", "--output", "v.parquet", "--pooling", "none"]) == 1
     told = capsys.readouterr()
     assert "7 rows of 4 files" in told.out
     assert r"1 of 4 files can't be used, the first: sounds/not\x1b[31m.wav" in told.err
@@ -73,7 +73,7 @@ def test_labels_are_those_of_classify(here: Path, capsys: pytest.CaptureFixture[
 @pytest.fixture
 def made(here: Path) -> Path:
     """With `v.parquet`, a row for each window of the sounds."""
-    embed.main(["run", "sounds", "--output", "v.parquet", "--windows", "each"])
+    embed.main(["run", "sounds", "--output", "v.parquet", "--pooling", "none"])
     return here
 
 

@@ -28,7 +28,7 @@ def call(folder: Path, slurm: FakeSlurm) -> Call:
         fields = {"account": "mine", "sbatch": ["--exclusive"], "run_root": str(folder / "runs"), **(site or {})}
         (folder / "tiny.json").write_text(json.dumps(micro_run(**changes)))
         (folder / "site.json").write_text(json.dumps(fields))
-        return main(["--site", str(folder / "site.json"), "--config", str(folder / "tiny.json"), *options])
+        return main(["--cluster", str(folder / "site.json"), "--config", str(folder / "tiny.json"), *options])
 
     return submit
 
@@ -60,7 +60,7 @@ def test_everything_of_the_site_is_in_the_script(
     ("site", "options", "says", "message"),
     [
         ({"python": "/bin/true"}, "", {}, "python: /bin/true can't run this package"),
-        ({}, "--until_done", {}, "are for training: give --train, too"),
+        ({}, "--auto_requeue", {}, "are for training: give --train, too"),
         ({}, "--train", {}, "clap.train: missing max_samples or epochs"),
         ({"partition": "cpu"}, "", {}, "give --gpus"),
         ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "sbatch would refuse it: Invalid qos"),

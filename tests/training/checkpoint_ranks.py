@@ -231,7 +231,7 @@ def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accep
     other = engine(run, 99)
     with warned() as warnings:
         try:
-            load(CheckpointFolder(folder, run=run), other, accept_changes=accept)
+            load(CheckpointFolder(folder, run=run), other, resume_weights_only=accept)
         except ValueError as error:
             return str(error), None
     saved = load_safetensors(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state

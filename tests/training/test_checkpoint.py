@@ -82,7 +82,7 @@ def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
     one_rank: RankPool, saved: Path, precision: str, changes: dict[str, Any], reason: str
 ) -> None:
     ((refusal, _),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes)
-    assert all(part in refusal for part in (reason, "--accept_changes"))
+    assert all(part in refusal for part in (reason, "--resume_weights_only"))
     ((warning, found),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes, True)
     assert all(part in warning for part in (reason, "only weights and step are taken"))
     _, same, loss, _ = found

@@ -71,8 +71,8 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) ->
     assert (to_accept, [each for each in others if "shuffle_captions" in each]) == ([], [])
     (change,), _ = compare(checkpoint, MICRO, {}, run(other))
     assert change.startswith(f"the tokenizer: {said}")
-    assert _taken(run(one)).config == _taken(run(other), accept_changes=True).config == MICRO
-    with pytest.raises(ValueError, match=rf"clap\.train\.pretrained: {said}.* by --accept_changes"):
+    assert _taken(run(one)).config == _taken(run(other), resume_weights_only=True).config == MICRO
+    with pytest.raises(ValueError, match=rf"clap\.train\.pretrained: {said}.* by --resume_weights_only"):
         _taken(run(other))
 
 

@@ -41,7 +41,7 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add("--audio_column", metavar="NAME", help="of paths; or how they are made of columns, such as '{id}_{start}.wav'")
     add("--caption_columns", nargs="+", metavar="NAME", help="of captions; a column of classes makes captions, too")
     more = "of several names between commas, semicolons or bars, as FSD50K's labels: each becomes a list"
-    add("--list_column", nargs="+", default=[], metavar="NAME", help=more)
+    add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=more)
     add("--audio_root", type=Path, metavar="DIR", help="what paths are relative to (default: SOURCE's folder)")
     group = parser.add_argument_group("what is kept for evaluation")
     add, add_one = group.add_argument, group.add_mutually_exclusive_group().add_argument
