@@ -1,4 +1,4 @@
-"""clap-embed, clap-label and clap-search as users type them, on a micro model and made-up sounds."""
+"""clap-embed, clap-classify and clap-search as users type them, on a micro model and made-up sounds."""
 
 import csv
 import io
@@ -113,7 +113,7 @@ def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -
     (here / "bark.wav").write_bytes((here / "sounds" / "low.wav").read_bytes())
     for line in re.findall(r"^\$ (.*)$", PAGE.partition("## A linear probe")[0], re.MULTILINE):
         command, *words = shlex.split(line)
-        code = {"clap-embed": embed, "clap-label": classify, "clap-search": search}[command].main(words)
+        code = {"clap-embed": embed, "clap-classify": classify, "clap-search": search}[command].main(words)
         assert code == (None if command == "clap-search" else 1), line
     assert len((here / "found.csv").read_text().splitlines()) == 11
     assert "12 rows of 8 files" in capsys.readouterr().out
