@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-VERSION = 4
-"""`schema` in `summary.json`. 4: two presets have other names (`FORMER_PRESETS`). 3: rates are samples over time (`mean`);
-before it, medians of windows. The first had none."""
+VERSION = 5
+"""`schema` in `summary.json`. 5: fields have other names (`current`). 4: two presets have other names (`FORMER_PRESETS`).
+3: rates are samples over time (`mean`); before it, medians of windows. The first had none."""
 FORMER_PRESETS = {
     "htsat_tiny_roberta_base": "clap_htsat_tiny_roberta_base",
     "htsat_tiny_roberta_base_fusion": "clap_htsat_tiny_roberta_base_fused",
@@ -21,6 +21,10 @@ FORMER_SUMMARY: dict[str, tuple[str, dict[Any, Any]]] = {
     "text_tokens": ("context_length", {}),
     "text": ("text_packing", _PACKING),
     "stop_at": ("target_metrics", {}),
+    "slow_ranks": ("stragglers", {}),
+    "slow_ranks_cost_samples_per_s": ("stragglers_cost_samples_per_s", {}),
+    "deepspeed_times_host_alone": ("deepspeed_timer_synchronized", {True: False, False: True}),
+    "ended_early": ("stop_reason", {}),
 }
 """Field of `summary.json` before schema 5 → its name, and its values that have changed."""
 FORMER_SETTINGS: dict[str, tuple[str, dict[Any, Any]]] = {
@@ -50,6 +54,13 @@ FORMER_SETTINGS: dict[str, tuple[str, dict[Any, Any]]] = {
     "output.label": ("run_name", {}),
 }
 """The same for the section `clap` of `config.json`."""
+FORMER_STRAGGLER: dict[str, tuple[str, dict[Any, Any]]] = {
+    "behind_s": ("lag_s", {}),
+    "behind_percent": ("lag_percent", {}),
+}
+"""The same for each of `stragglers`."""
+FORMER_PHASES = {"window": "timed"}
+"""The same for `phase` of `metrics.jsonl`."""
 
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 
@@ -63,6 +74,8 @@ def current(name: str, content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a record's `summary` or `config`, of any schema, with today's names and values."""
     if name == "summary":
         _rename(content, FORMER_SUMMARY)
+        for each in found if isinstance(found := content.get("stragglers"), list) else ():
+            _rename(each, FORMER_STRAGGLER)
     elif name == "config":
         _rename(content.get("clap"), FORMER_SETTINGS)
     return content
@@ -102,13 +115,13 @@ class StepTime(TypedDict, total=False):
     slowest_rank_median: float
 
 
-class SlowRank(TypedDict):
+class Straggler(TypedDict):
     """By how much a rank's own time of a step is longer than the median rank's, a longer wait for data included."""
 
     rank: int
     host: str
-    behind_s: float
-    behind_percent: float
+    lag_s: float
+    lag_percent: float
     data_wait_s: float
 
 
@@ -149,7 +162,8 @@ class Summary(TypedDict, total=False):
     samples_per_s: float
     deepspeed_samples_per_s: float | None
     """By DeepSpeed's own timer: from each forward pass to the end of its update, without what lies between."""
-    deepspeed_times_host_alone: bool
+    deepspeed_timer_synchronized: bool
+    """Whether that timer waits for the device; if not, its rate is the host's, queueing steps."""
     step_time_s: StepTime
     data_wait_percent: float
     breakdown_s: dict[str, float] | None
@@ -158,8 +172,8 @@ class Summary(TypedDict, total=False):
     """Of tensors on a GPU, of the process on a CPU; of the rank that has most."""
     memory_reserved_peak_bytes: int
     skipped_steps: int
-    slow_ranks: list[SlowRank]
-    slow_ranks_cost_samples_per_s: float
+    stragglers: list[Straggler]
+    stragglers_cost_samples_per_s: float
     data: dict[str, Any]
     warnings: list[str]
 
@@ -187,7 +201,7 @@ class Summary(TypedDict, total=False):
     history: str
     resumed_at_step: int
     time_to_target_s: float | None
-    ended_early: str | None
+    stop_reason: str | None
 
 
 class Environment(TypedDict, total=False):
@@ -214,12 +228,12 @@ class Environment(TypedDict, total=False):
 
 
 class StepLine(TypedDict, total=False):
-    """A line of `metrics.jsonl`: a step (`warmup`, `window`, `breakdown`, `train`), an evaluation or a checkpoint.
+    """A line of `metrics.jsonl`: a step (`warmup`, `timed`, `breakdown`, `train`), an evaluation or a checkpoint.
 
     Times are of rank 0 where nothing else is said. Fields named `window_…` are in each line of a window and of all of it.
     """
 
-    phase: Literal["warmup", "window", "breakdown", "train", "evaluation", "checkpoint"]
+    phase: Literal["warmup", "timed", "breakdown", "train", "evaluation", "checkpoint"]
     step: int
     window: int | None
     window_s: float

@@ -61,7 +61,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     """Name and value of every line of the final table."""
     rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
-    host_alone = " (the host alone)" if unit == "GPU" and summary.get("deepspeed_times_host_alone") else ""
+    host_alone = " (the host alone)" if unit == "GPU" and not summary.get("deepspeed_timer_synchronized", True) else ""
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
     held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
     interval = f"  {range_label(rate['windows'], rate.get('slow_windows', 0))}"

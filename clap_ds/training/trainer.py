@@ -53,7 +53,7 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         checkpoints.close()
         wanted = run.clap.train.target_metrics
         log.close(
-            target_metrics=wanted, time_to_target_s=progress.time_to(wanted), ended_early=progress.reached(wanted)
+            target_metrics=wanted, time_to_target_s=progress.time_to(wanted), stop_reason=progress.reached(wanted)
         )
         if session.ranks.is_first and progress.step > begun_at:
             conclude(session, progress, schedule)

@@ -60,9 +60,7 @@ def record(folder: Path, steps: list[dict[str, Any]], **summary: Any) -> Path:
     (folder / "summary.json").write_text(
         json.dumps({name: value for name, value in summary.items() if value is not None})
     )
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(step) + "\n" for step in steps) + '{"phase": "window", "st'
-    )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"phase": "timed", "st')
     return folder
 
 

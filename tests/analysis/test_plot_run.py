@@ -14,7 +14,7 @@ COMMON = {"state": "completed", "preset": "micro", "world_size": 2, "num_nodes":
 
 
 def benchmark(folder: Path, **changes: Any) -> Path:
-    phases = ["warmup", *["window"] * 4]
+    phases = ["warmup", *["timed"] * 4]
     steps = [{"step": n, "phase": phase, "window": n // 4, "time_s": n / 10} for n, phase in enumerate(phases, 1)]
     summary = COMMON | {
         "precision": "bf16", "micro_batch_per_gpu": 4, "context_length": 16, "schema": 3, "step_time_s": {"median": 0.4},

@@ -64,7 +64,7 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
     assert summary["state"] == "completed"
     assert (summary["world_size"], summary["num_nodes"], summary["global_batch"]) == (world_size, 1, 4 * world_size)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    phases = [(1, "warmup"), *((n, "window") for n in range(2, 6)), *((n, "breakdown") for n in range(7, 10))]
+    phases = [(1, "warmup"), *((n, "timed") for n in range(2, 6)), *((n, "breakdown") for n in range(7, 10))]
     assert [(line["step"], line["phase"]) for line in lines] == phases
     steps = pd.DataFrame(lines[1:5])
     seconds, waited_s = steps.groupby("window")[["window_s", "window_data_wait_s"]].first().sum()

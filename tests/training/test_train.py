@@ -161,7 +161,7 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
     assert (summary["state"], summary["step"]) == ("completed", 3)
     assert 0 < summary["time_to_target_s"] <= summary["train_s"]
     _, output = run("second", max_samples=8 * micro_batch, target_metrics={"zero_shot_top1": 0.0})
-    assert summary["ended_early"] in output
+    assert summary["stop_reason"] in output
     config, output = run("unreached", max_samples=5 * micro_batch, target_metrics={"zero_shot_top1": 1.0})
     (summary,) = commands.summaries(config)
     assert (summary["step"], summary["time_to_target_s"]) == (5, None)
