@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 GOOD_STATES = ("completed", "published", "unknown")
 """`unknown`: a log without a launcher's last line; its rate counts."""
 _IDENTITY = (
-    "nodes", "gpus", "model", "scaling", "device", "precision", "text_tokens", "variant", "micro_batch", "batch_per_gpu",
+    "nodes", "gpus", "model", "scaling", "device", "precision", "context_length", "variant", "micro_batch", "batch_per_gpu",
 )  # fmt: skip
 _AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent", "step_time_s",
              "slowest_rank_step_time_s", "data_wait_percent", *(f"{part}_s" for part in STEP_PHASES))  # fmt: skip

@@ -30,7 +30,7 @@ def read_table_runs(path: Path) -> list[Run]:
             types = str if semicolons else dict.fromkeys(TEXTS, str)
             frame = pd.read_csv(
                 file, sep=";" if semicolons else ",", dtype=types, keep_default_na=False, na_values=[""]
-            )
+            ).rename(columns={"text_tokens": "context_length"})  # of older tables
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
     if missing := [name for name in COLUMNS[:3] if name not in frame]:

@@ -15,8 +15,9 @@ from clap_ds.analysis.table import Run, noted
 from clap_ds.config.files import flatten
 
 IGNORED_SETTINGS = (
-    "clap.output.", "clap.seed", "clap.checkpoint.folder", "clap.checkpoint.sync_to", "clap.train.resume", "steps_per_print",
-    "train_batch_size", "train_micro_batch_size_per_gpu", "tensorboard.", "comms_logger.", "optimizer.params.lr", "scheduler.",
+    "clap.output.", "clap.seed", "clap.checkpoint.folder", "clap.checkpoint.remote_sync", "clap.train.resume",
+    "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu", "tensorboard.", "comms_logger.",
+    "optimizer.params.lr", "scheduler.",
 )  # fmt: skip
 """Settings that may differ between repeats: names, paths, seeds, the learning rate, and batches, which are compared
 separately. Only the last part of a path counts."""
@@ -33,7 +34,7 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in _unlike_logs_named(_once(runs)):
         settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCHES))  # of a table
-        groups[run.model, run.device, run.precision, run.text_tokens or 0, settings].append(run)
+        groups[run.model, run.device, run.precision, run.context_length or 0, settings].append(run)
     found = []
     for (*_, given), group in groups.items():
         for settings, alike in split_settings(group):

@@ -47,17 +47,17 @@ def draw_runs(directories: Sequence[Path], output: Path) -> None:
 @styled()
 def draw_benchmark(directory: Path) -> Picture:
     run = read_record(directory)
-    steps = {phase: _columns(read_steps(directory, phase), "time_s")["time_s"] for phase in ("warmup", "window")}
-    if not (run.rate and run.step_time_s) or steps["window"].empty:
+    steps = {phase: _columns(read_steps(directory, phase), "time_s")["time_s"] for phase in ("warmup", "timed")}
+    if not (run.rate and run.step_time_s) or steps["timed"].empty:
         raise UserError(f"{directory}: no timed windows in this run (state {run.state!r})")
     picture = Picture((1.6, 0.6), columns_wide=2)
     times, parts = picture.panels
     rate = f"{run.rate:,.2f} samples/s/{run.unit.removesuffix('s')}"
     if run.interval:
         rate += " (windows: {:,.2f} – {:,.2f})".format(*run.interval)
-    told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.text_tokens} text tokens"
+    told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.context_length} text tokens"
     picture.title(f"{rate}\n{run.model_name} on {run.gpus} × {run.device}, {told}")
-    for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("window", COLORS[0], "o", "timed")):
+    for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("timed", COLORS[0], "o", "timed")):
         times.plot(1000 * steps[phase], marker, color=color, markersize=3, label=label)
     median = f"median {1000 * run.step_time_s:,.0f} ms"
     times.axhline(1000 * run.step_time_s, color="black", linewidth=0.8, linestyle="--", label=median)

@@ -15,7 +15,7 @@ from clap_ds.config.model_names import preset_names
 PUBLISHED_DIR = Path(__file__).with_name("published")
 FORWARD_GFLOPS: Mapping[str, float] = {"htsat_tiny_roberta_base": 111.20, "htsat_base_roberta_base": 130.09}
 GH200_PEAK_TFLOPS = 989.0
-PUBLISHED_TEXT_TOKENS = 77
+PUBLISHED_CONTEXT_LENGTH = 77
 _SETUP = {
     "device": "GH200", "peak_tflops": GH200_PEAK_TFLOPS, "precision": "amp_bf16", "scaling": "weak", "state": "published",
 }  # fmt: skip
@@ -26,14 +26,14 @@ PUBLISHED_TABLES: Mapping[str, Mapping[str, Any]] = {
 """Columns that the published CSV lacks, by its file name without suffix."""
 
 
-def training_gflops(model: str, text_tokens: int) -> float | None:
+def training_gflops(model: str, context_length: int) -> float | None:
     """Return GFLOPs per sample of a preset's forward and backward pass with padded captions; None for other models."""
     if model not in preset_names():
         return None
     from clap_ds.config.model import load_preset  # imports pydantic, which tables don't need
     from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
 
-    config, lengths = load_preset(model), TextLengths.fixed(text_tokens)
+    config, lengths = load_preset(model), TextLengths.fixed(context_length)
     return (forward_flops(config, lengths, "model") + backward_flops(config, lengths)) / 1e9
 
 

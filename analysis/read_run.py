@@ -15,7 +15,7 @@ from clap_ds.analysis.table import Run, checked, unit
 from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.run_records.intervals import rates
-from clap_ds.run_records.metrics_schema import FORMER_PRESETS, RECORD_FILES, STEP_PHASES
+from clap_ds.run_records.metrics_schema import FORMER_PHASES, FORMER_PRESETS, RECORD_FILES, STEP_PHASES, current
 from clap_ds.run_records.sanity_checks import uneven_steps
 
 BY_TIMER = "DeepSpeed's timer: excludes data loading and time between steps"
@@ -58,14 +58,16 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     )
     gpus, device = known.get("world_size", 0), known.get("device_name", "")
     engine, memory = summary.get("deepspeed_samples_per_s"), summary.get("memory_peak_bytes")
-    notes += [HOST_ALONE] * bool(engine and summary.get("deepspeed_times_host_alone") and unit(device) == "GPUs")
+    notes += [HOST_ALONE] * bool(
+        engine and not summary.get("deepspeed_timer_synchronized", True) and unit(device) == "GPUs"
+    )
     name, schema = known.get("preset") or "", summary.get("schema")
     for number in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops"):
         fields[number] = summary.get(number)
     return Run(
         source=str(path), state=summary.get("state", "unknown"), error=summary.get("error", ""),
         model=FORMER_PRESETS.get(name, name) if summary and (schema or 0) < 4 else name, device=device,
-        precision=summary.get("precision", ""), text_tokens=known.get("text_tokens"), nodes=known.get("num_nodes", 0),
+        precision=summary.get("precision", ""), context_length=known.get("context_length"), nodes=known.get("num_nodes", 0),
         gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, **fields,
         **{f"{part}_s": parts.get(part) for part in STEP_PHASES},
         engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step_s,
@@ -95,7 +97,7 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[
     import pandas as pd
 
     names = ["window", "time_s", "slowest_rank_time_s", "window_s"]
-    steps = pd.DataFrame(read_steps(path, "window"), columns=names)
+    steps = pd.DataFrame(read_steps(path, "timed"), columns=names)
     slowest = steps["slowest_rank_time_s"].fillna(steps["time_s"])  # which older records lack
     windows = slowest.groupby(steps["window"]).agg(["size", "sum"])
     windows["sum"] = steps.groupby("window")["window_s"].first().fillna(windows["sum"])
@@ -109,7 +111,7 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if damaged."""
     file = path / f"{name}.json"
-    return files.read_object(file) if file.is_file() else {}
+    return current(name, files.read_object(file)) if file.is_file() else {}
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -124,4 +126,5 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_steps(path: Path, *phases: str, history: str | None = None) -> list[dict[str, Any]]:
     """Return lines of these phases (`StepLine`) in the file `history` if it exists, else in `metrics.jsonl`."""
     file = Path(history) if history and os.path.isfile(history) else path / "metrics.jsonl"
+    phases += tuple(old for old, name in FORMER_PHASES.items() if name in phases)
     return [line for line in json_lines(file) if line.get("phase") in phases and "step" in line]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.published import PUBLISHED_TEXT_TOKENS, training_gflops
+from clap_ds.analysis.published import PUBLISHED_CONTEXT_LENGTH, training_gflops
 from clap_ds.analysis.read_run import BY_TIMER, is_record, read_record
 from clap_ds.analysis.table import Run, noted
 from clap_ds.analysis.training_log import read_log
@@ -72,7 +72,7 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     gpus = gpus or nodes * per_node or (of_run.gpus if of_run else 0)
     found = read_log(path, gpus)
     if of_run:
-        names = ("nodes", "gpus", "model", "device", "precision", "text_tokens", "peak_tflops")
+        names = ("nodes", "gpus", "model", "device", "precision", "context_length", "peak_tflops")
         found = [replace(run, **{name: getattr(run, name) or getattr(of_run, name) for name in names}) for run in found]
     if not match or all(run.nodes for run in found):
         return found
@@ -107,19 +107,19 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
         step_time_s=run.step_time_s or of_log, model=preset_of(run.model or given.model or ""),
         peak_tflops=run.peak_tflops or given.peak_tflops,
     )  # fmt: skip
-    run = _with_mfu(run, given.text_tokens) if run.kind == "log" else run
+    run = _with_mfu(run, given.context_length) if run.kind == "log" else run
     return _by_engine(run) if given.rate == "engine" else run
 
 
-def _with_mfu(run: Run, text_tokens: int | None) -> Run:
+def _with_mfu(run: Run, context_length: int | None) -> Run:
     """Fill in TFLOPS and model MFU of a log if its model is known."""
-    tokens = run.text_tokens or text_tokens or PUBLISHED_TEXT_TOKENS
+    tokens = run.context_length or context_length or PUBLISHED_CONTEXT_LENGTH
     if not (run.rate and (gflops := training_gflops(run.model, tokens))):
         return run
     tflops = run.rate * gflops / 1000
     mfu = 100 * tflops / run.peak_tflops if run.peak_tflops else None
     run = replace(run, achieved_tflops=tflops, mfu_model_percent=mfu)
-    return run if run.text_tokens or text_tokens else noted(run, f"TFLOPS for {tokens} text tokens, the default")
+    return run if run.context_length or context_length else noted(run, f"TFLOPS for {tokens} text tokens, the default")
 
 
 def _by_engine(run: Run) -> Run:
@@ -142,6 +142,6 @@ def input_parser(description: str) -> argparse.ArgumentParser:
     told = "samples/s measured by this project (default) or DeepSpeed's timer"
     add("--rate", choices=("measured", "engine"), default="measured", help=told)
     add("--model", type=preset_of, help="model of logs: a preset or a published name (HTSAT-tiny-Roberta-base)")
-    add("--text_tokens", type=whole_number(), help="caption length of logs, for TFLOPS and MFU (default: 77)")
+    add("--context_length", type=whole_number(), help="caption length of logs, for TFLOPS and MFU (default: 77)")
     add("--peak_tflops", type=positive, help="dense peak of one GPU, if not stated, for MFU")
     return parser

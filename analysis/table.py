@@ -45,7 +45,7 @@ class Row:
     device: str = ""
     precision: str = ""
     peak_tflops: float | None = None
-    text_tokens: int | None = None
+    context_length: int | None = None
     variant: str = ""
     """How its runs differ from others in the table: `gradient_sync=deepspeed, batch per GPU 64`."""
     micro_batch: int | None = None
@@ -77,11 +77,11 @@ class Row:
 
     @property
     def series(self) -> tuple[str, str, str, str, int | None, str]:
-        return self.model, self.scaling, self.device, self.precision, self.text_tokens, self.variant
+        return self.model, self.scaling, self.device, self.precision, self.context_length, self.variant
 
     @property
     def title(self) -> str:
-        tokens = f"{self.text_tokens} text tokens" if self.text_tokens else ""
+        tokens = f"{self.context_length} text tokens" if self.context_length else ""
         scaling = f"{self.scaling} scaling" if self.scaling else ""
         parts = self.model_name, self.device, self.precision, tokens, self.variant, scaling
         return plain_text(", ".join(filter(None, parts)))
@@ -143,7 +143,16 @@ class Scale(Row):
 MOST = 1e15
 """Upper limit of all measured values, in the units of their fields."""
 COLUMNS = tuple(column.name for column in fields(Row))
-COUNTS = {"nodes", "gpus", "repeats", "baseline_nodes", "text_tokens", "micro_batch", "batch_per_gpu", "global_batch"}
+COUNTS = {
+    "nodes",
+    "gpus",
+    "repeats",
+    "baseline_nodes",
+    "context_length",
+    "micro_batch",
+    "batch_per_gpu",
+    "global_batch",
+}
 TEXTS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
 _Row = TypeVar("_Row", bound=Row)
 

@@ -100,7 +100,7 @@ def _step_by(method: str, model: nn.Module) -> Callable[[bool], None]:
 
     config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "SGD", "params": {"lr": 1e-6}}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    bucket_mb = ClapSettings().gradient_bucket_mb / SCALE
+    bucket_mb = ClapSettings().bucket_cap_mb / SCALE
     sync = GradientSync(engine, overlapped=method == "overlapped", bucket_mb=bucket_mb)
 
     def step(sending: bool) -> None:
@@ -177,7 +177,7 @@ def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, A
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("sync_bench", __doc__)
+    parser = make_parser("allreduce_overlap", __doc__)
     parser.add_argument("--rates_mbit", type=float, nargs="+", default=[500, 1000, 2000], help="link rates in Mbit/s")
     parser.add_argument(
         "--rounds", type=int, default=9, help="timed steps of each method, with and without sending (9)"

@@ -32,11 +32,11 @@ import transformers  # isort: skip  (after torchaudio_compat)
 
 def make_batch(arguments: argparse.Namespace, config: ClapConfig, device: torch.device) -> Batch:
     """Return a batch of noise and random captions for the options of `benchmarks.compare_baselines`."""
-    low, high = arguments.caption_lengths or (arguments.text_tokens, arguments.text_tokens)
+    low, high = arguments.caption_lengths or (arguments.context_length, arguments.context_length)
     lengths = {str(length): 1.0 for length in range(low, high + 1)}
     data = SyntheticData(source="synthetic", placement="device", caption_lengths=lengths, num_batches=1)
     of_run: Any = {"model": config, "device": device, "pack_captions": arguments.text == "packed"}
-    of_run |= {"text_tokens": arguments.text_tokens, "micro_batch": arguments.micro_batch}
+    of_run |= {"context_length": arguments.context_length, "micro_batch": arguments.micro_batch}
     with build_batches(data, **of_run, rank=0, world_size=1, seed=0) as batches:
         return next(batches)
 
@@ -53,7 +53,11 @@ class EngineSide:
         from clap_ds.engine.factory import build_model
 
         model = {"preset": arguments.preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": spec_augment}
-        settings: dict[str, Any] = {"text_tokens": arguments.text_tokens, "text": arguments.text, "model": model}
+        settings: dict[str, Any] = {
+            "context_length": arguments.context_length,
+            "text_packing": arguments.text == "packed",
+            "model": model,
+        }
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0, "log_level": "error",
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}}, "bf16": {"enabled": precision == "bf16"},

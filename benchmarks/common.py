@@ -88,7 +88,7 @@ def run_config(
     """Run a command in a new folder with the run's `config.json`, its `output.log` and run directories, and end its processes.
     Return a row: `state` (`completed`, `exit code 3`, `stopped after 60 s`), `seconds`, a failure's `note`, the summary."""
     folder.mkdir(parents=True)
-    output = {"root": str(folder), "label": "run"}
+    output = {"dir": str(folder), "run_name": "run"}
     write_object(folder / "config.json", with_field(content, "clap.output", output))
     log, began_s, row = folder / "output.log", time.monotonic(), dict[str, Any]()
     with log.open("wb") as file:

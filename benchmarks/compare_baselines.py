@@ -81,12 +81,12 @@ def render(result: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the comparisons and return 1 if losses disagree."""
-    parser = make_parser("peers", __doc__)
+    parser = make_parser("compare_baselines", __doc__)
     add = parser.add_argument
     add("--against", nargs="+", choices=KINDS, default=[*KINDS], help="baselines to compare with (default: all)")
     add("--preset", default="htsat_tiny_roberta_base", type=preset_argument, help="model (default: HTSAT-tiny's)")
-    add("--text_tokens", type=int, default=77, help="tokens per caption (default: 77)")
-    lengths = "LOW and HIGH of uniform caption lengths in tokens (default: --text_tokens)"
+    add("--context_length", type=int, default=77, help="tokens per caption (default: 77)")
+    lengths = "LOW and HIGH of uniform caption lengths in tokens (default: --context_length)"
     add("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)
     add("--text", choices=("padded", "packed"), default="padded", help="our text tower's batching (default: padded)")
     add("--micro_batch", type=int, default=8, help="clips per step (default: 8)")
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     device = initialize(Ranks.from_environment())
     text = (
         f"# {load_preset(arguments.preset).title} on {device_name(device)}\n\n{torch.get_num_threads()} threads, micro-batch"
-        f" {arguments.micro_batch}, {arguments.text_tokens} text tokens, {arguments.text}; torch {torch.__version__}."
+        f" {arguments.micro_batch}, {arguments.context_length} text tokens, {arguments.text}; torch {torch.__version__}."
     )
     on_cpu = f"CPU kernels in bf16: ours {report('auto')}, the others' oneDNN."
     text += f" {on_cpu if device.type == 'cpu' else 'Ours uses eager torch operations, unlike a default run.'}"

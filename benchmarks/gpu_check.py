@@ -55,7 +55,7 @@ SOUNDS = (
 PREPARE = (
     "-m clap_ds.shards prepare {call}/data/*.tar {call}/data/prepared --kind waveform --preset htsat_tiny_roberta_base"
 )
-SHARDS = '{"source":"shards","shards":"{call}/data/prepared/*.tar","tokenizer":"{call}/data/tokenizer"}'
+SHARDS = '{"source": "webdataset","shards":"{call}/data/prepared/*.tar","tokenizer":"{call}/data/tokenizer"}'
 CALLS = {
     1: {
         "environment": Step(30, command="-m torch.utils.collect_env"),
@@ -72,8 +72,8 @@ CALLS = {
     2: {
         "losses_eager": Step(70, f"{LOSSES} clap.compile=off"),
         "losses_compiled": Step(240, f"{LOSSES} clap.compile=towers"),
-        "attention_sdpa": Step(100, "htsat_tiny clap.model.attention=sdpa"),
-        "mlp_torch": Step(100, "htsat_tiny clap.model.mlp=torch"),
+        "attention_sdpa": Step(100, "htsat_tiny clap.model.attention_impl=sdpa"),
+        "mlp_torch": Step(100, "htsat_tiny clap.model.mlp_impl=torch"),
         "max_autotune": Step(170, "htsat_tiny clap.compile=towers-max-autotune"),
         **{path.stem: Step(90, command=f"{TESTS} {path}")
            for path in sorted((work_folder() / "tests").rglob("test_*.py"), reverse=True) if "mark.gpu" in path.read_text()},

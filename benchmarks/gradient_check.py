@@ -46,7 +46,12 @@ def compare(
     run: RunSettings, device: torch.device, clips: int, what: str, backend: Any = "inductor"
 ) -> list[dict[str, Any]]:
     """Return a row per parameter: its gradient's norm in fp32, and relative errors of the eager and compiled gradients."""
-    data = {"model": run.clap.preset(), "device": device, "pack_captions": False, "text_tokens": run.clap.text_tokens}
+    data = {
+        "model": run.clap.preset(),
+        "device": device,
+        "pack_captions": False,
+        "context_length": run.clap.context_length,
+    }
     with build_batches(run.clap.data, **data, micro_batch=clips, rank=0, world_size=1, seed=0) as batches:  # type: ignore[arg-type]
         batch = next(batches)
     run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=OFF)})

@@ -235,7 +235,7 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
         device, is_compiled = summary["device_name"], "compiled" in summary
         if not (known := gpu or peak_for(device)) or not known.memory_tbytes_per_s:
             raise UserError(f"{path}: no known rates for {device!r}; pass --gpu with a GPU name of clap-plan")
-        kernels = {field: chosen["kernel"] for field, chosen in summary.get("kernels", {}).items()}
+        kernels = {f"{part}_impl": chosen["kernel"] for part, chosen in summary.get("kernels", {}).items()}
         run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
         work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(compiled=is_compiled)
         if not (found := join(read_json(path), work, rates_of(known, "middle").ideal_s)):

@@ -41,7 +41,7 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run every combination, the last field changing fastest, and save rows and table after each. Return 1 if no run completed;
     UserError if the configuration or an option is wrong."""
-    parser = make_parser("variants", __doc__)
+    parser = make_parser("tune", __doc__)
     parser.add_argument("config", type=Path, help="base run's JSON")
     vary = "values to try of a field; repeatable"
     parser.add_argument("--vary", action="append", required=True, metavar="FIELD=A,B,…", help=vary)

@@ -44,7 +44,7 @@ def check(paths: list[Path], *, train: bool) -> None:
         except UserError as error:
             problems.append(str(error))
             continue
-        needed = PACKAGES_FOR_SHARDS if run.clap.data.source == "shards" else ("fsspec",) if train else ()
+        needed = PACKAGES_FOR_SHARDS if run.clap.data.source == "webdataset" else ("fsspec",) if train else ()
         if lack := missing(needed):
             problems.append(f"{path}: {lack}: run `pip install 'clap-ds[train]'`")
         elif train:

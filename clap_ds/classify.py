@@ -1,7 +1,7 @@
 """Write the most likely of given labels for each audio file, with probabilities, as CSV.
 
-clap-label CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
-clap-label CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
+clap-classify CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
+clap-classify CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def labelled(
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = options.make_parser("clap-label", __doc__)
+    parser = options.make_parser("clap-classify", __doc__)
     options.add_audio_inputs(parser, f"{options.INPUTS}; tables of clap-embed")
     add, labels = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     labels.add_argument("--labels", metavar="A,B,…", help="choose from these labels")

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     clap = options.load_model(arguments.checkpoint, arguments)  # imports torch
     rows = tqdm(options.embedded(clap, sources, arguments), unit="row", disable=None)
     source = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source
-    given = {name: getattr(arguments, name) for name in ("windows", "overlap", "precision", "tokenizer", "preset")}
+    given = {name: getattr(arguments, name) for name in ("pooling", "overlap", "precision", "tokenizer", "preset")}
     about = About(source, clap.fingerprint, clap.dim, **given, version=VERSION)
     with replacing(arguments.output) as file:
         num_rows, left_out = write_table(file, about, blocks_of(rows, clap.dim))

@@ -27,7 +27,7 @@ from clap_ds.config.check import explain
 from clap_ds.config.errors import INTERRUPTED, UserError
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
-from clap_ds.config.model import TEXT_TOKENS, load_preset
+from clap_ds.config.model import CONTEXT_LENGTH, load_preset
 from clap_ds.config.schema import EvaluationSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
@@ -54,11 +54,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights, or a Hub name")
     options.add_model_options(parser, precision="the configuration's, or fp32")
-    raw = "evaluate the raw weights of a run with clap.train.ema, not their moving average"
-    add("--raw", action="store_true", help=raw)
+    raw = "evaluate the raw weights of a run with clap.train.ema_decay, not their moving average"
+    add("--no_ema", action="store_true", help=raw)
     add("--retrieval", nargs="+", metavar="SHARDS", help="evaluate retrieval on tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="classify clips of tars that have a class in their json")
-    add("--class_field", metavar="FIELD", help="json field that holds the class (default: kind)")
+    add("--class_key", metavar="FIELD", help="json field that holds the class (default: kind)")
     add("--template", action="append", metavar="TEXT", help="set a caption with {} for the class; repeatable")
     add("--micro_batch", help=f"set clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
     add("--num_workers", type=whole_number(0), metavar="N", help="set decoding processes per rank (default: 0)")
@@ -104,7 +104,7 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
     content["tokenizer"] = content.get("tokenizer") or getattr(run and run.clap.data, "tokenizer", None)
     if arguments.retrieval:
         content["retrieval"] = {"shards": arguments.retrieval}
-    changes = given(shards="zero_shot", class_field="class_field", templates="template")
+    changes = given(shards="zero_shot", class_key="class_key", templates="template")
     content["zero_shot"] = {**(content.get("zero_shot") or {}), **changes} or None
     if not (content.get("retrieval") or content["zero_shot"]):
         where = f"{run.path} has no clap.evaluation" if run else "no --deepspeed_config given"
@@ -131,14 +131,16 @@ def evaluate_checkpoint(
 
     device = initialize(ranks)
     expected = load_preset(arguments.preset) if arguments.preset else run.clap.preset() if run else None
-    checkpoint = together(lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.raw))
-    said = run.clap.text_tokens if run and "text_tokens" in run.clap.model_fields_set else None
+    checkpoint = together(
+        lambda: load_weights(arguments.checkpoint, expected, best=arguments.best, raw=arguments.no_ema)
+    )
+    said = run.clap.context_length if run and "context_length" in run.clap.model_fields_set else None
     evaluator = Evaluator(
         settings,
         model_config=checkpoint.config,
         tokenizer_name=settings.tokenizer or checkpoint.tokenizer_name,
-        text_tokens=said or checkpoint.text_tokens or min(TEXT_TOKENS, checkpoint.config.text.max_tokens),
-        micro_batch=settings.micro_batch or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
+        context_length=said or checkpoint.context_length or min(CONTEXT_LENGTH, checkpoint.config.text.max_tokens),
+        micro_batch=settings.batch_size or (run and run.deepspeed.get(batch_sizes.MICRO_BATCH)) or MICRO_BATCH,
         loss_kind=checkpoint.loss_kind,
         ranks=ranks,
     )
@@ -151,8 +153,12 @@ def evaluate_checkpoint(
         raise UserError(str(error)) from None
     if ranks.is_first:
         where = {"checkpoint": checkpoint.path, "model": checkpoint.config.name, "world_size": ranks.world_size}
-        where |= {"device_name": device_name(device), "precision": precision, "text_tokens": evaluator.text_tokens}
-        title = "{model} on {world_size} × {device_name}, {precision}, {text_tokens} text tokens".format_map(where)
+        where |= {
+            "device_name": device_name(device),
+            "precision": precision,
+            "context_length": evaluator.context_length,
+        }
+        title = "{model} on {world_size} × {device_name}, {precision}, {context_length} text tokens".format_map(where)
         print_evaluation(evaluation, f"{checkpoint.shown}: {title}")
         for path, content in ((arguments.json, evaluation.to_dict()), (arguments.predictions, predictions)):
             if path is not None:

@@ -1,6 +1,6 @@
 """Count one sample's forward FLOPs in closed form and with DeepSpeed's profiler, in two conventions.
 
-    python -m clap_ds.flops --deepspeed_config ds_configs/htsat_tiny.json [--text_tokens L] [--json]
+    python -m clap_ds.flops --deepspeed_config ds_configs/htsat_tiny.json [--context_length L] [--json]
 
 `--counters analytic` needs no torch and runs on a login node. analysis/FLOPS.md defines what is counted.
 """
@@ -48,7 +48,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="clap_ds.flops", description=description, allow_abbrev=False)
     add, names, default = parser.add_argument, ["analytic", "deepspeed"], Path("htsat_tiny")
     add("--deepspeed_config", type=Path, default=default, metavar="RUN", help="read this JSON file or packaged name")
-    add("--text_tokens", type=int, metavar="L", help="set tokens per caption (default: the run's clap.text_tokens)")
+    add(
+        "--context_length",
+        type=int,
+        metavar="L",
+        help="set tokens per caption (default: the run's clap.context_length)",
+    )
     add("--counters", nargs="+", choices=names, default=names, help="choose counters (default: both)")
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args(argv)
@@ -59,18 +64,20 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     run = load_run(arguments.deepspeed_config)
     config = run.clap.preset()
-    text_tokens = run.clap.text_tokens if arguments.text_tokens is None else arguments.text_tokens
-    if not 1 <= text_tokens <= config.text.max_positions:
-        raise UserError(f"--text_tokens {text_tokens}: {config.name} takes 1 to {config.text.max_positions} tokens")
-    counts, parameters = count(config, text_tokens) if "deepspeed" in arguments.counters else ({}, None)
-    report = make_report(config, text_tokens, counts) | {"parameters": parameters}
+    context_length = run.clap.context_length if arguments.context_length is None else arguments.context_length
+    if not 1 <= context_length <= config.text.max_positions:
+        raise UserError(
+            f"--context_length {context_length}: {config.name} takes 1 to {config.text.max_positions} tokens"
+        )
+    counts, parameters = count(config, context_length) if "deepspeed" in arguments.counters else ({}, None)
+    report = make_report(config, context_length, counts) | {"parameters": parameters}
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
         print_report(config, report, counts)
 
 
-def count(config: ClapConfig, text_tokens: int) -> tuple[Counts, dict[str, int]]:
+def count(config: ClapConfig, context_length: int) -> tuple[Counts, dict[str, int]]:
     """Return the profiler's count per convention, and parameter counts."""
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, reserved for the report
         from clap_ds.flop_count.counters import build, count_by_deepspeed, parameter_counts
@@ -78,14 +85,14 @@ def count(config: ClapConfig, text_tokens: int) -> tuple[Counts, dict[str, int]]
 
         own, published = build(config), published_model(config)
         by_convention: tuple[tuple[Convention, ClapModel], ...] = (("published", published), ("model", own))
-        found = {convention: count_by_deepspeed(model, text_tokens) for convention, model in by_convention}
+        found = {convention: count_by_deepspeed(model, context_length) for convention, model in by_convention}
         return found, parameter_counts(own)
 
 
-def make_report(config: ClapConfig, text_tokens: int, counts: Counts) -> dict[str, Any]:
+def make_report(config: ClapConfig, context_length: int, counts: Counts) -> dict[str, Any]:
     """Build the JSON report in GFLOPs per sample. `deepspeed` includes operations its profiler misses; null if not run."""
-    lengths = TextLengths.fixed(text_tokens)
-    report: dict[str, Any] = {"preset": config.name, "text_tokens": text_tokens}
+    lengths = TextLengths.fixed(context_length)
+    report: dict[str, Any] = {"preset": config.name, "context_length": context_length}
     for convention in CONVENTIONS:
         flops = forward_components(config, lengths, convention)
         forward, found = flops["forward"], counts.get(convention)
@@ -101,7 +108,7 @@ def make_report(config: ClapConfig, text_tokens: int, counts: Counts) -> dict[st
 
 def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> None:
     """Print the report as a table of counts and components, with notes."""
-    title = f"{config.title}, {report['text_tokens']} text tokens: forward GFLOPs per sample"
+    title = f"{config.title}, {report['context_length']} text tokens: forward GFLOPs per sample"
     table = Table("counted by")
     for convention in CONVENTIONS:
         table.add_column(convention, justify="right")
@@ -142,7 +149,7 @@ def _notes(config: ClapConfig, report: dict[str, Any]) -> Iterator[str]:
         text = "parameters (M): audio {audio}, text {text}, total {total} counted as in open_clip; trained {trainable}"
         yield text.format_map(millions)
     yield f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; definitions: analysis/FLOPS.md"
-    if (tokens := report["text_tokens"]) > usable:
+    if (tokens := report["context_length"]) > usable:
         yield f"{tokens} tokens can be counted but not run: captions can use {usable} of {positions} positions"
 
 

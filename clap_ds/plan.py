@@ -80,8 +80,9 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     ran = {operation.name for operation in own.recorded.operations}
     return {
         "predicted": True, "preset": run.clap.preset().name, "precision": run.precision, "gpu": gpu.name,
-        "micro_batch": run.micro_batch, "text_tokens": run.clap.text_tokens, "text": run.clap.text,
-        "attention": "triton" if "clap_ds.window_attention" in ran else model.attention.replace("auto", "sdpa"),
+        "micro_batch": run.micro_batch, "context_length": run.clap.context_length,
+        "text": "packed" if run.clap.text_packing else "padded",
+        "attention": "triton" if "clap_ds.window_attention" in ran else model.attention_impl.replace("auto", "sdpa"),
         "mlp": "triton" if "clap_ds.mlp" in ran else "torch", "compile": run.clap.compile.replace("auto", "towers"),
         "memory_gpus": largest, "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()),
         "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
@@ -163,7 +164,7 @@ def render(report: dict[str, Any]) -> str:
     rate, scales = report["samples_per_s_per_gpu"], report["scales"]
     largest = f"; largest micro-batch {size}" if (size := report["largest_micro_batch"]) else ""
     title = (
-        "## Predicted, not measured: {preset} on {gpu}, {precision}, micro-batch {micro_batch}, {text_tokens} text"
+        "## Predicted, not measured: {preset} on {gpu}, {precision}, micro-batch {micro_batch}, {context_length} text"
         " tokens, {text}\n\n{attention} attention, {mlp} MLPs, compile {compile}.\n\n{memory_gpus:,} GPUs: **{verdict}**,"
         " {peak_memory_gib:.1f} of {device_memory_gib:.1f} GiB{largest}.\n\n{step_gpus:,} GPUs: **{middle:,.0f}"
         " samples/s/GPU** ({low:,.0f}–{high:,.0f}) without communication."

@@ -28,9 +28,9 @@ def main(argv: list[str] | None = None) -> None:
         setattr(arguments, name, getattr(arguments, name) or getattr(about, name))
     clap = options.load_model(arguments.model or about.model, arguments)  # imports torch
     options.check_made_by(arguments.table, about, clap)
-    which: Any = "middle" if about.windows == "middle" else "mean"
+    pooling: Any = "center" if about.pooling == "center" else "mean"
     sound = arguments.sound
-    query = clap.embed_audio(sound, windows=which) if sound else clap.embed_text(arguments.query)
+    query = clap.embed_audio(sound, pooling=pooling) if sound else clap.embed_text(arguments.query)
     rows: list[Any] = [["file", "start_s", "end_s", "score"]]
     for score, file, start_s, end_s in nearest(blocks, query[0], arguments.top):
         rows.append([file, round(start_s, 3), round(end_s, 3), round(score, 6)])

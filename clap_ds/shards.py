@@ -21,7 +21,7 @@ from clap_ds.config.errors import MISTAKES, run_alone
 COMMANDS = {
     "build": ("build_shards.build", "turn audio files with captions into shards"),
     "prepare": (
-        "shard_making.prepare",
+        "build_shards.prepare",
         "turn shards into shards of waveforms or log-mel features, a model's inputs",
     ),
     "measure": ("loader_speed", "measure how fast shards are read and decoded, and how many workers a step needs"),

@@ -57,7 +57,7 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
     from clap_ds.engine.factory import build_model, fetch_from_hub
     from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
     from clap_ds.training.remote_sync import try_target
-    from clap_ds.training.resume import Choices, opened_checkpoints, resume, take_initial_weights
+    from clap_ds.training.resume import Choices, load_pretrained, opened_checkpoints, resume
     from clap_ds.training.trainer import train
 
     choices = Choices(**{name: getattr(arguments, name) for name in Choices.__annotations__})
@@ -65,11 +65,11 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
     with opened_record(run, ranks, device) as record:
         with agreed():
             fetch_from_hub(run, ranks)
-            try_target(run.clap.checkpoint.sync_to)
+            try_target(run.clap.checkpoint.remote_sync)
         with agreed():
             torch.manual_seed(run.clap.seed)
             model = build_model(run, device)
-            take_initial_weights(run, model, accept_changes=choices.accept_changes)
+            load_pretrained(run, model, resume_weights_only=choices.resume_weights_only)
         engine = build_engine(run, model, ranks, device, record)
         with opened_checkpoints(run, ranks) as checkpoints:
             progress = resume(run, ranks, engine, checkpoints, record, choices)

@@ -128,10 +128,10 @@ def _wrong_values(site: Site) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/cluster_profile.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["check"], help="check the site on this cluster")
-    parser.add_argument("site", help="name under launch/clusters/, or path of a site file")
+    parser.add_argument("what", choices=["check"], help="check the cluster on this cluster")
+    parser.add_argument("cluster", help="name under launch/clusters/, or path of a cluster file")
     arguments = parser.parse_args(argv)
-    return exit_code_of(lambda: show_check(load_site(arguments.site)))
+    return exit_code_of(lambda: show_check(load_site(arguments.cluster)))
 
 
 if __name__ == "__main__":

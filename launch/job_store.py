@@ -24,7 +24,7 @@ T = TypeVar("T", "Job", Request)
 _NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
 _WORDS = re.compile(r"[\w.,:/\[\]-]+", re.ASCII)  # time limits and host lists
 ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
-"""`record.schema.State` by SLURM's state, for jobs that recorded no outcome; others count as failed."""
+"""`run_records.metrics_schema.State` by SLURM's state, for jobs that recorded no outcome; others count as failed."""
 
 
 def stamp() -> str:
@@ -46,7 +46,7 @@ class Job:
     def run(self, ranks: int) -> dict[str, Any]:
         """Return the run's JSON. UserError if its batch sizes don't fit this number of ranks."""
         content = read_config(Path(self.config))
-        for name, value in {**self.changes, "clap.output.label": self.label}.items():
+        for name, value in {**self.changes, "clap.output.run_name": self.label}.items():
             content = with_field(content, name, value)
         if self.global_batch:
             content |= {GLOBAL_BATCH: self.global_batch, ACCUMULATION: None}
@@ -65,13 +65,13 @@ def _checked(kind: type[T], content: dict[str, Any]) -> T:
         hint, words = hints[name], value if isinstance(value, list) else [value] * isinstance(value, str)
         is_of_type = isinstance(value, hint if isinstance(hint, UnionType) else get_origin(hint) or hint)
         is_plain = all(isinstance(each, str) and allowed.fullmatch(each) for each in words)
-        if not is_of_type or not (is_plain or name in ("config", "site")):
+        if not is_of_type or not (is_plain or name in ("config", "cluster")):
             raise ValueError(f"{name}: expected {hint} of plain words, found {value!r}")
     return kind(**content)
 
 
 class Standing(NamedTuple):
-    """Status of a job: `init` or a `record.schema.State`, a note, and whether it is still queued or running."""
+    """Status of a job: `init` or a `run_records.metrics_schema.State`, a note, and whether it is still queued or running."""
 
     state: str
     note: str

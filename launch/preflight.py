@@ -1,6 +1,6 @@
 """Check the hosts of an allocation before a job, and name hosts on which a run would fail.
 
-    python launch/preflight.py --site jupiter [--launcher torchrun] [--megabytes 308]
+    python launch/preflight.py --cluster jupiter [--launcher torchrun] [--megabytes 308]
 
 Starts `clap_ds/benchmark/preflight_rank.py` on all hosts as a run would be.
 """
@@ -144,7 +144,7 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], li
 
 def check(arguments: argparse.Namespace) -> int:
     """Check all hosts, print the findings and return the exit code."""
-    site = load_site(arguments.site, arguments.launcher)
+    site = load_site(arguments.cluster, arguments.launcher)
     slots = slots_from_slurm(os.environ, arguments.slots or site.gpus_per_node)
     site.root().mkdir(parents=True, exist_ok=True)
     folder, problems = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root())), list[str]()
@@ -162,7 +162,7 @@ def check(arguments: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("launch/preflight.py", description=description, allow_abbrev=False)
-    parser.add_argument("--site", default="generic", help="name under launch/clusters/, or path (default: generic)")
+    parser.add_argument("--cluster", default="generic", help="name under launch/clusters/, or path (default: generic)")
     parser.add_argument("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default: the site's)")
     parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks per host (default: the site's)")
     parser.add_argument("--megabytes", type=positive, default=308.0, help="all-reduced, in MB (default: 308)")

@@ -22,7 +22,7 @@ TRAINING_TIME = "1-00:00:00"
 class Request:
     """Options of jobs that the site file does not set."""
 
-    site: str
+    cluster: str
     gpus: int
     gres: str | None  # None if SLURM manages no GPUs
     train: bool = False
@@ -30,11 +30,11 @@ class Request:
     launcher: str | None = None
     exclude: str | None = None
     spare_nodes: int = 0
-    until_done: bool = False
+    auto_requeue: bool = False
     train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
 
     def load_site(self) -> Site:
-        return load_site(self.site, self.launcher)
+        return load_site(self.cluster, self.launcher)
 
     def time_limit(self, site: Site, nodes: int) -> str:
         return self.time or site.walltime(nodes)
@@ -49,13 +49,13 @@ class Request:
 def add_request(parser: argparse.ArgumentParser) -> None:
     """Add the options that `request_of` reads."""
     add = parser.add_argument
-    add("--site", default="generic", help="name under launch/clusters/, or path of a site file (default: generic)")
+    add("--cluster", default="generic", help="name under launch/clusters/, or path of a site file (default: generic)")
     add("--train", action="store_true", help="train instead of running the benchmark")
     add("--gpus", type=whole_number(), help="ranks per node (default: the site's)")
     add("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default: the site's)")
     spare = "extra nodes to allocate as hot spares (default: 0)"
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help=spare)
-    add("--until_done", action="store_true", help="requeue training after each time limit until it is complete")
+    add("--auto_requeue", action="store_true", help="requeue training after each time limit until it is complete")
     add("train_options", nargs="*", metavar="-- OPTION", help="options for clap_ds/train.py, such as --restart")
     add_limits(parser)
 
@@ -68,23 +68,23 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def request_of(arguments: argparse.Namespace) -> Request:
     """Return the request of a command's options. UserError if they conflict or the number of GPUs is unknown."""
-    site = load_site(arguments.site, arguments.launcher)
+    site = load_site(arguments.cluster, arguments.launcher)
     nodes = slurm.partition_nodes(site.partition)
     shown = max((gpus for gpus, _ in nodes), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
         raise UserError("no gpus_per_node in the site file, and sinfo shows no GPUs: pass --gpus")
-    if not arguments.train and (arguments.until_done or arguments.train_options):
-        raise UserError("--until_done and options after -- need --train")
+    if not arguments.train and (arguments.auto_requeue or arguments.train_options):
+        raise UserError("--auto_requeue and options after -- need --train")
     parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
     add_checkpoint_choices(parser)
     parser.parse_args(arguments.train_options)
     time = arguments.time
     if arguments.train and time is None:
         time = min([TRAINING_TIME, *(limit for _, limit in nodes if limit)], key=slurm.seconds_of)
-    name = arguments.site
+    name = arguments.cluster
     given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
-    given["site"] = str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name
+    given["cluster"] = str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name
     return Request(**given | {"gpus": gpus, "gres": f"gpu:{gpus}" if shown or not nodes else None, "time": time})
 
 
@@ -95,7 +95,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
     threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
     command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
     words = [shlex.quote(str(command)), '--deepspeed_config "$folder/run.json"', shlex.join(request.train_options)]
-    options = f"--spare_nodes={request.spare_nodes}" + " --until_done" * request.until_done
+    options = f"--spare_nodes={request.spare_nodes}" + " --auto_requeue" * request.auto_requeue
     lines = [
         "#!/bin/bash",
         *_header(request, site, nodes, name, log),

@@ -1,7 +1,7 @@
 """Check one job, write its batch script, and submit it.
 
-python launch/submit.py --site mine --nodes 2 --config ds_configs/htsat_tiny.json
-python launch/submit.py --site mine --nodes 8 --config my_run.json --train --until_done [--spare_nodes 1]
+python launch/submit.py --cluster mine --nodes 2 --config ds_configs/htsat_tiny.json
+python launch/submit.py --cluster mine --nodes 8 --config my_run.json --train --auto_requeue [--spare_nodes 1]
 """
 
 import argparse
@@ -29,9 +29,9 @@ def start(arguments: argparse.Namespace) -> None:
     site = request.load_site()
     content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
     output = content["clap"]["output"]
-    label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["label"]))
+    label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
     folder = site.root() / "jobs" / f"{label}-{stamp()}"
-    job = Job(NAME, arguments.nodes, label, str(config), {"clap.output.root": output["root"]})
+    job = Job(NAME, arguments.nodes, label, str(config), {"clap.output.dir": output["dir"]})
     jobs = Jobs(folder, request, [job])
     jobs.prepare()
     (job,) = jobs.submit([job])

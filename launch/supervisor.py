@@ -134,7 +134,7 @@ class RunningJob:
     def asks_for_another_start(self, ending: Ending) -> bool:
         if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
             return False
-        if self.arguments.until_done and ending.state == "timeout" and ending.code == 0:
+        if self.arguments.auto_requeue and ending.state == "timeout" and ending.code == 0:
             return True
         done = sum(attempt["requeued"] for attempt in self.attempts)
         return is_mended_without(ending) and done < self.site.requeues
@@ -178,7 +178,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="job folder with site.json and hostfile; records and attempts are written there",
     )
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept as hot spares (default: 0)")
-    add("--until_done", action="store_true", help="requeue training after each time limit")
+    add("--auto_requeue", action="store_true", help="requeue training after each time limit")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")
     return parser.parse_args(argv)
 

@@ -1,9 +1,9 @@
 """Submit a sweep of jobs (scales, repeats, hyperparameters), show their states, and resubmit missing ones.
 
-python launch/sweep.py --site mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
-python launch/sweep.py --site mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
+python launch/sweep.py --cluster mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
+python launch/sweep.py --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
 python launch/sweep.py status runs/sweeps/htsat_tiny-…
-python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--site SITE] [--time 01:00:00] [--exclude HOSTS]
+python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--cluster NAME] [--time 01:00:00] [--exclude HOSTS]
 """
 
 import argparse
@@ -41,7 +41,7 @@ def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         if name in jobs:
             raise UserError(f"two jobs would be named {name}: remove the duplicate value, node count or file name")
-        changes = {"clap.output.root": str(root), **dict(values)}
+        changes = {"clap.output.dir": str(root), **dict(values)}
         jobs[name] = Job(name, nodes, name, str(config), changes, arguments.global_batch, folder=name)
     return list(jobs.values())
 
@@ -89,11 +89,13 @@ def resume(arguments: argparse.Namespace) -> None:
     names = ", ".join(job.name for job in missing)
     print(f"resubmitting {len(missing)} of {len(sweep.jobs)} jobs{': ' if missing else ''}{names}")
     if missing:
-        changes = {name: getattr(arguments, name) for name in ("site", "time", "exclude") if getattr(arguments, name)}
-        site = sweep.request.site
-        if not arguments.site and ("/" in site or site.endswith(".json")):
-            what = "names a site file, which can run any command: inspect the file, then pass it"
-            raise UserError(f"{arguments.folder / RECORD} {what} with --site {shlex.quote(site)}")
+        changes = {
+            name: getattr(arguments, name) for name in ("cluster", "time", "exclude") if getattr(arguments, name)
+        }
+        cluster = sweep.request.cluster
+        if not arguments.cluster and ("/" in cluster or cluster.endswith(".json")):
+            what = "names a cluster file, which can run any command: inspect the file, then pass it"
+            raise UserError(f"{arguments.folder / RECORD} {what} with --cluster {shlex.quote(cluster)}")
         sweep.request = replace(sweep.request, **changes)
         sweep.check(missing)
         sweep.write_scripts(missing)
@@ -107,7 +109,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
-            parser.add_argument("--site", help="site (default: the sweep's; required if that was a file)")
+            parser.add_argument("--cluster", help="site (default: the sweep's; required if that was a file)")
         parser.set_defaults(run=show_status if what == "status" else resume)
         return parser.parse_args(argv)
     later = "`sweep.py status FOLDER` shows the jobs' states; `sweep.py resume FOLDER` resubmits missing jobs."

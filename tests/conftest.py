@@ -105,7 +105,7 @@ def micro_run(**changes: Any) -> dict[str, Any]:
     """Return a run of the micro preset that takes seconds; `changes` replace top-level fields, `clap` is merged."""
     clap = {
         "model": {"preset": "micro", "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False},
-        "text_tokens": 16,
+        "context_length": 16,
         "bench": {"warmup_steps": 1, "windows": 2, "steps_per_window": 2, "breakdown_steps": 1},
     }
     return {
@@ -126,7 +126,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
 
     def write(**changes: Any) -> Path:
         run = micro_run(**changes)
-        run["clap"].setdefault("output", {"root": str(tmp_path / "runs")})
+        run["clap"].setdefault("output", {"dir": str(tmp_path / "runs")})
         (tmp_path / "run.json").write_text(json.dumps(run))
         return tmp_path / "run.json"
 

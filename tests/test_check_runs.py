@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_every_file_is_judged_in_one_process_without_torch(tmp_path: Path) -> None:
     runs = {
-        "good": micro_run(clap={"train": {"samples": 64}}),
+        "good": micro_run(clap={"train": {"max_samples": 64}}),
         "no_samples": micro_run(),
         "windws": micro_run(clap={"bench": {"windws": 2}}),
         "zwei": micro_run(train_micro_batch_size_per_gpu="zwei"),
@@ -37,7 +37,7 @@ def test_every_file_is_judged_in_one_process_without_torch(tmp_path: Path) -> No
     assert not {*imported} & {"torch", "deepspeed", "numpy", "transformers"}
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time")]
     assert [re.sub("^.*/", "", line)[:44] for line in said] == [
-        "no_samples.json: clap.train: samples and epo",
+        "no_samples.json: clap.train: max_samp and epo",
         "windws.json: clap.bench.windws: no such fiel",
         "zwei.json: train_micro_batch_size_per_gpu: e",
     ]
@@ -47,11 +47,11 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     real = check_runs.importlib.util.find_spec
     find = lambda name: None if name == "webdataset" else real(name)  # noqa: E731
     monkeypatch.setattr(check_runs.importlib.util, "find_spec", find)
-    shards = {"source": "shards", "shards": "x-{0..3}.tar", "tokenizer": "roberta-base"}
+    shards = {"source": "webdataset", "shards": "x-{0..3}.tar", "tokenizer": "roberta-base"}
     for data in ({"source": "synthetic"}, shards):
         (tmp_path / f"{data['source']}.json").write_text(json.dumps(micro_run(clap={"data": data})))
     check_runs.check([tmp_path / "synthetic.json"], train=False)
     with pytest.raises(
-        UserError, match=r"shards.json: webdataset not installed for .+: run `pip install 'clap-ds\[train\]'`"
+        UserError, match=r"webdataset.json: webdataset not installed for .+: run `pip install 'clap-ds\[train\]'`"
     ):
-        check_runs.check([tmp_path / "shards.json"], train=False)
+        check_runs.check([tmp_path / "webdataset.json"], train=False)

@@ -136,9 +136,9 @@ TINY = {  # differences from the page's run; LAION's weights are random numbers 
     "scheduler": {"params": {"total_num_steps": 2, "warmup_num_steps": 1}},
     "clap": {
         "model": {"preset": "micro"},
-        "text_tokens": 16,
+        "context_length": 16,
         "data": {"tokenizer": "tokenizer", "num_workers": 0, "shuffle_buffer": 8},
-        "train": {"samples": 8},
+        "train": {"max_samples": 8},
     },
 }
 

@@ -40,9 +40,9 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
     front_end = batch.audio.ndim == 2  # mel shards skip it
     trained = trained_towers(session.engine.model)
     forward = forward_flops(config, lengths, "model", front_end=front_end)
-    checkpointed = [tower for tower in run.clap.model.checkpoint_activations if tower in trained]
+    checkpointed = [tower for tower in run.clap.model.activation_checkpointing if tower in trained]
     recomputed = recomputed_flops(config, lengths, checkpointed, drop_path=run.clap.model.drop_path)
-    recomputed += forward if run.clap.train.accumulation == "cached" else 0.0
+    recomputed += forward if run.clap.train.accumulation == "gradcache" else 0.0
     found: dict[str, Any] = {
         "published_gflops": published_flops(config, front_end=front_end) / 1e9,
         "model_gflops": forward / 1e9,
@@ -71,10 +71,10 @@ def measure_flops(session: Session) -> tuple[dict[str, Any], list[str]]:
 
 
 def _executed_lengths(session: Session) -> TextLengths:
-    """Return caption lengths as executed: `text_tokens` if padded, else the real ones of `LENGTH_BATCHES` more micro-batches
+    """Return caption lengths as executed: `context_length` if padded, else the real ones of `LENGTH_BATCHES` more micro-batches
     per rank. Collective."""
-    if session.run.clap.text == "padded":
-        return TextLengths.fixed(session.run.clap.text_tokens)
+    if not session.run.clap.text_packing:
+        return TextLengths.fixed(session.run.clap.context_length)
     own = torch.cat([next(session.batches).attention_mask.sum(dim=1) for _ in range(LENGTH_BATCHES)])
     return TextLengths.of(gather_tensor(own).flatten().tolist())
 
@@ -113,7 +113,7 @@ def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[C
     engine, path = session.engine.deepspeed, session.record.path / REPORT
     batches = [next(session.batches).rows(0, PROFILED_CLIPS) for _ in range(session.run.gradient_accumulation_steps)]
     for batch in batches:
-        if session.run.clap.text == "packed" and session.device.type == "cpu":  # else in an uncounted kernel
+        if session.run.clap.text_packing and session.device.type == "cpu":  # else in an uncounted kernel
             batch.pack()
     if session.ranks.is_first:
         path.unlink(missing_ok=True)  # DeepSpeed would follow a link

@@ -114,7 +114,7 @@ def measure(session: Session) -> Summary:
         breakdown_s=breakdown,
         skipped_steps=session.engine.deepspeed.skipped_steps,
         deepspeed_samples_per_s=by_deepspeed,
-        deepspeed_times_host_alone=not timer.config.synchronized,
+        deepspeed_timer_synchronized=timer.config.synchronized,
     )
     summary = session.record.update_summary(measured, utilized, peak_memory)
     print_summary(summary)
@@ -150,7 +150,7 @@ def _write_steps(session: Session, window: Window, losses: list[float], number: 
     for offset, loss in enumerate(losses):
         line = StepLine(
             step=first_step + offset,
-            phase="warmup" if number is None else "window",
+            phase="warmup" if number is None else "timed",
             window=number,
             window_s=float(window.window_s.max()),
             window_data_wait_s=float(window.data_wait_s.sum(axis=0).max()),

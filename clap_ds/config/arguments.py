@@ -36,7 +36,7 @@ def add_checkpoint_choices(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("if checkpoints exist (default: resume from the newest valid one)")
     group.add_argument("--restart", action="store_true", help="move them to a folder next to theirs and start over")
     changes = "resume even if tokenizer, model, precision, optimizer or trained towers differ from the checkpoint's"
-    group.add_argument("--accept_changes", action="store_true", help=changes)
+    group.add_argument("--resume_weights_only", action="store_true", help=changes)
     skip = "skip the batches of steps A to B, e.g. those with a NaN loss"
     group.add_argument("--skip_steps", type=_steps, metavar="A-B", help=skip)
 

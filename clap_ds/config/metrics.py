@@ -20,8 +20,8 @@ def names(evaluation: EvaluationSettings) -> tuple[str, ...]:
 
 
 def best_metric(run: RunSettings) -> str | None:
-    """Return `clap.checkpoint.best_by` or the first of `names`, or None if nothing is evaluated."""
-    return run.clap.checkpoint.best_by or next(iter(names(run.clap.evaluation)), None)
+    """Return `clap.checkpoint.best_metric` or the first of `names`, or None if nothing is evaluated."""
+    return run.clap.checkpoint.best_metric or next(iter(names(run.clap.evaluation)), None)
 
 
 def score(name: str, value: float) -> float:

@@ -16,7 +16,7 @@ from clap_ds.config.files import object_in
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
 PAD_TOKEN_ID = 1  # RoBERTa's
-TEXT_TOKENS = 77
+CONTEXT_LENGTH = 77
 """Default caption length if the training length is unknown: LAION's."""
 CHANNELS = 4
 """Spectrograms per file with feature fusion: all of it, and crops from its front, middle and back."""

@@ -49,7 +49,9 @@ def parse_varied(text: str) -> tuple[str, list[Any]]:
 def with_output(
     content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
-    """Return a copy with an output label (default: its own, or its file's name), and `root` unless it has one."""
-    output = {"root": root} if root else {}
-    output |= {"label": stem} | flatten(content.get("clap", {}).get("output", {})) | ({"label": label} if label else {})
+    """Return a copy with a run name (default: its own, or its file's name), and `root` unless it has an output folder."""
+    output = {"dir": root} if root else {}
+    output |= (
+        {"run_name": stem} | flatten(content.get("clap", {}).get("output", {})) | ({"run_name": label} if label else {})
+    )
     return with_field(content, "clap.output", output)

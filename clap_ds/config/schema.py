@@ -38,7 +38,7 @@ class ModelSettings(Section):
     preset: str | ClapConfig = "htsat_tiny_roberta_base"
     """Model sizes: a preset in `clap_ds/config/presets` or its published name (`HTSAT-tiny-Roberta-base`), or the path of a
     preset's JSON or of a `transformers.ClapModel`'s folder or `config.json`."""
-    text_from_hub: bool = False
+    pretrained_text: bool = False
     """Initialize the text tower from the preset's pretrained weights (needs the Hub or its local cache)."""
     drop_path: Probability = 0.1
     """Stochastic depth of the last audio block, decreasing linearly to earlier blocks (LAION's default)."""
@@ -46,13 +46,13 @@ class ModelSettings(Section):
     """Dropout of hidden states and attention weights in the text tower."""
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, like LAION's training code."""
-    attention: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
-    """Window attention kernel of the audio tower. `auto`: on CPUs `clap.cpu_kernels` if available, else `matmul`; on CUDA
+    attention_impl: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
+    """Window attention_impl kernel of the audio tower. `auto`: on CPUs `clap.cpu_kernels` if available, else `matmul`; on CUDA
     `triton` if it compiles and runs, else `sdpa`."""
-    mlp: Literal["auto", "torch", "triton"] = "auto"
+    mlp_impl: Literal["auto", "torch", "triton"] = "auto"
     """MLP kernel of the audio blocks: unfused `torch`, or `triton`, which fuses MLPs up to 256 channels wide and stores no
     hidden activations. `auto`: on CUDA `triton` if it compiles and runs, else `torch`."""
-    checkpoint_activations: list[Tower] = []
+    activation_checkpointing: list[Tower] = []
     """Towers with activation checkpointing per block: a third more compute, much less memory."""
 
     @field_validator("preset", mode="before")
@@ -73,7 +73,7 @@ class SyntheticData(Section):
     placement: Literal["host", "device"] = "host"
     """`host`: batches are copied from (pinned) host memory every step; `device`: they are already on the device."""
     caption_lengths: PositiveInt | dict[str, Annotated[float, Field(ge=0)]] | None = None
-    """Tokens per caption without padding: a number, or a histogram {"length": weight}; null: all `text_tokens`."""
+    """Tokens per caption without padding: a number, or a histogram {"length": weight}; null: all `context_length`."""
     num_batches: PositiveInt = 2
     """Distinct batches per rank, cycled."""
 
@@ -81,21 +81,21 @@ class SyntheticData(Section):
 class ShardData(Section):
     """WebDataset tars of encoded audio with captions."""
 
-    source: Literal["shards"]
+    source: Literal["webdataset"]
     """Selects this kind of `data`."""
     shards: str | list[str] | dict[str, PositiveFloat]
     """Tar files: a path, brace pattern (`train-{000..127}.tar`), wildcard or fsspec URL, or a list of these. Mixture:
     {"pattern": weight}, with weights as shares of the samples."""
-    sampling: Literal["epochs", "replacement"] = "epochs"
-    """`epochs`: every item once per epoch, if shards are local or have a `manifest.json`; otherwise, and for mixtures, workers
-    share whole shards. `replacement`: every worker draws from all shards."""
+    resampled: bool = False
+    """Draw shards with replacement, each worker from all of them. Otherwise every item comes once per epoch, if shards are
+    local or have a `manifest.json`; without one, and in mixtures, workers share whole shards."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
     """Worker processes per rank; 0 decodes in the training process."""
     shuffle_buffer: NonNegativeInt = 1000
     """Samples held for shuffling in each worker."""
-    waveforms: Literal["float32", "int16"] = "int16"
+    audio_dtype: Literal["float32", "int16"] = "int16"
     """Type of audio sent to the device: `int16`, as in LAION-CLAP's training, rounds by up to 1.5e-5. Both clip to ±1."""
     cache_gb: NonNegativeFloat = 50.0
     """Disk cache of remote shards per host in GB (1e9 bytes), in `$XDG_CACHE_HOME/clap_ds/shards`."""
@@ -103,10 +103,10 @@ class ShardData(Section):
     @property
     def has_epochs(self) -> bool:
         """Whether every item comes once before any repeats, if shard sizes are known."""
-        return self.sampling == "epochs" and not (isinstance(self.shards, dict) and len(self.shards) > 1)
+        return not self.resampled and not (isinstance(self.shards, dict) and len(self.shards) > 1)
 
 
-DATA_SOURCES: dict[str, type[Section]] = {"synthetic": SyntheticData, "shards": ShardData}
+DATA_SOURCES: dict[str, type[Section]] = {"synthetic": SyntheticData, "webdataset": ShardData}
 
 DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source")]
 
@@ -141,9 +141,9 @@ class HardwareSettings(Section):
 class OutputSettings(Section):
     """Location of run directories."""
 
-    root: str = "runs"
+    dir: str = "runs"
     """Folder of run directories, relative to the checkout or, for an installed wheel, to the working folder."""
-    label: str | None = None
+    run_name: str | None = None
     """Prefix of the run directory's name; null: the configuration file's name."""
 
 
@@ -158,11 +158,11 @@ class DebugSettings(Section):
 class TrainSettings(Section):
     """Training length, initial weights and gradient accumulation."""
 
-    samples: PositiveInt | None = None
+    max_samples: PositiveInt | None = None
     """Total audio–caption pairs to train on; set this or `epochs`."""
     epochs: PositiveFloat | None = None
-    """Passes over the data; set this or `samples`. Mixtures and `replacement` have no epochs."""
-    initial_weights: str | None = None
+    """Passes over the data; set this or `max_samples`. Mixtures and `resampled` data have no epochs."""
+    pretrained: str | None = None
     """Weights to start from: a `transformers.ClapModel` folder, a LAION-CLAP .pt file or a checkpoint of this project."""
     freeze: list[Tower] = []
     """Towers to freeze, with their projections; also in `bench.py`."""
@@ -171,16 +171,16 @@ class TrainSettings(Section):
     layer_decay: dict[Tower, Annotated[float, Field(gt=0, le=1)]] = {}
     """Layer-wise learning-rate decay. With {"text": 0.75} each block's rate is 0.75× the next block's; the last block's is
     0.75× the projection's. Multiplied by `lr_scale`."""
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights; 0.999 averages about 1,000 steps. Evaluations, exports and
     `weights.safetensors` then use the average."""
-    accumulation: Literal["independent", "cached"] = "independent"
-    """`independent`: micro-batches are separate contrastive batches with averaged gradients, as in DeepSpeed. `cached`: they
+    accumulation: Literal["plain", "gradcache"] = "plain"
+    """`plain`: micro-batches are separate contrastive batches with averaged gradients, as in DeepSpeed. `gradcache`: they
     form one large batch with its exact gradient (GradCache, arXiv 2101.06983)."""
     resume: str = "auto"
-    """Checkpoint to resume from: a path, or `auto` for the newest valid one in `clap.checkpoint.folder` or `sync_to`."""
-    stop_at: dict[str, float] = {}
-    """Stop when an evaluation reaches all of these, e.g. {"zero_shot_top1": 0.9}, and record the time it took."""
+    """Checkpoint to resume from: a path, or `auto` for a newest valid one in `clap.checkpoint.folder` or `remote_sync`."""
+    target_metrics: dict[str, float] = {}
+    """Stop when an evaluation reaches all of these, e.g. {"zero_shot_top1": 0.9}, and record a time it took."""
     log_every_steps: PositiveInt = 10
     """Steps between progress lines and checks that the loss is finite."""
 
@@ -189,19 +189,19 @@ class CheckpointSettings(Section):
     """When and where checkpoints are saved, and which are kept."""
 
     folder: str | None = None
-    """Null: `<output.root>/<label>-<hash>-checkpoints`, with a hash of model, data, loss, seed and initial weights."""
+    """Null: `<output.dir>/<run_name>-<hash>-checkpoints`, with a hash of model, data, loss, seed and pretrained weights."""
     every_steps: PositiveInt | None = None
     """Optimizer steps between checkpoints; null: only at the end or on a stop signal."""
     keep_last: PositiveInt = 3
     """Number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1
-    """Number of further checkpoints to keep, the best by `best_by`."""
-    best_by: str | None = None
+    """Number of further checkpoints to keep, the best by `best_metric`."""
+    best_metric: str | None = None
     """Evaluation metric of the best checkpoint; null: `zero_shot_top1` if evaluated, else `retrieval_audio_to_text_r1`."""
-    background: bool = True
+    async_save: bool = True
     """Write checkpoints asynchronously from a copy in rank 0's host memory."""
-    sync_to: str | None = None
-    """Folder or fsspec URL to copy finished checkpoints to in the background, and to resume from if there are none locally.
+    remote_sync: str | None = None
+    """Folder or fsspec URL to copy finished checkpoints to in the async_save, and to resume from if there are none locally.
     Credentials come only from the environment."""
 
 
@@ -217,7 +217,7 @@ class ZeroShotSettings(Section):
 
     shards: str | list[str]
     """Tar files with a `json` member per item that has its class."""
-    class_field: str = "kind"
+    class_key: str = "kind"
     """Field of that json: a class name, or a list of them (multi-label)."""
     templates: Annotated[list[Template], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
     """Captions with {} for the class name; a class embedding is the mean over its captions."""
@@ -234,7 +234,7 @@ class EvaluationSettings(Section):
     zero_shot: ZeroShotSettings | None = None
     tokenizer: str | None = None
     """Hub name or folder of the tokenizer; null: as in `clap.data`."""
-    micro_batch: PositiveInt | None = None
+    batch_size: PositiveInt | None = None
     """Clips per rank and forward pass; null: as in training."""
     num_workers: NonNegativeInt = 0
     """Decoding processes per rank."""

@@ -25,25 +25,25 @@ class ClapSettings(Section):
     """Settings that DeepSpeed doesn't have."""
 
     model: schema.ModelSettings = schema.ModelSettings()
-    text_tokens: Annotated[int, Field(ge=2)] = 77
+    context_length: Annotated[int, Field(ge=2)] = 77
     """Caption length in tokens, with start and end token and padding."""
-    text: Literal["padded", "packed"] = "padded"
-    """Layout of captions in the text tower: padded to `text_tokens`, as in the published runs, or packed without padding.
-    Packing on CUDA in 16 bits disables attention dropout."""
+    text_packing: bool = False
+    """Pack captions without padding in the text tower. Otherwise they are padded to `context_length`, as in the published
+    runs. Packing on CUDA in 16 bits disables attention dropout."""
     compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
     """Parts given to torch.compile: none, or the mel front end and each tower, backward included (max-autotune: Inductor's
     mode `max-autotune-no-cudagraphs`). `auto`: `towers` on CUDA, else `off`."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's bf16 CPU kernels for both towers, the mel filters and AdamW. `auto`: if the CPU has AMX or AVX-512;
     `off`: torch's operations."""
-    fused_adam: Literal["torch", "deepspeed"] = "torch"
+    optimizer_implementation: Literal["torch", "deepspeed"] = "torch"
     """AdamW implementation: torch's, or DeepSpeed's, which is compiled at first use."""
     data: schema.DataSettings = SyntheticData(source="synthetic")
     loss: schema.LossSettings = schema.LossSettings()
-    gradient_sync: Literal["overlapped", "deepspeed"] = "overlapped"
+    gradient_sync: Literal["overlap", "deepspeed"] = "overlap"
     """Gradient all-reduce: torch's reducer during the backward pass, or DeepSpeed after it."""
-    gradient_bucket_mb: PositiveFloat = 12.0
-    """Bucket size of the overlapped all-reduce in MB; torch's default is 25."""
+    bucket_cap_mb: PositiveFloat = 12.0
+    """Bucket size of the overlap all-reduce in MB; torch's default is 25."""
     bench: schema.BenchSettings = schema.BenchSettings()
     train: schema.TrainSettings = schema.TrainSettings()
     checkpoint: schema.CheckpointSettings = schema.CheckpointSettings()
@@ -75,22 +75,22 @@ class RunSettings:
     deepspeed: dict[str, Any]
 
     @property
-    def label(self) -> str:
-        return self.clap.output.label or self.path.stem
+    def run_name(self) -> str:
+        return self.clap.output.run_name or self.path.stem
 
     @property
     def checkpoint_folder(self) -> Path:
-        """`clap.checkpoint.folder`, or a folder in `clap.output.root` named by label and a hash of the training setup."""
+        """`clap.checkpoint.folder`, or a folder in `clap.output.dir` named by name and a hash of the training setup."""
         clap = self.clap
         if clap.checkpoint.folder is not None:
             return Path(os.path.abspath(clap.checkpoint.folder))
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
-        train = clap.train.model_dump(mode="json", include={"initial_weights", "freeze"})
+        train = clap.train.model_dump(mode="json", include={"pretrained", "freeze"})
         train |= {"shuffle_captions": False}  # removed field: keeps folder names of existing runs
         model = clap.model.model_dump(mode="json", include={"preset"})["preset"]
-        identity = [model, clap.model.text_from_hub, data, train, clap.loss.kind, clap.seed]
+        identity = [model, clap.model.pretrained_text, data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
-        return Path(os.path.abspath(clap.output.root), f"{self.label}-{digest}-checkpoints")
+        return Path(os.path.abspath(clap.output.dir), f"{self.run_name}-{digest}-checkpoints")
 
     @property
     def micro_batch(self) -> int:
@@ -147,15 +147,15 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
 
 def _check_together(clap: ClapSettings) -> list[str]:
     """Return problems that involve several fields."""
-    preset, train, tokens = clap.preset(), clap.train, clap.text_tokens
+    preset, train, tokens = clap.preset(), clap.train, clap.context_length
     longest = preset.text.max_tokens
     lengths = clap.data.caption_lengths if isinstance(clap.data, SyntheticData) else None
     numbers = [*lengths] if isinstance(lengths, dict) else [] if lengths is None else [str(lengths)]
     wrong = [number for number in numbers if not (number.isdecimal() and 2 <= int(number) <= tokens)]
     problems = {
-        f"text_tokens: expected at most {longest}, the limit of {preset.name}, found {tokens}": tokens > longest,
-        f"data.caption_lengths: expected lengths from 2 to text_tokens = {tokens}, found {wrong}": bool(wrong),
-        "train: set samples or epochs, not both": bool(train.samples and train.epochs),
+        f"context_length: expected at most {longest}, the limit of {preset.name}, found {tokens}": tokens > longest,
+        f"data.caption_lengths: expected lengths from 2 to context_length = {tokens}, found {wrong}": bool(wrong),
+        "train: set max_samples or epochs, not both": bool(train.max_samples and train.epochs),
     }
     for field in ("lr_scale", "layer_decay"):
         problems |= {f"train.{field}: {t} is in clap.train.freeze": t in train.freeze for t in getattr(train, field)}

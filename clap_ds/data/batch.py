@@ -83,7 +83,7 @@ class BatchSpec:
     """Specify a rank's batches; see `clap_ds.data.dataloader.build_batches`."""
 
     model: ClapConfig
-    text_tokens: int
+    context_length: int
     micro_batch: int
     rank: int
     world_size: int

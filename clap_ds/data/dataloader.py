@@ -80,7 +80,7 @@ def build_batches(
     data: SyntheticData | ShardData,
     *,
     model: ClapConfig,
-    text_tokens: int,
+    context_length: int,
     micro_batch: int,
     rank: int,
     world_size: int,
@@ -100,7 +100,7 @@ def build_batches(
     Raises:
         ValueError: invalid settings, with the field's name, on all ranks.
     """
-    spec = BatchSpec(model, text_tokens, micro_batch, rank, world_size, seed, device)
+    spec = BatchSpec(model, context_length, micro_batch, rank, world_size, seed, device)
     copy_ahead = device.type == "cuda"
     if isinstance(data, SyntheticData):
         pieces: Pieces = SyntheticPieces(data, spec, state)

@@ -20,7 +20,7 @@ from clap_ds.data.shard_assignment import expand_shards, tokenizer_beside
 from clap_ds.data.shard_size import RATES
 from clap_ds.data.webdataset import ShardPieces
 
-_TEXT_TOKENS = 77
+_CONTEXT_LENGTH = 77
 
 
 def measure(data: ShardData, spec: BatchSpec, seconds: float) -> Supply:
@@ -51,7 +51,7 @@ def add_measure_options(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=number(0.1, 3600), default=10.0, metavar="S", help="seconds per measurement (default: 10)")
     add("--ranks_per_host", type=positive, default=1, metavar="R", help="ranks per host (default: 1)")
     needed = "throughput per rank to sustain, as measured by a benchmark on synthetic data"
-    add("--needed_samples_per_s", type=number(0.001, 1e9), metavar="X", help=needed)
+    add("--target_samples_per_s", type=number(0.001, 1e9), metavar="X", help=needed)
 
 
 def run_measure(options: argparse.Namespace) -> None:
@@ -61,13 +61,13 @@ def run_measure(options: argparse.Namespace) -> None:
     tokenizer = options.tokenizer or tokenizer_beside(options.shards[0])
     model = load_preset(options.preset)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
-    spec = BatchSpec(model, min(_TEXT_TOKENS, model.text.max_tokens), options.micro_batch, 0, ranks, 0, device)
+    spec = BatchSpec(model, min(_CONTEXT_LENGTH, model.text.max_tokens), options.micro_batch, 0, ranks, 0, device)
     supplies: list[Supply] = []
     try:
         shards = expand_shards(options.shards)
         print("workers  samples/s  per worker")
         for workers in sorted({2**power for power in range(most.bit_length())} | {most}):
-            data = ShardData(source="shards", shards=shards, tokenizer=tokenizer, num_workers=workers)
+            data = ShardData(source="webdataset", shards=shards, tokenizer=tokenizer, num_workers=workers)
             supplies.append(supply := measure(data, spec, options.seconds))
             rate = supply.samples_per_s
             print(f"{workers:7d} {rate:10.1f} {rate / workers:11.1f}", flush=True)
@@ -75,6 +75,6 @@ def run_measure(options: argparse.Namespace) -> None:
         raise UserError(str(error)) from None
     at = ", ".join(f"{workers_needed(supplies, rate):,} at {rate:,.0f}" for rate in RATES)
     print(f"cores per GPU, including a margin of {MARGIN - 1:.0%}: {at} samples/s")
-    if options.needed_samples_per_s:
+    if options.target_samples_per_s:
         best = max(supplies, key=lambda supply: supply.samples_per_s)
-        print(verdict(best, options.needed_samples_per_s, ranks_per_host=ranks, cores=cores))
+        print(verdict(best, options.target_samples_per_s, ranks_per_host=ranks, cores=cores))

@@ -124,10 +124,12 @@ def _matches(name: str) -> list[str]:
     return found
 
 
-def share_out(sources: list[Source], sampling: str, rank: int, world_size: int, num_workers: int) -> list[list[Source]]:
-    """Assign whole tars of every source to each worker of a rank; with `replacement`, each worker draws from all tars."""
+def share_out(
+    sources: list[Source], resampled: bool, rank: int, world_size: int, num_workers: int
+) -> list[list[Source]]:
+    """Assign whole tars of every source to each worker of a rank; if `resampled`, each worker draws from all tars."""
     readers = world_size * max(num_workers, 1)
-    if sampling == "replacement":
+    if resampled:
         numbers = [max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources]
         drawn = [replace(source, shards_per_pass=number) for source, number in zip(sources, numbers, strict=True)]
         return [drawn] * max(num_workers, 1)

@@ -143,7 +143,7 @@ class ShardReader:
                 piece.failure = f"no usable item in a whole pass over {len(shards)} shard(s), such as {shards[0]}"
                 yield piece
                 return
-            ids, mask = tokenize(captions, self.tokenizer, self.spec.text_tokens)
+            ids, mask = tokenize(captions, self.tokenizer, self.spec.context_length)
             piece.captions = ids.numpy(), mask.numpy()
             piece.made_in_s = time.perf_counter() - began_s if began_s else 0.0
             yield piece

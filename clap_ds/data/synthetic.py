@@ -20,7 +20,7 @@ class SyntheticPieces:
 
     def __init__(self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:
         setting = data.caption_lengths
-        histogram = setting if isinstance(setting, dict) else {str(setting or spec.text_tokens): 1.0}
+        histogram = setting if isinstance(setting, dict) else {str(setting or spec.context_length): 1.0}
         lengths = torch.tensor(list(map(int, histogram)))
         weights = torch.tensor(list(histogram.values()), dtype=torch.float64)
         on_host = torch.Generator().manual_seed(_mix(spec.seed, spec.rank, 0))
@@ -28,7 +28,7 @@ class SyntheticPieces:
         self._batches: list[Batch] = []
         for _ in range(data.num_batches):
             drawn = torch.multinomial(weights, spec.micro_batch, replacement=True, generator=on_host)
-            captions = _random_captions(lengths[drawn], spec.text_tokens, spec.model.text, on_host)
+            captions = _random_captions(lengths[drawn], spec.context_length, spec.model.text, on_host)
             noise = torch.empty(spec.micro_batch, *spec.model.audio.clip_shape, device=spec.device)
             noise.uniform_(-1, 1, generator=on_device)
             batch = Batch((noise.half() if spec.model.audio.fusion else to_int16(noise)).cpu(), *captions)
@@ -61,11 +61,11 @@ def _mix(*parts: int) -> int:  # a 63-bit seed that depends on every part
 
 
 def _random_captions(
-    lengths_B: Tensor, text_tokens: int, text: TextConfig, generator: torch.Generator
+    lengths_B: Tensor, context_length: int, text: TextConfig, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Draw token ids and attention mask, both (B, text_tokens) int64, for captions of `lengths_B` real tokens."""
-    ids = torch.randint(FIRST_WORD_ID, text.vocab_size, (len(lengths_B), text_tokens), generator=generator)
+    """Draw token ids and attention mask, both (B, context_length) int64, for captions of `lengths_B` real tokens."""
+    ids = torch.randint(FIRST_WORD_ID, text.vocab_size, (len(lengths_B), context_length), generator=generator)
     ids[:, 0] = START_TOKEN_ID
     ids[torch.arange(len(ids)), lengths_B - 1] = END_TOKEN_ID
-    mask = (torch.arange(text_tokens) < lengths_B[:, None]).long()
+    mask = (torch.arange(context_length) < lengths_B[:, None]).long()
     return ids.masked_fill(mask == 0, text.pad_token_id), mask

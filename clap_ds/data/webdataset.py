@@ -55,7 +55,7 @@ class ShardPieces:
         self._micro_batch, self.num_workers = spec.micro_batch, data.num_workers
         shares, order = self._share(sources, data, spec, needs_epochs=needs_epochs)
         # origin: all ranks' samples before this order; samples: this rank's since; rows_taken: of the current piece.
-        self._state: dict[str, Any] = {"source": "shards", "order": order, "origin": 0, "samples": 0}
+        self._state: dict[str, Any] = {"source": "webdataset", "order": order, "origin": 0, "samples": 0}
         self._state |= {"positions": [START] * len(shares), "next_worker": 0, "rows_taken": 0}
         if state is not None:
             self._restore(state, spec)
@@ -65,8 +65,8 @@ class ShardPieces:
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
         audio, is_mel = spec.model.audio, self.kind == "mel"
         row = audio.feature_shape if is_mel else audio.clip_shape
-        in_16_bits = is_mel or (audio.fusion and data.waveforms == "int16")
-        dtype = torch.float16 if in_16_bits else getattr(torch, data.waveforms)
+        in_16_bits = is_mel or (audio.fusion and data.audio_dtype == "int16")
+        dtype = torch.float16 if in_16_bits else getattr(torch, data.audio_dtype)
         self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
         text = spec.model.text
         tokenizer = load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
@@ -112,14 +112,14 @@ class ShardPieces:
             shares = deal_out(sources[0], samples, spec, max(data.num_workers, 1), piece_size, shuffled=shuffled)
             contents = [contents, samples]
         else:
-            shares = share_out(sources, data.sampling, spec.rank, spec.world_size, data.num_workers)
+            shares = share_out(sources, data.resampled, spec.rank, spec.world_size, data.num_workers)
         return shares, {
             "ranks": spec.world_size,
             "workers per rank": len(shares),
             "rows in a piece": piece_size,
             "seed": spec.seed,
             "clap.data.shuffle_buffer": data.shuffle_buffer,
-            "clap.data.sampling": data.sampling,
+            "clap.data.resampled": data.resampled,
             "shards": hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16],
         }
 
@@ -188,7 +188,7 @@ class ShardPieces:
     def statistics(self) -> dict[str, Any]:
         """Return statistics that count broken items and damaged tars once each; unknown numbers of samples are None."""
         return {
-            "source": "shards",
+            "source": "webdataset",
             "kind": self.kind,
             "num_shards": self._num_shards,
             "num_samples": self._num_samples,

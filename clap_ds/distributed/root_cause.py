@@ -1,7 +1,8 @@
 """Find the root cause of a run's end from the files of its ranks.
 
 Ranks write error files (`clap_ds.distributed.error_file`) and a stack file each (`clap_ds.distributed.watchdog`): a
-header line, then stacks if the rank hung or got a fatal signal. The file of a killed rank has only the header. Standard library only.
+header line, then stacks if the rank hung or got a fatal signal. The file of a killed rank has only the header. Standard
+library only.
 """
 
 from __future__ import annotations

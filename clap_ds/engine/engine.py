@@ -38,7 +38,7 @@ class ClapEngine:
 
     Attributes:
         deepspeed: DeepSpeed's engine around the model.
-        average: of the weights, with `clap.train.ema`; updated by every step, skipped ones included.
+        average: of the weights, with `clap.train.ema_decay`; updated by every step, skipped ones included.
         steps: optimiser steps taken, skipped ones included.
         is_skipped: whether the last step was, in 16 bits for a gradient that isn't finite; scalar bool on the device.
         skipped_in_a_row: of the last steps, how many were skipped, as of `count_skipped`.
@@ -52,7 +52,7 @@ class ClapEngine:
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
         self.loss: Any = build_loss(run.clap.loss, run.precision)
-        self._cached = run.clap.train.accumulation == "cached"
+        self._cached = run.clap.train.accumulation == "gradcache"
         if isinstance(self.loss, SoftmaxLoss) and not self._cached:
             self.loss.gather_early(self.model)
         self.deepspeed = wrap(model, run)
@@ -60,11 +60,11 @@ class ClapEngine:
             self.deepspeed.tput_timer.config.enabled = False
         optimizer = self.deepspeed.optimizer
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
-        decay = run.clap.train.ema
+        decay = run.clap.train.ema_decay
         self.average = WeightAverage(self.model, optimizer, decay) if decay is not None else None
         self.deepspeed.clip_fp32_gradients = self._clip_gradients
-        overlapped = run.clap.gradient_sync == "overlapped" and dist.get_world_size() > 1
-        self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.gradient_bucket_mb)
+        overlapped = run.clap.gradient_sync == "overlap" and dist.get_world_size() > 1
+        self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.bucket_cap_mb)
         self.steps = self.skipped_in_a_row = 0
         self.norm_wanted = False
         self.gradient_norm: Tensor | None = None

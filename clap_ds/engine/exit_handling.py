@@ -69,7 +69,7 @@ def ending_of(error: BaseException, rank: int, what: str) -> Ending:
     if is_out_of_memory(error):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
-        said = f"error: rank {rank}: {at}: {first_line}\n{_LESS_MEMORY}, or clap.model.checkpoint_activations"
+        said = f"error: rank {rank}: {at}: {first_line}\n{_LESS_MEMORY}, or clap.model.activation_checkpointing"
         return Ending("out_of_memory", f"rank {rank}: {at}", error_file.OUT_OF_MEMORY, at, said)
     if is_connection_lost(error):
         said = f"error: rank {rank}: another rank is gone: its connection to this one was lost ({first_line})"

@@ -40,7 +40,7 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
             from clap_ds.model.tokenizer import load_tokenizer
 
             load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
-        if run.clap.model.text_from_hub:
+        if run.clap.model.pretrained_text:
             pretrained(text)
 
     on_first(load)
@@ -53,10 +53,10 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
     options = run.clap.model
     model = ClapModel(
         run.clap.preset(),
-        **options.model_dump(include={"drop_path", "text_dropout", "spec_augment", "text_from_hub"}),
+        **options.model_dump(include={"drop_path", "text_dropout", "spec_augment", "pretrained_text"}),
         learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
         **build_kernels(run, device),
-        checkpoint_activations=tuple(options.checkpoint_activations),
+        activation_checkpointing=tuple(options.activation_checkpointing),
     )
     freeze(model, run.clap.train.freeze)
     return model
@@ -107,7 +107,7 @@ def takes_flat_adamw(run: RunSettings) -> bool:
     section = run.deepspeed.get("optimizer", {})
     params = section.get("params", {})
     return (
-        run.clap.fused_adam == "torch"
+        run.clap.optimizer_implementation == "torch"
         and section.get("type", "").lower() in ADAMS
         and params.keys() <= OPTIONS | REQUIRED.keys()
         and all(params.get(name, value) is value for name, value in REQUIRED.items())

@@ -1,5 +1,5 @@
-"""What computes the audio tower's window attention and MLPs (`clap.model.attention`, `clap.model.mlp`): `build_kernels`' choice
-and then, on CUDA, for `auto` this project's Triton kernels, where they compile and run."""
+"""What computes the audio tower's window attention and MLPs (`clap.model.attention_impl`, `clap.model.mlp_impl`):
+`build_kernels`' choice and then, on CUDA, for `auto` this project's Triton kernels, where they compile and run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def build_kernels(run: RunSettings, device: torch.device) -> dict[Field, Any]:
     kernels: dict[Field, Any] = {"attention": default_kernel(device), "mlp": "torch"}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for field in FIELDS:
-        asked = getattr(run.clap.model, field)
+        asked = getattr(run.clap.model, f"{field}_impl")
         if asked == "triton" and (not has_triton_package() or (device.type == "cpu" and not interpreted)):
             raise ValueError(
-                f"{run.path}: clap.model.{field}: 'triton' needs a GPU and the triton package: take 'auto'"
+                f"{run.path}: clap.model.{field}_impl: 'triton' needs a GPU and the triton package: take 'auto'"
             )
         if asked != "auto":
             kernels[field] = asked
@@ -40,10 +40,10 @@ def build_kernels(run: RunSettings, device: torch.device) -> dict[Field, Any]:
 
 def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> dict[str, ChosenKernel]:
     """Give the audio tower's blocks the kernels that `auto` stands for, before anything has been traced or run: Triton's where
-    they run on every rank. A collective. Returns what was chosen, by field of `clap.model`."""
+    they run on every rank. A collective. Returns what was chosen, by part."""
     chosen = dict[str, ChosenKernel]()
     for field in FIELDS:
-        if getattr(run.clap.model, field) != "auto":
+        if getattr(run.clap.model, f"{field}_impl") != "auto":
             continue
         before = [getattr(block, field).kernel for block in model.audio.blocks()]
         with doing("trying kernels"):
@@ -56,7 +56,7 @@ def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> 
         kernel = build_kernels(run, device)[field] if problem else "triton"
         chosen[field] = {"kernel": kernel, "problem": problem}
         if rank() == 0:
-            print(f"kernel of clap.model.{field}: {kernel}", flush=True)
+            print(f"kernel of clap.model.{field}_impl: {kernel}", flush=True)
             if problem:
                 print(f"warning: {field} by a slower kernel than Triton's: {problem}", flush=True)
     return chosen

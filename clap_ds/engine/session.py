@@ -80,17 +80,17 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
 
 def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: list[tuple[str, str]]) -> Path:
     """Make the run directory with its first files; `everywhere` has each rank's host and device."""
-    root, sizes = run.clap.output.root, run.batch_sizes(ranks.world_size)
+    root, sizes = run.clap.output.dir, run.batch_sizes(ranks.world_size)
     per_host = Counter(host for host, _ in everywhere)
     places = {"world_size": ranks.world_size, "num_nodes": len(per_host), "hosts": [*per_host]}
     places |= {"gpus_per_node": [*per_host.values()], "device_names": sorted({name for _, name in everywhere})}
     try:
-        record = RunDirectory(RunDirectory.create(Path(root), run.label).path.resolve())
+        record = RunDirectory(RunDirectory.create(Path(root), run.run_name).path.resolve())
         start_log(record.path / "rank0.log")
         record.write_json("config.json", run.resolved())
         record.write_json("environment.json", {**here, **places})
     except OSError as error:
-        raise ValueError(f"{run.path}: clap.output.root: {root!r} can't be written: {error.strerror}") from None
+        raise ValueError(f"{run.path}: clap.output.dir: {root!r} can't be written: {error.strerror}") from None
     record.update_summary(
         state="running",
         error=None,
@@ -100,8 +100,8 @@ def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: lis
         micro_batch_per_gpu=sizes.micro_batch,
         gradient_accumulation_steps=sizes.accumulation_steps,
         global_batch=sizes.global_batch,
-        text_tokens=run.clap.text_tokens,
-        text=run.clap.text,
+        context_length=run.clap.context_length,
+        text_packing=run.clap.text_packing,
         precision=run.precision,
         device_name=" and ".join(sorted({name for _, name in everywhere})),
     )
@@ -178,20 +178,20 @@ def ready_to_step(
         batches = build_batches(
             run.clap.data,
             model=run.clap.preset(),
-            text_tokens=run.clap.text_tokens,
+            context_length=run.clap.context_length,
             micro_batch=run.micro_batch,
             rank=ranks.rank,
             world_size=ranks.world_size,
             seed=run.clap.seed,
             device=engine.device,
-            pack_captions=run.clap.text == "packed",
+            pack_captions=run.clap.text_packing,
             state=data_state,
             needs_epochs=run.clap.train.epochs is not None,
         )
     with batches, gpu_monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
         try:
             if (what := what_to_compile(run.clap.compile, engine.device)) != "off":
-                cached = run.clap.train.accumulation == "cached"
+                cached = run.clap.train.accumulation == "gradcache"
                 compiled = compile_towers(engine.deepspeed, batches.peek(), what, cached=cached)
                 if ranks.is_first:
                     record.update_summary(compiled)

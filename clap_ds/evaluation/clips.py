@@ -101,8 +101,8 @@ def plan_retrieval(clips: dict[int, Clip]) -> tuple[Plan, list[Broken]]:
 
 def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[Plan, list[Broken]]:
     """Select the clips with classes. Raises ValueError for no clips, an unknown class, or fewer than two classes."""
-    field = settings.class_field
-    wanted = f"{FIELD}.zero_shot.shards: expected clips with {field!r} ({FIELD}.zero_shot.class_field) in a json"
+    field = settings.class_key
+    wanted = f"{FIELD}.zero_shot.shards: expected clips with {field!r} ({FIELD}.zero_shot.class_key) in a json"
     found, broken = _read(clips, partial(classes_of, field=field), wanted)
     examples = {name: clips[number] for number, names in reversed(found.items()) for name in names}
     classes = settings.classes or {name: [in_words(name)] for name in sorted(examples)}

@@ -35,13 +35,13 @@ def audio_batches(model: ClapModel, clips: Iterable[Tensor], micro_batch: int, f
 
 
 def embed_text(
-    model: ClapModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int, micro_batch: int,
+    model: ClapModel, captions: Sequence[str], tokenizer: PreTrainedTokenizerBase, context_length: int, micro_batch: int,
     fill: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Embed captions, truncated to `text_tokens`: (N, joint_dim)."""
+    """Embed captions, truncated to `context_length`: (N, joint_dim)."""
 
     def encode(batch: list[str]) -> Tensor:
-        ids, mask = tokenize(batch + [""] * (micro_batch - len(batch)) * fill, tokenizer, text_tokens)
+        ids, mask = tokenize(batch + [""] * (micro_batch - len(batch)) * fill, tokenizer, context_length)
         return model.encode_text(ids.to(_device(model)), mask.to(_device(model)))
 
     return torch.cat([_none(model), *_batches(model, captions, micro_batch, encode)])

@@ -52,7 +52,7 @@ class Evaluator:
     _: KW_ONLY
     model_config: ClapConfig
     tokenizer_name: str | None
-    text_tokens: int
+    context_length: int
     micro_batch: int
     loss_kind: str
     ranks: Ranks
@@ -168,7 +168,7 @@ class Evaluator:
     def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
         captions = list(chain.from_iterable(captions_of_each))
         own = captions[self.ranks.rank :: self.ranks.world_size]
-        embed = lambda: embed_text(model, own, self._tokenizer, self.text_tokens, self.micro_batch)  # noqa: E731
+        embed = lambda: embed_text(model, own, self._tokenizer, self.context_length, self.micro_batch)  # noqa: E731
         return self._shared(len(captions), embed)
 
     def _shared(self, total: int, embed_own: Callable[[], Tensor]) -> Tensor:

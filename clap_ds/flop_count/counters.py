@@ -59,11 +59,11 @@ def parameter_counts(model: ClapModel) -> dict[str, int]:
     return {"audio": total - text - 1, "text": text, "total": total, "trainable": trainable}
 
 
-def count_by_deepspeed(model: ClapModel, text_tokens: int) -> Count:
-    """Count the FLOPs of one waveform and a caption of `text_tokens`, at most the position table's rows."""
+def count_by_deepspeed(model: ClapModel, context_length: int) -> Count:
+    """Count the FLOPs of one waveform and a caption of `context_length`, at most the position table's rows."""
     # RoBERTa numbers real tokens from 2, so its 514 positions hold 512 of them; padding isn't numbered.
     padding = model.config.text.pad_token_id
-    waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.full((1, text_tokens), padding)
+    waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.full((1, context_length), padding)
     return profile_by_deepspeed(FlopsProfiler(model), lambda: model(waveform, caption, None))
 
 

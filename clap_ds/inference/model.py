@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clap_ds.config.model import TEXT_TOKENS, load_preset
+from clap_ds.config.model import CONTEXT_LENGTH, load_preset
 from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.captions import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text
-from clap_ds.inference.windows import Content, Row, Sound, Source, Which, read_windows
+from clap_ds.inference.windows import Content, Pooling, Row, Sound, Source, read_windows
 from clap_ds.model.tokenizer import PreTrainedTokenizerBase, load_tokenizer
 from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.load import load_weights
@@ -50,14 +50,14 @@ class Clap:
     float32. A single input that isn't in a list isn't padded, and may be rounded differently.
 
     Windows last `clip_s` (s) at `sample_rate` (Hz). Embeddings have `dim` elements, and are comparable if `fingerprint` is
-    equal. Texts are truncated to `text_tokens`.
+    equal. Texts are truncated to `context_length`.
     """
 
     def __init__(self, weights: Checkpoint, device: torch.device, dtype: torch.dtype, tokenizer: str | None) -> None:
         self.config, self.source, self.fingerprint = weights.config, weights.path, weights.fingerprint
         self.sample_rate, self.dim = self.config.audio.sample_rate, self.config.joint_dim
         self.clip_s = self.config.audio.num_samples / self.sample_rate
-        self.text_tokens = weights.text_tokens or min(TEXT_TOKENS, self.config.text.max_tokens)
+        self.context_length = weights.context_length or min(CONTEXT_LENGTH, self.config.text.max_tokens)
         self.model, self._tokenizer_name = weights.build_for(device, dtype), tokenizer or weights.tokenizer_name
 
     @cached_property
@@ -69,7 +69,7 @@ class Clap:
 
     def embed_audio(
         self, audio: Audio | Sequence[Audio], sample_rate: float | None = None, *, sampling_rate: float | None = None,
-        windows: Which = "mean", overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
+        pooling: Pooling = "mean", overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
     ) -> Array:  # fmt: skip
         """Embed sounds of any length: (n, dim) float32, rows of length 1. Raises ValueError for the first unusable one.
 
@@ -80,10 +80,10 @@ class Clap:
                 8 channels, floating point in ±1 or int16. Channels are averaged, other rates resampled, samples clipped
                 to ±1, short sounds repeated.
             sample_rate: of arrays only, in Hz. `sampling_rate` is `transformers`' name for it.
-            windows: for longer sounds, "mean" (normalized mean of all windows' embeddings) or "middle" (the middle
+            pooling: for longer sounds, "mean" (normalized mean of all pooling' embeddings) or "center" (the center
                 window, as in evaluation; with feature fusion, the whole sound).
-            overlap: fraction of overlap between consecutive windows, from 0 to below 1.
-            batch_size: windows per batch.
+            overlap: fraction of overlap between consecutive pooling, from 0 to below 1.
+            batch_size: pooling per batch.
             num_workers: decoding processes (0: none).
         """
         is_alone = _is_encoded(audio) or isinstance(audio, Mapping) or getattr(audio, "ndim", 3) < 3
@@ -95,7 +95,7 @@ class Clap:
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
         sources = [_source(name, each, sample_rate) for name, each in named.items()]
         vectors = [np.empty((0, self.dim), np.float32)]
-        options: Any = {"windows": windows, "overlap": overlap, "batch_size": batch_size, "num_workers": num_workers}
+        options: Any = {"pooling": pooling, "overlap": overlap, "batch_size": batch_size, "num_workers": num_workers}
         for row in self.iter_windows(sources, **options, _fill=not is_alone):
             if row.vector is None:
                 raise ValueError(f"{row.source}: {row.error}")
@@ -103,22 +103,22 @@ class Clap:
         return np.concatenate(vectors)
 
     def iter_windows(
-        self, sources: Source | Iterable[Source], *, windows: Which = "each", overlap: float = 0.0, batch_size: int = 32,
+        self, sources: Source | Iterable[Source], *, pooling: Pooling = "none", overlap: float = 0.0, batch_size: int = 32,
         num_workers: int = 0, _fill: bool = True,
     ) -> Iterator[Row]:  # fmt: skip
         """Embed paths and clips of any length in order, keeping only a batch of windows in memory.
 
-        "each" yields a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one row per file, as in
+        "none" yields a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one row per file, as in
         `embed_audio`. Errors yield a row with the reason and without a vector, after the windows before it.
         """
         sources = [sources] if isinstance(sources, Source) else sources
-        if windows not in ("each", "mean", "middle") or not 0 <= overlap < 1:
-            expected = "windows each, mean or middle, and an overlap from 0 to below 1"
-            raise ValueError(f"expected {expected}, found {windows!r} and {overlap}")
+        if pooling not in ("none", "mean", "center") or not 0 <= overlap < 1:
+            expected = "pooling none, mean or center, and an overlap from 0 to below 1"
+            raise ValueError(f"expected {expected}, found {pooling!r} and {overlap}")
         options: Any = {"num_workers": num_workers, "ahead": batch_size}
-        pieces = read_windows([*sources], self.config.audio, windows, overlap, **options)
+        pieces = read_windows([*sources], self.config.audio, pooling, overlap, **options)
         rows = self._embedded(pieces, batch_size, _fill)
-        return (row for row in rows if row.vector is not None or row.error) if windows == "each" else _whole(rows)
+        return (row for row in rows if row.vector is not None or row.error) if pooling == "none" else _whole(rows)
 
     def _embedded(
         self, pieces: Iterator[tuple[Row, torch.Tensor | None]], batch_size: int, fill: bool
@@ -149,7 +149,7 @@ class Clap:
         if not all(map(str.strip, each)):
             raise ValueError(f"expected texts, found a blank one: {each}")
         fill = not isinstance(texts, str)
-        return embed_text(self.model, each, self.tokenizer, self.text_tokens, batch_size, fill).cpu().numpy()
+        return embed_text(self.model, each, self.tokenizer, self.context_length, batch_size, fill).cpu().numpy()
 
     def class_embeddings(self, labels: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Array:
         """Embed labels as in zero-shot evaluation: (len(labels), dim) float32, rows of length 1.
@@ -238,7 +238,7 @@ def load(
     Args:
         source: a checkpoint of this project, or a folder of them; a folder for `transformers.ClapModel`, or its Hub id
             (this host's cache first); a LAION-CLAP .pt file.
-        best: take a folder's best checkpoint by `best_by` instead of the newest.
+        best: take a folder's best checkpoint by `best_metric` instead of the newest.
         device: default: a GPU if available, else the CPU.
         dtype: the model's computation in float32, bfloat16 or float16; embeddings are float32.
         tokenizer: Hub name or folder (default: the checkpoint's).

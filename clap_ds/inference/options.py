@@ -25,7 +25,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") -> None:
     """Add the model's options. `precision` is a default of `DTYPES`, or text that describes one chosen later."""
     add, sizes = parser.add_argument, f"model preset, for a file without sizes: {PRESETS}"
-    best = "use a folder's best checkpoint by its run's best_by (default: newest)"
+    best = "use a folder's best checkpoint by its run's best_metric (default: newest)"
     add("--best", action="store_true", help=best)
     add("--tokenizer", metavar="NAME", help="Hub name or folder (default: the checkpoint's)")
     add("--preset", type=preset_argument, metavar="NAME", help=sizes)
@@ -42,8 +42,8 @@ def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> No
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
-    what = "for longer files: mean of all windows' vectors, only the middle window, or a row per window (default: mean)"
-    add("--windows", choices=("mean", "middle", "each"), default="mean", help=what)
+    what = "for longer files: mean of all windows' vectors, only the center window, or a row per window (default: mean)"
+    add("--pooling", choices=("mean", "center", "none"), default="mean", help=what)
     what = "fraction of overlap between consecutive windows (default: 0)"
     add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help=what)
     add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows per forward pass (default: 32)")
@@ -51,7 +51,7 @@ def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> No
 
 
 def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[Row]:
-    given = {name: getattr(arguments, name) for name in ("windows", "overlap", "batch_size", "num_workers")}
+    given = {name: getattr(arguments, name) for name in ("pooling", "overlap", "batch_size", "num_workers")}
     return clap.iter_windows(sources.values(), **given)
 
 

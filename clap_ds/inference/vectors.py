@@ -35,7 +35,7 @@ class About:
     model: str
     fingerprint: str
     dim: PositiveInt
-    windows: str
+    pooling: str
     overlap: float
     precision: str
     tokenizer: str | None

@@ -29,7 +29,7 @@ from clap_ds.evaluation.clips import Clip, Middle, empty_row
 
 _BLOCK = 2**18  # frames decoded at a time
 
-Which = Literal["each", "mean", "middle"]
+Pooling = Literal["none", "mean", "center"]
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Row:
 
 
 def read_windows(
-    sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float, *, num_workers: int, ahead: int
+    sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float, *, num_workers: int, ahead: int
 ) -> Iterator[tuple[Row, Tensor | None]]:
     """Yield the windows of the sources in order, and after each source a row without a window, with the error if any.
     `num_workers` processes (0: this one) prefetch `ahead` windows."""
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
-    streams = [_Windows(sources[first::num_streams], audio, which, overlap) for first in range(num_streams)]
+    streams = [_Windows(sources[first::num_streams], audio, pooling, overlap) for first in range(num_streams)]
     loaders: list[Loader[tuple[Row, Tensor | None]]] = [Loader(stream, **options) for stream in streams]
     try:
         for number in range(len(sources)):
@@ -91,8 +91,8 @@ def read_windows(
 
 
 class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
-    def __init__(self, sources: Sequence[Source], audio: AudioConfig, which: Which, overlap: float) -> None:
-        self._sources, self._audio, self._which = sources, audio, which
+    def __init__(self, sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float) -> None:
+        self._sources, self._audio, self._pooling = sources, audio, pooling
         self._hop = max(1, round((1 - overlap) * audio.num_samples))
         self._open_shard = lru_cache(maxsize=1)(open_shard)
 
@@ -114,9 +114,9 @@ class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
         rate, length = self._audio.sample_rate, self._audio.num_samples
         with open_audio(encoded) as opened:
             ratio, duration_s = resampling_ratio(opened.samplerate, rate), opened.frames / opened.samplerate
-            is_one = self._which == "middle" or opened.frames <= math.ceil(length / ratio)
+            is_one = self._pooling == "center" or opened.frames <= math.ceil(length / ratio)
         if is_one:
-            row = empty_row(self._audio, "encoded") if self._which == "middle" else torch.zeros(length)
+            row = empty_row(self._audio, "encoded") if self._pooling == "center" else torch.zeros(length)
             read_clip(encoded, row, audio=self._audio, rng=Middle())
             yield 0.0, duration_s, row
             return

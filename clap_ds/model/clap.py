@@ -44,10 +44,10 @@ class ClapModel(nn.Module):
     Args:
         config: sizes; `clap_ds.config.model.load_preset` has the published ones.
         drop_path: stochastic depth of the last audio block.
-        text_from_hub: start from pretrained weights; a ValueError where they can't be had or don't fit.
+        pretrained_text: start from pretrained weights; a ValueError where they can't be had or don't fit.
         attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`).
         mlp: kernel of the audio blocks' MLPs; `triton` fuses those of the widths it has (`clap_ds.model.mlp_triton.supports`).
-        checkpoint_activations: towers (`audio`, `text`) whose blocks are computed again in the backward pass.
+        activation_checkpointing: towers (`audio`, `text`) whose blocks are computed again in the backward pass.
         learns_bias: learn SigLIP's logit bias, from -10, and start from its scale of 10 (arXiv 2303.15343).
 
     Attributes:
@@ -64,11 +64,11 @@ class ClapModel(nn.Module):
         drop_path: float = 0.1,
         text_dropout: float = 0.1,
         spec_augment: bool = True,
-        text_from_hub: bool = False,
+        pretrained_text: bool = False,
         learns_bias: bool = False,
         attention: Kernel = "sdpa",
         mlp: Literal["torch", "triton"] = "torch",
-        checkpoint_activations: Collection[str] = (),
+        activation_checkpointing: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.config = config
@@ -77,9 +77,9 @@ class ClapModel(nn.Module):
         if mlp == "triton":
             self.audio.use_triton("mlp")
         self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
-        self.text = TextTower(config.text, dropout=text_dropout, from_hub=text_from_hub)
-        self.audio.checkpoint_activations("audio" in checkpoint_activations)
-        self.text.checkpoint_activations("text" in checkpoint_activations)
+        self.text = TextTower(config.text, dropout=text_dropout, from_hub=pretrained_text)
+        self.audio.checkpoint_activations("audio" in activation_checkpointing)
+        self.text.checkpoint_activations("text" in activation_checkpointing)
         self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)
         self.logit_scale = nn.Parameter(torch.tensor([math.log(10) if learns_bias else INITIAL_LOGIT_SCALE]))
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if learns_bias else None

@@ -51,15 +51,15 @@ class Layout(NamedTuple):
     longest: int
 
 
-def token_multiple(num_captions: int, text_tokens: int) -> int:
+def token_multiple(num_captions: int, context_length: int) -> int:
     """What the number of tokens is filled up to a multiple of."""
-    share = num_captions * text_tokens // ROW_SHARE
+    share = num_captions * context_length // ROW_SHARE
     return max(SMALLEST_MULTIPLE, 1 << share.bit_length() - 1 if share else 0)
 
 
 def pack(captions: list[tuple[Tensor, Tensor]], multiple: int | None = None) -> tuple[Tensor, Packing]:
-    """Pack pieces of a batch, each token ids (B, text_tokens) and mask, 1 at real tokens, which come first: token ids (T,), a
-    `multiple` of tokens, and where they belong."""
+    """Pack pieces of a batch, each token ids (B, context_length) and mask, 1 at real tokens, which come first: token ids (T,),
+    a `multiple` of tokens, and where they belong."""
     max_tokens = captions[0][0].shape[1]
     lengths = torch.cat([mask.sum(dim=1) for _, mask in captions])
     multiple = multiple or token_multiple(len(lengths), max_tokens)

@@ -22,7 +22,7 @@ from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before tr
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FIELD = "clap.model.text_from_hub"
+FIELD = "clap.model.pretrained_text"
 _SIZES = TEXT | {"layer_norm_eps": "layer_norm_eps"}
 
 

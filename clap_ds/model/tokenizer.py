@@ -67,17 +67,17 @@ def _rust_errors(what: str) -> Iterator[None]:
         raise ValueError(f"{what} is damaged: {error}") from None
 
 
-def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, text_tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, both (B, text_tokens) int64: <s> … </s> (BERT: [CLS] … [SEP]), then padding.
+def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, context_length: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both (B, context_length) int64: <s> … </s> (BERT: [CLS] … [SEP]), then padding.
 
     Captions that are too long lose their last words, never </s>. Words that look like special tokens are taken as plain text.
     """
-    cut: dict[str, Any] = {"truncation": True, "max_length": text_tokens, "return_attention_mask": False}
+    cut: dict[str, Any] = {"truncation": True, "max_length": context_length, "return_attention_mask": False}
     with _rust_errors(f"the tokenizer {tokenizer.name_or_path!r}"):
         rows: Any = tokenizer(captions, **cut, split_special_tokens=True)["input_ids"]
-    is_real = torch.arange(text_tokens) < torch.tensor(list(map(len, rows)))[:, None]
+    is_real = torch.arange(context_length) < torch.tensor(list(map(len, rows)))[:, None]
     # By hand: three times as quick as by the tokenizer.
-    ids = torch.full((len(rows), text_tokens), int(tokenizer.pad_token_id))
+    ids = torch.full((len(rows), context_length), int(tokenizer.pad_token_id))
     ids[is_real] = torch.tensor(list(chain.from_iterable(rows)))
     return ids, is_real.long()
 

@@ -64,7 +64,7 @@ class Step:
 
 def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
     """Return the real tokens of a batch's captions: by the run's histogram for synthetic data; else the maximum."""
-    setting = getattr(run.clap.data, "caption_lengths", None) or run.clap.text_tokens
+    setting = getattr(run.clap.data, "caption_lengths", None) or run.clap.context_length
     histogram = setting if isinstance(setting, dict) else {setting: 1}
     lengths, weights = zip(*sorted((int(length), weight) for length, weight in histogram.items()), strict=True)
     places = (np.arange(num_captions) + 0.5) / num_captions
@@ -75,7 +75,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     """Record a step of a run with this micro-batch on one of `world_size` ranks, with CUDA's or the CPU's torch operations.
     Raises UserError for an optimizer other than AdamW."""
     run = _without_side_effects(run, micro_batch)
-    number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "cached"
+    number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "gradcache"
     num_traced = number if cached else min(number, 2)  # later ones are like the second
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
@@ -83,7 +83,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     with fakes:
         model.to_empty(device="cpu")
     for field in FIELDS:
-        if cuda and getattr(run.clap.model, field) == "auto" and has_triton_package():
+        if cuda and getattr(run.clap.model, f"{field}_impl") == "auto" and has_triton_package():
             model.audio.use_triton(field)
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -117,8 +117,8 @@ def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
     optimizer = run.deepspeed.get("optimizer", {"type": ""})
     if optimizer["type"].lower() not in ("adam", "adamw"):
         raise UserError(f"{run.path}: optimizer.type: plans support only AdamW, found {optimizer['type']!r}")
-    model = run.clap.model.model_copy(update={"text_from_hub": False})
-    clap = run.clap.model_copy(update={"model": model, "cpu_kernels": "off", "fused_adam": "torch"})
+    model = run.clap.model.model_copy(update={"pretrained_text": False})
+    clap = run.clap.model_copy(update={"model": model, "cpu_kernels": "off", "optimizer_implementation": "torch"})
     params = optimizer.get("params", {})
     config = {
         **{name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed},
@@ -137,9 +137,9 @@ def _state(optimizer: Any) -> Iterator[Tensor]:
 
 def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tuple[Any, Any]:
     """Return a batch's packed row with packing, and their layout, if the run packs captions."""
-    if run.clap.text == "padded":
+    if not run.clap.text_packing:
         return None, None
-    mask = (torch.arange(run.clap.text_tokens) < torch.tensor(lengths)[:, None]).long()
+    mask = (torch.arange(run.clap.context_length) < torch.tensor(lengths)[:, None]).long()
     row, packing = pack([(torch.ones_like(mask), mask)])
     layout = lay_out(packing, len(row), run.clap.preset().text.first_position)
     return tree_map_only(Tensor, fakes.from_tensor, ((row, packing), layout))
@@ -151,14 +151,14 @@ def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *
     narrow = torch.float16 if audio.fusion else torch.int16
 
     def make(dtype: torch.dtype = torch.float32) -> Batch:
-        ids, mask = (torch.empty(micro_batch, run.clap.text_tokens, dtype=torch.long) for _ in range(2))
+        ids, mask = (torch.empty(micro_batch, run.clap.context_length, dtype=torch.long) for _ in range(2))
         return Batch(torch.empty(micro_batch, *audio.clip_shape, dtype=dtype), ids, mask, num_tokens, packed)
 
     if isinstance(data, SyntheticData) and (data.placement == "device" or not cuda):
         kept = [make(narrow) for _ in range(data.num_batches)]
         yield from (join([each], CPU) for each in itertools.cycle(kept))
-    is_narrow = getattr(data, "waveforms", "int16") == "int16"
-    dtype = torch.int16 if is_narrow and not audio.fusion else torch.float32  # the front end converts waveforms
+    is_narrow = getattr(data, "audio_dtype", "int16") == "int16"
+    dtype = torch.int16 if is_narrow and not audio.fusion else torch.float32  # the front end converts audio_dtype
     _from_host = torch.empty(micro_batch * (is_narrow and audio.fusion), *audio.clip_shape, dtype=narrow)
     ahead = make(dtype)
     while True:

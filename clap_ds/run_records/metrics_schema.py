@@ -7,14 +7,60 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
-VERSION = 4
-"""`schema` in `summary.json`. 4: two presets renamed (`FORMER_PRESETS`). 3: throughput is samples over time (`mean`), before
-it the median of windows. Version 1 has no `schema`."""
+VERSION = 5
+"""`schema` in `summary.json`. 5: fields renamed (`current`). 4: two presets renamed (`FORMER_PRESETS`). 3: throughput
+is samples over time (`mean`), before it the median of windows. Version 1 has no `schema`."""
 FORMER_PRESETS = {
     "htsat_tiny_roberta_base": "clap_htsat_tiny_roberta_base",
     "htsat_tiny_roberta_base_fusion": "clap_htsat_tiny_roberta_base_fused",
 }
 """Preset in records up to schema 3 → its name now: `htsat_tiny_roberta_base` had LAION-CLAP's heads."""
+
+_PACKING = {"padded": False, "packed": True}
+FORMER_SUMMARY: dict[str, tuple[str, dict[Any, Any]]] = {
+    "text_tokens": ("context_length", {}),
+    "text": ("text_packing", _PACKING),
+    "stop_at": ("target_metrics", {}),
+    "slow_ranks": ("stragglers", {}),
+    "slow_ranks_cost_samples_per_s": ("stragglers_cost_samples_per_s", {}),
+    "deepspeed_times_host_alone": ("deepspeed_timer_synchronized", {True: False, False: True}),
+    "ended_early": ("stop_reason", {}),
+}
+"""Field of `summary.json` before schema 5 → its name, and its values that have changed."""
+FORMER_SETTINGS: dict[str, tuple[str, dict[Any, Any]]] = {
+    "text_tokens": ("context_length", {}),
+    "text": ("text_packing", _PACKING),
+    "fused_adam": ("optimizer_implementation", {}),
+    "gradient_sync": ("gradient_sync", {"overlapped": "overlap"}),
+    "gradient_bucket_mb": ("bucket_cap_mb", {}),
+    "model.text_from_hub": ("pretrained_text", {}),
+    "model.attention": ("attention_impl", {}),
+    "model.mlp": ("mlp_impl", {}),
+    "model.checkpoint_activations": ("activation_checkpointing", {}),
+    "data.source": ("source", {"shards": "webdataset"}),
+    "data.sampling": ("resampled", {"epochs": False, "replacement": True}),
+    "data.waveforms": ("audio_dtype", {}),
+    "train.samples": ("max_samples", {}),
+    "train.initial_weights": ("pretrained", {}),
+    "train.ema": ("ema_decay", {}),
+    "train.accumulation": ("accumulation", {"independent": "plain", "cached": "gradcache"}),
+    "train.stop_at": ("target_metrics", {}),
+    "checkpoint.best_by": ("best_metric", {}),
+    "checkpoint.background": ("async_save", {}),
+    "checkpoint.sync_to": ("remote_sync", {}),
+    "evaluation.micro_batch": ("batch_size", {}),
+    "evaluation.zero_shot.class_field": ("class_key", {}),
+    "output.root": ("dir", {}),
+    "output.label": ("run_name", {}),
+}
+"""The same for the section `clap` of `config.json`."""
+FORMER_STRAGGLER: dict[str, tuple[str, dict[Any, Any]]] = {
+    "behind_s": ("lag_s", {}),
+    "behind_percent": ("lag_percent", {}),
+}
+"""The same for each of `stragglers`."""
+FORMER_PHASES = {"window": "timed"}
+"""The same for `phase` of `metrics.jsonl`."""
 
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 
@@ -22,6 +68,28 @@ State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "t
 
 STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
 """Phases of a step, in order."""
+
+
+def current(name: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a record's `summary` or `config`, of any schema, with today's names and values."""
+    if name == "summary":
+        _rename(content, FORMER_SUMMARY)
+        for each in found if isinstance(found := content.get("stragglers"), list) else ():
+            _rename(each, FORMER_STRAGGLER)
+    elif name == "config":
+        _rename(content.get("clap"), FORMER_SETTINGS)
+    return content
+
+
+def _rename(content: Any, former: dict[str, tuple[str, dict[Any, Any]]]) -> None:
+    for path, (name, values) in former.items():
+        *sections, last = path.split(".")
+        section = content
+        for each in sections:
+            section = section.get(each) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last in section:
+            value = section.pop(last)
+            section[name] = next((new for old, new in values.items() if old == value), value)
 
 
 class Rates(TypedDict, total=False):
@@ -47,13 +115,13 @@ class StepTime(TypedDict, total=False):
     slowest_rank_median: float
 
 
-class SlowRank(TypedDict):
+class Straggler(TypedDict):
     """By how much a rank's own step time, data wait included, exceeds the median rank's."""
 
     rank: int
     host: str
-    behind_s: float
-    behind_percent: float
+    lag_s: float
+    lag_percent: float
     data_wait_s: float
 
 
@@ -79,13 +147,13 @@ class Summary(TypedDict, total=False):
     micro_batch_per_gpu: int
     gradient_accumulation_steps: int
     global_batch: int
-    text_tokens: int
-    text: str
+    context_length: int
+    text_packing: bool
     precision: str
     device_name: str
     device_type: str
     kernels: dict[str, ChosenKernel]
-    """On CUDA, per field of `clap.model` that is `auto`."""
+    """On CUDA, per part (`attention`, `mlp`) whose implementation is `auto`."""
     compiled: dict[str, str | None]
     """Per part (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
     compile_s: float
@@ -94,7 +162,8 @@ class Summary(TypedDict, total=False):
     samples_per_s: float
     deepspeed_samples_per_s: float | None
     """Measured by DeepSpeed's timer, from each forward pass to the end of its update, without the time between."""
-    deepspeed_times_host_alone: bool
+    deepspeed_timer_synchronized: bool
+    """Whether that timer waits for the device; if not, its rate is the host's, queueing steps."""
     step_time_s: StepTime
     data_wait_percent: float
     breakdown_s: dict[str, float] | None
@@ -103,8 +172,8 @@ class Summary(TypedDict, total=False):
     """Tensors on a GPU, the process on a CPU; of the rank with the most."""
     memory_reserved_peak_bytes: int
     skipped_steps: int
-    slow_ranks: list[SlowRank]
-    slow_ranks_cost_samples_per_s: float
+    stragglers: list[Straggler]
+    stragglers_cost_samples_per_s: float
     data: dict[str, Any]
     warnings: list[str]
 
@@ -132,7 +201,7 @@ class Summary(TypedDict, total=False):
     history: str
     resumed_at_step: int
     time_to_target_s: float | None
-    ended_early: str | None
+    stop_reason: str | None
 
 
 class Environment(TypedDict, total=False):
@@ -159,12 +228,12 @@ class Environment(TypedDict, total=False):
 
 
 class StepLine(TypedDict, total=False):
-    """A line of `metrics.jsonl`: a step (`warmup`, `window`, `breakdown`, `train`), an evaluation or a checkpoint.
+    """A line of `metrics.jsonl`: a step (`warmup`, `timed`, `breakdown`, `train`), an evaluation or a checkpoint.
 
     Times are rank 0's unless stated. Each line of a window repeats the `window_…` fields of the whole window.
     """
 
-    phase: Literal["warmup", "window", "breakdown", "train", "evaluation", "checkpoint"]
+    phase: Literal["warmup", "timed", "breakdown", "train", "evaluation", "checkpoint"]
     step: int
     window: int | None
     window_s: float

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from clap_ds.run_records.metrics_schema import SlowRank, Summary
+from clap_ds.run_records.metrics_schema import Straggler, Summary
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 KEPT_STEPS, GROUPS, FEWEST_STEPS = 300, 15, 20
@@ -64,19 +64,19 @@ class Stragglers:
         lag, wait = ((each - _lower_median(each)).mean(axis=0).round(6).tolist() for each in (own, data))
         percent = (100 / _lower_median(own).mean() * np.array(lag)).round(2).tolist()
         slow = [
-            SlowRank(rank=n, host=str(self._hosts[n]), behind_s=lag[n], behind_percent=percent[n], data_wait_s=wait[n])
+            Straggler(rank=n, host=str(self._hosts[n]), lag_s=lag[n], lag_percent=percent[n], data_wait_s=wait[n])
             for n in sorted(self._slow, key=lambda n: -lag[n])
         ]
         cost = rate_without(self._slow, samples, step_s, own) - samples.sum() / step_s.sum()
         self.warnings = [_words(slow, cost)] if slow else []
         if self._slow != before:
             print(*(self.warnings or ["no stragglers any more"]), flush=True)
-        return Summary(slow_ranks=slow, slow_ranks_cost_samples_per_s=float(cost))
+        return Summary(stragglers=slow, stragglers_cost_samples_per_s=float(cost))
 
 
-def _words(slow: Sequence[SlowRank], cost: float) -> str:
+def _words(slow: Sequence[Straggler], cost: float) -> str:
     each = [
-        f"rank {one['rank']} on {one['host']}, {1000 * one['behind_s']:+,.1f} ms/step ({one['behind_percent']:+.1f}%),"
+        f"rank {one['rank']} on {one['host']}, {1000 * one['lag_s']:+,.1f} ms/step ({one['lag_percent']:+.1f}%),"
         f" data wait {1000 * one['data_wait_s']:+,.1f} ms" for one in slow[:5]
     ] + [f"{len(slow) - 5} more"] * (len(slow) > 5)  # fmt: skip
     return f"stragglers cost {cost:,.1f} samples/s: {'; '.join(each)}"

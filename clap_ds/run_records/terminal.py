@@ -53,7 +53,7 @@ def title(summary: Summary) -> str:
     return (
         f"{summary['preset']} on {summary['world_size']} × {summary['device_name']},"
         f" {summary['num_nodes']} node{'s' if summary['num_nodes'] > 1 else ''}, {summary['precision']},"
-        f" micro-batch {summary['micro_batch_per_gpu']}, {summary['text_tokens']} text tokens"
+        f" micro-batch {summary['micro_batch_per_gpu']}, {summary['context_length']} text tokens"
     )
 
 
@@ -61,7 +61,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     """Return name and value of the final table's rows."""
     rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
-    host_alone = " (host only)" if unit == "GPU" and summary.get("deepspeed_times_host_alone") else ""
+    host_alone = " (host only)" if unit == "GPU" and not summary.get("deepspeed_timer_synchronized", True) else ""
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
     held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
     interval = f"  {range_label(rate['windows'], rate.get('slow_windows', 0))}"

@@ -62,8 +62,8 @@ class CheckpointFolder:
         self._tokenizer, self._lock, self._run = tokenizer, lock, run
         self._run_id = ""
         self._sync: BackgroundSync | None = None
-        if rank() == 0 and self._rule.sync_to is not None:
-            self._sync = BackgroundSync(self._rule.sync_to, self._rule)
+        if rank() == 0 and self._rule.remote_sync is not None:
+            self._sync = BackgroundSync(self._rule.remote_sync, self._rule)
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_give_way)
         self._writing: Future[SavedCheckpoint] | None = None
@@ -111,7 +111,7 @@ class CheckpointFolder:
             files={},
             run=self._run_id,
             settings=redacted_all(self._run.resolved()) if self._run is not None else {},
-            best_by=self._rule.best_by,
+            best_metric=self._rule.best_metric,
         )
         saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
         model, told = engine.model.config, progress.to_json()
@@ -135,10 +135,10 @@ class CheckpointFolder:
 
     @doing("looking for a checkpoint")
     def find(self, path: Path | None = None) -> Path | None:
-        """Return the checkpoint at a path, or the newest good one in a folder: by default this one or, if empty, `sync_to`.
+        """Return the checkpoint at a path, or the newest good one in a folder: by default this one or, if empty, `remote_sync`.
 
         Damaged checkpoints are skipped with a warning. A collective; returns the same on every rank, None if there is none.
-        Raises ValueError if none is at the path, `sync_to` can't be read, or all are damaged.
+        Raises ValueError if none is at the path, `remote_sync` can't be read, or all are damaged.
         """
         return on_first(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
 
@@ -155,18 +155,18 @@ class CheckpointFolder:
         return on_first(lambda: files.move_aside(self.path, but=LOCK))
 
     @doing("loading a checkpoint")
-    def load(self, folder: Path, engine: ClapEngine, *, accept_changes: bool = False) -> TrainingProgress:
+    def load(self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False) -> TrainingProgress:
         """Resume from a checkpoint that `find` returned. A collective; raises ValueError if a rank can't see it, or as
         `restore` does."""
         self._run_id = on_first(lambda: Manifest.read(folder).run)
         blind = judged((folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None)
         if blind is not None:
             raise ValueError(f"rank {blind} can't see {folder}: put checkpoints on a file system that all hosts share")
-        return restore(folder, engine, self._run, accept_changes=accept_changes)
+        return restore(folder, engine, self._run, resume_weights_only=resume_weights_only)
 
     @doing("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
-        """Wait up to `limit_s` seconds for copies to `sync_to`; warn about missing ones and return them."""
+        """Wait up to `limit_s` seconds for copies to `remote_sync`; warn about missing ones and return them."""
         self.poll(None)
         sync, self._sync = self._sync, None
         return [] if sync is None else sync.close(limit_s)
@@ -184,10 +184,10 @@ class CheckpointFolder:
                 self._lock.check()
             files.clear_leftovers(self.path)
             with files.begin(self.path, saved.step) as draft:
-                text_tokens = self._run.clap.text_tokens if self._run is not None else None
+                context_length = self._run.clap.context_length if self._run is not None else None
                 records = {STATE: write_tensors(draft / STATE, *to_state_file(state))}
                 for name, weights in found.items():
-                    records[name] = write_tensors(draft / name, *to_safetensors(weights, model, text_tokens))
+                    records[name] = write_tensors(draft / name, *to_safetensors(weights, model, context_length))
                 records[PROGRESS] = write_file(draft / PROGRESS, progress.encode())
                 copies = {name: write_file(draft / name, content) for name, content in self._tokenizer_files()}
                 newest = max((each.serial for each in files.read_all(self.path).values()), default=0)
@@ -212,14 +212,14 @@ class CheckpointFolder:
                     yield name, read_bytes(path)
 
     def _find_newest(self) -> Path | None:
-        damaged, remote, sync_to = dict[str, str](), dict[str, str](), self._rule.sync_to
+        damaged, remote, remote_sync = dict[str, str](), dict[str, str](), self._rule.remote_sync
         found = files.newest_good(self.path, damaged)
-        if found is None and sync_to is not None:
+        if found is None and remote_sync is not None:
             try:
-                found = RemoteFolder(sync_to).download_newest(self.path, remote)
+                found = RemoteFolder(remote_sync).download_newest(self.path, remote)
             except Exception as error:  # its type depends on the file system's package
                 problem = f"{type(error).__name__}: {error}"
-                raise ValueError(f"clap.checkpoint.sync_to: {sync_to} can't be read ({problem})") from error
+                raise ValueError(f"clap.checkpoint.remote_sync: {remote_sync} can't be read ({problem})") from error
         if found is None and (reasons := [*damaged.values(), *remote.values()]):
             listed = "".join(f"\n  {reason}" for reason in reasons)
             raise ValueError(

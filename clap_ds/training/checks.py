@@ -17,25 +17,25 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
     if world_size is not None and pairs_together(run, world_size) == 1:
         problems.append(
             "train_micro_batch_size_per_gpu: 1 on 1 rank gives batches of one pair, which have no negatives: increase it, or"
-            ' set clap.train.accumulation "cached" with gradient_accumulation_steps above 1'
+            ' set clap.train.accumulation "gradcache" with gradient_accumulation_steps above 1'
         )
-    if train.samples is None and train.epochs is None:
-        problems.append("clap.train: samples and epochs are missing: set one of them")
+    if train.max_samples is None and train.epochs is None:
+        problems.append("clap.train: max_samples and epochs are missing: set one of them")
     data = run.clap.data
     if train.epochs is not None and not (isinstance(data, ShardData) and data.has_epochs):
         without = "synthetic data, mixtures and clap.data.sampling 'replacement'"
-        problems.append(f"clap.train.epochs: {without} have no epochs; set clap.train.samples")
-    named = [("clap.train.stop_at", name) for name in train.stop_at]
-    if run.clap.checkpoint.best_by is not None:
-        named.append(("clap.checkpoint.best_by", run.clap.checkpoint.best_by))
+        problems.append(f"clap.train.epochs: {without} have no epochs; set clap.train.max_samples")
+    named = [("clap.train.target_metrics", name) for name in train.target_metrics]
+    if run.clap.checkpoint.best_metric is not None:
+        named.append(("clap.checkpoint.best_metric", run.clap.checkpoint.best_metric))
     known = metrics.names(evaluation)
     problems += [
         f"{field}: no evaluation computes {name!r}; available: {', '.join(known) or 'none, as clap.evaluation is empty'}"
         for field, name in named
         if name not in known
     ]
-    if train.stop_at and evaluation.every_steps is None:
-        problems.append("clap.train.stop_at: clap.evaluation.every_steps is missing; set it")
+    if train.target_metrics and evaluation.every_steps is None:
+        problems.append("clap.train.target_metrics: clap.evaluation.every_steps is missing; set it")
     problems += _problems_with_urls(run) + missing_monitors(run.deepspeed)
     return problems
 
@@ -43,7 +43,7 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
 def _problems_with_urls(run: RunSettings) -> list[str]:
     """Return URLs with credentials or unsupported protocols; connects to nothing."""
     clap = run.clap
-    places: dict[str, Collection[str] | str | None] = {"clap.checkpoint.sync_to": clap.checkpoint.sync_to}
+    places: dict[str, Collection[str] | str | None] = {"clap.checkpoint.remote_sync": clap.checkpoint.remote_sync}
     if isinstance(clap.data, ShardData):
         places["clap.data.shards"] = clap.data.shards
     for name, task in (("retrieval", clap.evaluation.retrieval), ("zero_shot", clap.evaluation.zero_shot)):

@@ -25,13 +25,15 @@ _OF_NO_CONSEQUENCE = (
 _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
 
 
-def restore(folder: Path, engine: ClapEngine, run: RunSettings | None, *, accept_changes: bool) -> TrainingProgress:
+def restore(
+    folder: Path, engine: ClapEngine, run: RunSettings | None, *, resume_weights_only: bool
+) -> TrainingProgress:
     """Restore the engine and this rank's random number generators; only weights and progress after accepted changes.
-    A collective; raises ValueError for changes that need `accept_changes`."""
+    A collective; raises ValueError for changes that need `resume_weights_only`."""
     to_accept, others = on_first(lambda: compare(folder, engine.model.config, describe(engine), run))
-    if to_accept and not accept_changes:
+    if to_accept and not resume_weights_only:
         raise ValueError(
-            f"{folder} can't be resumed: {'; '.join(to_accept)}. --accept_changes continues from its weights with a new"
+            f"{folder} can't be resumed: {'; '.join(to_accept)}. --resume_weights_only continues from its weights with a new"
             " optimizer state; --restart starts from scratch"
         )
     if rank() == 0 and (found := [*to_accept, *others]):

@@ -16,8 +16,8 @@ def introduce(session: Session, checkpoints: CheckpointFolder, progress: Trainin
     if not session.ranks.is_first:
         return
     run, train, last = session.run, session.run.clap.train, progress.step + schedule.ahead(progress.samples)[0]
-    if reached := progress.reached(train.stop_at):
-        print(f"nothing left to train: {reached}; change clap.train.stop_at to continue", flush=True)
+    if reached := progress.reached(train.target_metrics):
+        print(f"nothing left to train: {reached}; change clap.train.target_metrics to continue", flush=True)
     elif last > progress.step:
         passes = f" (clap.train.epochs {train.epochs:g}, of {schedule.epoch_samples:,} each)" if train.epochs else ""
         print(f"training to {schedule.samples:,} samples{passes}: {last - progress.step:,} steps", flush=True)
@@ -37,7 +37,7 @@ def introduce(session: Session, checkpoints: CheckpointFolder, progress: Trainin
 
 def conclude(session: Session, progress: TrainingProgress, schedule: Schedule) -> None:
     """Print why the run ended, and commands to evaluate and export the model."""
-    run, reached = session.run, progress.reached(session.run.clap.train.stop_at)
+    run, reached = session.run, progress.reached(session.run.clap.train.target_metrics)
     if not (reached or schedule.is_done(progress.samples)):
         return
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))

@@ -28,7 +28,7 @@ def try_target(url: str | None) -> None:
             RemoteFolder(url).try_writing()
         except Exception as error:  # its type depends on the file system's package
             problem = f"{url} can't be written ({type(error).__name__}: {error}); set credentials in the environment"
-            raise ValueError(f"clap.checkpoint.sync_to: {problem}") from error
+            raise ValueError(f"clap.checkpoint.remote_sync: {problem}") from error
 
     if url is not None:
         on_first(lambda: write(url))

@@ -27,23 +27,25 @@ class Choices:
     """Command-line options of resuming. `skip_steps`: first and last step whose batches are skipped."""
 
     restart: bool = False
-    accept_changes: bool = False
+    resume_weights_only: bool = False
     skip_steps: tuple[int, int] | None = None
 
 
-def take_initial_weights(run: RunSettings, model: ClapModel, *, accept_changes: bool = False) -> None:
-    """Load `clap.train.initial_weights`, if set. ValueError if missing, or for another model or tokenizer."""
-    path, tokenizer = run.clap.train.initial_weights, getattr(run.clap.data, "tokenizer", None)
+def load_pretrained(run: RunSettings, model: ClapModel, *, resume_weights_only: bool = False) -> None:
+    """Load `clap.train.pretrained`, if set. ValueError if missing, or for another model or tokenizer."""
+    path, tokenizer = run.clap.train.pretrained, getattr(run.clap.data, "tokenizer", None)
     if path is None:
         return
     try:
         weights = load_weights(path, model.config)
         weights.load_into(model)
         problem = tokenizer_problem(weights.tokenizer, tokenizer, model.config.text)
-        if problem and not accept_changes:
-            raise ValueError(f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}, or pass --accept_changes")
+        if problem and not resume_weights_only:
+            raise ValueError(
+                f"{problem}. Set clap.data.tokenizer to {weights.tokenizer}, or pass --resume_weights_only"
+            )
     except ValueError as error:
-        raise ValueError(f"{run.path}: clap.train.initial_weights: {error}") from None
+        raise ValueError(f"{run.path}: clap.train.pretrained: {error}") from None
     if rank() == 0:
         print(f"initial weights: {weights.shown}", flush=True)
 
@@ -59,7 +61,7 @@ def opened_checkpoints(run: RunSettings, ranks: Ranks) -> Iterator[CheckpointFol
         except (OSError, ValueError) as error:
             raise ValueError(f"{run.path}: clap.checkpoint.folder: {error}") from None
     try:
-        settings = run.clap.checkpoint.model_copy(update={"best_by": best_metric(run)})
+        settings = run.clap.checkpoint.model_copy(update={"best_metric": best_metric(run)})
         tokenizer = data.tokenizer if isinstance(data, ShardData) else None
         checkpoints = CheckpointFolder(folder, settings, tokenizer=tokenizer, lock=lock, run=run)
         try:
@@ -114,7 +116,7 @@ def _load(
     path = checkpoints.find(Path(wanted) if has_path and not has_begun else None)
     if path is None:
         return None, TrainingProgress()
-    progress = checkpoints.load(path, engine, accept_changes=choices.accept_changes)
+    progress = checkpoints.load(path, engine, resume_weights_only=choices.resume_weights_only)
     if has_path and not has_begun:
         checkpoints.begin(new_run)
     return path, progress

@@ -24,12 +24,12 @@ class Schedule:
     @classmethod
     def of(cls, run: RunSettings, *, world_size: int, epoch_samples: int | None) -> Self:
         """Compute it from `clap.train`. ValueError if epochs are requested and their length is unknown."""
-        samples, epochs = run.clap.train.samples, run.clap.train.epochs
+        samples, epochs = run.clap.train.max_samples, run.clap.train.epochs
         if epochs is not None:
             if epoch_samples is None:
                 raise ValueError(
                     "clap.train.epochs: the length of an epoch of remote shards is unknown without their manifest.json"
-                    " (clap-shards prepare); add it, or set clap.train.samples"
+                    " (clap-shards prepare); add it, or set clap.train.max_samples"
                 )
             samples = math.ceil(epochs * epoch_samples)
         assert samples is not None
@@ -50,7 +50,7 @@ class Schedule:
 def pairs_together(run: RunSettings, world_size: int) -> int:
     """Return the number of pairs in one contrastive loss."""
     sizes = run.batch_sizes(world_size)
-    return sizes.global_batch if run.clap.train.accumulation == "cached" else sizes.micro_batch * world_size
+    return sizes.global_batch if run.clap.train.accumulation == "gradcache" else sizes.micro_batch * world_size
 
 
 @dataclass

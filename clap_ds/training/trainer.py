@@ -51,8 +51,10 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
             raise NonFiniteError(f"{error}. {how_to_go_on(checkpoints, session.engine.steps)}") from None
         ending()
         checkpoints.close()
-        wanted = run.clap.train.stop_at
-        log.close(stop_at=wanted, time_to_target_s=progress.time_to(wanted), ended_early=progress.reached(wanted))
+        wanted = run.clap.train.target_metrics
+        log.close(
+            target_metrics=wanted, time_to_target_s=progress.time_to(wanted), stop_reason=progress.reached(wanted)
+        )
         if session.ranks.is_first and progress.step > begun_at:
             conclude(session, progress, schedule)
         dist.barrier()
@@ -86,7 +88,7 @@ def _run(
     """Run the loop. Return the signal that stopped it, or 0, and the result of the last save."""
     clap, engine = session.run.clap, session.engine
     first_skipped, last_skipped = choices.skip_steps or (0, 0)
-    wanted = clap.train.stop_at
+    wanted = clap.train.target_metrics
     engine.norm_wanted = True
     stopped_by, saved, to_save = 0, None, False
     while not (schedule.is_done(progress.samples) or progress.reached(wanted) or stopped_by):
@@ -125,7 +127,7 @@ def _run(
             progress.data = gather(session.batches.state())
             log.saved(checkpoints.finish())  # the previous save, usually complete
             metrics, to_save = metrics | {TRAIN_LOSS: log.last_steps.loss}, False
-            if clap.checkpoint.background and not (stopped_by or is_over):
+            if clap.checkpoint.async_save and not (stopped_by or is_over):
                 checkpoints.start_saving(engine, progress, metrics=metrics)
             else:
                 saved = checkpoints.save(engine, progress, metrics=metrics)
@@ -162,8 +164,8 @@ def _evaluator(session: Session) -> "Evaluator | None":
         settings,
         model_config=run.clap.preset(),
         tokenizer_name=settings.tokenizer or (data.tokenizer if isinstance(data, ShardData) else None),
-        text_tokens=run.clap.text_tokens,
-        micro_batch=settings.micro_batch or run.micro_batch,
+        context_length=run.clap.context_length,
+        micro_batch=settings.batch_size or run.micro_batch,
         loss_kind=run.clap.loss.kind,
         ranks=session.ranks,
     )

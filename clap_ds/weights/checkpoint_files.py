@@ -64,7 +64,7 @@ class Manifest:
         metrics: `TRAIN_LOSS`, and evaluation metrics at this step if any.
         run: id of the run that saved it, constant across restarts.
         settings: the run's resolved JSON.
-        best_by: evaluation metric that selects the run's best checkpoint.
+        best_metric: evaluation metric that selects the run's best checkpoint.
     """
 
     serial: int
@@ -76,7 +76,7 @@ class Manifest:
     files: dict[str, FileRecord]
     run: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    best_by: str | None = None
+    best_metric: str | None = None
 
     def to_json(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
@@ -197,11 +197,11 @@ def read_all(folder: Path, damaged: dict[str, str] | None = None) -> dict[str, M
 
 
 def newest_good(folder: Path, damaged: dict[str, str] | None = None, *, best: bool = False) -> Path | None:
-    """Return a folder's newest undamaged checkpoint, or the best by the newest one's `best_by`; None if there is none.
+    """Return a folder's newest undamaged checkpoint, or the best by the newest one's `best_metric`; None if there is none.
     Warn of skipped ones, and add the reasons to `damaged` by name."""
     damaged = {} if damaged is None else damaged
     manifests = read_all(folder, damaged)
-    metric = next((manifest.best_by or "" for manifest in manifests.values()), "")
+    metric = next((manifest.best_metric or "" for manifest in manifests.values()), "")
     for name in best_first(manifests, metric) if best else manifests:
         try:
             verify(folder / name)
@@ -225,7 +225,7 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
         return path
     damaged: dict[str, str] = {}
     if (found := newest_good(path, damaged, best=best)) is None:
-        evaluated = " with its run's best_by metric" if best else ""
+        evaluated = " with its run's best_metric metric" if best else ""
         reasons = "; ".join(damaged.values()) or f"expected {MANIFEST}, or folders step-… with one"
         raise DamagedError(f"{path}: no good checkpoint found{evaluated}: {reasons}")
     return found
@@ -233,7 +233,7 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
     """Return the names to delete (`manifests`: newest first): all but the last, the best and the lowest training loss."""
-    kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_by or "")[: rule.keep_best]}
+    kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_metric or "")[: rule.keep_best]}
     return [name for name in reversed(manifests) if name not in {*kept, *best_first(manifests, TRAIN_LOSS)[:1]}]
 
 

@@ -1,6 +1,6 @@
 """Export a checkpoint to a folder for `transformers.ClapModel` and `transformers.ClapProcessor`.
 
-    clap-export CHECKPOINT FOLDER [--best] [--raw] [--tokenizer NAME_OR_FOLDER]
+    clap-export CHECKPOINT FOLDER [--best] [--no_ema] [--tokenizer NAME_OR_FOLDER]
 
 The tokenizer comes from the checkpoint or the command line.
 """
@@ -31,7 +31,7 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
     if tokenizer is None:
         raise ValueError(f"{found.shown} names no tokenizer: set --tokenizer")
     loaded = load_tokenizer(tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
-    length = found.text_tokens or min(loaded.model_max_length, text.max_tokens)
+    length = found.context_length or min(loaded.model_max_length, text.max_tokens)
     loaded.model_max_length = length  # what `truncation=True` keeps
     try:
         with drafted(folder) as draft:
@@ -48,12 +48,12 @@ def main(argv: list[str] | None = None) -> None:
     kinds = "checkpoint, folder of checkpoints (the newest good one), .safetensors of this project, or LAION-CLAP .pt"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="new output folder")
-    parser.add_argument("--best", action="store_true", help="export a folder's best by best_by, not the newest")
-    raw = "export a clap.train.ema run's raw weights instead of their moving average"
-    parser.add_argument("--raw", action="store_true", help=raw)
+    parser.add_argument("--best", action="store_true", help="export a folder's best by best_metric, not the newest")
+    raw = "export a clap.train.ema_decay run's raw weights instead of their moving average"
+    parser.add_argument("--no_ema", action="store_true", help=raw)
     parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="captions' tokenizer (default: the checkpoint's)")
     arguments = parser.parse_args(argv)
-    found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.raw)
+    found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.no_ema)
     for remark in export(found, arguments.folder, arguments.tokenizer):
         print(f"note: {remark}")
     print(f"exported: {found.shown}, model {found.config.name}")

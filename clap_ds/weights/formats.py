@@ -23,7 +23,7 @@ from clap_ds.weights.key_mapping import State, check_not_open_clip, from_names, 
 from clap_ds.weights.state_file import write_tensors
 
 METADATA_KEY = "clap_ds.config"
-TEXT_TOKENS_KEY = "clap_ds.text_tokens"
+CONTEXT_LENGTH_KEY = "clap_ds.context_length"
 LOGIT_BIAS = "logit_bias"
 _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
 _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS)
@@ -35,12 +35,12 @@ _NUM_SHOWN = 5
 @dataclass(frozen=True)
 class Checkpoint:
     """Hold a model's sizes and state in `ClapModel`'s names, and its training's tokenizer, caption length and loss.
-    `path` is its origin; `reached` describes its step and `best_by` value."""
+    `path` is its origin; `reached` describes its step and `best_metric` value."""
 
     config: ClapConfig
     state: State
     tokenizer: str | None = None
-    text_tokens: int | None = None
+    context_length: int | None = None
     loss_kind: str = "softmax"
     path: str = ""
     reached: str = ""
@@ -97,7 +97,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
         return found
     cut = files.object_in(tokenizer).get("model_max_length")  # used if below the model's positions
     tokens = cut if isinstance(cut, int) and 2 <= cut < config.text.max_tokens else None
-    return replace(found, tokenizer=str(folder), text_tokens=tokens)
+    return replace(found, tokenizer=str(folder), context_length=tokens)
 
 
 def save_transformers(model: ClapModel, folder: str | Path) -> None:
@@ -129,12 +129,12 @@ def save_safetensors(model: ClapModel, path: str | Path) -> None:
 
 
 def to_safetensors(
-    state: Mapping[str, Tensor], config: ClapConfig, text_tokens: int | None = None
+    state: Mapping[str, Tensor], config: ClapConfig, context_length: int | None = None
 ) -> tuple[State, dict[str, str]]:
-    """Return the file's tensors and metadata; `text_tokens` is training's caption length."""
+    """Return the file's tensors and metadata; `context_length` is training's caption length."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
     metadata = {"format": "pt", METADATA_KEY: config.model_dump_json()}
-    trained = {} if text_tokens is None else {TEXT_TOKENS_KEY: str(text_tokens)}
+    trained = {} if context_length is None else {CONTEXT_LENGTH_KEY: str(context_length)}
     return tensors, metadata | trained
 
 
@@ -144,10 +144,10 @@ def load_safetensors(path: str | Path) -> Checkpoint:
     if METADATA_KEY not in metadata:
         check_not_open_clip(path, state)
         raise ValueError(f"{path}: no {METADATA_KEY} metadata found; expected a file of save_safetensors")
-    config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(TEXT_TOKENS_KEY, "")
+    config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(CONTEXT_LENGTH_KEY, "")
     expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
     _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
-    return Checkpoint(config, state, text_tokens=int(tokens) if tokens.isdecimal() else None)
+    return Checkpoint(config, state, context_length=int(tokens) if tokens.isdecimal() else None)
 
 
 def renamed_checkpoint(

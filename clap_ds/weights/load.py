@@ -28,8 +28,8 @@ def load_weights(
             `clap_ds.weights.formats.save_safetensors`; a folder for `transformers.ClapModel`, or its Hub id (cache
             first); a LAION-CLAP .pt file.
         config: expected sizes (default: the weights' own).
-        best: take a folder's best by `best_by` instead of the newest.
-        raw: take a `clap.train.ema` checkpoint's raw weights.
+        best: take a folder's best by `best_metric` instead of the newest.
+        raw: take a `clap.train.ema_decay` checkpoint's raw weights.
 
     Raises:
         ValueError: missing, unsupported or damaged file, another model, or non-finite weights.
@@ -80,12 +80,14 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
     manifest = Manifest.read(folder)
     clap: dict[str, Any] = manifest.settings.get("clap", {})
     kind = clap.get("loss", {}).get("kind", kind)
-    value = None if path.name == RAW else manifest.metrics.get(manifest.best_by or "")
-    reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_by} {value:.4g}")
+    value = None if path.name == RAW else manifest.metrics.get(manifest.best_metric or "")
+    reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_metric} {value:.4g}")
     if RAW in manifest.files and path.name == WEIGHTS:
         reached += ", moving average of the weights"
-    tokens = TypeAdapter(int | None).validate_python(clap.get("text_tokens", found.text_tokens))
-    return replace(found, tokenizer=manifest.tokenizer_in(folder), text_tokens=tokens, loss_kind=kind, reached=reached)
+    tokens = TypeAdapter(int | None).validate_python(clap.get("context_length", found.context_length))
+    return replace(
+        found, tokenizer=manifest.tokenizer_in(folder), context_length=tokens, loss_kind=kind, reached=reached
+    )
 
 
 def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:

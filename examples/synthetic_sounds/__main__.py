@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paths = write_sounds(options)
     print(f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {len(paths)} shard(s): {directory}")
     places = {"shards": str(directory / "sounds-*.tar"), "tokenizer": str(directory / "tokenizer")}
-    settings = json.dumps({"source": "shards", **places, "num_workers": min(len(paths), 2)}, indent=2)
+    settings = json.dumps({"source": "webdataset", **places, "num_workers": min(len(paths), 2)}, indent=2)
     print(f'For a run\'s JSON, in "clap":\n"data": {settings}')
     return 0
 

@@ -43,7 +43,7 @@ def write(path: Path, text: str | bytes) -> Path:
 
 def given(**changes: Any) -> Namespace:
     """Return options of `input_parser`."""
-    names = ("nodes", "gpus", "gpus_per_node", "model", "text_tokens", "peak_tflops")
+    names = ("nodes", "gpus", "gpus_per_node", "model", "context_length", "peak_tflops")
     return Namespace(**{**dict.fromkeys(names), "rate": "measured", **changes})
 
 
@@ -60,9 +60,7 @@ def record(folder: Path, steps: list[dict[str, Any]], **summary: Any) -> Path:
     (folder / "summary.json").write_text(
         json.dumps({name: value for name, value in summary.items() if value is not None})
     )
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(step) + "\n" for step in steps) + '{"phase": "window", "st'
-    )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"phase": "timed", "st')
     return folder
 
 

@@ -14,10 +14,10 @@ COMMON = {"state": "completed", "preset": "micro", "world_size": 2, "num_nodes":
 
 
 def benchmark(folder: Path, **changes: Any) -> Path:
-    phases = ["warmup", *["window"] * 4]
+    phases = ["warmup", *["timed"] * 4]
     steps = [{"step": n, "phase": phase, "window": n // 4, "time_s": n / 10} for n, phase in enumerate(phases, 1)]
     summary = COMMON | {
-        "precision": "bf16", "micro_batch_per_gpu": 4, "text_tokens": 16, "schema": 3, "step_time_s": {"median": 0.4},
+        "precision": "bf16", "micro_batch_per_gpu": 4, "context_length": 16, "schema": 3, "step_time_s": {"median": 0.4},
         "samples_per_s_per_gpu": {"mean": 10.0, "low": 9.0, "high": 11.0, "windows": [9.0, 11.0, 10.1]},
         "breakdown_s": {"forward": 0.1, "backward": 0.2},
     }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clap_ds.analysis.read_run import HOST_ALONE, read_record
+from clap_ds.analysis.read_run import HOST_ALONE, read_json, read_record, read_steps
 from clap_ds.analysis.scaling import scaling_table
 from clap_ds.config.errors import UserError
 from clap_ds.run_records.intervals import rates
@@ -18,7 +18,7 @@ SUMMARY = json.loads((RECORD / "summary.json").read_text())
 STEPS = [json.loads(line) for line in (RECORD / "metrics.jsonl").read_text().splitlines()]
 RATES = {"mean": 1.5, "low": 1.4, "high": 1.6, "windows": [1.0, 2.0]}
 CHANGES = {"schema": 3, "samples_per_s_per_gpu": RATES, "achieved_tflops": 0.25, "device_name": "NVIDIA H100",
-           "step_time_s": {"median": 4 / 1.5}, "deepspeed_times_host_alone": True}  # fmt: skip
+           "step_time_s": {"median": 4 / 1.5}, "deepspeed_timer_synchronized": False}  # fmt: skip
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def summed_up(record: Path, **changes: Any) -> Path:
 def test_every_field_of_a_real_record_arrives(record: Path) -> None:
     run = read_record(summed_up(record, **CHANGES))
     assert (run.state, run.model, run.nodes, run.gpus) == ("completed", "clap_htsat_tiny_roberta_base", 1, 2)
-    assert (run.batch_per_gpu, run.text_tokens, run.finished[:4]) == (4, 77, "2026")
+    assert (run.batch_per_gpu, run.context_length, run.finished[:4]) == (4, 77, "2026")
     assert (run.rate, run.interval, run.windows) == (1.5, (1.0, 2.0), (1.0, 2.0))
     assert (run.breakdown_s, run.achieved_tflops, run.notes) == (SUMMARY["breakdown_s"], 0.25, HOST_ALONE)
     assert run.engine_samples_per_s_per_gpu == SUMMARY["deepspeed_samples_per_s"] / 2
@@ -61,6 +61,38 @@ def test_what_had_a_presets_name_before_is_another_model(record: Path) -> None:
     assert [run.model for run in runs] == ["clap_htsat_tiny_roberta_base"] * 2 + ["htsat_tiny_roberta_base"]
     assert [row.repeats for row in scaling_table(runs)] == [2, 1]
     assert read_record(summed_up(record, preset="htsat_base_roberta_base")).model == "htsat_base_roberta_base"
+
+
+NEW_NAMES = {"text_tokens": "context_length"}
+OLD_SUMMARY: dict[str, Any] = {
+    "text": "packed", "slow_ranks": [{"rank": 1, "behind_s": 0.5}], "deepspeed_times_host_alone": True, "ended_early": "x",
+}  # fmt: skip
+NEW_SUMMARY: dict[str, Any] = {
+    "text_packing": True, "stragglers": [{"rank": 1, "lag_s": 0.5}], "deepspeed_timer_synchronized": False,
+    "stop_reason": "x",
+}  # fmt: skip
+OLD_SETTINGS = {"text": "packed", "data": {"source": "shards", "sampling": "epochs"}, "output": {"root": "x"}}
+NEW_SETTINGS = {"text_packing": True, "data": {"source": "webdataset", "resampled": False}, "output": {"dir": "x"}}
+
+
+def test_records_of_older_schemas_are_read_by_todays_names(record: Path) -> None:
+    old = read_record(summed_up(record, samples_per_s_per_gpu=RATES))
+    new = {NEW_NAMES.get(name, name): value for name, value in SUMMARY.items()} | {"samples_per_s_per_gpu": RATES}
+    write(record / "summary.json", json.dumps(new))
+    assert read_record(record) == old
+    for fields in (OLD_SUMMARY, NEW_SUMMARY):
+        write(record / "summary.json", json.dumps(fields))
+        assert read_json(record, "summary") == NEW_SUMMARY
+    text = (record / "metrics.jsonl").read_text()
+    steps = read_steps(record, "timed")
+    write(record / "metrics.jsonl", text.replace('"window",', '"timed",'))
+    assert len(steps) == len(read_steps(record, "timed")) == sum(step["phase"] == "window" for step in STEPS)
+    for settings in (OLD_SETTINGS, NEW_SETTINGS):
+        write(record / "config.json", json.dumps({"clap": settings}))
+        assert read_json(record, "config") == {"clap": NEW_SETTINGS}
+    for damaged in ({"clap": 3}, {"clap": {"data": [], "text": ["x"]}}):
+        write(record / "config.json", json.dumps(damaged))
+        assert read_json(record, "config").keys() == {"clap"}
 
 
 def test_a_killed_run_tells_its_rate_from_its_steps(record: Path) -> None:

@@ -107,9 +107,9 @@ def titles(runs: list[Run]) -> dict[str, list[tuple[int, int]]]:
 
 
 def test_runs_of_other_settings_are_series_of_their_own_also_after_writing(tmp_path: Path) -> None:
-    synced = ((90.0, "deepspeed"), (91.0, "deepspeed"), (99.0, "overlapped"))
+    synced = ((90.0, "deepspeed"), (91.0, "deepspeed"), (99.0, "overlap"))
     sweep = [configured(nodes, rate, clap__gradient_sync=sync) for nodes in (1, 2) for rate, sync in synced]
-    names = [f"gradient_sync={sync}, weak scaling" for sync in ("deepspeed", "overlapped")]
+    names = [f"gradient_sync={sync}, weak scaling" for sync in ("deepspeed", "overlap")]
     assert titles(sweep) == {names[0]: [(4, 2), (8, 2)], names[1]: [(4, 1), (8, 1)]}
     batches = [configured(nodes, batch=size) for size in (8, 64) for nodes in (1, 2)]
     for runs, rates in ((sweep, [90.5, 90.5, 99.0, 99.0]), (batches, [90.0] * 4)):
@@ -147,8 +147,8 @@ def test_what_makes_runs_differ(first: Any, second: Any, names: list[str]) -> No
 
 
 def test_models_gpus_precisions_and_caption_lengths_are_never_mixed() -> None:
-    base = run(1, 100.0, device="H100", precision="bf16", text_tokens=77)
-    others: list[Any] = [{"model": "micro"}, {"device": "A100"}, {"precision": "fp32"}, {"text_tokens": 514}]
+    base = run(1, 100.0, device="H100", precision="bf16", context_length=77)
+    others: list[Any] = [{"model": "micro"}, {"device": "A100"}, {"precision": "fp32"}, {"context_length": 514}]
     rows = scaling_table([base, *(replace(base, nodes=2, gpus=8, **change) for change in others)])
     assert len({row.series for row in rows}) == 5
     assert {row.scaling_efficiency_percent for row in rows} == {100}

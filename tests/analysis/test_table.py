@@ -16,7 +16,7 @@ def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(tmp
     rows = [
         Row(1, 4, 623.7, 2494.8, 21.0, 100.0, 3.2154321, 0.0, "2σ over 3 repeats", 3, 1, 1.0, model="micro", state="x"),
         Row(2, 8, model="micro", scaling="weak", state="out_of_memory", notes="a, b; “c”"),
-        Row(4, 16, 0.05321, 0.85136, forward_s=0.25, data_wait_s=0.0, model="micro", text_tokens=77, state="x"),
+        Row(4, 16, 0.05321, 0.85136, forward_s=0.25, data_wait_s=0.0, model="micro", context_length=77, state="x"),
     ]
     write_csv(tmp_path / "t.csv", rows)
     for row, found in zip(rows, read_table_runs(tmp_path / "t.csv"), strict=True):

@@ -64,7 +64,7 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
     assert summary["state"] == "completed"
     assert (summary["world_size"], summary["num_nodes"], summary["global_batch"]) == (world_size, 1, 4 * world_size)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    phases = [(1, "warmup"), *((n, "window") for n in range(2, 6)), *((n, "breakdown") for n in range(7, 10))]
+    phases = [(1, "warmup"), *((n, "timed") for n in range(2, 6)), *((n, "breakdown") for n in range(7, 10))]
     assert [(line["step"], line["phase"]) for line in lines] == phases
     steps = pd.DataFrame(lines[1:5])
     seconds, waited_s = steps.groupby("window")[["window_s", "window_data_wait_s"]].first().sum()
@@ -91,12 +91,12 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     """The packaged configuration with a smaller model: its optimizer, all-reduce, timers, monitor and profiler."""
     run = json.loads((ROOT / "ds_configs/htsat_tiny_deepspeed.json").read_text())
     run |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 1}
-    run["clap"]["model"]["preset"], run["clap"]["text_tokens"] = "micro", 16
+    run["clap"]["model"]["preset"], run["clap"]["context_length"] = "micro", 16
     run["clap"]["bench"] = {"warmup_steps": 1, "windows": 2, "steps_per_window": 1, "breakdown_steps": 1}
-    run["clap"] |= {"output": {"root": str(tmp_path / "runs")}, "hardware": {"peak_tflops": 3.0}}
+    run["clap"] |= {"output": {"dir": str(tmp_path / "runs")}, "hardware": {"peak_tflops": 3.0}}
     optimizer = "FusedAdam"
     if " " in torch.__file__:  # torch's linker line doesn't quote its own folder, so DeepSpeed can't compile there
-        optimizer, run["clap"]["fused_adam"] = "FlatAdamW", "torch"
+        optimizer, run["clap"]["optimizer_implementation"] = "FlatAdamW", "torch"
     (config := tmp_path / "run.json").write_text(json.dumps(run | {"comms_logger": {"enabled": True}}))
     result = _bench(config, "deepspeed")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -29,7 +29,7 @@ def _profiled(root: str, compiled: str, text: str) -> tuple[dict[str, Any], list
     torch.compiler.reset()
     rank, calls = dist.get_rank(), list[int]()
     ranks = Ranks(rank, dist.get_world_size(), rank, dist.get_world_size())
-    clap = {"data": LENGTHS, "compile": compiled, "text": text}
+    clap = {"data": LENGTHS, "compile": compiled, "text_packing": text == "packed"}
     run = settings("fp32", 2, clap=clap, flops_profiler={"enabled": True})
     record = RunDirectory(RunDirectory.create(Path(root), f"run{rank}").path)
 

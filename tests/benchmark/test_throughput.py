@@ -81,12 +81,12 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert summary["data_wait_percent"] == pytest.approx(100 * 2 / 19.5)
     assert summary["memory_peak_bytes"] == 2 * GIB
     assert summary["skipped_steps"] == 3
-    assert summary["slow_ranks_cost_samples_per_s"] == pytest.approx(480 / 39)  # twice as fast without them
+    assert summary["stragglers_cost_samples_per_s"] == pytest.approx(480 / 39)  # twice as fast without them
     assert summary["warnings"][0] == "of 4.1026"
     assert summary["warnings"][1].endswith("8 samples/s (+95.0%)")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["phase"], line["window"]) for line in lines] == [
-        (step, "warmup" if step < 3 else "window", None if step < 3 else (step + 7) // 10) for step in range(1, 33)
+        (step, "warmup" if step < 3 else "timed", None if step < 3 else (step + 7) // 10) for step in range(1, 33)
     ]
     assert [line["window_s"] for line in lines] == pytest.approx([1.5] * 2 + [19.5] * 30)
     assert [line["window_data_wait_s"] for line in lines] == pytest.approx([0.2] * 2 + [2.0] * 30)

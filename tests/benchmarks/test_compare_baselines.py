@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 from benchmarks import baselines, compare_baselines
 from clap_ds.config.model import load_preset
 
-SMALL = ["--micro_batch", "3", "--text_tokens", "12", "--rounds", "1"]
+SMALL = ["--micro_batch", "3", "--context_length", "12", "--rounds", "1"]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from benchmarks.common import changed
 from benchmarks.gpu_check import CALLS, Step
 from clap_ds.config.settings import load_run
 
-MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.text_tokens=16 clap.cpu_kernels=off"
+MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.context_length=16 clap.cpu_kernels=off"
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def test_every_kind_of_row_can_be_recorded(row: dict[str, Any]) -> None:
 def invent(folder: Path, what: str, share: float) -> None:
     """Return a profile on an H200 in which all planned kernels reach this share, with unplanned copies."""
     folder.mkdir()
-    model = {"preset": "micro", "attention": "sdpa", "mlp": "torch"}
+    model = {"preset": "micro", "attention_impl": "sdpa", "mlp_impl": "torch"}
     (folder / "config.json").write_text(json.dumps(micro_run(clap={"compile": what, "model": model})))
     operations = trace_step(load_run(folder / "config.json", 1), 4).recorded.operations
     summary = {"device_name": "NVIDIA H200", "device_type": "cuda"} | ({"compiled": {}} if what == "towers" else {})

@@ -16,7 +16,7 @@ import json, sys, time
 from pathlib import Path
 run = json.loads(Path(sys.argv[1]).read_text())
 kind, output = run["clap"]["compile"], run["clap"]["output"]
-folder = Path(output["root"], output["label"] + "-20260101T000000Z")
+folder = Path(output["dir"], output["run_name"] + "-20260101T000000Z")
 if kind == "towers":
     sys.exit("error: no compiler here")
 folder.mkdir()

@@ -72,7 +72,7 @@ def test_host_that_cannot_be_reached_is_named(submit: Submit, cut: Callable[[], 
 
 def test_spare_host_takes_over_from_a_lost_one(submit: Submit, cluster: SlurmCluster, cut: Callable[[], None]) -> None:
     """Training resumes from the newest checkpoint; the unreachable host ends its ranks itself."""
-    clap = {**TRAINING, "train": {"samples": 10**9, "log_every_steps": 1}, "checkpoint": {"every_steps": 15}}
+    clap = {**TRAINING, "train": {"max_samples": 10**9, "log_every_steps": 1}, "checkpoint": {"every_steps": 15}}
     job = submit(2, clap=clap, asks={"train": True, "spare_nodes": 1})
     job.wait_for_steps()
     cluster.wait_until(lambda: len(_steps(job.runs[0])) >= 20, LONGEST_S, "a checkpoint, and some steps more")

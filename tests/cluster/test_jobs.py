@@ -50,7 +50,7 @@ def test_jobs_share_nodes_keep_their_secrets_and_leave_nothing(
 
 def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, cluster: SlurmCluster) -> None:
     """The job requeues itself first, then SLURM requeues it, as after a preemption."""
-    job = submit(2, asks={"train": True, "until_done": True}, clap=TRAINING)
+    job = submit(2, asks={"train": True, "auto_requeue": True}, clap=TRAINING)
     job.wait_for_steps()
     cluster.run(
         "ctl", "scancel", "--signal=USR1", job.number

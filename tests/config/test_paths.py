@@ -27,7 +27,7 @@ def test_a_file_or_else_the_packaged_one_of_that_name(elsewhere: Path) -> None:
     (elsewhere / "htsat_tiny").mkdir()  # a folder is no configuration
     for name in ("htsat_tiny", "htsat_tiny.json"):
         assert find_config(Path(name)) == CONFIGS / "htsat_tiny.json"
-    assert load_run("htsat_tiny").label == "htsat_tiny"
+    assert load_run("htsat_tiny").run_name == "htsat_tiny"
     (elsewhere / "htsat_tiny.json").write_text("{}")
     assert find_config(Path("htsat_tiny.json")) == Path("htsat_tiny.json")
     for name in ("htsat", "ds_configs/htsat_tiny.json", "htsat_tiny.yaml", "../htsat_tiny"):

@@ -12,7 +12,7 @@ from clap_ds.config.redaction import redacted, redacted_all
         ("train.py --api-key 'abc' y", "train.py --api-key '[hidden]' y"),
         ("https://b.s3/a.tar?X-Amz-Date=1&X-Amz-Signature=f0", "https://b.s3/a.tar?[hidden]"),
         ("https://b/a.tar?sv=1&sig=f0%3D can't be read", "https://b/a.tar?[hidden] can't be read"),
-        ("env HF_TOKEN=abc TEXT_TOKENS=7 x", "env HF_TOKEN=[hidden] TEXT_TOKENS=7 x"),
+        ("env HF_TOKEN=abc CONTEXT_LENGTH=7 x", "env HF_TOKEN=[hidden] CONTEXT_LENGTH=7 x"),
         ("Authorization: Bearer ey.J0", "Authorization: Bearer [hidden]"),
         ("https://host/a.tar?part=3", "https://host/a.tar?part=3"),
         ("s3://me:pass@bucket/x", "s3://[hidden]@bucket/x"),
@@ -27,7 +27,7 @@ def test_secrets_in_text(text: str, shown: str) -> None:
 
 
 def test_fields_by_their_names() -> None:
-    settings = {"comet": {"api_key": "abc", "project": "clap"}, "text_tokens": 7, "tokenizer": "roberta-base"}
+    settings = {"comet": {"api_key": "abc", "project": "clap"}, "context_length": 7, "tokenizer": "roberta-base"}
     assert redacted_all(settings) == settings | {"comet": {"api_key": "[hidden]", "project": "clap"}}
 
 

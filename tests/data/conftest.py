@@ -35,8 +35,8 @@ def open_source(tokenizer_dir: str, micro: ClapConfig) -> OpenSource:
             data: Any = SyntheticData(source="synthetic", **settings)
         else:
             settings = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0, **settings}
-            data = ShardData(source="shards", shards=shards, **settings)
+            data = ShardData(source="webdataset", shards=shards, **settings)
         read = state and json.loads(json.dumps(state))
-        return build_batches(data, model=micro, text_tokens=12, device=torch.device("cpu"), state=read, **spec)
+        return build_batches(data, model=micro, context_length=12, device=torch.device("cpu"), state=read, **spec)
 
     return open_data

@@ -61,7 +61,7 @@ def test_names_in_a_cell_become_a_list(tmp_path: Path) -> None:
     (tmp_path / "0.wav").write_bytes(wav(tone(0)))
     (tmp_path / "list.csv").write_text('fname,labels\n0,"Car_horn, Music"\n')
     options = (tmp_path / "list.csv", "--audio_column", "{fname}.wav", "--caption_columns", "labels")
-    assert run(*options, "--list_column", "labels", "--", tmp_path / "out") == 0
+    assert run(*options, "--multilabel_column", "labels", "--", tmp_path / "out") == 0
     found = described_in(tmp_path / "out")["0.wav"]
     assert (found["labels"], found["caption"]) == (["Car_horn", "Music"], ["Car horn", "Music"])
 

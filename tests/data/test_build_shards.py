@@ -33,7 +33,7 @@ def test_a_newcomer_can_train_on_the_result(
     settings = json.JSONDecoder().raw_decode(printed.partition('"data": ')[2])[0]
     data = ShardData.model_validate({**settings, "num_workers": 0})
     with build_batches(
-        data, model=micro, text_tokens=12, micro_batch=15, rank=0, world_size=1, seed=0, device=torch.device("cpu")
+        data, model=micro, context_length=12, micro_batch=15, rank=0, world_size=1, seed=0, device=torch.device("cpu")
     ) as source:
         next(source)
         assert (source.statistics()["epoch_samples"], source.statistics()["num_broken_items"]) == (len(train), 0)

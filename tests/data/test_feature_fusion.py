@@ -58,8 +58,8 @@ def test_evaluation_and_training_read_shards_by_it(tmp_path: Path, tokenizer_dir
     for row, samples in zip(rows, clips, strict=True):
         assert torch.equal(row, read(samples, Middle(), model.audio))
     options: dict[str, Any] = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0}
-    for waveforms, dtype in (("int16", torch.float16), ("float32", torch.float32)):
-        data = ShardData(source="shards", shards=tar, waveforms=waveforms, **options)
+    for audio_dtype, dtype in (("int16", torch.float16), ("float32", torch.float32)):
+        data = ShardData(source="webdataset", shards=tar, audio_dtype=audio_dtype, **options)
         pieces = ShardPieces(data, BatchSpec(model, 12, 4, 0, 1, 0, torch.device("cpu")))
         (piece,) = next(pieces)
         assert (piece.audio.dtype, tuple(piece.audio.shape)) == (dtype, (4, 4, 101, 16))

@@ -40,8 +40,8 @@ MIXTURE = {"{0,1}.tar": 3.0, "{2,3}.tar": 1.0}
     [
         ("*.tar", [0, 6, 13], {"micro_batch": 5, "shuffle_buffer": 9}),
         ("*.tar", [1, 6], {"micro_batch": 40, "num_workers": 2}),  # cuts pieces of 32
-        (MIXTURE, [1, 7], {"num_workers": 2, "sampling": "epochs", "shuffle_buffer": 9}),
-        (MIXTURE, [1, 7], {"num_workers": 2, "sampling": "replacement", "shuffle_buffer": 9}),
+        (MIXTURE, [1, 7], {"num_workers": 2, "resampled": False, "shuffle_buffer": 9}),
+        (MIXTURE, [1, 7], {"num_workers": 2, "resampled": True, "shuffle_buffer": 9}),
         (None, [2], {"num_batches": 3}),  # synthetic data
     ],
 )

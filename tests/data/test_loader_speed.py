@@ -18,7 +18,7 @@ def test_measures_more_and_more_workers(tmp_path: Path, tokenizer_dir: str, caps
     tars = marked_tars(tmp_path, 2, 8)
     (tmp_path / "tokenizer").symlink_to(tokenizer_dir)
     words = ["--preset", "micro", "--micro_batch", 4, "--seconds", 0.1]
-    assert measure(tars, *words, "--max_workers", 3, "--needed_samples_per_s", 0.5) == 0
+    assert measure(tars, *words, "--max_workers", 3, "--target_samples_per_s", 0.5) == 0
     printed = capsys.readouterr().out
     rows = [list(map(float, line.split())) for line in printed.splitlines() if re.match(r" +\d", line)]
     assert [workers for workers, *_ in rows] == [1, 2, 3]

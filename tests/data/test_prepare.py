@@ -59,7 +59,7 @@ def run(*arguments: object) -> int:
 
 
 def live(clip: bytes, num_samples: int = RATE) -> torch.Tensor:
-    """Decode like a run with `waveforms: int16`, (num_samples,) int16."""
+    """Decode like a run with `audio_dtype: int16`, (num_samples,) int16."""
     row = torch.empty(num_samples, dtype=torch.int16)
     decode_audio(clip, row, sample_rate=RATE, rng=random.Random(0))
     return row

@@ -45,7 +45,7 @@ def test_rows_stay_until_the_next_are_asked_for(
 ) -> None:
     """Even if the workers, which reuse their memory, run far ahead."""
     options = {"tokenizer": tokenizer_dir, "num_workers": num_workers, "shuffle_buffer": 0}
-    data = ShardData(source="shards", shards=marked_tars(tmp_path, 2, 50), **options)
+    data = ShardData(source="webdataset", shards=marked_tars(tmp_path, 2, 50), **options)
     spec = BatchSpec(micro, 12, micro_batch, 0, 1, 0, torch.device("cpu"))
     with contextlib.closing(ShardPieces(data, spec)) as pieces:
         for _ in range(10):
@@ -88,7 +88,13 @@ def test_broken_items_are_skipped_counted_and_named_once(
         statistics = json.loads(json.dumps(source.statistics()))
     listed = statistics.pop("broken_items")
     counts = {"num_samples": 4, "epoch_samples": 4, "num_broken_items": 4}  # a sample has sound and caption
-    assert statistics == {"source": "shards", "kind": "encoded", "num_shards": 1, "num_workers": num_workers, **counts}
+    assert statistics == {
+        "source": "webdataset",
+        "kind": "encoded",
+        "num_shards": 1,
+        "num_workers": num_workers,
+        **counts,
+    }
     stderr = capsys.readouterr().err.splitlines()
     for item, line, (name, _, reason) in zip(listed, stderr, BROKEN_ITEMS, strict=True):
         assert item["name"].endswith(f"mixed.tar: {name}")

@@ -164,7 +164,7 @@ def test_checkpointed_blocks_give_the_same_gradients_and_keep_less(packed: bool)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            model = micro(checkpoint_activations=towers)
+            model = micro(activation_checkpointing=towers)
             model(*inputs)
         kept.append(sum(sizes))
     assert_same(outcome(model, *inputs), expected)

@@ -23,7 +23,7 @@ from tests.rank_pool import RankPool
 
 def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dict[str, bool]]:
     """The average after three steps; and whether it is torch's, and everything what it should be."""
-    train = {"ema": 0.75, "accumulation": accumulation, "freeze": ["text"]}
+    train = {"ema_decay": 0.75, "accumulation": accumulation, "freeze": ["text"]}
     run = settings(precision if precision in PRECISIONS else "fp32", 2, clap={"train": train})
     run.deepspeed |= {"fp16": {"enabled": precision == "fp16", "initial_scale_power": 8}}
     model = model_of(run)
@@ -61,7 +61,7 @@ def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dic
     return torch.cat([each.flatten() for each in state.values()]).numpy().tobytes(), found
 
 
-KINDS = [("fp32", "independent"), ("bf16", "cached"), ("autocast", "cached"), ("fp16", "independent")]
+KINDS = [("fp32", "plain"), ("bf16", "gradcache"), ("autocast", "gradcache"), ("fp16", "plain")]
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), KINDS)

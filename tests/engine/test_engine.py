@@ -43,10 +43,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 def settings(
     precision: str,
     accumulation: int | None,
-    sync: str = "overlapped",
+    sync: str = "overlap",
     *,
     bucket_mb: float = 0.05,
-    fused_adam: str = "torch",
+    optimizer_implementation: str = "torch",
     **changes: Any,
 ) -> RunSettings:
     content = micro_run(
@@ -56,7 +56,11 @@ def settings(
             "gradient_accumulation_steps": accumulation,
             "train_batch_size": None if accumulation else 12,
             "train_micro_batch_size_per_gpu": 3,
-            "clap": {"gradient_sync": sync, "gradient_bucket_mb": bucket_mb, "fused_adam": fused_adam},
+            "clap": {
+                "gradient_sync": sync,
+                "bucket_cap_mb": bucket_mb,
+                "optimizer_implementation": optimizer_implementation,
+            },
             **changes,
         }
     )
@@ -70,7 +74,7 @@ def batches_of(run: RunSettings) -> Any:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return build_batches(
         run.clap.data.model_copy(update={"num_batches": 3, "caption_lengths": {"5": 1.0, "16": 1.0}}),
-        model=run.clap.preset(), text_tokens=run.clap.text_tokens, micro_batch=run.micro_batch,
+        model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch,
         rank=rank, world_size=world_size, seed=7, device=DEVICE,
     )  # fmt: skip
 
@@ -103,8 +107,10 @@ def _difference(
     apart, weights that differ in fp32's last bit (as torch's fused and plain AdamW make them) would be cast to different
     bf16 numbers sooner or later, a difference 2¹⁶ times as large, which no bound on rounding follows through the next step.
     """
-    fused_adam = "deepspeed" if "FusedAdam" in stepping else "torch"
-    run = settings(precision, accumulation, sync, fused_adam=fused_adam, gradient_clipping=clip)
+    optimizer_implementation = "deepspeed" if "FusedAdam" in stepping else "torch"
+    run = settings(
+        precision, accumulation, sync, optimizer_implementation=optimizer_implementation, gradient_clipping=clip
+    )
     model, params = model_of(run).to(DEVICE), OPTIMIZER["params"]
     engine, plain = _engine(run, stepping), PlainDDP(model, accumulation or 2, precision, sync, params, clip)
     engine.norm_wanted = True
@@ -140,14 +146,14 @@ ROUNDINGS = 64
 @pytest.mark.parametrize(
     ("precision", "accumulation", "sync", "stepping", "clip"),
     [
-        *((precision, 2, "overlapped", "", 0.0) for precision in PRECISIONS),
-        *((precision, 2, "overlapped", "", 0.1) for precision in PRECISIONS),
+        *((precision, 2, "overlap", "", 0.0) for precision in PRECISIONS),
+        *((precision, 2, "overlap", "", 0.1) for precision in PRECISIONS),
         *(
-            ("bf16", 1, "overlapped", "", 0.0),
+            ("bf16", 1, "overlap", "", 0.0),
             ("fp32", None, "deepspeed", "", 0.0),
             ("bf16", None, "deepspeed", "", 0.0),
         ),
-        ("bf16", 2, "overlapped", "parameter by parameter", 0.0),
+        ("bf16", 2, "overlap", "parameter by parameter", 0.0),
     ],
 )
 def test_steps_agree_with_plain_ddp(
@@ -166,7 +172,7 @@ GPU_ROUNDINGS = 2**18
 @pytest.mark.parametrize("stepping", ["flat", "DeepSpeed's FusedAdam"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_ten_steps_agree_with_plain_torch_on_a_gpu(one_gpu: RankPool, precision: str, stepping: str) -> None:
-    assert one_gpu.run(_difference, precision, 2, "overlapped", stepping)[0] <= GPU_ROUNDINGS
+    assert one_gpu.run(_difference, precision, 2, "overlap", stepping)[0] <= GPU_ROUNDINGS
 
 
 def _scales_with_a_low_bound(precision: str) -> tuple[list[float], set[str]]:
@@ -242,7 +248,7 @@ def _skipped_steps(sync: str, stepping: str) -> tuple[list[str], list[int], str,
     return changed, [*counted, engine.deepspeed.skipped_steps], str(caught.value), rates, saved
 
 
-@pytest.mark.parametrize(("sync", "stepping"), [("overlapped", ""), ("deepspeed", "parameter by parameter")])
+@pytest.mark.parametrize(("sync", "stepping"), [("overlap", ""), ("deepspeed", "parameter by parameter")])
 def test_steps_that_overflow_in_16_bits_are_skipped_and_counted_while_training(
     two_ranks: RankPool, sync: str, stepping: str
 ) -> None:

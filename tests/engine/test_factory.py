@@ -30,7 +30,7 @@ def _difference(precision: str, kind: str, stepping: str) -> float:
     """The largest of any weight after any of four clipped steps from torch's DDP and AdamW, by hand, in roundings."""
     scheduler = {"type": kind, "params": SCHEDULES[kind]}
     run = on.settings(precision, 1, gradient_clipping=0.1, scheduler=scheduler, clap={"train": TUNING})
-    plain = PlainDDP(on.model_of(run), 1, precision, "overlapped", on.OPTIMIZER["params"], 0.1)
+    plain = PlainDDP(on.model_of(run), 1, precision, "overlap", on.OPTIMIZER["params"], 0.1)
     nominal = torch.optim.SGD([torch.ones(1)], lr=on.LEARNING_RATE)
     schedule = (getattr(lr_schedules, kind, None) or getattr(lr_scheduler, kind))(nominal, **SCHEDULES[kind])
     engine, batches, same_batches = on._engine(run, stepping), on.batches_of(run), on.batches_of(run)

@@ -25,7 +25,7 @@ NOISY = {"drop_path": 0.3, "text_dropout": 0.3, "spec_augment": True}
 SIGMOID = {"kind": "sigmoid"}
 
 
-def _engine(accumulation: str = "cached", **changes: Any) -> tuple[Any, ClapEngine, ClapModel]:
+def _engine(accumulation: str = "gradcache", **changes: Any) -> tuple[Any, ClapEngine, ClapModel]:
     """Settings, an engine, and a copy of its model."""
     sgd = {"type": "SGD", "params": {"lr": 0.01}}
     run = reference.settings(
@@ -49,7 +49,7 @@ def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[floa
     by_rank = [reference.micro_batches(run, rank, world_size, sum(RAMP)) for rank in range(world_size)]
     if "loss" in changes:
         for batch in itertools.chain.from_iterable(by_rank):
-            if run.clap.text == "packed":
+            if run.clap.text_packing:
                 batch.pack()
 
     def catch() -> None:
@@ -87,11 +87,11 @@ def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[floa
 @pytest.mark.parametrize(
     ("accumulation", "whole", "changes"),
     [
-        ("independent", "independent_loss", {}),
-        ("independent", "independent_loss", {"gradient_sync": "deepspeed"}),
-        ("cached", "whole_loss", {"gradient_sync": "deepspeed"}),
-        ("independent", "independent_loss", {"loss": SIGMOID, "text": "padded"}),
-        ("cached", "whole_loss", {"loss": SIGMOID, "text": "packed"}),
+        ("plain", "independent_loss", {}),
+        ("plain", "independent_loss", {"gradient_sync": "deepspeed"}),
+        ("gradcache", "whole_loss", {"gradient_sync": "deepspeed"}),
+        ("plain", "independent_loss", {"loss": SIGMOID, "text_packing": False}),
+        ("gradcache", "whole_loss", {"loss": SIGMOID, "text_packing": True}),
     ],
 )
 def test_gradients_of_two_ranks_through_a_ramp(
@@ -101,8 +101,8 @@ def test_gradients_of_two_ranks_through_a_ramp(
         assert max(errors) < TOLERANCE
 
 
-@pytest.mark.parametrize("changes", [{"model": NOISY}, {"loss": SIGMOID, "text": "padded"}])
+@pytest.mark.parametrize("changes", [{"model": NOISY}, {"loss": SIGMOID, "text_packing": False}])
 def test_the_second_pass_draws_and_normalises_as_the_first(one_rank: RankPool, changes: dict[str, Any]) -> None:
     """The reference draws the same random numbers once, keeps every graph, and counts each micro-batch's statistics once."""
-    (errors,) = one_rank.run(_errors, "cached", "whole_loss", changes)
+    (errors,) = one_rank.run(_errors, "gradcache", "whole_loss", changes)
     assert max(errors) < TOLERANCE

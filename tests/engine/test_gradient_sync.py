@@ -33,7 +33,7 @@ def _events(action: Callable[[], object], *names: str) -> list[Any]:
 def _gradients(sync: str, precision: str, accumulation: int, changes: dict[str, Any]) -> tuple[Tensor, set[str]]:
     """Of two steps from the same weights, in fp64, and the dtypes in which they travelled. With a tower frozen where that is
     fp32. With `sync` "none" they are this rank's own."""
-    run = settings(precision, accumulation, "overlapped" if sync == "none" else sync, **changes)
+    run = settings(precision, accumulation, "overlap" if sync == "none" else sync, **changes)
     model = model_of(run)
     freeze(model, ["text"] if changes.get("communication_data_type") == "fp32" else [])
     engine, batches = ClapEngine(run, model, DEVICE), batches_of(run)
@@ -47,7 +47,7 @@ def _gradients(sync: str, precision: str, accumulation: int, changes: dict[str, 
 
 
 def _error_over_deepspeeds(*case: Any) -> tuple[set[str], float]:
-    (exact, _), (ours, dtypes), (theirs, _) = (_gradients(sync, *case) for sync in ("none", "overlapped", "deepspeed"))
+    (exact, _), (ours, dtypes), (theirs, _) = (_gradients(sync, *case) for sync in ("none", "overlap", "deepspeed"))
     dist.all_reduce(exact)
     exact /= dist.get_world_size()
     return dtypes, float((ours - exact).norm() / (theirs - exact).norm())
@@ -83,7 +83,7 @@ def _order_of_events(sync: str) -> list[str]:
 
 
 def test_gradients_are_sent_while_others_are_still_being_computed(two_ranks: RankPool) -> None:
-    for events in two_ranks.run(_order_of_events, "overlapped"):
+    for events in two_ranks.run(_order_of_events, "overlap"):
         assert events.count(CALL) > 3
         assert events[: events.index(CALL)].count("ready") < events.count("ready") / 3
     for events in two_ranks.run(_order_of_events, "deepspeed"):
@@ -112,8 +112,8 @@ def _sent(sync: str, accumulation: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("accumulation", ["independent", "cached"])
-@pytest.mark.parametrize("sync", ["overlapped", "deepspeed"])
+@pytest.mark.parametrize("accumulation", ["plain", "gradcache"])
+@pytest.mark.parametrize("sync", ["overlap", "deepspeed"])
 def test_gradients_travel_once_a_step_and_never_where_they_are_off(
     two_ranks: RankPool, sync: str, accumulation: str
 ) -> None:

@@ -68,7 +68,7 @@ def _fake_steps(precision: str, changes: dict[str, Any]) -> None:
     engine.norm_wanted = True
     source = build_batches(
         run.clap.data.model_copy(update={"num_batches": 2, "caption_lengths": {"5": 1.0, "16": 1.0}}),
-        model=run.clap.preset(), text_tokens=run.clap.text_tokens, micro_batch=run.micro_batch,
+        model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch,
         rank=0, world_size=2, seed=7, device=CPU,
     )  # fmt: skip
     timer, mode = PhaseTimer(CPU, instrumented=False), FakeTensorMode()
@@ -86,7 +86,7 @@ def _fake_steps(precision: str, changes: dict[str, Any]) -> None:
 
 STEPS: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {"accumulation": 2}),
-    ("bf16", {"accumulation": 2, "clap": {"train": {"accumulation": "cached"}}}),
+    ("bf16", {"accumulation": 2, "clap": {"train": {"accumulation": "gradcache"}}}),
     ("autocast", {}),
 ]
 

@@ -55,7 +55,7 @@ def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Te
         ({}, True),
         ({"optimizer": {"type": "adam", "params": {"lr": 1e-3, "adam_w_mode": True, "torch_adam": False}}}, True),
         ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, False),
-        ({"clap": {"fused_adam": "deepspeed"}}, False),
+        ({"clap": {"optimizer_implementation": "deepspeed"}}, False),
     ],
 )
 def test_runs_it_steps(write_run: Callable[..., Path], changes: dict[str, Any], taken: bool) -> None:

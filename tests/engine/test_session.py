@@ -37,7 +37,7 @@ def test_what_one_rank_would_find_while_others_wait_is_told_before(
 def _refusal() -> tuple[str, int]:
     """The message, and how often this rank looked."""
     ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2)
-    run = settings(model={"preset": "htsat_tiny_roberta_base", "text_from_hub": True})
+    run = settings(model={"preset": "htsat_tiny_roberta_base", "pretrained_text": True})
     with mock.patch.object(hub, "load_by_name", side_effect=ValueError("not on the hub")) as load:
         with pytest.raises(AgreedError) as refused, agreed():
             fetch_from_hub(run, ranks)

@@ -26,17 +26,17 @@ def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
 
 
 def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(write_run: Callable[..., Path]) -> None:
-    alone = settings_of("--retrieval a.tar b.tar --zero_shot c.tar --class_field label --template {}! --num_workers 2")
-    zero_shot: dict[str, Any] = {"shards": ["c.tar"], "class_field": "label", "templates": ["{}!"]}
+    alone = settings_of("--retrieval a.tar b.tar --zero_shot c.tar --class_key label --template {}! --num_workers 2")
+    zero_shot: dict[str, Any] = {"shards": ["c.tar"], "class_key": "label", "templates": ["{}!"]}
     retrieval = {"shards": ["a.tar", "b.tar"]}
     assert alone == {"retrieval": retrieval, "zero_shot": zero_shot, "num_workers": 2, "tokenizer": None}
-    zero_shot = {"shards": "c.tar", "class_field": "label", "classes": {"a": ["b"], "c": ["d"]}}
-    data = {"source": "shards", "shards": "train.tar", "tokenizer": "from-data"}
-    run = load_run(write_run(clap={"evaluation": {"zero_shot": zero_shot, "micro_batch": 3}, "data": data}))
+    zero_shot = {"shards": "c.tar", "class_key": "label", "classes": {"a": ["b"], "c": ["d"]}}
+    data = {"source": "webdataset", "shards": "train.tar", "tokenizer": "from-data"}
+    run = load_run(write_run(clap={"evaluation": {"zero_shot": zero_shot, "batch_size": 3}, "data": data}))
     settings = settings_of("--template a_{} --retrieval r.tar", run)
     assert settings["zero_shot"] == {**zero_shot, "templates": ["a_{}"]}
     assert settings["retrieval"] == {"shards": ["r.tar"]}
-    assert (settings["tokenizer"], settings["micro_batch"]) == ("from-data", 3)
+    assert (settings["tokenizer"], settings["batch_size"]) == ("from-data", 3)
     with pytest.raises(UserError, match="nothing to evaluate"):
         settings_of("")
 
@@ -86,7 +86,7 @@ def on_ranks(world_size: int, *options: str | Path) -> tuple[list[int], str, str
 
 @pytest.mark.end_to_end
 def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenizer: str, tmp_path: Path) -> None:
-    told: dict[str, Any] = {"settings": {"clap": {"text_tokens": 12}}, "best_by": "zero_shot_top1"}
+    told: dict[str, Any] = {"settings": {"clap": {"context_length": 12}}, "best_metric": "zero_shot_top1"}
     for step, top1 in ((1, 0.5), (2, 0.25)):
         model, metrics = ClapModel(load_preset("micro")), {"zero_shot_top1": top1}
         checkpoint_of(model, tmp_path / "run", step, Path(clip_tokenizer), metrics=metrics, **told)

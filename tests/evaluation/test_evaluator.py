@@ -57,7 +57,7 @@ def settings_for(shards: list[str], **zero_shot: Any) -> EvaluationSettings:
 
 
 def make(settings: EvaluationSettings, tokenizer: str | None, ranks: Ranks = ALONE) -> Evaluator:
-    sizes: Any = {"model_config": MICRO, "text_tokens": 16, "micro_batch": 4, "loss_kind": "softmax"}
+    sizes: Any = {"model_config": MICRO, "context_length": 16, "micro_batch": 4, "loss_kind": "softmax"}
     return Evaluator(settings, **sizes, tokenizer_name=tokenizer, ranks=ranks)
 
 
@@ -195,7 +195,7 @@ FOUR = [member for number in range(4) for member in clip_members(number, descrip
     [
         ("retrieval", [("a.wav", b"RIFF"), ("a.txt", b"a caption")], {}, "retrieval.shards: none .* can be decoded"),
         ("zero_shot", HUM, {}, "zero_shot.classes: expected at least 2 classes"),
-        ("zero_shot", FOUR, {"class_field": "label"}, "zero_shot.shards: expected clips with 'label'"),
+        ("zero_shot", FOUR, {"class_key": "label"}, "zero_shot.shards: expected clips with 'label'"),
         ("zero_shot", FOUR, {"classes": {"hum": ["x"], "click": ["y"]}}, "zero_shot.classes: .* 'hiss'"),
         ("zero_shot", FOUR, {"shards": "nowhere-{0..3}.tar"}, "zero_shot.shards: .*does not exist"),
         (None, FOUR, {}, "tokenizer: missing"),

@@ -123,6 +123,6 @@ def test_the_backward_pass_that_there_is(preset: str, trained: tuple[str, ...]) 
 def test_recomputed_flops_are_what_checkpointing_adds(drop_path: float, checkpointed: tuple[str, ...]) -> None:
     config = load_preset("demo")
     (_, less), (_, more) = (
-        _counted(config, drop_path=drop_path, checkpoint_activations=towers) for towers in ((), checkpointed)
+        _counted(config, drop_path=drop_path, activation_checkpointing=towers) for towers in ((), checkpointed)
     )
     assert more - less == analytic.recomputed_flops(config, LENGTHS, checkpointed, drop_path=drop_path)

@@ -35,7 +35,7 @@ def test_every_figure_of_the_report(write_run: WriteRun, capsys: pytest.CaptureF
     report = json.loads(capsys.readouterr().out)
     flops.main(command)
     printed = capsys.readouterr().out
-    assert (report["preset"], report["text_tokens"]) == ("micro", 16)
+    assert (report["preset"], report["context_length"]) == ("micro", 16)
     assert "agrees with the closed form to the last FLOP" in printed
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.splitlines() if "│" in line]
     published, done = (forward_components(MICRO, LENGTHS, convention) for convention in CONVENTIONS)
@@ -59,7 +59,7 @@ def test_every_figure_of_the_report(write_run: WriteRun, capsys: pytest.CaptureF
 def test_lengths_that_a_caption_cannot_have(write_run: WriteRun) -> None:
     for tokens in ("0", "67"):
         with pytest.raises(UserError, match="1 to 66 tokens"):
-            flops.main(["--deepspeed_config", str(write_run()), "--counters", "analytic", "--text_tokens", tokens])
+            flops.main(["--deepspeed_config", str(write_run()), "--counters", "analytic", "--context_length", tokens])
 
 
 @pytest.mark.parametrize("frozen", [(), ("text",), ("audio",)])
@@ -67,8 +67,8 @@ def test_a_run_counts_what_it_does(write_run: WriteRun, frozen: tuple[str, ...])
     """For waveforms and features, with frozen towers, recomputation and a second forward pass."""
     ids, model = torch.ones(2, 16, dtype=torch.long), ClapModel(MICRO)
     freeze(model, frozen)
-    recompute = {"preset": "micro", "checkpoint_activations": ["audio"], "drop_path": 0.2}
-    run = load_run(write_run(clap={"model": recompute, "train": {"accumulation": "cached"}}))
+    recompute = {"preset": "micro", "activation_checkpointing": ["audio"], "drop_path": 0.2}
+    run = load_run(write_run(clap={"model": recompute, "train": {"accumulation": "gradcache"}}))
     trained = [name for name in ("audio", "text") if name not in frozen]
     again = analytic.recomputed_flops(MICRO, LENGTHS, ("audio",), drop_path=0.2) if "audio" in trained else 0
     for front_end, shape in ((True, (MICRO.audio.num_samples,)), (False, MICRO.audio.feature_shape)):
@@ -89,7 +89,9 @@ def test_a_run_counts_what_it_does(write_run: WriteRun, frozen: tuple[str, ...])
 def test_closed_form_needs_no_torch(tmp_path: Path) -> None:
     """As on a login node, importing torch or DeepSpeed fails."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = sys.modules['deepspeed'] = None\n")
-    command = "-m clap_ds.flops --deepspeed_config ds_configs/htsat_base.json --counters analytic --json --text_tokens"
+    command = (
+        "-m clap_ds.flops --deepspeed_config ds_configs/htsat_base.json --counters analytic --json --context_length"
+    )
     options: Any = {"cwd": ROOT, "env": {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}, "timeout": 60}
     found = subprocess.run([sys.executable, *command.split(), "514"], capture_output=True, text=True, **options)
     assert found.returncode == 0, found.stderr

@@ -22,8 +22,8 @@ def clap_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) ->
     for step in (1, 2):
         torch.manual_seed(step)
         model = ClapModel(load_preset("micro"))
-        told = {"metrics": {"zero_shot_top1": 1 / step}, "best_by": "zero_shot_top1"}
-        checkpoint_of(model, folder, step, Path(tokenizer_dir), settings={"clap": {"text_tokens": 12}}, **told)
+        told = {"metrics": {"zero_shot_top1": 1 / step}, "best_metric": "zero_shot_top1"}
+        checkpoint_of(model, folder, step, Path(tokenizer_dir), settings={"clap": {"context_length": 12}}, **told)
     return folder
 
 

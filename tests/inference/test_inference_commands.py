@@ -1,4 +1,4 @@
-"""Test clap-embed, clap-label and clap-search with a micro model and synthetic sounds."""
+"""Test clap-embed, clap-classify and clap-search with a micro model and synthetic sounds."""
 
 import csv
 import io
@@ -46,7 +46,7 @@ def table(path: str) -> Block:
 
 
 def test_a_table_has_the_models_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert embed.main(["run", "sounds", "--output", "v.parquet", "--windows", "each"]) == 1
+    assert embed.main(["run", "sounds", "--output", "v.parquet", "--pooling", "none"]) == 1
     told = capsys.readouterr()
     assert "7 rows of 4 files" in told.out
     assert r"skipped 1 of 4 files; the first: sounds/not\x1b[31m.wav" in told.err
@@ -73,7 +73,7 @@ def test_labels_are_those_of_classify(here: Path, capsys: pytest.CaptureFixture[
 @pytest.fixture
 def made(here: Path) -> Path:
     """Add `v.parquet` with a row per window of the sounds."""
-    embed.main(["run", "sounds", "--output", "v.parquet", "--windows", "each"])
+    embed.main(["run", "sounds", "--output", "v.parquet", "--pooling", "none"])
     return here
 
 
@@ -113,7 +113,7 @@ def test_the_lines_of_the_docs(here: Path, capsys: pytest.CaptureFixture[str]) -
     (here / "bark.wav").write_bytes((here / "sounds" / "low.wav").read_bytes())
     for line in re.findall(r"^\$ (.*)$", PAGE.partition("## A linear probe")[0], re.MULTILINE):
         command, *words = shlex.split(line)
-        code = {"clap-embed": embed, "clap-label": classify, "clap-search": search}[command].main(words)
+        code = {"clap-embed": embed, "clap-classify": classify, "clap-search": search}[command].main(words)
         assert code == (None if command == "clap-search" else 1), line
     assert len((here / "found.csv").read_text().splitlines()) == 11
     assert "12 rows from 8 files" in capsys.readouterr().out

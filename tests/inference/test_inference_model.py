@@ -46,14 +46,14 @@ def shard(tmp_path: Path) -> str:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str, num_workers: int) -> None:
     settings = EvaluationSettings(retrieval={"shards": shard}, zero_shot={"shards": shard})
-    options: Any = {"text_tokens": clap.text_tokens, "micro_batch": 32, "loss_kind": "softmax", "ranks": ALONE}
+    options: Any = {"context_length": clap.context_length, "micro_batch": 32, "loss_kind": "softmax", "ranks": ALONE}
     evaluator = Evaluator(settings, model_config=clap.config, tokenizer_name=clap._tokenizer_name, **options)
     paths = [str(Path(shard).parent / f"{name}.flac") for name in LENGTHS]
-    embedded = clap.embed_audio(paths, windows="middle", num_workers=num_workers)
+    embedded = clap.embed_audio(paths, pooling="center", num_workers=num_workers)
     assert np.array_equal(evaluator._embed_clips(clap.model)[0], embedded)
     clips = list_clips([shard])[0]
-    assert np.array_equal(clap.embed_audio(clips, windows="middle", num_workers=num_workers), embedded)
-    assert np.array_equal(clap.embed_audio(paths[::-1], windows="middle")[::-1], embedded)  # independent of the others
+    assert np.array_equal(clap.embed_audio(clips, pooling="center", num_workers=num_workers), embedded)
+    assert np.array_equal(clap.embed_audio(paths[::-1], pooling="center")[::-1], embedded)  # independent of the others
     one_window = [name != "long" for name in LENGTHS]
     assert np.array_equal(clap.embed_audio(paths)[one_window], embedded[one_window])
     np.testing.assert_allclose(clap.embed_audio(paths[0]), embedded[:1], atol=3e-7)  # roundings of numbers below 1
@@ -67,7 +67,7 @@ def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str
     np.testing.assert_allclose(classes[0], mean / np.linalg.norm(mean), atol=3e-7)
     logits = np.exp(clap.model.logit_scale.item()) * embedded.astype(np.float64) @ classes.T
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    likely = clap.classify(paths, ["dog_bark", "rain"], windows="middle")
+    likely = clap.classify(paths, ["dog_bark", "rain"], pooling="center")
     np.testing.assert_allclose(likely, expected, rtol=1e-6)  # float32's rounding, with exponents of at most 15
 
 
@@ -150,7 +150,7 @@ def test_the_middle_is_cut_at_the_files_rate_and_resampled_then(clap: Clap) -> N
     frames = -(-length * 44100 // 48000)
     cut = torch.from_numpy(samples)[(len(samples) - frames) // 2 :][:frames]
     middle = torchaudio.functional.resample(cut, 44100, 48000)[:length]
-    found = clap.embed_audio(samples, 44100, windows="middle")
+    found = clap.embed_audio(samples, 44100, pooling="center")
     np.testing.assert_allclose(found, clap.embed_audio(middle.numpy(), 48000), atol=1e-5)
 
 

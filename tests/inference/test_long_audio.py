@@ -30,7 +30,7 @@ def test_windows_are_those_of_the_whole_file(
     whole = torchaudio.transforms.Resample(rate, 48000)(torch.from_numpy(samples.mean(axis=1)))
     hop = round(48000 * (1 - overlap))
     starts = sorted({*range(0, len(whole) - 48000 + 1, hop), len(whole) - 48000})
-    found = list(read_windows([path], clap.config.audio, "each", overlap, num_workers=0, ahead=1))
+    found = list(read_windows([path], clap.config.audio, "none", overlap, num_workers=0, ahead=1))
     assert found.pop()[1] is None
     assert [(row.start_s, row.end_s) for row, _ in found] == [(n / 48000, n / 48000 + 1) for n in starts]
     for start, (_, waveform) in zip(starts, found, strict=True):
@@ -45,7 +45,7 @@ def test_memory_does_not_grow_with_the_file(clap: Clap, tmp_path: Path, monkeypa
     monkeypatch.setattr(windows, "open_audio", lambda _: contextlib.nullcontext(endless))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     path = write_sound(tmp_path / "a.wav", noise(0.1))
-    number = sum(1 for _ in read_windows([path], clap.config.audio, "each", 0.0, num_workers=0, ahead=1))
+    number = sum(1 for _ in read_windows([path], clap.config.audio, "none", 0.0, num_workers=0, ahead=1))
     assert number == 2 * 400 * windows._BLOCK // 48000 + 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
@@ -57,17 +57,17 @@ def test_means_and_middles(clap: Clap, tmp_path: Path) -> None:
     assert [row.source for row in rows] == [long] * 5 + [short]
     assert [row.start_s for row in rows] == [0, 0.75, 1.5, 2.25, 2.5, 0]
     total = np.mean([row.vector for row in rows[:5]], axis=0)
-    mean, alone = clap.iter_windows([long, short], windows="mean", overlap=0.25)
+    mean, alone = clap.iter_windows([long, short], pooling="mean", overlap=0.25)
     assert (mean.start_s, mean.end_s, alone.start_s, alone.end_s) == (0, 3.5, 0, 0.7)
     np.testing.assert_allclose(mean.vector, total / np.linalg.norm(total), atol=3e-7)  # roundings of numbers below 1
     assert np.array_equal(alone.vector, rows[5].vector)
     middle = soundfile.read(long, dtype="float32")[0][60000:108000]
-    (found,) = clap.iter_windows([long], windows="middle")
+    (found,) = clap.iter_windows([long], pooling="center")
     assert np.array_equal(found.vector[None], clap.embed_audio([middle], 48000))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("which", ["each", "mean"])
+@pytest.mark.parametrize("which", ["none", "mean"])
 def test_what_is_broken_is_a_row_in_its_place(
     clap: Clap, tmp_path: Path, which: Any, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,12 +81,12 @@ def test_what_is_broken_is_a_row_in_its_place(
     (tmp_path / "text.wav").write_text("no sound")
     broken = [tmp_path / name for name in ("gone.wav", ".", "silent.wav", "cut.flac", "text.wav")]
     sources = [paths[0], broken[0], paths[1], *broken[1:]]
-    rows = list(clap.iter_windows(sources, windows=which, num_workers=num_workers, batch_size=2))
+    rows = list(clap.iter_windows(sources, pooling=which, num_workers=num_workers, batch_size=2))
     errors = {Path(row.source).name: row.error for row in rows if row.vector is None}
     assert errors.keys() == {"gone.wav", tmp_path.name, "silent.wav", "cut.flac", "text.wav"}
     assert "can't be read" in errors["gone.wav"]
     assert "silent" in errors["silent.wav"]
-    number = {"each": {"a.wav": 2, "late.wav": 4, "silent.wav": 3, "cut.flac": 2}, "mean": {}}[which]
+    number = {"none": {"a.wav": 2, "late.wav": 4, "silent.wav": 3, "cut.flac": 2}, "mean": {}}[which]
     assert [Path(row.source).name for row in rows] == [
         Path(source).name for source in sources for _ in range(number.get(Path(source).name, 1))
     ]

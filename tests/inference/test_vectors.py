@@ -15,7 +15,7 @@ from clap_ds.inference import vectors
 from clap_ds.inference.vectors import About, Block, nearest, read_table, write_table
 from tests.inference.conftest import joined
 
-ABOUT = About("/model", "f00d", 4, "each", 0.5, "fp32", None, None, "0.1.0")
+ABOUT = About("/model", "f00d", 4, "none", 0.5, "fp32", None, None, "0.1.0")
 
 
 def rows(number: int, seed: int = 0) -> Block:

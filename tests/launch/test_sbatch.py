@@ -34,7 +34,9 @@ def test_the_script_is_read_at_a_glance(tmp_path: Path) -> None:
         tmp_path, setup=["module load CUDA"], environment={"NCCL_ALGO": "Tree,Ring"}, cpus_per_task=8, account="mine",
         partition="gpu", python="/opt/python", srun=["--cpu-bind=cores"], requeues=1, sbatch=["--qos=big"],
     )  # fmt: skip
-    request = Request(site, 4, "gpu:4", train=True, time="1-00:00:00", exclude="n[1-2]", spare_nodes=1, until_done=True)
+    request = Request(
+        site, 4, "gpu:4", train=True, time="1-00:00:00", exclude="n[1-2]", spare_nodes=1, auto_requeue=True
+    )
     assert (
         script(request, 2, "name", "/jobs/one/slurm-%j.out", Path("/jobs/one"))
         == f"""\
@@ -64,7 +66,7 @@ export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
 folder=/jobs/one
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
-exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" --spare_nodes=1 --until_done \\
+exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" --spare_nodes=1 --auto_requeue \\
     -- clap_ds/train.py --deepspeed_config "$folder/run.json"
 """
     )

@@ -28,7 +28,7 @@ def call(folder: Path, slurm: FakeSlurm) -> Call:
         fields = {"account": "mine", "sbatch": ["--exclusive"], "run_root": str(folder / "runs"), **(site or {})}
         (folder / "tiny.json").write_text(json.dumps(micro_run(**changes)))
         (folder / "site.json").write_text(json.dumps(fields))
-        return main(["--site", str(folder / "site.json"), "--config", str(folder / "tiny.json"), *options])
+        return main(["--cluster", str(folder / "site.json"), "--config", str(folder / "tiny.json"), *options])
 
     return submit
 
@@ -50,7 +50,7 @@ def test_everything_of_the_site_is_in_the_script(
     assert slurm.lines("calls") == [f"--parsable {job}/slurm.sbatch"]
     assert json.loads((job / "jobs.json").read_text())["jobs"][0]["slurm_id"] == "101"
     run = json.loads((job / "run.json").read_text())
-    assert run["clap"]["output"] == {"root": str(folder / "runs"), "label": "tiny"}
+    assert run["clap"]["output"] == {"dir": str(folder / "runs"), "run_name": "tiny"}
     shown = capsys.readouterr().out
     assert "Requested node configuration is not available" in shown
     assert all(how in shown for how in ("submitted job 101", f"tail -F '{job}/slurm-101.out'", "scancel 101"))
@@ -60,8 +60,8 @@ def test_everything_of_the_site_is_in_the_script(
     ("site", "options", "says", "message"),
     [
         ({"python": "/bin/true"}, "", {}, "python: /bin/true can't run this package"),
-        ({}, "--until_done", {}, "need --train"),
-        ({}, "--train", {}, "clap.train: samples and epochs are missing"),
+        ({}, "--auto_requeue", {}, "need --train"),
+        ({}, "--train", {}, "clap.train: max_samples and epochs are missing"),
         ({"partition": "cpu"}, "", {}, "pass --gpus"),
         ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "sbatch rejects the job: Invalid qos"),
     ],

@@ -113,6 +113,6 @@ def test_when_slurm_is_asked_for_another_start(
     asks: bool,
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job = _job(tmp_path, 2, "--until_done")
+    job = _job(tmp_path, 2, "--auto_requeue")
     job.attempts, job.stopped = [{"requeued": True}] * requeued, stopped
     assert job.asks_for_another_start(ending) == asks

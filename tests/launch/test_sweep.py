@@ -24,7 +24,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def _start(tmp_path: Path, *options: str, code: int = 0) -> Path:
     config, folder = tmp_path / "tiny.json", tmp_path / "sweep"
     config.write_text(json.dumps(micro_run()))
-    assert main(["--config", str(config), "--folder", str(folder), "--site", "jupiter", *options]) == code
+    assert main(["--config", str(config), "--folder", str(folder), "--cluster", "jupiter", *options]) == code
     return folder
 
 
@@ -57,8 +57,8 @@ def test_nothing_is_queued_unless_every_job_can_run(
 @pytest.mark.usefixtures("unchecked")
 def test_training_runs_for_a_day_or_as_long_as_the_partition_lets_it(tmp_path: Path, slurm: FakeSlurm) -> None:
     slurm.write("partitions", "gpu*|gpu:4|12:00:00\n")
-    options = ("--train", "--vary", "clap.train.samples=64,128", "--nodes", "2", "--site", "generic")
-    script = (_start(tmp_path, *options) / "n002-samples_64.sbatch").read_text()
+    options = ("--train", "--vary", "clap.train.max_samples=64,128", "--nodes", "2", "--cluster", "generic")
+    script = (_start(tmp_path, *options) / "n002-max_samples_64.sbatch").read_text()
     assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=USR1@300"} <= set(script.splitlines())
     assert "-- clap_ds/train.py" in script
 
@@ -92,7 +92,7 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("site", "x.json"), ("exclude", "a\nevil"), ("gpus", "1; evil"), ("train_options", [1]), ("folder", "..")],
+    [("cluster", "x.json"), ("exclude", "a\nevil"), ("gpus", "1; evil"), ("train_options", [1]), ("folder", "..")],
 )
 def test_a_sweep_that_others_wrote_runs_nothing_of_theirs(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], name: str, value: Any
@@ -105,7 +105,7 @@ def test_a_sweep_that_others_wrote_runs_nothing_of_theirs(
     assert main(["resume", str(folder)]) == 2
     assert name in capsys.readouterr().err
     assert len(slurm.lines("calls")) == 1
-    assert main(["status", str(folder)]) == (0 if name == "site" else 2)
+    assert main(["status", str(folder)]) == (0 if name == "cluster" else 2)
     assert "\x1b" not in capsys.readouterr().out
 
 
@@ -124,7 +124,7 @@ def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
     tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manual = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^\$ python launch/sweep\.py (--site jupiter .*)$", manual, re.MULTILINE)
+    (line,) = re.findall(r"^\$ python launch/sweep\.py (--cluster jupiter .*)$", manual, re.MULTILINE)
     monkeypatch.chdir(ROOT)
     assert main([*line.split(), "--folder", str(tmp_path / "sweep"), "--dry_run"]) == 0
     scales = {1: "15", 2: "15", 4: "15", 8: "15", 16: "25", 32: "25", 64: "30", 128: "30"}
@@ -136,4 +136,4 @@ def test_both_published_models_on_1_to_128_nodes_by_the_manuals_line(
             lines = {*(tmp_path / "sweep" / f"{name}.sbatch").read_text().splitlines()}
             options = (f"time=00:{minutes}:00", f"nodes={nodes}", "cpus-per-task=72", "gres=gpu:4", "signal=USR1@60")
             assert {f"#SBATCH --{option}" for option in options} <= lines
-            assert run["clap"]["output"] == {"root": str(tmp_path / "sweep" / "runs"), "label": name}
+            assert run["clap"]["output"] == {"dir": str(tmp_path / "sweep" / "runs"), "run_name": name}

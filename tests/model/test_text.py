@@ -46,8 +46,8 @@ def test_pretrained_weights_that_do_not_fit_or_cannot_be_had_are_a_clear_error(t
     for name, message in (
         (str(tmp_path / "bert"), r"architecture bert \(expected roberta\)"),
         (other, r"vocab_size 100 \(expected 512\), num_layers 1 \(expected 2\)"),
-        ("clap-ds-tests/no-such-checkpoint", "text_from_hub: no weights 'clap-ds-tests/no-such-.*HF_HUB_OFFLINE"),
-        ("/no/such/folder", "text_from_hub: no weights '/no/such/folder'; tried: no such folder"),
+        ("clap-ds-tests/no-such-checkpoint", "pretrained_text: no weights 'clap-ds-tests/no-such-.*HF_HUB_OFFLINE"),
+        ("/no/such/folder", "pretrained_text: no weights '/no/such/folder'; tried: no such folder"),
         (MICRO.hub_name, "hub_name is empty"),
     ):
         with pytest.raises(ValueError, match=message):

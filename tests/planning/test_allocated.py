@@ -27,11 +27,11 @@ PRECISION = {
 
 def _run(text: str) -> RunSettings:
     """Return a run with one batch on the device and dropout; with padded captions, the towers are recomputed."""
-    model: dict[str, Any] = {"preset": "demo", "attention": "matmul"}
-    model |= {"checkpoint_activations": ["audio", "text"]} if text == "padded" else {}
+    model: dict[str, Any] = {"preset": "demo", "attention_impl": "matmul"}
+    model |= {"activation_checkpointing": ["audio", "text"]} if text == "padded" else {}
     lengths = {"64": 1.0, "16": 3.0} if text == "packed" else None
     data = {"source": "synthetic", "placement": "device", "num_batches": 1, "caption_lengths": lengths}
-    clap = {"text_tokens": 64, "cpu_kernels": "off", "data": data, "model": model, "text": text}
+    clap = {"context_length": 64, "cpu_kernels": "off", "data": data, "model": model, "text_packing": text == "packed"}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}
     config = {"train_micro_batch_size_per_gpu": 16, "gradient_clipping": 0.0, "optimizer": optimizer}
     return RunSettings(
@@ -43,8 +43,8 @@ def _second_step(run: RunSettings) -> Callable[[], object]:
     """Return the engine's step on one batch, after the first step."""
     engine = ClapEngine(run, build_model(run, CPU), CPU)
     batches = build_batches(
-        run.clap.data, model=run.clap.preset(), text_tokens=run.clap.text_tokens, micro_batch=run.micro_batch, rank=0,
-        world_size=1, seed=0, device=CPU, pack_captions=run.clap.text == "packed",
+        run.clap.data, model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch, rank=0,
+        world_size=1, seed=0, device=CPU, pack_captions=run.clap.text_packing,
     )  # fmt: skip
     step = partial(engine.step, batches, PhaseTimer(CPU, instrumented=False))
     step()

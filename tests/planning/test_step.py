@@ -44,7 +44,7 @@ def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None
     assert _at_peak(step, "optimizer state") == pytest.approx(12 * number, rel=0.001)
     full = traced(bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"})
     assert _at_peak(full, "optimizer state") == pytest.approx(8 * number, rel=0.001)
-    averaged = traced(clap={"train": {"ema": 0.9}})
+    averaged = traced(clap={"train": {"ema_decay": 0.9}})
     assert _at_peak(averaged, "optimizer state") == pytest.approx(16 * number, rel=0.001)
     samples, ids_and_mask = 8 * 48000, 2 * 8 * 16 * 8
     # One in use and one ahead in float32, and a 16-bit copy of another.
@@ -55,9 +55,9 @@ def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None
 
 def test_recomputation_trades_memory_for_the_closed_forms_flops(traced: Callable[..., Step]) -> None:
     config = load_preset("demo")
-    model: dict[str, Any] = {"preset": "demo", "mlp": "torch"}  # its last product isn't recomputed
+    model: dict[str, Any] = {"preset": "demo", "mlp_impl": "torch"}  # its last product isn't recomputed
     plain, again = (
-        traced(clap={"model": {**model, "checkpoint_activations": towers}}) for towers in ([], ["audio", "text"])
+        traced(clap={"model": {**model, "activation_checkpointing": towers}}) for towers in ([], ["audio", "text"])
     )
     more = again.recorded.total("flops") - plain.recorded.total("flops")
     assert more == pytest.approx(8 * recomputed_flops(config, TextLengths.fixed(16), ("audio", "text"), drop_path=0.1))
@@ -66,7 +66,7 @@ def test_recomputation_trades_memory_for_the_closed_forms_flops(traced: Callable
 
 def test_packed_captions_cost_their_own_lengths(traced: Callable[..., Step]) -> None:
     lengths: dict[str, Any] = {"source": "synthetic", "caption_lengths": {"4": 3, "16": 1}}
-    padded, packed = (traced(clap={"text": text, "data": lengths}) for text in ("padded", "packed"))
+    padded, packed = (traced(clap={"text_packing": text == "packed", "data": lengths}) for text in ("padded", "packed"))
     forward = forward_components(load_preset("micro"), TextLengths.of([4, 4, 4, 16]), "model")
     found = packed.recorded.total("flops", part="text", backward=False)
     assert 8 * forward["text_tower"] < found  # attention counts all as the longest, and rows are padded
@@ -76,7 +76,7 @@ def test_packed_captions_cost_their_own_lengths(traced: Callable[..., Step]) -> 
 
 def test_cached_accumulation_holds_its_batches_and_goes_forward_twice(traced: Callable[..., Step]) -> None:
     plain = traced(gradient_accumulation_steps=3)
-    cached = traced(gradient_accumulation_steps=3, clap={"train": {"accumulation": "cached"}})
+    cached = traced(gradient_accumulation_steps=3, clap={"train": {"accumulation": "gradcache"}})
     assert (plain.num_samples, cached.num_samples) == (24, 24)
     assert _at_peak(cached, "batches") - _at_peak(plain, "batches") == 2 * (8 * 48000 * 4 + 2 * 8 * 16 * 8)
 

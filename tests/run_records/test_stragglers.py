@@ -60,10 +60,10 @@ def test_a_run_says_who_is_slow_once_and_that_it_is_over(window: int, capsys: py
         own_s = 0.9 + data_wait_s + 0.1 * (np.arange(4) == 3) * (step < 300) - 0.02 * (np.arange(4) == 0)
         found.append(watched.add(8, own_s.max(axis=1), own_s, data_wait_s))
     ((slow,), cost) = found[299 // window].values()
-    assert slow == pytest.approx({"rank": 3, "host": "b", "behind_s": 0.3, "behind_percent": 30, "data_wait_s": 0.2})
+    assert slow == pytest.approx({"rank": 3, "host": "b", "lag_s": 0.3, "lag_percent": 30, "data_wait_s": 0.2})
     assert cost == pytest.approx(8 / 1 - 8 / 1.3)
-    assert [bool(each["slow_ranks"]) for each in found].index(True) == -(-20 // window) - 1
-    assert (found[-1], watched.warnings) == ({"slow_ranks": [], "slow_ranks_cost_samples_per_s": 0}, [])
+    assert [bool(each["stragglers"]) for each in found].index(True) == -(-20 // window) - 1
+    assert (found[-1], watched.warnings) == ({"stragglers": [], "stragglers_cost_samples_per_s": 0}, [])
     first, last = capsys.readouterr().out.splitlines()
     assert all(part in first for part in ("1.8 samples/s", "rank 3 on b", "+300.0 ms", "+30.0%", "+200.0 ms"))
     assert "no stragglers" in last

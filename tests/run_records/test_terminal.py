@@ -10,9 +10,9 @@ from clap_ds.run_records.terminal import Progress, rows, title
 
 SUMMARY: Any = {
     "preset": "micro", "world_size": 8, "device_name": "H200", "num_nodes": 2, "precision": "bf16", "micro_batch_per_gpu": 4,
-    "text_tokens": 16, "device_type": "cuda", "samples_per_s_per_gpu": rates([500.0, 1000.0], [2.0, 1.0]),
+    "context_length": 16, "device_type": "cuda", "samples_per_s_per_gpu": rates([500.0, 1000.0], [2.0, 1.0]),
     "step_time_s": {"median": 0.25, "p95": 0.5, "slowest_rank_median": 0.26}, "samples_per_s": 5333.0,
-    "deepspeed_samples_per_s": 5400.0, "deepspeed_times_host_alone": True, "data_wait_percent": 1.5,
+    "deepspeed_samples_per_s": 5400.0, "deepspeed_timer_synchronized": False, "data_wait_percent": 1.5,
     "memory_peak_bytes": 3 * 2**30, "memory_reserved_peak_bytes": 4 * 2**30, "warnings": ["first"],
     "breakdown_s": {"data_wait": 0.1, "backward": 0.3, "exposed_communication": 0.1},
 }  # fmt: skip

@@ -115,7 +115,7 @@ def load(folder: CheckpointFolder, into: ClapEngine, path: Path | None = None, *
 
 def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, Any]:
     """Return losses of a run that continues, and of one that resumes from its checkpoint, with dropout."""
-    train = {"freeze": list(frozen), "ema": 0.9, "layer_decay": {"audio" if "text" in frozen else "text": 0.5}}
+    train = {"freeze": list(frozen), "ema_decay": 0.9, "layer_decay": {"audio" if "text" in frozen else "text": 0.5}}
     run = settings(precision, scheduler=SCHEDULER, clap={"train": train})
 
     def three_steps(trained: ClapEngine) -> tuple[object, ...]:
@@ -190,7 +190,7 @@ def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]
 def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float], list[float]]:
     """Write a checkpoint during three steps, and another one. Return losses of the steps and of a run that resumes from
     the first. Starting the first takes 2 s, the steps 10 s, and its end 3 s."""
-    run, now = settings(clap={"train": {"ema": 0.9}}), [100.0]
+    run, now = settings(clap={"train": {"ema_decay": 0.9}}), [100.0]
     trained = engine(run, 1, noisy=True)
     losses(trained, 0, 2)
     checkpoints, goes_on, write = CheckpointFolder(folder), threading.Event(), checkpoint.write_tensors
@@ -231,7 +231,7 @@ def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accep
     other = engine(run, 99)
     with warned() as warnings:
         try:
-            load(CheckpointFolder(folder, run=run), other, accept_changes=accept)
+            load(CheckpointFolder(folder, run=run), other, resume_weights_only=accept)
         except ValueError as error:
             return str(error), None
     saved = load_safetensors(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
@@ -248,7 +248,7 @@ def starts(folder: str, jobs: list[str], choices: Choices, wanted: str = "auto")
     theirs = CheckpointFolder(folder)
     theirs.begin("theirs")
     theirs.save(trained, progress(5))
-    train = {"samples": 99, "resume": wanted.format(folder)}
+    train = {"max_samples": 99, "resume": wanted.format(folder)}
     run = settings(clap={"checkpoint": {"folder": folder, "keep_last": 9}, "train": train})
     found = []
     for job in jobs:

@@ -21,7 +21,7 @@ TIMER = PhaseTimer(CPU, instrumented=False)
 
 def run_settings(**changes: Any) -> RunSettings:
     """`micro_run` as settings, with gradients in many buckets."""
-    clap = {"gradient_bucket_mb": 0.05, **changes.pop("clap", {})}
+    clap = {"bucket_cap_mb": 0.05, **changes.pop("clap", {})}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(micro_run(**changes, clap=clap), file)
         file.flush()
@@ -43,7 +43,7 @@ def settings(**changes: Any) -> RunSettings:
 def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> list[Batch]:
     """Return the first micro-batches of a rank, all different."""
     data = run.clap.data.model_copy(update={"num_batches": number, "caption_lengths": {"5": 1.0, "16": 1.0}})
-    sizes: dict[str, Any] = {"text_tokens": run.clap.text_tokens, "micro_batch": run.micro_batch}
+    sizes: dict[str, Any] = {"context_length": run.clap.context_length, "micro_batch": run.micro_batch}
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": 7, "device": CPU}
     source = build_batches(data, model=run.clap.preset(), **sizes, **place)
     return [next(source) for _ in range(number)]

@@ -82,7 +82,7 @@ def test_another_training_goes_on_from_the_weights_if_that_is_accepted(
     one_rank: RankPool, saved: Path, precision: str, changes: dict[str, Any], reason: str
 ) -> None:
     ((refusal, _),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes)
-    assert all(part in refusal for part in (reason, "--accept_changes"))
+    assert all(part in refusal for part in (reason, "--resume_weights_only"))
     ((warning, found),) = one_rank.run(ranks.resume_otherwise, str(saved), precision, changes, True)
     assert all(part in warning for part in (reason, "only its weights and step are restored"))
     _, same, loss, _ = found
@@ -95,9 +95,9 @@ def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> N
         return one_rank.run(ranks.resume_otherwise, str(saved), "bf16", changes)[0]
 
     other_rate = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
-    warning, found = resume({**other_rate, "clap": {"train": {"samples": 999}}})
+    warning, found = resume({**other_rate, "clap": {"train": {"max_samples": 999}}})
     assert "optimizer.params.lr: 0.005 there, 0.0001 here" in warning
-    assert "clap.train.samples: None there, 999 here" in warning
+    assert "clap.train.max_samples: None there, 999 here" in warning
     assert found[:2] == (1e-4, True)
     # A new schedule continues at the run's step: the second of four of its warm-up.
     warning, found = resume({"scheduler": ranks.SCHEDULER})
@@ -157,11 +157,11 @@ def test_last_and_best_are_kept_and_copied_with_the_tokenizer(one_rank: RankPool
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("made up")
     there, scores = str(tmp_path / "there"), (0.1, 0.9, float("nan"), 0.3, 0.2)
-    save = partial(ranks.save, keep_last=2, keep_best=1, best_by="zero_shot_top1", sync_to=there)
+    save = partial(ranks.save, keep_last=2, keep_best=1, best_metric="zero_shot_top1", remote_sync=there)
     one_rank.run(save, str(tmp_path / "here"), scores, str(tmp_path / "tokenizer"))
     kept = [f"step-0000000{step}" for step in (2, 4, 5)]
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == sorted(RemoteFolder(there).read_all()) == kept
-    newest = CheckpointFolder(tmp_path / "elsewhere", CheckpointSettings(sync_to=there)).find()
+    newest = CheckpointFolder(tmp_path / "elsewhere", CheckpointSettings(remote_sync=there)).find()
     assert newest == tmp_path / "elsewhere" / "step-00000005"
     assert CheckpointFolder(tmp_path / "empty").find() is None
     assert Manifest.read(newest).tokenizer_in(newest) == str(newest / "tokenizer")

@@ -12,33 +12,39 @@ from tests.processes import ROOT
 from tests.training.reference_steps import settings
 
 ZERO_SHOT = {"zero_shot": {"shards": "held_out.tar"}, "every_steps": 5}
-STOP = {"samples": 9, "stop_at": {"zero_shot_top1": 0.9}}
-SHARDS = {"source": "shards", "shards": "a.tar", "tokenizer": "x"}
+STOP = {"max_samples": 9, "target_metrics": {"zero_shot_top1": 0.9}}
+SHARDS = {"source": "webdataset", "shards": "a.tar", "tokenizer": "x"}
 NO_EPOCHS, ONE_PAIR = "clap.train.epochs: synthetic", "train_micro_batch_size_per_gpu: 1 on 1 rank"
 
 
 def copied_to(url: str) -> dict[str, Any]:
-    return {"train": {"samples": 9}, "checkpoint": {"sync_to": url}}
+    return {"train": {"max_samples": 9}, "checkpoint": {"remote_sync": url}}
 
 
 def sized(accumulation: str, micro_batch: int = 1, steps: int = 4) -> dict[str, Any]:
     sizes = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": steps}
-    return {"train": {"samples": 9, "accumulation": accumulation}, **sizes}
+    return {"train": {"max_samples": 9, "accumulation": accumulation}, **sizes}
 
 
 CASES: list[tuple[dict[str, Any], str | None]] = [
-    ({}, "clap.train: samples and epochs are missing"),
+    ({}, "clap.train: max_samples and epochs are missing"),
     ({"train": {"epochs": 1.0}}, NO_EPOCHS),
-    ({"train": {"samples": 9, "stop_at": {"top1": 0.9}}, "evaluation": ZERO_SHOT}, "available: zero_shot_top1"),
+    (
+        {"train": {"max_samples": 9, "target_metrics": {"top1": 0.9}}, "evaluation": ZERO_SHOT},
+        "available: zero_shot_top1",
+    ),
     ({"train": STOP, "evaluation": ZERO_SHOT | {"every_steps": None}}, "clap.evaluation.every_steps is missing"),
     ({"train": STOP, "evaluation": ZERO_SHOT}, None),
-    ({"train": {"samples": 9}, "checkpoint": {"best_by": "top1"}}, "clap.checkpoint.best_by: no evaluation computes"),
-    ({"train": {"samples": 9}, "wandb": {"enabled": True}}, "wandb is not installed"),
-    (copied_to("s3://key:hush@bucket/run"), "sync_to: the s3 URL of bucket contains credentials"),
+    (
+        {"train": {"max_samples": 9}, "checkpoint": {"best_metric": "top1"}},
+        "clap.checkpoint.best_metric: no evaluation computes",
+    ),
+    ({"train": {"max_samples": 9}, "wandb": {"enabled": True}}, "wandb is not installed"),
+    (copied_to("s3://key:hush@bucket/run"), "remote_sync: the s3 URL of bucket contains credentials"),
     (copied_to("gopher://host/run"), "gopher"),
-    (sized("independent"), ONE_PAIR),
-    (sized("cached"), None),
-    (sized("cached", steps=1), ONE_PAIR),
+    (sized("plain"), ONE_PAIR),
+    (sized("gradcache"), None),
+    (sized("gradcache", steps=1), ONE_PAIR),
 ]
 
 

@@ -62,7 +62,7 @@ def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
     data |= {"num_workers": 0, "shuffle_buffer": 8}
     held_out = "shards/held_out-*.tar"
     evaluation = {task: {"shards": held_out} for task in ("retrieval", "zero_shot")}
-    clap = {"data": data, "train": {"samples": 2 * 4 * 6}, "evaluation": evaluation}
+    clap = {"data": data, "train": {"max_samples": 2 * 4 * 6}, "evaluation": evaluation}
     (tmp_path / "my_run.json").write_text(json.dumps(micro_run(bf16={"enabled": False}, clap=clap)))
     run(tmp_path, train)
     shown = run(tmp_path, evaluate, "--zero_shot", held_out, "--json", "found.json")
@@ -74,7 +74,7 @@ def test_from_sounds_to_an_exported_model(tmp_path: Path) -> None:
     assert found["metrics"] == pytest.approx({name: in_training[name] for name in found["metrics"]}, abs=1e-9)
     run(tmp_path, export)
     found = load_weights(*(tmp_path / "runs").glob("my_run-*-checkpoints"))
-    assert found.text_tokens == 16
+    assert found.context_length == 16
     trained = found.build()
     exported = transformers.ClapModel.from_pretrained(tmp_path / "my_clap")
     assert torch.equal(exported.audio_projection.linear1.weight, trained.audio_projection.linear1.weight)

@@ -99,7 +99,7 @@ def test_a_target_is_tried_before_training(url: str, tmp_path: Path) -> None:
     for good in (url, str(tmp_path / "new" / "folder")):
         remote_sync.try_target(good)
     assert list((tmp_path / "new" / "folder").iterdir()) == []
-    with pytest.raises(ValueError, match=r"clap\.checkpoint\.sync_to: .*file/run can't be written \(NotADirectory"):
+    with pytest.raises(ValueError, match=r"clap\.checkpoint\.remote_sync: .*file/run can't be written \(NotADirectory"):
         remote_sync.try_target(str(tmp_path / "file" / "run"))
 
 

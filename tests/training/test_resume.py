@@ -14,7 +14,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.model.tokenizer import train_tokenizer
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.training.load_checkpoint import compare, tokenizer_problem
-from clap_ds.training.resume import opened_checkpoints, take_initial_weights
+from clap_ds.training.resume import load_pretrained, opened_checkpoints
 from clap_ds.weights.formats import save_safetensors
 from tests.training import reference_steps as reference
 from tests.weights.fake_checkpoints import checkpoint_of
@@ -35,20 +35,20 @@ def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
 
 def _taken(run: RunSettings, **options: Any) -> ClapModel:
     model = ClapModel(run.clap.preset())
-    take_initial_weights(run, model, **options)
+    load_pretrained(run, model, **options)
     return model
 
 
-def test_initial_weights_are_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pretrained_weights_are_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(9)
     model, path = ClapModel(MICRO), tmp_path / "weights.safetensors"
     save_safetensors(model, path)
-    run = reference.settings(train={"initial_weights": str(path)})
+    run = reference.settings(train={"pretrained": str(path)})
     taken = _taken(run).state_dict()
     assert all(torch.equal(value, taken[name]) for name, value in model.state_dict().items())
     assert f"initial weights: {path}\n" in capsys.readouterr().out
-    other = reference.settings(train={"initial_weights": str(path)}, model={"preset": "demo"})
-    with pytest.raises(ValueError, match=r"clap\.train\.initial_weights: .* contains model micro, .* demo"):
+    other = reference.settings(train={"pretrained": str(path)}, model={"preset": "demo"})
+    with pytest.raises(ValueError, match=r"clap\.train\.pretrained: .* contains model micro, .* demo"):
         _taken(other)
 
 
@@ -63,22 +63,22 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) ->
     checkpoint = checkpoint_of(ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one", settings=gone)
 
     def run(tokenizer: str, weights: Path = checkpoint) -> RunSettings:
-        data = {"source": "shards", "shards": "a.tar", "tokenizer": tokenizer}
-        return reference.settings(data=data, train={"initial_weights": str(weights)})
+        data = {"source": "webdataset", "shards": "a.tar", "tokenizer": tokenizer}
+        return reference.settings(data=data, train={"pretrained": str(weights)})
 
     said = f"{other} gives captions other token ids than {checkpoint / 'tokenizer'}"
     to_accept, others = compare(checkpoint, MICRO, {}, run(one))
     assert (to_accept, [each for each in others if "shuffle_captions" in each]) == ([], [])
     (change,), _ = compare(checkpoint, MICRO, {}, run(other))
     assert change.startswith(f"the tokenizer: {said}")
-    assert _taken(run(one)).config == _taken(run(other), accept_changes=True).config == MICRO
-    with pytest.raises(ValueError, match=rf"clap\.train\.initial_weights: {said}.* --accept_changes"):
+    assert _taken(run(one)).config == _taken(run(other), resume_weights_only=True).config == MICRO
+    with pytest.raises(ValueError, match=rf"clap\.train\.pretrained: {said}.* --resume_weights_only"):
         _taken(run(other))
 
 
 def test_the_default_folder_of_a_run_keeps_its_name() -> None:
     """If the name differed between versions, `resume: auto` would find no checkpoint and start from scratch."""
-    freeze = {"train": {"samples": 8, "freeze": ["text"]}}
+    freeze = {"train": {"max_samples": 8, "freeze": ["text"]}}
     for changes, digest in (({}, "369d41eb"), (freeze, "7525d298")):
         folder = reference.settings(**changes).checkpoint_folder
         assert folder.name.endswith(f"-{digest}-checkpoints")

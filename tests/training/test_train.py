@@ -26,11 +26,11 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _on_shards(sounds: Path, **train: Any) -> dict[str, Any]:
-    return {"model": RANDOM, "data": commands.shard_data(sounds), "train": {"samples": STEPS * BATCH * 2, **train}}
+    return {"model": RANDOM, "data": commands.shard_data(sounds), "train": {"max_samples": STEPS * BATCH * 2, **train}}
 
 
 def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
-    train = {"samples": 10 * 2 * 2 * BATCH, "accumulation": "cached"}
+    train = {"max_samples": 10 * 2 * 2 * BATCH, "accumulation": "gradcache"}
     clap = {"train": train, "checkpoint": {"every_steps": 4}}
     config = write_training(tmp_path, gradient_accumulation_steps=2, clap=clap)
     output = commands.train(config)
@@ -114,7 +114,7 @@ def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_
 
 def test_nan_loss_stops_with_the_step_and_saves_nothing(tmp_path: Path) -> None:
     adam = {"type": "AdamW", "params": {"lr": 1e30, "torch_adam": True}}
-    clap = {"train": {"samples": 400, "log_every_steps": 3}, "checkpoint": {"every_steps": 2}}
+    clap = {"train": {"max_samples": 400, "log_every_steps": 3}, "checkpoint": {"every_steps": 2}}
     config = write_training(tmp_path, optimizer=adam, scheduler={}, clap=clap)
     ranks = RunningRanks(config, 2)
     assert ranks.wait() == [1, 1]
@@ -128,7 +128,7 @@ def test_nan_loss_stops_with_the_step_and_saves_nothing(tmp_path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path) -> None:
-    config = write_training(tmp_path, clap={"train": {"samples": 6 * BATCH}, "checkpoint": {"every_steps": 3}})
+    config = write_training(tmp_path, clap={"train": {"max_samples": 6 * BATCH}, "checkpoint": {"every_steps": 3}})
     commands.train(config, world_size=1)
     folder = load_run(config).checkpoint_folder
     for states in folder.glob("*/state.safetensors"):
@@ -155,14 +155,14 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
         config = write_training(tmp_path, name, train_micro_batch_size_per_gpu=micro_batch, clap=clap)
         return config, commands.train(config, world_size=1)
 
-    config, output = run("first", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
-    assert "a global batch has 61 pairs, but the data only 60 samples" in output
+    config, output = run("first", max_samples=8 * micro_batch, target_metrics={"zero_shot_top1": 0.0})
+    assert "a global batch has 61 pairs, but the data only 60 max_samples" in output
     (summary,) = commands.summaries(config)
     assert (summary["state"], summary["step"]) == ("completed", 3)
     assert 0 < summary["time_to_target_s"] <= summary["train_s"]
-    _, output = run("second", samples=8 * micro_batch, stop_at={"zero_shot_top1": 0.0})
-    assert summary["ended_early"] in output
-    config, output = run("unreached", samples=5 * micro_batch, stop_at={"zero_shot_top1": 1.0})
+    _, output = run("second", max_samples=8 * micro_batch, target_metrics={"zero_shot_top1": 0.0})
+    assert summary["stop_reason"] in output
+    config, output = run("unreached", max_samples=5 * micro_batch, target_metrics={"zero_shot_top1": 1.0})
     (summary,) = commands.summaries(config)
     assert (summary["step"], summary["time_to_target_s"]) == (5, None)
     assert f"  clap-evaluate {tmp_path / 'checkpoints'} --deepspeed_config {config}\n" in output

@@ -29,7 +29,7 @@ def test_learns_what_unseen_sounds_are_called(tmp_path: Path, data: Path) -> Non
     content["train_micro_batch_size_per_gpu"] = 16
     content["scheduler"]["params"] |= {"total_num_steps": NUM_TRAIN * EPOCHS // 32, "warmup_num_steps": 10}
     content["clap"]["evaluation"] |= {"every_steps": None, "retrieval": None}
-    content["clap"] |= {"train": {"epochs": float(EPOCHS)}, "output": {"root": str(tmp_path / "runs")}}
+    content["clap"] |= {"train": {"epochs": float(EPOCHS)}, "output": {"dir": str(tmp_path / "runs")}}
     config = tmp_path / "demo.json"
     config.write_text(json.dumps(content))
     commands.train(config)

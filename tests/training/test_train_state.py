@@ -23,7 +23,7 @@ def test_steps_are_those_a_run_takes(total: int, per_step: int, done: int) -> No
 
 
 def test_steps_are_global_batches_and_epochs_are_counted_in_samples() -> None:
-    run = settings(gradient_accumulation_steps=2, train={"samples": 100})
+    run = settings(gradient_accumulation_steps=2, train={"max_samples": 100})
     schedule = Schedule.of(run, world_size=2, epoch_samples=None)
     assert (schedule.samples, schedule.samples_per_step, schedule.epoch(50)) == (100, 12, None)
     run = settings(train={"epochs": 2.5})

@@ -35,7 +35,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 def write_training(folder: Path, name: str = "run", **changes: Any) -> Path:
     """Write an fp32 training run of the micro preset that logs every step; runs and checkpoints go to `folder`. `changes`: as
     for `micro_run`, with `clap.train` merged into the defaults here."""
-    clap = {"output": {"root": str(folder / "runs")}, **changes.pop("clap", {})}
+    clap = {"output": {"dir": str(folder / "runs")}, **changes.pop("clap", {})}
     clap["train"] = {"log_every_steps": 1, **clap.get("train", {})}
     plan = {"total_num_steps": 24, "warmup_num_steps": 4, "warmup_type": "linear"}
     defaults = {"bf16": {"enabled": False}, "scheduler": {"type": "WarmupCosineLR", "params": plan}}
@@ -53,7 +53,7 @@ def make_sounds(folder: Path, *options: str) -> Path:
 def shard_data(sounds: Path) -> dict[str, Any]:
     """Return the `data` section for shards of `examples.synthetic_sounds`."""
     paths = {"shards": str(sounds / "*.tar"), "tokenizer": str(sounds / "tokenizer")}
-    return {"source": "shards", **paths, "num_workers": 1, "shuffle_buffer": 8}
+    return {"source": "webdataset", **paths, "num_workers": 1, "shuffle_buffer": 8}
 
 
 class RunningRanks:
@@ -95,7 +95,7 @@ def train(config: Path, world_size: int = 2, *options: str) -> str:
 
 def run_directories(config: Path) -> list[Path]:
     """Return the summaries of all starts of a run, in order."""
-    root = Path(json.loads(config.read_text())["clap"]["output"]["root"])
+    root = Path(json.loads(config.read_text())["clap"]["output"]["dir"])
     return sorted(path for path in root.glob(f"{config.stem}-*Z*") if path.is_dir())
 
 

@@ -69,12 +69,12 @@ def test_the_best_good_one_is_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     def best(folder: str) -> str:
         return checkpoint_files.find_checkpoint(tmp_path / folder, best=True).name
 
-    make_checkpoint(tmp_path / "top1", 1, best_by="m")
-    with pytest.raises(DamagedError, match="best_by"):
+    make_checkpoint(tmp_path / "top1", 1, best_metric="m")
+    with pytest.raises(DamagedError, match="best_metric"):
         best("top1")
     for step, score in ((2, 0.2), (3, 0.3), (4, 0.1)):
-        make_checkpoint(tmp_path / "top1", step, metrics={"m": score}, best_by="m")
-        make_checkpoint(tmp_path / "loss", step, metrics={"retrieval_loss": score}, best_by="retrieval_loss")
+        make_checkpoint(tmp_path / "top1", step, metrics={"m": score}, best_metric="m")
+        make_checkpoint(tmp_path / "loss", step, metrics={"retrieval_loss": score}, best_metric="retrieval_loss")
     assert (best("top1"), best("loss")) == ("step-00000003", "step-00000004")
     flip_bit(tmp_path / "top1" / "step-00000003" / "weights.safetensors", 99)
     assert best("top1") == "step-00000002"
@@ -108,7 +108,7 @@ def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, 
     made = [Manifest(at, 100 - at, {}, {}, None, each, {}) for at, each in enumerate(told)]
     manifests = {str(each.serial): each for each in reversed(made)}
     doomed = checkpoint_files.superfluous(
-        manifests, CheckpointSettings(keep_last=keep_last, keep_best=keep_best, best_by="m")
+        manifests, CheckpointSettings(keep_last=keep_last, keep_best=keep_best, best_metric="m")
     )
     assert doomed == [name for name in "01234"[: len(scores)] if name not in kept]
 

@@ -103,7 +103,11 @@ def test_transformers_gives_the_same_embeddings(
 def test_captions_are_cut_at_the_trained_length(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = {"settings": {"clap": {"text_tokens": 12}}, "best_by": "zero_shot_top1", "metrics": {"zero_shot_top1": 0.5}}
+    told = {
+        "settings": {"clap": {"context_length": 12}},
+        "best_metric": "zero_shot_top1",
+        "metrics": {"zero_shot_top1": 0.5},
+    }
     path = checkpoint_of(random_model(learns_bias=True), tmp_path / "run", 3, tokenizer=tokenizer, **told)
     checkpoint_of(random_model(), tmp_path / "run", 4, tokenizer=tokenizer, **told | {"metrics": {}})
     export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--best"])

@@ -55,7 +55,7 @@ def test_checkpoints_of_other_versions_keep_their_sizes_whatever_a_preset_is_now
     """Unknown fields in the manifest and in the run's settings are ignored."""
     named = ClapModel(MICRO.model_copy(update={"name": "htsat_tiny_roberta_base"}))
     named.load_state_dict(model.state_dict())
-    settings = {"clap": {"train": {"shuffle_captions": True}, "hardware": {"measure_peak": True}, "text_tokens": 12}}
+    settings = {"clap": {"train": {"shuffle_captions": True}, "hardware": {"measure_peak": True}, "context_length": 12}}
     path = checkpoint_of(named, tmp_path, settings=settings)
     content = json.loads((path / "manifest.json").read_text()) | {"resumed_from": 7}
     content["hash"] = checkpoint_files._hash({name: value for name, value in content.items() if name != "hash"})
@@ -63,7 +63,7 @@ def test_checkpoints_of_other_versions_keep_their_sizes_whatever_a_preset_is_now
     for config in (None, MICRO):
         found = load_weights(tmp_path, config)
         assert_weights(found, model)
-        assert (found.config.audio, found.config.joint_dim, found.text_tokens) == (MICRO.audio, MICRO.joint_dim, 12)
+        assert (found.config.audio, found.config.joint_dim, found.context_length) == (MICRO.audio, MICRO.joint_dim, 12)
 
 
 def test_what_is_damaged_or_no_weights_is_refused(model: ClapModel, tmp_path: Path) -> None:
@@ -110,26 +110,30 @@ def test_a_learned_bias_goes_with_the_sigmoid_loss_and_is_no_obstacle_without(tm
 
 
 def test_what_is_known_of_weights_comes_with_them(model: ClapModel, tmp_path: Path) -> None:
-    settings = {"clap": {"text_tokens": 12, "loss": {"kind": "another"}}}
-    best = {"metrics": {"zero_shot_top1": 0.25}, "best_by": "zero_shot_top1"}
+    settings = {"clap": {"context_length": 12, "loss": {"kind": "another"}}}
+    best = {"metrics": {"zero_shot_top1": 0.25}, "best_metric": "zero_shot_top1"}
     told = checkpoint_of(model, tmp_path, 1, "roberta-base", settings=settings, **best)
     old = checkpoint_of(model, tmp_path, 1200, tokenizer="tokenizer")
     for path in (told, told / "weights.safetensors"):
         found = load_weights(path)
-        assert (found.tokenizer, found.text_tokens, found.loss_kind) == ("roberta-base", 12, "another")
+        assert (found.tokenizer, found.context_length, found.loss_kind) == ("roberta-base", 12, "another")
         assert found.shown == f"{path}, step 1, zero_shot_top1 0.25"
     for path in (tmp_path, old / "weights.safetensors"):
         found = load_weights(path)
-        assert (found.tokenizer, found.text_tokens, found.loss_kind) == (str(old / "tokenizer"), None, "softmax")
+        assert (found.tokenizer, found.context_length, found.loss_kind) == (str(old / "tokenizer"), None, "softmax")
         assert found.shown == f"{old if path == tmp_path else path}, step 1,200"
     for tokens in (12, None):
         (tmp_path / "lone.safetensors").write_bytes(
             safetensors.torch.save(*to_safetensors(model.state_dict(), MICRO, tokens))
         )
         found = load_weights(tmp_path / "lone.safetensors", MICRO)
-        assert (found.tokenizer, found.text_tokens, found.shown) == (None, tokens, str(tmp_path / "lone.safetensors"))
+        assert (found.tokenizer, found.context_length, found.shown) == (
+            None,
+            tokens,
+            str(tmp_path / "lone.safetensors"),
+        )
     save_transformers(model, tmp_path / "hf")
     for limit, expected in ((12, 12), (64, None), (10**30, None), (1.5, None)):  # MICRO has 64 positions
         (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
         found = load_weights(tmp_path / "hf")
-        assert (found.tokenizer, found.text_tokens) == (str(tmp_path / "hf"), expected)
+        assert (found.tokenizer, found.context_length) == (str(tmp_path / "hf"), expected)

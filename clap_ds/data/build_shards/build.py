@@ -41,7 +41,7 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     add("--audio_column", metavar="NAME", help="column of paths, or a template such as '{id}_{start}.wav'")
     add("--caption_columns", nargs="+", metavar="NAME", help="columns of captions or class names")
     more = "columns of several names separated by commas, semicolons or bars, such as FSD50K's labels; split into lists"
-    add("--list_column", nargs="+", default=[], metavar="NAME", help=more)
+    add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=more)
     add("--audio_root", type=Path, metavar="DIR", help="folder that paths are relative to (default: SOURCE's)")
     group = parser.add_argument_group("held-out items for evaluation")
     add, add_one = group.add_argument, group.add_mutually_exclusive_group().add_argument

@@ -103,7 +103,7 @@ def _read_list(source: Path, options: Namespace) -> Iterator[Entry]:
         if not (path := path_in(row, audio)):
             raise UserError(f"{source}:{line}: no path in {audio}")
         more = {name: value for name, value in row.items() if value is not None and name != audio}
-        yield Entry((options.audio_root or source.parent) / path, *_divided(more, captions, options.list_column))
+        yield Entry((options.audio_root or source.parent) / path, *_divided(more, captions, options.multilabel_column))
 
 
 def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
@@ -141,7 +141,7 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
     for option, columns in (
         ("--audio_column", COLUMN_IN_NAME.findall(audio) or [audio or "path"]),
-        ("--list_column", options.list_column),
+        ("--multilabel_column", options.multilabel_column),
         ("--caption_columns", captions or ["caption"]),
     ):
         if missing := [name for name in columns if name not in names]:
@@ -190,6 +190,6 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
             if not isinstance(row, dict):
                 raise ValueError(f"expected {text.name}, or {described.name} with an object, next to it")
             columns = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, row))
-            yield Entry(path, *_divided(row, columns, options.list_column))
+            yield Entry(path, *_divided(row, columns, options.multilabel_column))
         except (ValueError, OSError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")

@@ -36,7 +36,7 @@ def print_left_out(folder: Path, shards: Sequence[BuiltShard], unusable: Sequenc
 
 def print_settings(shards: str | None, tokenizer: str, preset: str | None, more: dict[str, Any] | None = None) -> None:
     """Print the settings of a run on these shards, if there are training shards, and `more` sections."""
-    data = {"data": {"source": "shards", "shards": shards, "tokenizer": tokenizer}}
+    data = {"data": {"source": "webdataset", "shards": shards, "tokenizer": tokenizer}}
     settings = (data if shards else {}) | ({"model": {"preset": preset}} if preset else {}) | (more or {})
     sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
     print('For a run\'s JSON, in "clap":', *sections, sep="\n")
