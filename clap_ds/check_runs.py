@@ -63,7 +63,7 @@ def main() -> None:
     versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     print("clap-check", json.dumps(versions), flush=True)
     if lack := missing(PACKAGES):
-        raise UserError(f"{lack}: run `make setup` and use .venv, or name another python in the site file")
+        raise UserError(f"{lack}: run `make setup` and use .venv, or name another python in the cluster profile")
     if arguments.files:
         check(arguments.files, train=arguments.train)
 

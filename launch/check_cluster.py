@@ -1,4 +1,4 @@
-"""Check a site file on this cluster, and runs' JSONs with the ranks' Python, before jobs are queued.
+"""Check a cluster profile on this cluster, and runs' JSONs with the ranks' Python, before jobs are queued.
 
 The checks of a run need packages that a login node's Python may lack, so they run in the environment of a job.
 """
@@ -25,7 +25,7 @@ _NO_SUCH_NODES = "node configuration is not available"
 
 
 def show_check(site: Site) -> None:
-    """Check what a site file allows without a job, and print it. UserError if a check fails."""
+    """Check what a cluster profile allows without a job, and print it. UserError if a check fails."""
     print(f"python  {check_environment(site)}")
     options = {"account": site.account, "partition": site.partition, "time": site.walltime(1)}
     lines = [*site.sbatch, *(f"--{name}={value}" for name, value in options.items() if value)]

@@ -1,4 +1,4 @@
-"""Read and validate site files, which describe clusters.
+"""Read and validate cluster profiles, which describe clusters.
 
     python launch/cluster_profile.py check mine     checks python, module lines, partition and account on this cluster
 
@@ -128,8 +128,8 @@ def _wrong_values(site: Site) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/cluster_profile.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["check"], help="check the cluster on this cluster")
-    parser.add_argument("cluster", help="name under launch/clusters/, or path of a cluster file")
+    parser.add_argument("what", choices=["check"], help="check the profile on this cluster")
+    parser.add_argument("cluster", help="name under launch/clusters/, or path of a profile")
     arguments = parser.parse_args(argv)
     return exit_code_of(lambda: show_check(load_site(arguments.cluster)))
 

@@ -128,7 +128,7 @@ class Jobs:
         print(f"python: {check_environment(site, runs, train=self.request.train)}")
 
     def write_scripts(self, jobs: list[Job]) -> None:
-        """Write the jobs' scripts and site files, and the record."""
+        """Write the jobs' scripts and cluster profiles, and the record."""
         for job in jobs:
             write_atomically(self.folder / f"{job.name}.sbatch", self.text(job))
             with own_folder(self.folder / job.folder) as folder:

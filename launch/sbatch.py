@@ -20,7 +20,7 @@ TRAINING_TIME = "1-00:00:00"
 
 @dataclass(frozen=True)
 class Request:
-    """Options of jobs that the site file does not set."""
+    """Options of jobs that the cluster profile does not set."""
 
     cluster: str
     gpus: int
@@ -49,7 +49,7 @@ class Request:
 def add_request(parser: argparse.ArgumentParser) -> None:
     """Add the options that `request_of` reads."""
     add = parser.add_argument
-    add("--cluster", default="generic", help="name under launch/clusters/, or path of a site file (default: generic)")
+    add("--cluster", default="generic", help="name under launch/clusters/, or path of a profile (default: generic)")
     add("--train", action="store_true", help="train instead of running the benchmark")
     add("--gpus", type=whole_number(), help="ranks per node (default: the site's)")
     add("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default: the site's)")
@@ -73,7 +73,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     shown = max((gpus for gpus, _ in nodes), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
-        raise UserError("no gpus_per_node in the site file, and sinfo shows no GPUs: pass --gpus")
+        raise UserError("no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus")
     if not arguments.train and (arguments.auto_requeue or arguments.train_options):
         raise UserError("--auto_requeue and options after -- need --train")
     parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)

@@ -94,7 +94,7 @@ def resume(arguments: argparse.Namespace) -> None:
         }
         cluster = sweep.request.cluster
         if not arguments.cluster and ("/" in cluster or cluster.endswith(".json")):
-            what = "names a cluster file, which can run any command: inspect the file, then pass it"
+            what = "names a profile, which can run any command: inspect the file, then pass it"
             raise UserError(f"{arguments.folder / RECORD} {what} with --cluster {shlex.quote(cluster)}")
         sweep.request = replace(sweep.request, **changes)
         sweep.check(missing)
@@ -109,7 +109,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
-            parser.add_argument("--cluster", help="site (default: the sweep's; required if that was a file)")
+            parser.add_argument("--cluster", help="profile (default: the sweep's; required if that was a file)")
         parser.set_defaults(run=show_status if what == "status" else resume)
         return parser.parse_args(argv)
     later = "`sweep.py status FOLDER` shows the jobs' states; `sweep.py resume FOLDER` resubmits missing jobs."

@@ -47,7 +47,7 @@ class ModelSettings(Section):
     spec_augment: bool = True
     """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, like LAION's training code."""
     attention_impl: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
-    """Window attention_impl kernel of the audio tower. `auto`: on CPUs `clap.cpu_kernels` if available, else `matmul`; on CUDA
+    """Window attention kernel of the audio tower. `auto`: on CPUs `clap.cpu_kernels` if available, else `matmul`; on CUDA
     `triton` if it compiles and runs, else `sdpa`."""
     mlp_impl: Literal["auto", "torch", "triton"] = "auto"
     """MLP kernel of the audio blocks: unfused `torch`, or `triton`, which fuses MLPs up to 256 channels wide and stores no
@@ -178,9 +178,9 @@ class TrainSettings(Section):
     """`plain`: micro-batches are separate contrastive batches with averaged gradients, as in DeepSpeed. `gradcache`: they
     form one large batch with its exact gradient (GradCache, arXiv 2101.06983)."""
     resume: str = "auto"
-    """Checkpoint to resume from: a path, or `auto` for a newest valid one in `clap.checkpoint.folder` or `remote_sync`."""
+    """Checkpoint to resume from: a path, or `auto` for the newest valid one in `clap.checkpoint.folder` or `remote_sync`."""
     target_metrics: dict[str, float] = {}
-    """Stop when an evaluation reaches all of these, e.g. {"zero_shot_top1": 0.9}, and record a time it took."""
+    """Stop when an evaluation reaches all of these, e.g. {"zero_shot_top1": 0.9}, and record the time it took."""
     log_every_steps: PositiveInt = 10
     """Steps between progress lines and checks that the loss is finite."""
 
@@ -201,7 +201,7 @@ class CheckpointSettings(Section):
     async_save: bool = True
     """Write checkpoints asynchronously from a copy in rank 0's host memory."""
     remote_sync: str | None = None
-    """Folder or fsspec URL to copy finished checkpoints to in the async_save, and to resume from if there are none locally.
+    """Folder or fsspec URL to copy finished checkpoints to in the background, and to resume from if there are none locally.
     Credentials come only from the environment."""
 
 

@@ -43,7 +43,7 @@ class ClapSettings(Section):
     gradient_sync: Literal["overlap", "deepspeed"] = "overlap"
     """Gradient all-reduce: torch's reducer during the backward pass, or DeepSpeed after it."""
     bucket_cap_mb: PositiveFloat = 12.0
-    """Bucket size of the overlap all-reduce in MB; torch's default is 25."""
+    """Bucket size of the overlapped all-reduce in MB; torch's default is 25."""
     bench: schema.BenchSettings = schema.BenchSettings()
     train: schema.TrainSettings = schema.TrainSettings()
     checkpoint: schema.CheckpointSettings = schema.CheckpointSettings()

@@ -80,10 +80,10 @@ class Clap:
                 8 channels, floating point in ±1 or int16. Channels are averaged, other rates resampled, samples clipped
                 to ±1, short sounds repeated.
             sample_rate: of arrays only, in Hz. `sampling_rate` is `transformers`' name for it.
-            pooling: for longer sounds, "mean" (normalized mean of all pooling' embeddings) or "center" (the center
+            pooling: for longer sounds, "mean" (normalized mean of all windows' embeddings) or "center" (the center
                 window, as in evaluation; with feature fusion, the whole sound).
-            overlap: fraction of overlap between consecutive pooling, from 0 to below 1.
-            batch_size: pooling per batch.
+            overlap: fraction of overlap between consecutive windows, from 0 to below 1.
+            batch_size: windows per batch.
             num_workers: decoding processes (0: none).
         """
         is_alone = _is_encoded(audio) or isinstance(audio, Mapping) or getattr(audio, "ndim", 3) < 3

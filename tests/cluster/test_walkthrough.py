@@ -1,6 +1,6 @@
 """Run the walk-through of docs/clusters.md on a real SLURM and compare its output with the page.
 
-The folder's name has a space. The site file is the test cluster's, and the model is smaller.
+The folder's name has a space. The cluster profile is the test cluster's, and the model is smaller.
 """
 
 import json

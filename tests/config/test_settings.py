@@ -21,7 +21,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         r"no preset 'htsat_tiny'.*; expected one of clap_htsat_tiny_r.*; or the path of",
     ),
     ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'webdataset'"),
-    ({"data": {"source": "webdataset", "webdataset": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
+    ({"data": {"source": "webdataset", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
     ({"data": {"source": "synthetic", "placment": "host"}}, r"data\.placment: no such field; did you mean 'placement'"),
     (
         {"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}},

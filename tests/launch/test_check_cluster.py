@@ -1,4 +1,4 @@
-"""Checks of site files with a fake SLURM."""
+"""Checks of cluster profiles with a fake SLURM."""
 
 import json
 from pathlib import Path
