@@ -23,7 +23,7 @@ from tests.training.reference_steps import settings
     ("section", "message"),
     [
         ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed; pip install wandb"),
-        ({"tensorboard": {"enabled": True, "output": "x"}}, "DeepSpeed refuses the configuration"),
+        ({"tensorboard": {"enabled": True, "output": "x"}}, "DeepSpeed rejects the configuration"),
     ],
 )
 def test_what_one_rank_would_find_while_others_wait_is_told_before(
