@@ -1,4 +1,4 @@
-"""Runs a command, pytest's, in every kind of arithmetic that this machine can do, in 1 and 2 threads."""
+"""Run a pytest command with every kind of arithmetic that this machine supports, with 1 and 2 threads."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ import torch
 from clap_ds.cpu_kernels import jit_build
 
 OWN, AVX2 = {"CXX": "false"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # no compiler, no native kernels
-KINDS = {  # variables, and the capabilities of ATen's that it takes something from
+KINDS = {  # environment variables, and the ATen capabilities that the kind disables
     "native kernels": ({}, ""),
     "torch's": (OWN, ""),
     "oneDNN without bf16": (OWN | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, "AVX512"),
@@ -27,7 +27,7 @@ has = torch.backends.cpu.get_cpu_capability()
 for kind, (variables, capabilities) in list(KINDS.items()):
     why_not = f"the processor has {has}" if capabilities and has not in capabilities else ""
     if problem := why_not or (not variables and jit_build.unavailable()):
-        print(f"{kind:22} not here: {problem}", flush=True)
+        print(f"{kind:22} unavailable: {problem}", flush=True)
         del KINDS[kind]
 codes = []
 for threads, (kind, (variables, _)) in itertools.product("12", KINDS.items()):

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: put the files of the repository that pages link to on the site, and adjust the links."""
+"""Add the repository's files that pages link to to the site and adjust the links, as an mkdocs hook."""
 
 import os
 import re
@@ -13,18 +13,18 @@ PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 
 
 def path_of(uri: str) -> str:
-    """Return the repository's path of a file of the site."""
+    """Return the path in the repository of a file of the site."""
     return f"docs/{uri}" if (ROOT / "docs" / uri).is_file() else uri
 
 
 def target_of(link: str, uri: str) -> Path:
-    """Return the repository's file that a link of the page leads to; a folder stands for its README."""
+    """Return the repository's file for a link of the page; for a folder, its README."""
     path = Path(os.path.normpath(ROOT / path_of(uri) / ".." / link))
     return path / "README.md" if (path / "README.md").is_file() else path
 
 
 def uri_of(target: Path) -> str:
-    """Return where the site has a file of the repository."""
+    """Return the site's path of a file of the repository."""
     path = target.relative_to(ROOT).as_posix()
     return "index.md" if path == "README.md" else path.removeprefix("docs/")
 

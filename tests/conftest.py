@@ -135,7 +135,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small trained tokenizer."""
+    """Train a small tokenizer and return its folder."""
     from clap_ds.model.tokenizer import train_tokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")
@@ -145,7 +145,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def micro() -> Any:
-    """The micro preset with clips of 480 samples."""
+    """Return the micro preset with clips of 480 samples."""
     from clap_ds.config.model import load_preset
 
     model = load_preset("micro")

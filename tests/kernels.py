@@ -1,5 +1,4 @@
-"""Compile this project's CPU kernels for each instruction set of this CPU, and for AMX emulated with AVX-512.
-Prints once why there are none."""
+"""Compile this project's CPU kernels for each instruction set of this CPU, and for AMX emulated with AVX-512."""
 
 import functools
 import os

@@ -47,7 +47,7 @@ def programs(*names: str) -> None:
 
 
 def no_space(path: str) -> None:
-    """DeepSpeed's launcher passes this path to a shell unquoted."""
+    """Skip if the path has a space: DeepSpeed's launcher passes it to a shell unquoted."""
     if " " in path:
         _do_without("an environment whose path has no space")
 
@@ -58,7 +58,7 @@ def root(what: str) -> None:
 
 
 def namespaces() -> None:
-    """Need namespaces of networks, processes and mounts."""
+    """Require namespaces of networks, processes and mounts."""
     root("hosts are namespaces")
     trial = subprocess.run(["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True)
     if trial.returncode:
@@ -66,7 +66,7 @@ def namespaces() -> None:
 
 
 def package_index() -> None:
-    """Need an index that pip can reach."""
+    """Require an index that pip can reach."""
     with tempfile.TemporaryDirectory() as folder:
         probe = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=0", "--timeout=15"]
         probe += ["--no-cache-dir", "--dest", folder, "annotated-doc"]

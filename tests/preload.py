@@ -1,4 +1,4 @@
-"""Imports of the commands under test, made once for all processes forked from here (`tests/processes.py`).
+"""Import what commands under test need, once for all processes forked from here (`tests/processes.py`).
 
 Only imports: forks would lose threads started here.
 """

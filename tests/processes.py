@@ -29,7 +29,7 @@ Constants = Mapping[str, object] | None
 
 
 def warm_context() -> ForkServerContext:
-    """Processes are forked from one that has imported `tests.preload` and lives as long as this process."""
+    """Return a context that forks processes from one that has imported `tests.preload` and lives as long as this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
     with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +51,7 @@ def end_all() -> None:
 
 
 class Command:
-    """A running Python command, with an interface like `subprocess.Popen`.
+    """Start a Python command, with an interface like `subprocess.Popen`.
 
     Args:
         arguments: Python's arguments: a file, `-m` and a module or `-c` and a program, and its arguments.
@@ -97,7 +97,7 @@ class Command:
 
     @property
     def stdout(self) -> str:
-        """Its output so far."""
+        """Return its output so far."""
         return self._stdout.read_text()
 
     @property

@@ -1,4 +1,4 @@
-"""A pool of rank processes with a process group, kept for the whole test run."""
+"""Keep a pool of rank processes with a process group for the whole test run."""
 
 import os
 import traceback
@@ -14,7 +14,7 @@ __all__ = ["RankPool", "free_port", "in_group_of"]
 
 
 class RankPool:
-    """`world_size` processes that run a function together and return each rank's result.
+    """Start `world_size` processes that run a function together and return each rank's result.
 
     Args:
         gpu: make GPUs visible; such processes are spawned, as the usual parent sees none.
@@ -70,7 +70,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, gpu: bool, g
 
 
 def in_group_of(world_size: int, store: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run `function` on the first `world_size` ranks of an ungrouped pool, with a gloo group between them; None on the others.
+    """Run `function` with a gloo group on the first `world_size` ranks of an ungrouped pool; return None on the others.
 
     Args:
         store: a new file for the rendezvous.

@@ -1,4 +1,4 @@
-"""Runs commands of README and docs/ verbatim if possible here, and checks that the names they use exist."""
+"""Run commands of README and docs/ verbatim if possible, and check that the names they use exist."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def test_programs_scripts_and_configurations_are_there(command: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout as cloned, plus the runs that README analyzes."""
+    """Copy the checkout as cloned, and add the runs that README analyzes."""
     folder = tmp_path / "clap-ds"
     left_out = shutil.ignore_patterns(".*", "runs", "wheelhouse", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)

@@ -1,4 +1,4 @@
-"""AdamW CPU kernel for bf16 parameters with fp32 master weights, in one pass over memory per step.
+"""Run AdamW for bf16 parameters with fp32 master weights in one pass over memory, with a CPU kernel.
 
 Torch's kernel also needs fp32 copies of the gradients and copies the masters back.
 """

@@ -1,4 +1,4 @@
-"""CPU kernels with one pass over memory: layer norm with residual, dropout, mel power.
+"""Run layer norm with residual, dropout and mel power in one pass over memory, with CPU kernels.
 
 They fuse the residual of pre-norm and post-norm blocks, for which torch needs another pass over the activations in each
 direction. All threads draw dropout's mask; in torch, only one does.

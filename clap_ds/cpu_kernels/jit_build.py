@@ -1,4 +1,4 @@
-"""Compile the C++ files in this folder into a library, once per machine, and open it.
+"""Compile the C++ files in `csrc/` into a library, once per machine, and open it.
 
 Kernels take addresses and sizes; the modules that wrap them check shapes and dtypes.
 """

@@ -1,4 +1,4 @@
-"""Linear layers with CPU kernels: bf16 products, fp32 sums, with bias, GELU and residual fused.
+"""Run linear layers with CPU kernels: bf16 products, fp32 sums, with bias, GELU and residual fused.
 
 All tensors are bf16 on the CPU. Shape letters: M rows (all leading dimensions), K inputs, N outputs.
 """

@@ -1,4 +1,4 @@
-"""Softmax attention of captions over their own tokens with CPU kernels.
+"""Run softmax attention of captions over their own tokens with CPU kernels.
 
 Captions are segments of rows. So one kernel supports padded and packed ones, with all tokens or only the first as
 queries, and reads q, k and v in place. Shape letters: S segments, T rows, A heads, D head dim, C = A·D.

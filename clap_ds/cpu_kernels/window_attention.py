@@ -1,4 +1,4 @@
-"""Window attention with CPU kernels.
+"""Run window attention with CPU kernels.
 
 Each head of a window is read from the qkv projection's output and written to its place in the output grid. Scores and
 softmax are in fp32; weights and their gradients are rounded to bf16 for the products. The backward pass recomputes the

@@ -1,4 +1,4 @@
-"""torch.compile over a model's parts (`clap.compile`), and on a GPU over the loss's element-wise functions."""
+"""Compile a model's parts with torch.compile (`clap.compile`) and, on a GPU, the loss's element-wise functions."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ PARTS = {"mel": "the mel front end", "audio": "the audio tower", "text": "the te
 
 
 def what_to_compile(asked: str, device: torch.device) -> str:
-    """What `clap.compile` stands for on a device, where it is `auto`."""
+    """Return `clap.compile`, with `auto` resolved for the device."""
     return ("towers" if device.type == "cuda" else "off") if asked == "auto" else asked
 
 
 def compile_towers(
     engine: Any, batch: Batch, what: str, *, cached: bool, backend: str | Callable[..., Any] = "inductor"
 ) -> Summary:
-    """Compile both towers of DeepSpeed's engine, each a graph with its backward pass, and the mel front end, in place, so
-    that parameter names stay: before the first step, for batches like this one. A collective.
+    """Compile towers and mel front end of DeepSpeed's engine in place, before the first step, for such a batch. A collective.
 
-    Each part goes forward (`cached`: also without gradients) and backward as it will in a step: a failure there would leave
-    gradients half sent. What fails on one rank runs uncompiled on all.
+    Each part runs forward (`cached`: also without gradients) and backward, as a failure in a step would leave gradients half
+    sent. Each tower and its backward pass are one graph. A part that fails on one rank runs uncompiled on all.
     """
-    # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion where those are below 1 MB.
+    # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion if those are below 1 MB.
     torch._dynamo.config.optimize_ddp = False
     _note_compilations()
     mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
@@ -57,7 +56,7 @@ def compile_towers(
             problems[name] = judged(problem_of(partial(_try, part, inputs, cached=cached)), first_problem)
             if problems[name]:
                 part._compiled_call_impl = None
-                _say(f"warning: {PARTS[name]} runs slower, as it can't be compiled: {problems[name]}")
+                _say(f"warning: {PARTS[name]} can't be compiled and runs slower: {problems[name]}")
             if name == "mel":
                 audio = part(audio)
         for buffer, value in statistics:
@@ -71,28 +70,28 @@ def first_problem(problems: list[str | None]) -> str | None:
 
 
 def _try(part: nn.Module, inputs: list[Any], *, cached: bool) -> None:
-    """Pass inputs through a part, forward and backward."""
+    """Run a part forward and backward."""
     if cached:
         with torch.no_grad():
             part(*inputs)
     output = part(*inputs)
     if trained := [parameter for parameter in part.parameters() if parameter.requires_grad]:
-        torch.autograd.grad(output, trained, torch.zeros_like(output))  # which calls no hook of torch's reducer
+        torch.autograd.grad(output, trained, torch.zeros_like(output))  # calls no hook of torch's reducer
 
 
 def problem_of(action: Callable[[], object]) -> str | None:
-    """Why an action fails, in a line; None where it doesn't, and raises for want of memory."""
+    """Return why an action fails, in one line, or None if it succeeds. Raises torch.OutOfMemoryError."""
     try:
         action()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of whatever type a compiler or a driver has
+    except Exception as error:  # compilers and drivers raise any type
         return reason_of(error)
     return None
 
 
 def reason_of(error: Exception) -> str:
-    """In a line, without Dynamo's words around it."""
+    """Return the error's first line, without Dynamo's message around it."""
     error = getattr(error, "inner_exception", error)
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -106,16 +105,16 @@ _failed = set[Callable[..., Any]]()
 
 
 def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that changes none of its arguments, compiled if the first of them, a tensor, is on a GPU.
+    """Call a function that changes none of its arguments, compiled if the first one, a tensor, is on a GPU.
 
-    Without Triton or a C compiler it runs as it is, and rank 0 warns once.
+    Without Triton or a C compiler it runs uncompiled, and rank 0 warns once.
     """
     if arguments[0].is_cuda and function not in _failed:
         try:
             return _compiled(function)(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
             _failed.add(function)
-            _say(f"warning: the loss runs slower, as {function.__name__} can't be compiled: {reason_of(error)}")
+            _say(f"warning: {function.__name__} can't be compiled, so the loss runs slower: {reason_of(error)}")
     return function(*arguments)
 
 
@@ -126,8 +125,8 @@ def _compiled(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def keep_code() -> None:
-    """Have Inductor and Triton keep what they compile where nobody else can write: not in /tmp, Inductor's
-    default, which Dynamo's import has named."""
+    """Set the caches of Inductor and Triton to folders that only this user can write, unlike Inductor's default in /tmp.
+    Dynamo's import has already set that default."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
@@ -140,11 +139,11 @@ def keep_code() -> None:
 
 @cache
 def _note_compilations() -> None:
-    """Have this rank say that it compiles: a step in which it does, as one of other shapes, may take minutes."""
+    """Report compilations to the watchdog: a step with new shapes may take minutes."""
     from torch._dynamo.callback import callback_handler
 
     keep_code()
-    # The FFT's, which is torch's.
+    # Only the FFT is complex; it runs in torch.
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
     noted = ExitStack()
     callback_handler.register_start_callback(lambda _: noted.enter_context(watchdog.doing("compiling")))

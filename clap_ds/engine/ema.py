@@ -1,5 +1,6 @@
-"""An exponential moving average of the weights, which each step updates (Polyak and Juditsky 1992). It is kept as the optimiser
-keeps its fp32 weights; frozen weights and buffers are the model's own."""
+"""Average the weights exponentially over steps (Polyak and Juditsky 1992), with the layout of the optimizer's fp32 weights.
+
+Frozen weights and buffers are the model's own."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,10 +13,10 @@ from clap_ds.engine.optimizer import by_parameter, master_tensors
 
 
 class WeightAverage:
-    """The average, which begins with the present weights; `decay` is how much of it an update keeps.
+    """Hold the average, which starts as the current weights; an update keeps the fraction `decay` of it.
 
     Attributes:
-        tensors: the average, fp32, laid out as `master_tensors`.
+        tensors: the average, fp32, with the layout of `master_tensors`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, decay: float) -> None:
@@ -24,23 +25,23 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights of a step: average = decay · average + (1 - decay) · weights."""
+        """Update the average after a step: average = decay · average + (1 - decay) · weights."""
         torch._foreach_lerp_(self.tensors, master_tensors(self._optimizer), 1 - self._decay)
 
     def state(self) -> dict[str, Tensor]:
-        """Averages of the trained parameters, fp32, by name; they share the average's memory."""
+        """Return fp32 averages of the trained parameters by name; they share the average's memory."""
         parts = by_parameter(self._optimizer, self.tensors)
         return {name: parts[id(p)] for name, p in self._model.named_parameters() if id(p) in parts}
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from these weights, by parameter; those that aren't there stay."""
+        """Set the average to these weights by name; missing ones stay."""
         for name, average in self.state().items():
             average.copy_(weights.get(name, average))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model's weights are the average, in its dtypes, and afterwards again what they were, to the bit."""
+        """Replace the model's weights by the average, in their dtypes, and restore them exactly afterwards."""
         average = self.state()
         kept = {name: self._model.get_parameter(name).detach().clone() for name in average}
         self._put(average)

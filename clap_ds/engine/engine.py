@@ -1,7 +1,6 @@
-"""One training step on a DeepSpeed engine, with the logit scale's upper bound and a watch for losses that aren't finite.
+"""Train a CLAP model with a DeepSpeed engine, bounding the logit scale and detecting losses that aren't finite.
 
-After a run's first, no step of `FlatStep` has the host read from the device: what became of steps is told where losses are
-checked.
+After a run's first step with `FlatStep`, the host doesn't read from the device until losses are checked.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.timers import PhaseTimer
 
 MOST_SKIPPED = 40
-"""Steps skipped in a row that a run survives. fp16's loss scale starts at 2^16 and may need to be halved as often as that."""
+"""Consecutive skipped steps that end a run. fp16's loss scale starts at 2^16 and may need to be halved that often."""
 
 
 class ClapEngine:
-    """A CLAP model wrapped by DeepSpeed, stepping through batches.
+    """Hold a CLAP model wrapped with DeepSpeed and step through batches.
 
     Attributes:
         deepspeed: DeepSpeed's engine around the model.
-        average: of the weights, with `clap.train.ema_decay`; updated by every step, skipped ones included.
-        steps: optimiser steps taken, skipped ones included.
-        is_skipped: whether the last step was, in 16 bits for a gradient that isn't finite; scalar bool on the device.
-        skipped_in_a_row: of the last steps, how many were skipped, as of `count_skipped`.
-        norm_wanted: work out `gradient_norm` in every step.
+        average: moving average of the weights with `clap.train.ema_decay`; every step updates it, including skipped ones.
+        steps: number of optimizer steps, including skipped ones.
+        is_skipped: whether the last step was skipped because a 16-bit gradient wasn't finite; scalar bool on the device.
+        skipped_in_a_row: number of consecutive skipped steps up to the last `count_skipped`.
+        norm_wanted: compute `gradient_norm` in every step.
         gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
     """
 
     def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
-        """Wrap `model`; a collective. ValueError where DeepSpeed refuses its sections."""
+        """Wrap `model`. A collective; raises ValueError if DeepSpeed rejects its sections."""
         self.device, self.model = device, model.to(device)
         if device.type == "cpu" and run.clap.cpu_kernels == "auto":
             convert(self.model)
@@ -56,7 +55,7 @@ class ClapEngine:
         if isinstance(self.loss, SoftmaxLoss) and not self._cached:
             self.loss.gather_early(self.model)
         self.deepspeed = wrap(model, run)
-        if self._cached:  # the timer starts anew with every forward pass, so that half of them would be left out
+        if self._cached:  # the timer restarts with every forward pass, so it would omit half of them
             self.deepspeed.tput_timer.config.enabled = False
         optimizer = self.deepspeed.optimizer
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
@@ -70,12 +69,12 @@ class ClapEngine:
         self.gradient_norm: Tensor | None = None
         self._max_log_scale = math.log(run.clap.max_logit_scale)
         self.is_skipped = torch.zeros((), device=device, dtype=torch.bool)
-        # On the device: the first bad step, -1 for none; steps skipped since they were counted, and in a row.
+        # On the device: the first bad step or -1; steps skipped since the last count, and consecutive ones.
         self._first_bad_step = torch.full((1,), -1, device=device, dtype=torch.long)
         self._skipped = torch.zeros(2, device=device, dtype=torch.long)
 
     def step(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
-        """Take one optimiser step: what `accumulate` does and returns, then the update."""
+        """Take one optimizer step: call `accumulate`, update, and return its loss."""
         skipped_before = self.deepspeed.skipped_steps
         statistics = [buffer.clone() for buffer in self.model.audio.running_statistics()]
         loss_mean = self.accumulate(batches, timer)
@@ -90,11 +89,11 @@ class ClapEngine:
         return loss_mean
 
     def accumulate(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
-        """Forward and backward of a step's micro-batches, as many as DeepSpeed divides their losses by; no update.
+        """Run forward and backward of a step's micro-batches, without the update.
 
         Returns:
             Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
-            this rank's pairs against the whole step's.
+            this rank's pairs against all pairs of the step.
         """
         number = self.deepspeed.gradient_accumulation_steps()
         if self._cached:
@@ -109,7 +108,7 @@ class ClapEngine:
         return loss_sum / number
 
     def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
-        """Loss of one micro-batch, scalar fp32, with its gradients added to the parameters'."""
+        """Return the loss of one micro-batch, scalar fp32, and add its gradients to the parameters'."""
         with timer("forward"):
             features = self.deepspeed(*batch.model_inputs())
         with timer("loss"):
@@ -136,20 +135,20 @@ class ClapEngine:
         return loss.detach()
 
     def _count_micro_batch(self, timer: PhaseTimer) -> None:
-        """Have DeepSpeed count a micro-batch that isn't the step's last."""
+        """Make DeepSpeed count a micro-batch unless it is the step's last."""
         if not self.deepspeed.is_gradient_accumulation_boundary():
             with timer("optimizer"):
                 self.deepspeed.step()
 
     def set_accumulation_steps(self, number: int) -> None:
-        """Micro-batches in each of the following steps."""
+        """Set the number of micro-batches for all following steps."""
         if number != self.deepspeed.gradient_accumulation_steps():
             per_micro_step = self.deepspeed.train_micro_batch_size_per_gpu() * self.deepspeed.dp_world_size
             self.deepspeed.set_train_batch_size(number * per_micro_step)
             self.deepspeed.tput_timer.batch_size = number * per_micro_step
 
     def _update(self, timer: PhaseTimer) -> None:
-        """Update the weights, which ends a step."""
+        """Update the weights, and the gradient norm if wanted."""
         by_deepspeed = hasattr(self.deepspeed.optimizer, "_global_grad_norm")  # in 16 bits
         if self.norm_wanted and not by_deepspeed and not self.deepspeed.gradient_clipping() > 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -166,14 +165,14 @@ class ClapEngine:
 
     @torch.no_grad()
     def _bound_logit_scale(self) -> None:
-        """Keep the learned scale at or below its maximum, in the parameter and in the optimiser's fp32 copy of it."""
+        """Clamp the learned scale to its maximum, in the parameter and in the optimizer's fp32 copy."""
         (group,) = (group for group in self.deepspeed.optimizer.param_groups if group["name"] == "logit_scale")
         for scale in (self.model.logit_scale, *group["params"]):
             scale.clamp_(max=self._max_log_scale)
 
     def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
-        """Remember, on the device, whether the step was skipped, and the first with a loss or gradient that isn't finite; put
-        back the batch norm's `statistics` of before a skipped one."""
+        """Record on the device whether the step was skipped, and the first step with a loss or gradient that isn't finite.
+        Restore the batch norm's `statistics` after a skipped step."""
         if self._flat_step is None:
             self.is_skipped = torch.full_like(self.is_skipped, by_deepspeed)
         else:
@@ -181,29 +180,29 @@ class ClapEngine:
             self._skipped[0].add_(self.is_skipped)
         self._skipped[1].add_(1).mul_(self.is_skipped)
         for buffer, before in zip(self.model.audio.running_statistics(), statistics, strict=True):
-            buffer.copy_(torch.where(self.is_skipped, before, buffer))  # a batch with a NaN is in by now
+            buffer.copy_(torch.where(self.is_skipped, before, buffer))  # they may include a NaN
         is_bad = ~loss.isfinite()
-        if self.norm_wanted:  # who wants no norm measures, and a loss of NaN is no workload
+        if self.norm_wanted:  # without it the run is a benchmark, which a NaN loss always invalidates
             if self.gradient_norm is not None:
                 is_bad |= ~self.gradient_norm.isfinite()
             is_bad &= ~self.is_skipped
         self._first_bad_step.masked_fill_((self._first_bad_step < 0) & is_bad, self.steps)
 
     def count_skipped(self) -> None:
-        """Bring `skipped_in_a_row` and DeepSpeed's `skipped_steps` up to date, which waits for the device."""
+        """Update `skipped_in_a_row` and DeepSpeed's `skipped_steps`. Waits for the device."""
         since, self.skipped_in_a_row = self._skipped.tolist()
         self.deepspeed.skipped_steps += since
         self._skipped[0] = 0
 
     def is_lost(self, loss: Tensor) -> bool:
-        """Whether the last step was skipped for a loss that isn't finite on some rank: not for a scale that was too large, as
-        fp16's is now and then. A collective where a step was skipped."""
+        """Return whether the last step was skipped because the loss isn't finite on some rank, rather than because fp16's loss
+        scale was too large. A collective if a step was skipped."""
         self.count_skipped()
         return self.skipped_in_a_row > 0 and not judged(bool(loss.isfinite()), all)
 
     def check_loss(self, *, at_once: bool = False) -> None:
-        """Raise NonFiniteError on all ranks if a step since the start had a loss or, with `norm_wanted`, a gradient that isn't
-        finite, or if too many in a row were skipped; with `at_once`, if any were. A collective that waits for the device."""
+        """Raise NonFiniteError on all ranks if any step's loss or, with `norm_wanted`, gradient isn't finite, or if the last
+        `MOST_SKIPPED` steps (with `at_once`, the last one) were skipped. A collective that waits for the device."""
         self.count_skipped()
         never = torch.iinfo(torch.long).max
         first_bad = self._first_bad_step.masked_fill(self._first_bad_step < 0, never)
@@ -216,6 +215,6 @@ class ClapEngine:
             raise NonFiniteError(f"the loss or its gradient is NaN or infinite in every step from step {since} on")
 
     def share_statistics(self) -> None:
-        """Give every rank the running statistics of rank 0's batch norm, as checkpoints hold them. A collective."""
+        """Copy rank 0's batch norm statistics, which checkpoints contain, to every rank. A collective."""
         for buffer in self.model.audio.running_statistics():
             dist.broadcast(buffer, src=0)

@@ -1,4 +1,4 @@
-"""How a run ends, in its record, in this rank's last word and on the terminal."""
+"""Record and print how a run ends, in its summary, this rank's error file and the terminal."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from clap_ds.run_records.run_dir import RunDirectory, State
 
 STOP_SIGNALS = watchdog.SIGNALS
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_LESS_MEMORY = (
-    "less is needed by a smaller train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest)"
-)
+_LESS_MEMORY = "reduce train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest that fits)"
 _LOST = re.compile(
     r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
     "|collective operation timeout",
@@ -38,7 +36,7 @@ class NonFiniteError(RuntimeError):
 
 
 class Interrupted(BaseException):
-    """A signal stopped the run. SLURM announces the end of the allotted time by USR1."""
+    """A signal stopped the run. SLURM sends USR1 before the time limit."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -47,18 +45,18 @@ class Interrupted(BaseException):
 
 
 class Ending(NamedTuple):
-    """Of a run that didn't complete."""
+    """Describe how a run that didn't complete ended."""
 
     state: State
-    error: str  # in its summary
-    kind: str  # of this rank's last word
+    error: str  # in the summary
+    kind: str  # in this rank's error file, like `word`
     word: str
-    said: str | None  # on the terminal; None: the traceback
+    said: str | None  # printed; None: the traceback
     code: int = 1
 
 
 def ending_of(error: BaseException, rank: int, what: str) -> Ending:
-    """How a run ends by an exception on a rank; `what` was too large where memory is exhausted."""
+    """Return how a run ends after an exception on a rank; `what` is what was too large if memory is exhausted."""
     text = str(error)
     first_line, failed = text.partition("\n")[0], f"rank {rank}: {text}"
     if isinstance(error, Interrupted):
@@ -69,30 +67,30 @@ def ending_of(error: BaseException, rank: int, what: str) -> Ending:
     if is_out_of_memory(error):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
-        said = f"error: rank {rank}: {at}: {first_line}\n{_LESS_MEMORY}, or clap.model.activation_checkpointing"
+        said = f"error: rank {rank}: {at}: {first_line}\n{_LESS_MEMORY} or set clap.model.activation_checkpointing"
         return Ending("out_of_memory", f"rank {rank}: {at}", error_file.OUT_OF_MEMORY, at, said)
     if is_connection_lost(error):
         said = f"error: rank {rank}: another rank is gone: its connection to this one was lost ({first_line})"
         return Ending("failed", failed, error_file.LOST_PEER, first_line, said)
-    if isinstance(error, ValueError | StopIteration):  # about settings and data
+    if isinstance(error, ValueError | StopIteration):  # in settings or data
         return Ending("failed", failed, error_file.ERROR, text, f"error: {failed}")
     return Ending("failed", failed, error_file.ERROR, f"{type(error).__name__}: {text}", None)
 
 
 @contextmanager
 def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[None]:
-    """Record how what is done in here ends, and end this process unless it completes or raises UserError.
+    """Record how the body ends, and end this process unless it completes or raises UserError.
 
     Args:
-        what: was too large where memory is exhausted: "micro-batch 616 on NVIDIA H100".
+        what: what was too large if memory is exhausted, such as "micro-batch 616 on NVIDIA H100".
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        _ignore_signals()  # the first one counts; recording its end must not be interrupted
+        _ignore_signals()  # the first one counts, and recording it must not be interrupted
         stop = Interrupted(number)
         record.finish(
             stop.state, f"stopped by {stop}"
-        )  # by every rank: to a later one the others' end looks like a failure
+        )  # on every rank, as a later one sees the others' end as a failure
         raise stop
 
     previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
@@ -106,14 +104,14 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
             record.finish("failed", str(error))
         raise
     except (Interrupted, Exception) as error:
-        _ignore_signals()  # launchers send them as soon as another rank has ended, perhaps for the same reason
+        _ignore_signals()  # launchers send them as soon as another rank has ended
         end = ending_of(error, ranks.rank, what)
         leave_word(end.kind, end.word, end.code)
-        if ranks.is_first or not isinstance(error, Interrupted | NonFiniteError):  # which are every rank's
+        if ranks.is_first or not isinstance(error, Interrupted | NonFiniteError):  # raised on all ranks
             record.finish(end.state, end.error)
             print(printable(end.said or traceback.format_exc(), "\n"), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):
-            dist.barrier()  # every rank is here; a launcher would end rank 0 before it has spoken if another left
+            dist.barrier()  # if another rank left, a launcher would end rank 0 before it has printed
         init.leave(end.code)
     finally:
         for number, handler in previous.items():
@@ -126,12 +124,12 @@ def _ignore_signals() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU's or the host's memory is exhausted. CUDA, cuBLAS and NCCL don't ask torch's allocator for theirs."""
+    """Return whether the GPU's or host's memory is exhausted. CUDA, cuBLAS and NCCL allocate without torch and raise others."""
     said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Whether another process is gone or gives no answer, as gloo, NCCL and torch's store word it."""
+    """Return whether another process ended or doesn't respond, by the messages of gloo, NCCL and torch's store."""
     lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
     return lost or isinstance(error, dist.DistNetworkError | dist.DistStoreError)

@@ -1,4 +1,4 @@
-"""What a run trains: its model, and DeepSpeed's engine around it, with CLAP's optimiser groups."""
+"""Build a run's model, and DeepSpeed's engine around it with CLAP's optimizer groups."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from clap_ds.model.text import pretrained
 
 ADAMS = ("adam", "adamw")
 TOWERS: tuple[Tower, ...] = ("audio", "text")
-_KINDS = ("decay", "no_decay", "fp32", "logit_scale")  # of optimiser groups, in their order
+_KINDS = ("decay", "no_decay", "fp32", "logit_scale")  # optimizer groups in order
 
 
 @doing("asking the hub")
 def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
-    """Have on every host what the run takes from the hub, the tokenizer and the text tower's weights: rank 0 looks first, then
-    one rank of every other host. A collective; ValueError where it can't be had, or doesn't fit the model."""
+    """Fetch tokenizer and text tower weights to every host: first with rank 0, then with one rank of each other host.
+    A collective; raises ValueError if they aren't available or don't fit the model."""
 
     def load() -> None:
         text, data = run.clap.preset().text, run.clap.data
@@ -49,7 +49,7 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
 
 
 def build_model(run: RunSettings, device: torch.device) -> ClapModel:
-    """Build a fresh model, without gradients where `clap.train` freezes it. ValueError where the device can't do it."""
+    """Build a new model, with the towers in `clap.train.freeze` frozen. Raises ValueError if the device can't run it."""
     options = run.clap.model
     model = ClapModel(
         run.clap.preset(),
@@ -63,8 +63,8 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
 
 
 def freeze(model: ClapModel, towers: Collection[str]) -> None:
-    """Take towers and their projections out of training. As in LAION's training code they stay in training mode, with dropout,
-    SpecAugment and the batch's own statistics; a frozen audio tower keeps its running statistics."""
+    """Stop training towers and their projections. As in LAION's code they stay in training mode, with dropout, SpecAugment
+    and batch statistics. A frozen audio tower keeps its running statistics."""
     for tower in towers:
         model.get_submodule(tower).requires_grad_(False)
         model.get_submodule(f"{tower}_projection").requires_grad_(False)
@@ -78,8 +78,7 @@ def trained_towers(model: ClapModel) -> list[str]:
 
 
 def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
-    """Build DeepSpeed's engine around a model on its device; a collective. ValueError where DeepSpeed refuses one of its own
-    sections."""
+    """Build DeepSpeed's engine around a model on its device. A collective; raises ValueError if DeepSpeed rejects a section."""
     config, optimizer = dict(run.deepspeed), None
     if "tensorboard" in config:
         config["tensorboard"] = engine_section(config["tensorboard"])
@@ -89,13 +88,13 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
         config["optimizer"] = {**section, "legacy_fusion": True}
         optimizer = partial(FlatAdamW, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
     try:
-        with doing("building DeepSpeed's engine"):  # which may compile its optimiser
+        with doing("building DeepSpeed's engine"):  # may compile its optimizer
             groups = parameter_groups(model, run.clap.train)
             engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, optimizer=optimizer, config=config)
     except (AssertionError, ImportError, TypeError, ValueError) as error:
-        raise ValueError(f"{run.path}: DeepSpeed refuses the configuration: {error}") from error
+        raise ValueError(f"{run.path}: DeepSpeed rejects the configuration: {error}") from error
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
-        # DeepSpeed's 16-bit optimisers step on construction, with zero gradients: every weight decays once, Adam counts a step.
+        # DeepSpeed's 16-bit optimizers step with zero gradients on construction. Undo the weight decay and the step count.
         inner.state.clear()
         engine.optimizer.refresh_fp32_params()
     scale_rates(inner or engine.optimizer)
@@ -103,7 +102,7 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
 
 
 def takes_flat_adamw(run: RunSettings) -> bool:
-    """Whether `FlatAdamW` steps this run: DeepSpeed would take its FusedAdam, of which nothing is asked that only it has."""
+    """Return whether `FlatAdamW` steps this run: DeepSpeed would use its FusedAdam, with options that both have."""
     section = run.deepspeed.get("optimizer", {})
     params = section.get("params", {})
     return (
@@ -115,12 +114,11 @@ def takes_flat_adamw(run: RunSettings) -> bool:
 
 
 def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[str, Any]]:
-    """Optimiser groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
+    """Yield optimizer groups for `deepspeed.initialize`: weights, vectors without decay, fp32 vectors, the logit scale.
 
-    DeepSpeed's bf16 mode casts every parameter and then asks for the groups. This iterator is evaluated at that moment
-    and first gives `model.fp32_parameters()` back their fp32 values, so that a group never mixes dtypes. Biases, norms,
-    position-bias tables and the logit scale have no weight decay, as in LAION's training code. Where a learning rate isn't the
-    scheduler's, its group has the factor as `lr_scale`.
+    DeepSpeed's bf16 mode casts every parameter and then evaluates this iterator, which first restores the fp32 values of
+    `model.fp32_parameters()`, so that no group mixes dtypes. As in LAION's code, biases, norms, position-bias tables and the
+    logit scale have no weight decay. If a learning rate isn't the scheduler's, its group has the factor as `lr_scale`.
     """
     kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
     scales = _rate_scales(model, train)
@@ -151,8 +149,8 @@ def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[st
 
 
 def _rate_scales(model: ClapModel, train: TrainSettings) -> dict[str, float]:
-    """What the learning rate of each of the towers' parameters is times the scheduler's. What follows the last block has the
-    tower's whole rate, what comes before the first the least."""
+    """Return each tower parameter's learning rate relative to the scheduler's. After the last block it is the tower's full
+    rate, before the first block the smallest."""
     found = {}
     for tower in TOWERS:
         module: Any = model.get_submodule(tower)

@@ -1,9 +1,9 @@
-"""The gradient of one contrastive loss over several micro-batches, with the activations of one (GradCache, arXiv 2101.06983).
+"""Compute the gradient of one contrastive loss over several micro-batches (GradCache, arXiv 2101.06983).
 
-First all micro-batches go forward without a graph and only their features are kept. The loss over the whole batch then gives a
-gradient by each feature. Last, each micro-batch goes forward again, with the same dropout and augmentation, and the inner
-product of its features with those gradients is a surrogate loss: its gradient by the weights is what the micro-batch adds to
-the whole loss's. Exact but for the order of sums; batch norm takes the statistics of each micro-batch, as it does of each rank.
+It needs the activations of one micro-batch. First all run forward without a graph, and only their features are kept. The loss
+over the whole batch then gives a gradient for each feature. Last, each micro-batch runs forward again, with the same dropout
+and augmentation. The inner product of its features with those gradients is a surrogate loss, whose gradient is the
+micro-batch's part of the total. This is exact except for the order of sums; batch norm uses each micro-batch's statistics.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from clap_ds.data.batch import Batch
 from clap_ds.model.clap import ClapModel
 
 Forward = Callable[..., tuple[Tensor, ...]]
-"""The model as it trains, autocast included: inputs of `Batch.model_inputs` → features and scalars."""
+"""The model in training, including autocast: inputs of `Batch.model_inputs` → features and scalars."""
 
 
 @torch.no_grad()
 def first_pass(
     forward: Forward, model: ClapModel, micro_batches: list[Batch]
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Audio and text features of the whole step, (rows, joint_dim) each, the logit scale and, if there is one, the bias, all
-    leaves that want a gradient; and the state of random numbers before each micro-batch. Running statistics stay."""
+    """Return the step's audio and text features, (rows, joint_dim) each, the logit scale and, if any, the bias, as leaves that
+    require gradients; and the random state before each micro-batch. Running statistics don't change."""
     outputs, states = [], []
     kept = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
     for batch in micro_batches:
@@ -40,8 +40,8 @@ def first_pass(
 def second_pass(
     forward: Forward, batch: Batch, state: dict[str, Any], gradients: Sequence[Tensor], number: int, total: int
 ) -> Tensor:
-    """Work out the surrogate loss, scalar, of micro-batch `number` of `total`, from 0 on, from the `state` of random numbers
-    before its first pass and the loss's `gradients` by the leaves of that."""
+    """Compute the surrogate loss, a scalar, of micro-batch `number` (from 0) of `total`, from the random `state` before its
+    first pass and the loss's `gradients` for the leaves."""
     restore_random_state(state, batch.device)
     audio, text, *scalars = forward(*batch.model_inputs())
     rows = slice(number * len(batch), (number + 1) * len(batch))
@@ -52,7 +52,7 @@ def second_pass(
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of torch's generators: the CPU's, and the GPU's where `device` is one."""
+    """Return the state of torch's CPU generator and, if `device` is a GPU, of the GPU's."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
@@ -60,7 +60,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put `random_state` back. One captured without a GPU leaves the GPU's generator as it is."""
+    """Restore `random_state`. A state without a GPU's leaves the GPU's generator unchanged."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

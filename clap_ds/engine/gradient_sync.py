@@ -1,7 +1,7 @@
-"""Gradient all-reduce that runs under the backward pass, inside the DeepSpeed engine at ZeRO-0.
+"""All-reduce gradients during the backward pass, inside the DeepSpeed engine at ZeRO-0.
 
-DeepSpeed reduces after backward, in one go. Torch's own data-parallel reducer does it bucket by bucket as gradients get
-ready; `replicate` attaches it to the module DeepSpeed holds, and DeepSpeed's own reduction is switched off.
+DeepSpeed reduces all gradients after backward. Torch's data-parallel reducer sends each bucket when its gradients are ready:
+`replicate` attaches it to DeepSpeed's module, and DeepSpeed's own reduction is disabled.
 """
 
 from collections.abc import Iterator
@@ -17,34 +17,34 @@ from clap_ds.run_records.timers import standing_still
 
 
 class GradientSync:
-    """Averages gradients over ranks, by DeepSpeed or, `overlapped` with backward, by torch's reducer: every trained parameter
-    must then get a gradient in every step."""
+    """Average gradients over ranks with DeepSpeed or, `overlapped` with backward, with torch's reducer. The latter requires
+    that every trained parameter gets a gradient in every step."""
 
     def __init__(self, engine: Any, *, overlapped: bool, bucket_mb: float) -> None:
         self._engine, self._overlapped, self._is_off = engine, overlapped, False
-        self._module: Any = engine.module  # an nn.Module that `replicate` gives more methods
+        self._module: Any = engine.module  # an nn.Module to which `replicate` adds methods
         if overlapped:
             replicate(self._module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
             wire = engine.communication_data_type
             dtypes = {parameter.dtype for parameter in self._module.parameters() if parameter.requires_grad}
-            # By itself the reducer divides gradients before it adds them, each bucket in its own dtype: the few vectors that
-            # stay fp32 travel so. Only in fp16 that loses digits, of small gradients.
+            # By default the reducer divides gradients before adding them, each bucket in its own dtype, so the few fp32
+            # vectors are sent in fp32. Only in fp16 small gradients lose digits.
             if wire == torch.float16 or wire != min(dtypes, key=lambda dtype: dtype.itemsize):
                 self._module.register_comm_hook(wire, average_bucket)
-        engine.register_forward_pre_hook(self._settle)  # comes before the module's, where the reducer takes notice
+        engine.register_forward_pre_hook(self._settle)  # runs before the module's hook, which the reducer uses
 
     def _settle(self, module: nn.Module, inputs: Any) -> None:
-        """Let the gradients of the pass that begins travel or not: only at the accumulation boundary, if not `off`."""
+        """Enable the all-reduce of the coming pass only at the accumulation boundary, and not in `off`."""
         if self._overlapped:
             at_boundary = self._engine.is_gradient_accumulation_boundary()
             self._module.set_requires_gradient_sync(at_boundary and not self._is_off)
-        # DeepSpeed looks for the boundary itself. On one rank it would copy every gradient to a buffer and back.
+        # DeepSpeed checks the boundary itself. On one rank it would copy every gradient to a buffer and back.
         by_deepspeed = not self._overlapped and dist.get_world_size() > 1
         self._engine.enable_backward_allreduce = by_deepspeed and not self._is_off
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """DeepSpeed's backward pass. Ranks stand still from when their own gradients are there until it returns: autograd's
-        callbacks run in the order in which they were queued, the reducer's own, which waits, after this first one."""
+        """Run DeepSpeed's backward pass, and record the time from this rank's last gradient to its return as a wait.
+        Autograd runs callbacks in the order of queueing: this one first, then the reducer's, which waits."""
         with ExitStack() as waiting:
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
             loss.register_hook(lambda _: queue(lambda: waiting.enter_context(standing_still())))
@@ -52,7 +52,7 @@ class GradientSync:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Gradients of forward passes in here stay local: to measure what sending costs."""
+        """Keep the gradients of the body's forward passes local, to measure the cost of sending."""
         self._is_off = True
         try:
             yield
@@ -61,7 +61,7 @@ class GradientSync:
 
 
 def average_bucket(wire_dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Communication hook: averages a bucket of gradients over ranks as DeepSpeed's `allreduce_bucket` would."""
+    """Average a bucket of gradients over ranks like DeepSpeed's `allreduce_bucket`, as a communication hook."""
     gradients = bucket.buffer()
 
     def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -1,5 +1,6 @@
-"""What computes the audio tower's window attention and MLPs (`clap.model.attention_impl`, `clap.model.mlp_impl`):
-`build_kernels`' choice and then, on CUDA, for `auto` this project's Triton kernels, where they compile and run."""
+"""Choose the kernels of the audio tower's window attention and MLPs (`clap.model.attention_impl`, `clap.model.mlp_impl`).
+
+On CUDA, `auto` uses this project's Triton kernels if they compile and run; otherwise torch's operations."""
 
 from __future__ import annotations
 
@@ -23,24 +24,22 @@ FIELDS: tuple[Field, ...] = ("attention", "mlp")
 
 
 def build_kernels(run: RunSettings, device: torch.device) -> dict[Field, Any]:
-    """Tell `ClapModel`'s `attention` and `mlp` for a device, where `auto` is torch's operations. ValueError where Triton is
-    asked for and can't run."""
+    """Return `ClapModel`'s `attention` and `mlp` for a device, with torch's operations for `auto`. Raises ValueError if Triton
+    is required but can't run."""
     kernels: dict[Field, Any] = {"attention": default_kernel(device), "mlp": "torch"}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for field in FIELDS:
         asked = getattr(run.clap.model, f"{field}_impl")
         if asked == "triton" and (not has_triton_package() or (device.type == "cpu" and not interpreted)):
-            raise ValueError(
-                f"{run.path}: clap.model.{field}_impl: 'triton' needs a GPU and the triton package: take 'auto'"
-            )
+            raise ValueError(f"{run.path}: clap.model.{field}_impl: 'triton' needs a GPU and the triton package; use 'auto'")
         if asked != "auto":
             kernels[field] = asked
     return kernels
 
 
 def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> dict[str, ChosenKernel]:
-    """Give the audio tower's blocks the kernels that `auto` stands for, before anything has been traced or run: Triton's where
-    they run on every rank. A collective. Returns what was chosen, by part."""
+    """Resolve `auto` before anything is traced or run: use Triton kernels if they run on every rank. A collective. Returns the
+    chosen kernels by field of `clap.model`."""
     chosen = dict[str, ChosenKernel]()
     for field in FIELDS:
         if getattr(run.clap.model, f"{field}_impl") != "auto":
@@ -58,16 +57,16 @@ def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> 
         if rank() == 0:
             print(f"kernel of clap.model.{field}_impl: {kernel}", flush=True)
             if problem:
-                print(f"warning: {field} by a slower kernel than Triton's: {problem}", flush=True)
+                print(f"warning: Triton {field} kernel unavailable ({problem}); using a slower kernel", flush=True)
     return chosen
 
 
 def _try(run: RunSettings, field: Field, model: ClapModel) -> None:
-    """Pass zeros through the first block that has the kernel and, where there is one in its stage, shifted windows."""
+    """Run zeros through the first block that has the kernel, preferably with shifted windows."""
     stage: Any = model.audio.stages[0]
     blocks = [*sorted(stage.blocks, key=lambda each: -each.shift), *model.audio.blocks()]
     if not (fitting := [each for each in blocks if getattr(each, field).kernel == "triton"]):
-        raise ValueError("it has no MLP of this model's widths")
+        raise ValueError("no kernel for this model's MLP widths")
     block, grid, weight = fitting[0], model.config.audio.stage_grids[0], fitting[0].mlp.fc1.weight
     tokens = weight.new_zeros((1, grid, grid, weight.shape[1]), requires_grad=True)
     with torch.autocast(weight.device.type, torch.bfloat16, enabled=run.precision.startswith("torch_autocast")):

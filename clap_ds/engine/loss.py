@@ -1,7 +1,7 @@
-"""Contrastive losses over the global batch whose gradients are exact though no feature gradient crosses the network.
+"""Compute contrastive losses over the global batch, with exact gradients but without sending feature gradients.
 
-Both gradients have a closed form: a rank that has seen all features works out the gradient of its own in the forward pass, tile
-by tile, so that neither the similarity matrix nor the gathered features outlive it.
+Both gradients have a closed form: a rank that has seen all features computes its own features' gradient in the forward pass,
+tile by tile, and then frees the similarities and gathered features.
 
 Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joint dimension.
 """
@@ -28,7 +28,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class SoftmaxLoss:
-    """Symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
+    """Compute the symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
 
     With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the gradient is
     dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N. Features are gathered and compared in `wire_dtype`; sums
@@ -40,7 +40,7 @@ class SoftmaxLoss:
         self._early: dict[str, _Gather] = {}
 
     def gather_early(self, model: nn.Module) -> None:
-        """Start gathering each tower's features as soon as it is done, so that they travel under the other tower's forward."""
+        """Start gathering each tower's features when they are ready, during the other tower's forward pass."""
 
         def start(name: str) -> Any:
             def hook(module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
@@ -55,14 +55,14 @@ class SoftmaxLoss:
     def __call__(
         self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
     ) -> Tensor:
-        """Work out the loss of this rank's pairs against the global batch. A collective; all micro-batches have one size.
+        """Compute the loss of this rank's pairs against the global batch. A collective; all micro-batches have the same size.
 
         Args:
-            audio_BD, text_BD: L2-normalised features of the same pairs, fp32.
+            audio_BD, text_BD: L2-normalized features of the same pairs, fp32.
             logit_scale: factor of the cosine similarities, shape (1,), fp32.
 
         Returns:
-            Scalar: mean over this rank's pairs. Its mean over ranks is the loss of the global batch, and so with gradients.
+            Scalar: mean over this rank's pairs. Its mean over ranks is the global batch's loss; likewise for gradients.
         """
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
@@ -71,11 +71,11 @@ class SoftmaxLoss:
 
 
 class SigmoidLoss:
-    """Pairwise sigmoid loss of SigLIP (arXiv 2303.15343): features travel round a ring, none are gathered.
+    """Compute the pairwise sigmoid loss of SigLIP (arXiv 2303.15343), sending features around a ring without gathering them.
 
-    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 where i = j, elsewhere -1. Each
-    rank takes the rows of its audio and the columns of its text; of an entry both see, the loss and the scalars' gradients are
-    counted in the rows. Features travel and are compared in `wire_dtype`.
+    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 if i = j, else -1. Each rank computes the rows of its
+    audio and the columns of its text. Only rows contribute to the loss and the scalars' gradients, so that each entry counts
+    once. Features are sent and compared in `wire_dtype`.
     """
 
     def __init__(self, wire_dtype: torch.dtype = torch.float32) -> None:
@@ -84,14 +84,14 @@ class SigmoidLoss:
     def __call__(
         self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
     ) -> Tensor:
-        """As `SoftmaxLoss`, with `logit_bias` of shape (1,), fp32."""
+        """Compute the loss like `SoftmaxLoss`, with `logit_bias` of shape (1,), fp32."""
         assert logit_bias is not None
         loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, self._wire_dtype)
         return loss
 
 
 class _Gather:
-    """An all-gather under way."""
+    """Start an all-gather."""
 
     def __init__(self, local: Tensor, dtype: torch.dtype) -> None:
         self._local = local.detach().to(dtype).contiguous()
@@ -102,7 +102,7 @@ class _Gather:
             self._work = _all_gather(self._gathered, self._local, async_op=True)
 
     def wait(self) -> Tensor:
-        """Every rank's rows, in rank order; work queued afterwards sees them complete."""
+        """Return every rank's rows in rank order, complete for work queued afterwards."""
         if self._work is not None:
             with standing_still():
                 self._work.wait()
@@ -127,7 +127,7 @@ class _Softmax(torch.autograd.Function):
             rest = scale, first
             audio_grad_BD, scale_grad = tiled_softmax_gradient(own_audio_BD, text_ND, row_lse_B, column_lse_N, *rest)
             text_grad_BD, _ = tiled_softmax_gradient(own_text_BD, audio_ND, column_lse_B, row_lse_N, *rest)
-            # 1/2N of the formula, times the number of ranks: data parallelism will divide by it.
+            # 1/2N of the formula, times the number of ranks, by which data parallelism will divide.
             factor = 1 / (2 * num_local)
             ctx.save_for_backward(audio_grad_BD * factor, text_grad_BD * factor, (scale_grad * factor).view_as(scale))
         return loss
@@ -170,7 +170,7 @@ class _Sigmoid(torch.autograd.Function):
 
 
 def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
-    """-log σ(z·logit) of a block and its derivative by the logit; z is 1 on the diagonal of a `paired` one, elsewhere -1."""
+    """Return -log σ(z·logit) of a block and its derivative by the logit; z is 1 on the diagonal if `paired`, else -1."""
     loss_BB, weight_BB = F.softplus(logits_BB), logits_BB.sigmoid()
     if paired:
         loss_BB.diagonal().sub_(logits_BB.diagonal())
@@ -179,7 +179,7 @@ def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
 
 
 def _round_the_ring(audio: Tensor, text: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(distance, audio, text) of every rank, the own first; the next ones travel while the caller works on these."""
+    """Yield (distance, audio, text) of every rank, this one first, and receive the next while the caller computes."""
     number, size = rank(), world_size()
     held = torch.stack((audio, text)).contiguous()
     for distance in range(size):
@@ -195,7 +195,7 @@ def _round_the_ring(audio: Tensor, text: Tensor) -> Iterator[tuple[int, Tensor, 
 
 
 def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    """The softmax loss of each pair of a held-out batch, (B,), and what equal similarities of all pairs give."""
+    """Return the softmax loss of each pair of a held-out batch, (B,), and the loss if all similarities are equal."""
     targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
     both = [F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)]
     return torch.stack(both).mean(0), math.log(len(logits_BB))
@@ -207,19 +207,19 @@ def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]
 
 
 def sigmoid_chance(pairs: int, share: float = 0.0) -> float:
-    """The least that equal similarities of all pairs give where this `share` of them is right; by default each with its own."""
+    """Return the minimum loss with equal similarities if this fraction of pairs is positive (default: the diagonal)."""
     share = share or 1 / pairs
     return -pairs * (share * math.log(share) + (1 - share) * math.log1p(-share))
 
 
 @dataclass(frozen=True)
 class LossKind:
-    """What there is to know of one `clap.loss.kind`.
+    """Define one `clap.loss.kind`.
 
     Attributes:
-        build: the loss, called as `SoftmaxLoss` is, by the type in which features travel.
-        needs_bias: the model learns a logit bias for it.
-        chance: number of pairs in a batch → its loss where all similarities are equal.
+        build: dtype in which features are sent → loss, called like `SoftmaxLoss`.
+        needs_bias: whether the model learns a logit bias.
+        chance: number of pairs in a batch → loss if all similarities are equal.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
     """
 
@@ -233,10 +233,9 @@ LOSSES = {
     "softmax": LossKind(SoftmaxLoss, False, math.log, softmax_rows),
     "sigmoid": LossKind(SigmoidLoss, True, sigmoid_chance, sigmoid_rows),
 }
-"""By `clap.loss.kind`."""
 
 
 def build_loss(settings: LossSettings, precision: str) -> Any:
-    """Build a run's loss, whose features travel in bf16 in bf16 runs and under autocast to it, else in fp32."""
+    """Build a run's loss. It sends features in bf16 if the run or its autocast uses bf16, else in fp32."""
     in_bf16 = precision in ("bf16", "torch_autocast_bfloat16")
     return LOSSES[settings.kind].build(torch.bfloat16 if in_bf16 else torch.float32)

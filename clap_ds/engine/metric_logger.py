@@ -1,4 +1,4 @@
-"""What a run's scalars go through: DeepSpeed's monitor (TensorBoard, CSV, Weights & Biases, Comet), its own and ours."""
+"""Write DeepSpeed's and our scalars with DeepSpeed's monitor (TensorBoard, CSV, Weights & Biases, Comet)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from clap_ds.config.files import own_folder
 from clap_ds.distributed.collectives import rank
 from clap_ds.run_records.jsonl import unless_full
 
-Scalar = tuple[str, float, int]  # tag, value, and samples trained on by then
+Scalar = tuple[str, float, int]  # tag, value, samples trained on so far
 
 
 def engine_section(section: dict[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed's engine is built with of a `tensorboard` section: one that doesn't say where is left to `Scalars`."""
+    """Return the `tensorboard` section for DeepSpeed's engine, disabled without an output path, when `Scalars` writes it."""
     return section if "output_path" in section else {**section, "enabled": False}
 
 
 class Scalars:
-    """DeepSpeed's monitor, written to where nothing is timed: what it is given in steps waits for `write`, in the order of its
-    samples. Where the run's `tensorboard` section names no place, files go to `tensorboard` in `folder`."""
+    """Defer the writes of DeepSpeed's monitor from the timed steps to `write`, in the order of samples. If the `tensorboard`
+    section has no output path, files go to `tensorboard` in `folder`."""
 
     def __init__(self, engine: Any, section: dict[str, Any], folder: Path) -> None:
         monitor, placed_here = engine.monitor, "output_path" not in section and section.get("enabled", True)
@@ -34,19 +34,19 @@ class Scalars:
                     with own_folder(folder / place["job_name"]):  # TensorBoard would follow a link
                         pass
                     monitor.tb_monitor = TensorBoardMonitor(TensorBoardConfig(enabled=True, **place))
-            monitor.enabled |= "enabled" in section  # whether DeepSpeed writes, too
+            monitor.enabled |= "enabled" in section  # whether DeepSpeed also writes
         if monitor.tb_monitor is not None and (placed_here or engine.global_samples > 0):
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
-            # TensorBoard forgets what is there of samples that will be trained on again.
+            # Make TensorBoard discard entries of samples that will be trained on again.
             event = Event(step=engine.global_samples + 1, session_log=SessionLog(status=SessionLog.START))
             monitor.tb_monitor.summary_writer.file_writer.add_event(event)
         self._waiting: list[Scalar] = []
         self._write, monitor.write_events = monitor.write_events, self._waiting.extend
 
     def write(self, scalars: Iterable[Scalar] = ()) -> None:
-        """Write these and those of DeepSpeed that wait; on ranks other than 0 nothing is written."""
+        """Write these and DeepSpeed's deferred scalars, on rank 0 only."""
         events = sorted([*self._waiting, *scalars], key=lambda scalar: scalar[2])
         self._waiting.clear()
-        with unless_full("what DeepSpeed's monitor keeps"):
+        with unless_full("DeepSpeed's monitor output"):
             self._write(events)

@@ -1,8 +1,8 @@
-"""AdamW for DeepSpeed's 16-bit wrapper, over one flat fp32 tensor a group: torch's fused kernel, or on CPUs this project's.
+"""Run AdamW in DeepSpeed's 16-bit wrapper, on one flat fp32 tensor per group, with torch's fused kernel or the CPU kernel.
 
-DeepSpeed's wrapper keeps groups flat only for its own FusedAdam, which needs a CUDA toolkit on every machine: `FlatAdamW` takes
-its place. The wrapper's own step reads every group's norm on the host. In bf16, whose loss scale is always 1, `FlatStep` does
-the same on the device; in fp16 the next loss scale hangs on the overflow.
+DeepSpeed's wrapper keeps groups flat only for its own FusedAdam, which requires a CUDA toolkit. `FlatAdamW` replaces it. The
+wrapper's step reads every group's norm on the host. In bf16, whose loss scale is always 1, `FlatStep` computes it on the
+device. In fp16 the next loss scale depends on the overflow.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from clap_ds.cpu_kernels import adamw as adamw_native
 from clap_ds.cpu_kernels.jit_build import is_ready, unavailable
 
 OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay"})
-"""Of `optimizer.params`, what `FlatAdamW` takes."""
+"""Fields of `optimizer.params` that `FlatAdamW` supports."""
 REQUIRED = {"adam_w_mode": True, "fused": True, "torch_adam": False}
-"""What else `optimizer.params` may hold for it to stand in for what DeepSpeed would make of them: just these values."""
+"""Other fields of `optimizer.params`, with the only values it can replace."""
 NORM_ROW = 4096
-"""Numbers whose squares are added up in fp32, before fp64 takes over."""
+"""Elements whose squares are summed in fp32; their sums are added in fp64."""
 
 
 class _InPlaceOfFusedAdam(FusedAdam):
-    """Has DeepSpeed take a subclass for its FusedAdam, and keeps that from being compiled."""
+    """Make DeepSpeed treat a subclass as its FusedAdam, without compiling that."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         torch.optim.Optimizer.__init__(self, params, defaults)
@@ -39,8 +39,8 @@ class _InPlaceOfFusedAdam(FusedAdam):
 
 
 class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
-    """AdamW (arXiv 1711.05101), fused. Without DeepSpeed's wrapper (fp32, autocast) it is torch's. With `cpu_kernels`, groups
-    that `cpu_kernels.adamw.supports` are stepped by its kernel. The state is of the same form either way."""
+    """Run fused AdamW (arXiv 1711.05101); without DeepSpeed's wrapper (fp32, autocast), torch's. With `cpu_kernels`, groups
+    that `cpu_kernels.adamw.supports` use that kernel. The state has the same form in all cases."""
 
     def __init__(self, params: Iterable[Any], *, cpu_kernels: bool = True, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
@@ -56,13 +56,13 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         grad_norms: Any = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Update; `closure` and `grad_norms` are for the interface.
+        """Update the weights; `closure` and `grad_norms` are unused.
 
         Args:
-            grads: of each group's master, flat, in one tensor or several; None to take them from the parameters themselves.
-            output_params: of each group, a flat tensor of the model's dtype that gets the new weights.
-            scale: what `grads` are to be divided by; a tensor is scalar fp32 on their device.
-            found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step counters as they are.
+            grads: each group's flat gradient, in one or several tensors; None: the parameters' own.
+            output_params: each group's flat tensor in the model's dtype, which receives the new weights.
+            scale: divisor of `grads`; if a tensor, scalar fp32 on their device.
+            found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step counters unchanged.
         """
         if grads is None or output_params is None:
             super().step()
@@ -77,7 +77,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
             master.grad = flat.float()
             by_torch.append((master, low))
         if by_torch:
-            # These attributes are where torch's fused kernels look for both. Masters without a gradient stay.
+            # torch's fused kernels read these attributes. Masters without a gradient stay.
             is_one = not isinstance(scale, Tensor) and scale == 1.0
             self.grad_scale = None if is_one else torch.as_tensor(scale, dtype=torch.float32, device=low.device)
             self.found_inf = found_inf
@@ -88,7 +88,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
             master.grad = None
 
     def steps_natively(self, gradients: Sequence[Tensor], low: Tensor, master: Tensor) -> bool:
-        """Whether the CPU kernel steps a group of these."""
+        """Return whether the CPU kernel supports a group with these tensors."""
         return self.cpu_kernels and adamw_native.supports(low, low, master) and is_ready(*gradients)
 
     def _step_natively(
@@ -110,10 +110,10 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
 
 
 class FlatStep:
-    """The step of DeepSpeed's wrapper over `FlatAdamW` in bf16, in place of the wrapper's own, with no host reads.
+    """Replace the step of DeepSpeed's wrapper around `FlatAdamW` in bf16, without host reads.
 
-    Where any gradient isn't finite, and so on all ranks, weights, moments and step counters stay as they are: `skipped`, scalar
-    bool on the device. DeepSpeed isn't told: its scheduler goes on, so that a step's learning rate is that of its number.
+    If any gradient isn't finite (on all ranks alike), weights, moments and step counters don't change, and `skipped`, scalar
+    bool on the device, is true. DeepSpeed's scheduler continues, so that the learning rate depends only on the step number.
     """
 
     def __init__(self, wrapper: FP16_Optimizer) -> None:
@@ -124,14 +124,14 @@ class FlatStep:
 
     @staticmethod
     def has_place_for(optimizer: Any) -> bool:
-        """Whether DeepSpeed steps this one through its wrapper over `FlatAdamW`, without a loss scale."""
+        """Return whether this is DeepSpeed's wrapper around `FlatAdamW`, without a loss scale."""
         is_flat = isinstance(optimizer, FP16_Optimizer) and isinstance(optimizer.optimizer, FlatAdamW)
         return is_flat and not optimizer.loss_scale_config.use_grad_scaling
 
     @torch.no_grad()
     def __call__(self) -> bool:
-        """Clip and update; the wrapper's `_global_grad_norm` is then the norm before clipping, scalar fp64. Returns False,
-        as the wrapper does where nothing overflowed."""
+        """Clip and update, and set the wrapper's `_global_grad_norm` to the norm before clipping, scalar fp64.
+        Return False, like the wrapper without an overflow."""
         wrapper = self._wrapper
         gradients = [self._gradients(*group) for group in zip(wrapper.fp16_groups, *self._flats, strict=True)]
         norm = wrapper._global_grad_norm = norm_of(
@@ -148,14 +148,14 @@ class FlatStep:
         return False
 
     def _gradients(self, group: Sequence[Tensor], low: Tensor, master: Tensor) -> list[Tensor]:
-        """Of a group's parameters: each its own where the CPU kernel takes them, else flat, for few kernels."""
+        """Return a group's gradients: one per parameter for the CPU kernel, else one flat tensor, to launch few kernels."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in group]
         natively = self._wrapper.optimizer.steps_natively(gradients, low, master)
         return gradients if natively else [_flatten_dense_tensors(gradients)]
 
 
 def scale_rates(optimizer: Any) -> None:
-    """Have each step take every group's `lr` times its `lr_scale`, if any. Between steps `lr` is the scheduler's."""
+    """Multiply every group's `lr` by its `lr_scale`, if any, during each step. Between steps `lr` is the scheduler's."""
     if not any("lr_scale" in group for group in optimizer.param_groups):
         return
     plain = optimizer.step
@@ -174,14 +174,14 @@ def scale_rates(optimizer: Any) -> None:
 
 
 def master_tensors(optimizer: Any) -> list[Tensor]:
-    """The weights in fp32, as DeepSpeed's optimiser holds them: flat by group, or one by one, perhaps the model's own."""
+    """Return the optimizer's fp32 weights: flat per group, or one per parameter, which may be the model's own."""
     if hasattr(optimizer, "fp32_groups_flat"):
         return list(optimizer.fp32_groups_flat)
     return list(chain(*getattr(optimizer, "fp32_groups", _model_groups(optimizer))))
 
 
 def by_parameter(optimizer: Any, masters: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Parts of tensors that are laid out as `master_tensors`, by the id of the model's parameter."""
+    """Split tensors with the layout of `master_tensors`, by id of the model's parameter."""
     groups = _model_groups(optimizer)
     if hasattr(optimizer, "fp32_groups_flat"):
         masters = chain(*map(_unflatten_dense_tensors, masters, groups))
@@ -193,8 +193,8 @@ def _model_groups(optimizer: Any) -> list[list[Tensor]]:
 
 
 def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
-    """2-norm of contiguous tensors taken together, scalar fp64 on their device; `natively`, by the CPU kernel where that can
-    be. By rows: one fp32 sum of 10⁸ squares would lose percents."""
+    """Return the total 2-norm of contiguous tensors, scalar fp64 on their device; `natively`: with the CPU kernel if possible.
+    Squares are summed in rows, as a single fp32 sum of 10⁸ would be wrong by percents."""
     taken = [each for each in tensors if natively and is_ready(each) and not unavailable()]
     norms = [adamw_native.native_norm(taken).view(1)] if taken else []
     for each in tensors:

@@ -1,4 +1,4 @@
-"""What commands that train have in common around their steps: the group, the run's record, the engine and its data."""
+"""Set up and tear down what `train.py` and `bench.py` share: process group, run directory, engine and `Session`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from clap_ds.run_records.run_dir import RunDirectory, quiet_deepspeed, start_log
 
 
 def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
-    """Meet the other ranks; this rank's device. Raises UserError, on every rank for a mistake found on any."""
+    """Join the process group and return this rank's device. Raises UserError, on every rank if any rank finds a mistake."""
     timeout_s = 300 if run.clap.debug.enabled else init.COLLECTIVE_TIMEOUT_S
     device = init.initialize(ranks, collective_timeout_s=timeout_s)
     with quiet_deepspeed(), agreed():
@@ -45,18 +45,18 @@ def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
 
 
 def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
-    """Raises ValueError for what DeepSpeed would find wrong later, on one rank alone while the others wait for it."""
+    """Raise ValueError for mistakes that DeepSpeed would find later on one rank alone, while the others wait."""
     for problem in missing_monitors(deepspeed):
         raise ValueError(f"{path}: {problem}")
     try:
         DeepSpeedConfig(dict(deepspeed))
     except Exception as error:
-        raise ValueError(f"{path}: DeepSpeed refuses the configuration: {error}") from None
+        raise ValueError(f"{path}: DeepSpeed rejects the configuration: {error}") from None
 
 
 @contextmanager
 def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
-    """Open the run directory with its first files. From here on ranks watch themselves, and how the run ends is recorded."""
+    """Open the run directory with its first files. In the body the watchdog runs, and the run's end is recorded."""
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = environment.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
@@ -79,7 +79,7 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
 
 
 def _describe(run: RunSettings, ranks: Ranks, here: Environment, everywhere: list[tuple[str, str]]) -> Path:
-    """Make the run directory with its first files; `everywhere` has each rank's host and device."""
+    """Create the run directory with its first files; `everywhere` lists each rank's host and device."""
     root, sizes = run.clap.output.dir, run.batch_sizes(ranks.world_size)
     per_host = Counter(host for host, _ in everywhere)
     places = {"world_size": ranks.world_size, "num_nodes": len(per_host), "hosts": [*per_host]}
@@ -119,14 +119,14 @@ def build_engine(
         kernels = choose_kernels(run, engine.model, device)
         if ranks.is_first:
             record.update_summary(kernels=kernels)
-    # Weights are the same on every rank, dropout and augmentation are not.
+    # Ranks have the same weights, but different dropout and augmentation.
     torch.manual_seed(run.clap.seed + 1 + ranks.rank)
     return engine
 
 
 @dataclass
 class Session:
-    """A run that is ready to step."""
+    """Hold what a run's steps need."""
 
     run: RunSettings
     ranks: Ranks
@@ -138,7 +138,7 @@ class Session:
     supply_told: bool = False
 
     def record_data(self) -> None:
-        """Record what the data was, and what of it any rank could not use, which is said, too. A collective."""
+        """Record statistics of the data; record and print samples that any rank couldn't use. A collective."""
         found = gather(self.batches.statistics())
         broken = {each["name"]: each for of_rank in found for each in of_rank.get("broken_items", ())}
         if self.ranks.is_first:
@@ -150,12 +150,12 @@ class Session:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of one rank in one optimiser step."""
+        """Return the number of samples per rank and optimizer step."""
         return self.run.batch_sizes(self.ranks.world_size).global_batch // self.ranks.world_size
 
     def tell_supply(self, rates: Iterable[float]) -> None:
-        """Say once, on rank 0, whether the loader keeps up with the quickest of several steps that took so many of its clips
-        per second, not counting what they waited for them."""
+        """Print once, on rank 0, whether the loader keeps up with the fastest of several steps, given their `rates` in clips/s
+        without waiting for data."""
         rates, supply = [*rates], self.batches.supply()
         if not self.supply_told and self.ranks.is_first and supply is not None and len(rates) > 1:
             print(verdict(supply, max(rates), ranks_per_host=self.ranks.local_world_size, cores=CORES), flush=True)
@@ -172,7 +172,7 @@ def ready_to_step(
     data_state: dict[str, Any] | None = None,
     folder: Path | None = None,
 ) -> Iterator[Session]:
-    """Open all that steps need, with data from `data_state` on and TensorBoard's files in `folder` (None: in the run's)."""
+    """Open what steps need, with data from `data_state` on and TensorBoard's files in `folder` (None: the run directory)."""
     scalars = Scalars(engine.deepspeed, run.deepspeed.get("tensorboard", {}), folder or record.path)
     with agreed():
         batches = build_batches(

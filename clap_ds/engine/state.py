@@ -1,4 +1,4 @@
-"""What an engine holds that training resumes from: its state at ZeRO-0, its fp32 weights, its description. No pickles."""
+"""Get and set the engine state that training resumes from, without pickles: ZeRO-0 state, fp32 weights, description."""
 
 import zlib
 from typing import Any
@@ -13,12 +13,12 @@ from clap_ds.engine.optimizer import by_parameter, master_tensors
 from clap_ds.weights.formats import Checkpoint
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""Of DeepSpeed's engine."""
+"""Counters of DeepSpeed's engine."""
 
 
 def engine_state(engine: ClapEngine) -> dict[str, Any]:
-    """Weights in the model's dtypes, the optimiser's and the scheduler's state and DeepSpeed's counters, at ZeRO-0 the same on
-    all ranks. Its tensors are the engine's own."""
+    """Return weights in the model's dtypes, optimizer and scheduler state, and DeepSpeed's counters. At ZeRO-0 they are the
+    same on all ranks. Tensors are the engine's own."""
     engine.count_skipped()
     deepspeed = engine.deepspeed
     return {
@@ -30,8 +30,8 @@ def engine_state(engine: ClapEngine) -> dict[str, Any]:
 
 
 def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object, *, scheduler: bool = True) -> None:
-    """Put an engine into such a state; learning rate, betas and the like stay the run's own. Without `scheduler` the run's own
-    goes on at the state's step. ValueError, with `where` it is from, where names or shapes differ."""
+    """Restore such a state, except options like learning rate and betas, which stay the run's own. Without `scheduler` the
+    run's own continues at the state's step. Raises ValueError, naming `where`, if names or shapes differ."""
     deepspeed = engine.deepspeed
     own = [{name: group[name] for name in group if name not in ("params", "step")} for group in _groups(engine)]
     try:
@@ -41,7 +41,7 @@ def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object, 
             deepspeed.lr_scheduler.load_state_dict(state["lr_scheduler"])
         for name in COUNTERS:
             setattr(deepspeed, name, int(state[name]))
-    except Exception as error:  # of many types, whatever the state isn't
+    except Exception as error:  # of many types
         raise ValueError(f"{where} can't be loaded into this run: {reason_of(error)}") from error
     for group, options in zip(_groups(engine), own, strict=True):
         group |= options
@@ -49,8 +49,8 @@ def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object, 
 
 
 def load_weights_alone(engine: ClapEngine, weights: Checkpoint, steps: int, samples: int) -> None:
-    """Weights, in fp32 where the optimiser keeps them so, after so many steps of another optimiser: this one begins anew, the
-    scheduler goes on. Raises ValueError: the weights are another model's."""
+    """Load weights, in fp32 if the optimizer keeps them so, after `steps` steps. The optimizer state starts from scratch and
+    the scheduler continues. Raises ValueError if the weights are of another model."""
     weights.load_into(engine.model)
     masters = _masters(engine)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def _groups(engine: ClapEngine) -> Any:
 
 
 def _set_rates(engine: ClapEngine, steps: int | None = None) -> None:
-    """Give the optimiser the rates that the scheduler has after so many steps; None: after those it has counted."""
+    """Set the optimizer's rates to the scheduler's after `steps` steps (None: those it has counted)."""
     scheduler = engine.deepspeed.lr_scheduler
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         for _ in range(scheduler.last_epoch, steps or 0):
@@ -80,13 +80,13 @@ def _set_rates(engine: ClapEngine, steps: int | None = None) -> None:
 
 
 def _masters(engine: ClapEngine) -> dict[int, Tensor]:
-    """The optimiser's own fp32 copies, or where it has none the model's parameters, by the id of the model's parameter."""
+    """Return the optimizer's fp32 copies, or else the model's parameters, by id of the model's parameter."""
     optimizer = engine.deepspeed.optimizer
     return by_parameter(optimizer, master_tensors(optimizer))
 
 
 def master_weights(engine: ClapEngine) -> dict[str, Tensor]:
-    """The model's state with fp32 weights: the optimiser's own copies where it has them, the model's converted elsewhere."""
+    """Return the model's state in fp32, with the optimizer's copies of weights if it has them."""
     masters = _masters(engine)
     state = dict(engine.model.state_dict())
     state |= {name: masters.get(id(parameter), parameter) for name, parameter in engine.model.named_parameters()}
@@ -94,17 +94,17 @@ def master_weights(engine: ClapEngine) -> dict[str, Tensor]:
 
 
 def not_finite(state: Any, name: str = "") -> list[str]:
-    """Names of tensors with a NaN or infinite number in a state of nested dictionaries and lists."""
+    """Return names of tensors with a NaN or infinite number in a state of nested dictionaries and lists."""
     if isinstance(state, Tensor):
         if not state.is_floating_point() or not state.numel():
             return []
-        return [] if torch.stack(state.aminmax()).isfinite().all() else [name]  # NaN if one is; in one pass
+        return [] if torch.stack(state.aminmax()).isfinite().all() else [name]  # aminmax propagates NaN
     parts = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
     return [bad for part, value in parts for bad in not_finite(value, f"{name}.{part}".removeprefix("."))]
 
 
 def describe(engine: ClapEngine) -> dict[str, Any]:
-    """What a run must have in common with a checkpoint to resume from it, in words of JSON."""
+    """Return what a run and a checkpoint must have in common to resume, as JSON values."""
     outer, scheduler = engine.deepspeed.optimizer, engine.deepspeed.lr_scheduler
     inner = getattr(outer, "optimizer", None)
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}

@@ -1,6 +1,6 @@
-"""Sums over rows of a similarity matrix that is never held whole: a tile of its columns at a time. Shape letters are `loss`'s.
+"""Sum over rows of a similarity matrix, one tile of columns at a time. Shape letters are as in `loss`.
 
-What lies between two matrix products is a function of its own, which torch.compile makes one kernel on a GPU.
+The operations between two matrix products are a separate function, which torch.compile fuses into one kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch import Tensor
 from clap_ds.engine.compile import compiled_on_gpu
 
 GPU_TILE, CPU_TILE = 32768, 1024
-"""Columns in a tile: on a GPU few kernels matter, 80 MB at a micro-batch of 616; on a CPU the caches do."""
+"""Columns per tile: few kernels on a GPU (80 MB at a micro-batch of 616), cache-sized on a CPU."""
 
 
 def tiled_row_sums(own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Log Σ_j exp(S_ij) with S_ij = scale · own_i·all_j, and the S_ij of pair i, whose j is `first` + i: (B,) each, in the
-    scale's type."""
+    """Return log Σ_j exp(S_ij) with S_ij = scale · own_i·all_j, and S_ij of pair i, for which j = `first` + i.
+
+    Both are (B,) in the scale's dtype."""
     lses, targets = [], []
     for columns in _tiles(all_ND):
         rest = scale, _pairs(own_BD, columns, first)
@@ -30,7 +31,7 @@ def tiled_row_sums(own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int) ->
 
 
 def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list[Tensor]:
-    """Of one tile; without `pairs` only the first. Maximum and sum, written out like this, are one pass in compiled code
+    """Return both for one tile; without `pairs` only the first. Compiled code computes this maximum and sum in one pass
     (online softmax, arXiv 1805.02867)."""
     logits_BK = similarity_BK * scale
     targets = [(logits_BK * _are_pairs(pairs)).sum(dim=1)] if pairs else []
@@ -42,11 +43,12 @@ def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list
 def tiled_softmax_gradient(
     own_BD: Tensor, all_ND: Tensor, own_lse_B: Tensor, all_lse_N: Tensor, scale: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Work out the softmax loss's gradient by one tower's own features, the similarities recomputed a tile at a time, from
-    log-sum-exps over the similarities of the own and of all features. `first` is the place of this rank's first pair.
+    """Compute the softmax loss's gradient for this rank's features of one tower, recomputing similarities tile by tile.
+
+    It takes the log-sum-exps of own rows and of all columns; `first` is the index of this rank's first pair.
 
     Returns:
-        2N times the gradients of the own features, (B, D), and of the scale from the own rows, scalar, in the scale's type.
+        2N times the gradients of own features, (B, D), and of the scale from own rows, scalar, in the scale's dtype.
     """
     weighted_BD = torch.zeros(own_BD.shape, dtype=scale.dtype, device=own_BD.device)
     weight_dtype = all_ND.dtype if all_ND.is_cuda else scale.dtype
@@ -56,7 +58,7 @@ def tiled_softmax_gradient(
         weights = compiled_on_gpu(_weights, similarities(own_BD, others_KD, scale.dtype), *rest)
         weighted_BD += weighted_sum(weights, others_KD, scale.dtype)
         del weights  # before the next tile is made
-    # Σ_ij weight_ij · own_i·all_j, where the sum over j has just been made
+    # Σ_ij weight_ij · own_i·all_j; the loop has summed over j
     return weighted_BD * scale, (weighted_BD * own_BD).sum()
 
 
@@ -68,7 +70,7 @@ def _weights(
     pairs: list[Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """2N times the loss's derivative by one tile's logits."""
+    """Return 2N times the loss's derivative by one tile's logits."""
     logits_BK = similarity_BK * scale
     weight_BK = (logits_BK - own_lse_B[:, None]).exp_()
     weight_BK += logits_BK.sub_(other_lse_K).exp_()
@@ -78,8 +80,8 @@ def _weights(
 
 
 def _pairs(own_BD: Tensor, columns: slice, first: int) -> list[Tensor]:
-    """Places in the global batch of the own rows (B,) and of a tile's columns (K,), int64; nothing where the tile has none of
-    the pairs."""
+    """Return indices in the global batch of own rows (B,) and a tile's columns (K,), int64; nothing for a tile without own
+    pairs."""
     own = range(first, first + len(own_BD))
     if columns.stop <= own.start or own.stop <= columns.start:
         return []
@@ -87,13 +89,13 @@ def _pairs(own_BD: Tensor, columns: slice, first: int) -> list[Tensor]:
 
 
 def _are_pairs(pairs: list[Tensor]) -> Tensor:
-    """(B, K): 1.0 where row and column are a pair, 0.0 elsewhere."""
+    """Return (B, K): 1.0 if row and column are a pair, else 0.0."""
     own_B, other_K = pairs
     return torch.where(own_B[:, None] == other_K, 1.0, 0.0)
 
 
 def similarities(own_BD: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, K) inner products, accumulated and given in `dtype`."""
+    """Return (B, K) inner products, accumulated and returned in `dtype`."""
     if own_BD.dtype == dtype:
         return own_BD @ other_KD.T
     if own_BD.is_cuda:
@@ -102,7 +104,7 @@ def similarities(own_BD: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def weighted_sum(weight_BK: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, D) in `dtype`; on a GPU with 16-bit features the weights are rounded to match, the sum is not."""
+    """Return (B, D) in `dtype`. On a GPU with 16-bit features the weights are rounded to match, but not the sum."""
     if other_KD.dtype == dtype:
         return weight_BK @ other_KD
     if other_KD.is_cuda:
@@ -111,7 +113,7 @@ def weighted_sum(weight_BK: Tensor, other_KD: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _tiles(all_ND: Tensor) -> Iterator[slice]:
-    """Of one width but for the last; multiples of 64, as tensor cores want rows to begin, where they may be as wide."""
+    """Yield tiles of equal width, except for the last. If it may be, the width is a multiple of 64 to suit tensor cores."""
     size, widest = len(all_ND), GPU_TILE if all_ND.is_cuda else CPU_TILE
     width = min(widest, 64 * math.ceil(size / math.ceil(size / widest) / 64))
     return (slice(start, min(start + width, size)) for start in range(0, size, width))

@@ -1,4 +1,4 @@
-"""What the engine is held against: torch's DistributedDataParallel and AdamW, in bf16 with fp32 master weights kept by hand."""
+"""Implement the engine's reference: torch's DistributedDataParallel and AdamW, in bf16 with explicit fp32 master weights."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +16,13 @@ from clap_ds.model.clap import ClapModel
 
 
 class PlainDDP:
-    """Trains `model`, which is on its device; `precision` is fp32, bf16 or autocast, `sync` is how the engine averages,
-    `options` are AdamW's, and gradients are clipped to norm `clip`, 0 for none.
+    """Train `model` on its device, with `precision` fp32, bf16 or autocast, the engine's `sync` and AdamW's `options`.
+
+    Gradients are clipped to norm `clip` unless it is 0.
 
     Attributes:
-        masters: fp32 weights by name; in bf16 the model's are their roundings.
-        norm: of the last step's gradients, before clipping.
+        masters: fp32 weights by name; in bf16 the model has them rounded.
+        norm: norm of the last step's gradients before clipping.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class PlainDDP:
         self.precision, self.accumulation, self.clip = precision, accumulation, clip
         self.model = model
         if precision == "bf16":
-            self.model.to(torch.bfloat16)  # DeepSpeed, too, takes its master weights from the parameters it has cast
+            self.model.to(torch.bfloat16)  # DeepSpeed also copies master weights from cast parameters
         groups = [{**group, "params": list(group["params"])} for group in parameter_groups(self.model, TrainSettings())]
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.masters = {names[id(p)]: p.detach().float().clone() for group in groups for p in group["params"]}
@@ -39,11 +40,11 @@ class PlainDDP:
         )
         self.ddp = DistributedDataParallel(self.model)
         if precision == "bf16" and sync == "deepspeed":
-            self.ddp.register_comm_hook(None, _send_bf16)  # DeepSpeed, too, sends the few fp32 gradients as bf16
+            self.ddp.register_comm_hook(None, _send_bf16)  # DeepSpeed also sends the few fp32 gradients as bf16
         self.loss = SoftmaxLoss(torch.float32 if precision == "fp32" else torch.bfloat16)
 
     def step(self, batches: Iterator[Batch]) -> float:
-        """One optimiser step; mean loss of its micro-batches."""
+        """Take one optimizer step and return the mean loss of its micro-batches."""
         total = 0.0
         for micro_step in range(self.accumulation):
             batch = next(batches)
@@ -66,7 +67,7 @@ class PlainDDP:
 
     @torch.no_grad()
     def take(self, weights: dict[str, Tensor]) -> None:
-        """Go on from these fp32 weights."""
+        """Continue from these fp32 weights."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(self.masters[name].copy_(weights[name]))
 

@@ -1,5 +1,4 @@
-"""Compiled and checkpointed models against the plain one: the micro preset, with Dynamo and AOT Autograd but no code
-generator."""
+"""Compare compiled and checkpointed micro models with the plain one, using Dynamo and AOT Autograd but no code generator."""
 
 import itertools
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from tests.rank_pool import RankPool
 
 
 def outcome(model: ClapModel, *inputs: object) -> tuple[Tensor, ...]:
-    """Embeddings and gradients."""
+    """Return embeddings and gradients."""
     audio, text, scale = model(*inputs)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return audio, text, *torch.autograd.grad((scale * (audio[:, 0] * 2 + text[:, 1])).sum(), trained)
@@ -55,21 +54,21 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 
 def forget() -> None:
-    """Nothing was compiled in this process."""
+    """Clear what this process has compiled."""
     torch.compiler.reset()
     counters.clear()
     clear_compilation_metrics()
 
 
 def statistics() -> tuple[int, int]:
-    """Graphs compiled, of which some anew for other shapes. Where one was broken, it fails."""
+    """Return the number of compiled graphs and of recompilations for other shapes. Fails on a graph break."""
     assert not counters["graph_break"]
     anew = [not str(metrics.compile_id).endswith("/0") for metrics in get_compilation_metrics()]
     return counters["stats"]["unique_graphs"], sum(anew)
 
 
 def trained(what: str, packed: bool) -> tuple[list[str], list[Tensor]]:
-    """Names of the weights, and what they are after four steps."""
+    """Return weight names, and weights after four steps."""
     forget()
     run = settings("fp32", 1)
     engine = ClapEngine(run, micro(), DEVICE)
@@ -88,7 +87,7 @@ def trained(what: str, packed: bool) -> tuple[list[str], list[Tensor]]:
 
 
 def compared(packed: bool) -> tuple[float, tuple[int, int]]:
-    """Largest difference of a compiled model's weights from a plain one's, and what was compiled."""
+    """Return the largest difference of a compiled model's weights from a plain one's, and `statistics`."""
     (names, plain), (compiled_names, ours) = trained("off", packed), trained("towers", packed)
     assert compiled_names == names
     return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)), statistics()
@@ -96,14 +95,14 @@ def compared(packed: bool) -> tuple[float, tuple[int, int]]:
 
 @pytest.mark.end_to_end
 def test_two_ranks_compile_no_more_than_one_and_train_the_same(two_ranks: RankPool) -> None:
-    """A graph each and one more for rows of another length; torch's reducer with its small buckets adds none."""
+    """Expect four graphs, one of them for rows of another length; torch's reducer with its small buckets adds none."""
     for difference, found in two_ranks.run(compared, True):
-        assert difference < 1e-5  # four steps of at most 1e-3 a weight, in fp32
+        assert difference < 1e-5  # four fp32 steps that change a weight by at most 1e-3
         assert found == (4, 1)
 
 
 def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
-    """A backend that notes the graphs it is given, and on rank 1 can't compile those of one direction."""
+    """Return a backend that records the graphs it gets, and on rank 1 can't compile those of one direction."""
 
     def compiler(direction: str) -> Callable[..., Any]:
         def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -118,8 +117,8 @@ def counting(calls: list[str], failing: str = "") -> Callable[..., Any]:
 
 
 def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tensor], dict[str, str | None]]:
-    """Losses of three steps on log-mel features by a model that draws random numbers, its state after them, and what couldn't
-    be compiled."""
+    """Return losses of three steps of a stochastic model on log-mel features, its state after them, and what couldn't be
+    compiled."""
     forget()
     run, model = settings("bf16", 1), micro(drop_path=0.5, text_dropout=0.1, spec_augment=True)
     model.audio.batch_norm.momentum = 0.1

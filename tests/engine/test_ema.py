@@ -1,4 +1,4 @@
-"""The average of the weights against torch's `AveragedModel`, on two ranks alike, and what is evaluated and saved of it."""
+"""Compare the weights' average with torch's `AveragedModel` on two ranks; check what is evaluated and saved."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +22,13 @@ from tests.rank_pool import RankPool
 
 
 def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dict[str, bool]]:
-    """The average after three steps; and whether it is torch's, and everything what it should be."""
-    train = {"ema_decay": 0.75, "accumulation": accumulation, "freeze": ["text"]}
+    """Return the average after three steps, and the results of checks."""
+    train = {"ema": 0.75, "accumulation": accumulation, "freeze": ["text"]}
     run = settings(precision if precision in PRECISIONS else "fp32", 2, clap={"train": train})
     run.deepspeed |= {"fp16": {"enabled": precision == "fp16", "initial_scale_power": 8}}
     model = model_of(run)
     freeze(model, ["text"])
-    with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True):  # every CPU is, but not quickly
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True):  # true, but slow, on every CPU
         engine, batches = ClapEngine(run, model, DEVICE), batches_of(run)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     masters = torch.nn.ParameterList(master_weights(engine)[name].clone() for name in names)

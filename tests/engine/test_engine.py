@@ -1,4 +1,4 @@
-"""The engine against plain torch: same batches, same start, same losses and weights step by step on two ranks."""
+"""Compare the engine's losses and weights with plain torch's step by step, on two ranks."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ from tests.rank_pool import RankPool
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TIMER = PhaseTimer(DEVICE, instrumented=False)
 LEARNING_RATE = 1e-3
-# One step in which Adam's epsilon matters: gradients that are off by a constant factor then show in the weights too.
+# Adam's epsilon matters, so that gradients that are off by a constant factor also change the weights.
 OPTIMIZER: dict[str, Any] = {"type": "AdamW", "params": {"lr": LEARNING_RATE, "eps": 1e-3, "weight_decay": 0.2}}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": {"enabled": False}},
@@ -83,7 +83,7 @@ def model_of(run: RunSettings) -> ClapModel:
     torch.manual_seed(3)
     model = ClapModel(run.clap.preset(), drop_path=0, text_dropout=0, spec_augment=False)
     if DEVICE.type == "cpu":
-        convert(model)  # as the engine does: both sides by the same kernels
+        convert(model)  # like the engine, so both sides use the same kernels
     return model
 
 
@@ -94,18 +94,18 @@ def _engine(run: RunSettings, stepping: str) -> ClapEngine:
 
 
 def _roundings(ours: Tensor, theirs: Tensor, smallest: float) -> float:
-    """Largest difference in units of fp32's rounding of values at least as large as `smallest`."""
+    """Return the largest difference in fp32 roundings of values at least as large as `smallest`."""
     return float(((ours - theirs).abs() / (torch.finfo(torch.float32).eps * (theirs.abs() + smallest))).max())
 
 
 def _difference(
     precision: str, accumulation: int | None, sync: str, stepping: str = "", steps: int = 10, clip: float = 0.0
 ) -> float:
-    """Largest difference of any step's loss or of any weight it makes, on this rank, in fp32 roundings.
+    """Return this rank's largest difference of any step's loss or resulting weight, in fp32 roundings.
 
-    Both sides start each step from the same weights, the engine's; moments, gradients and batches are their own. Left to run
-    apart, weights that differ in fp32's last bit (as torch's fused and plain AdamW make them) would be cast to different
-    bf16 numbers sooner or later, a difference 2¹⁶ times as large, which no bound on rounding follows through the next step.
+    Both sides start each step from the engine's weights, with their own moments, gradients and batches. Otherwise weights
+    that differ in fp32's last bit, as with torch's fused and plain AdamW, would eventually be cast to different bf16 numbers.
+    Their difference is 2¹⁶ times as large, and no rounding bound holds in the next step.
     """
     optimizer_implementation = "deepspeed" if "FusedAdam" in stepping else "torch"
     run = settings(
@@ -122,13 +122,13 @@ def _difference(
         found.append(_roundings(loss, plain_loss, 0.0))
         weights = master_weights(engine)
         assert weights.keys() == plain.model.state_dict().keys()
-        # An update is about as large as the learning rate, whatever the gradient.
+        # An update is about as large as the learning rate for any gradient.
         found += [_roundings(weights[name], master, LEARNING_RATE) for name, master in plain.masters.items()]
         plain.take(weights)
         for name, parameter in engine.model.named_parameters():
             assert torch.equal(parameter, plain.model.get_parameter(name)), f"{name} isn't its master's rounding"
     if dist.get_rank() == 0:
-        # DDP hands rank 0's batch-norm statistics to all ranks; the engine leaves each rank its own and saves rank 0's.
+        # DDP copies rank 0's batch-norm statistics to all ranks; in the engine each rank has its own, and rank 0's are saved.
         ours, theirs = (module.audio.batch_norm for module in (engine.model, plain.model))
         found += [
             _roundings(ours.running_mean, theirs.running_mean, 1.0),
@@ -137,9 +137,8 @@ def _difference(
     return float(torch.tensor(found).max())  # NaN if any is
 
 
-# Loss and gradient are the same operations on the same numbers in all precisions (with two ranks the wire adds once and halves
-# exactly). The update is not: it may round a weight 2 times otherwise, and itself 2 times for each of up to ten steps in each
-# moment, and a few times more.
+# Loss and gradient are the same operations on the same numbers in all precisions (two ranks add once and halve exactly). The
+# update isn't: the weight may differ by 2 roundings, the update by 2 per moment for each of up to ten steps, and a few more.
 ROUNDINGS = 64
 
 
@@ -159,12 +158,12 @@ ROUNDINGS = 64
 def test_steps_agree_with_plain_ddp(
     two_ranks: RankPool, precision: str, accumulation: int | None, sync: str, stepping: str, clip: float
 ) -> None:
-    """With accumulation None the global batch of 12 is given: twice 3 pairs on each of two ranks."""
+    """If accumulation is None, the global batch of 12 is set: two micro-batches of 3 pairs on each of two ranks."""
     differences = two_ranks.run(_difference, precision, accumulation, sync, stepping, 3, clip)
     assert all(difference <= ROUNDINGS for difference in differences), differences
 
 
-# On GPUs gradients differ, by the order of atomic additions: four roundings of a bf16 gradient, each 2¹⁶ of fp32's.
+# The order of atomic additions differs on GPUs: four roundings of a bf16 gradient, 2¹⁶ fp32 roundings each.
 GPU_ROUNDINGS = 2**18
 
 
@@ -176,7 +175,7 @@ def test_ten_steps_agree_with_plain_torch_on_a_gpu(one_gpu: RankPool, precision:
 
 
 def _scales_with_a_low_bound(precision: str) -> tuple[list[float], set[str]]:
-    """The logit scale and its master after a step, and which parameters are fp32."""
+    """Return the logit scale and its master after a step, and names of fp32 parameters."""
     run = settings(precision, 1)
     run.clap = run.clap.model_copy(update={"max_logit_scale": 5.0})
     engine = ClapEngine(run, model_of(run), DEVICE)
@@ -211,7 +210,7 @@ def test_biases_norms_position_biases_and_scalars_are_not_decayed() -> None:
 
 
 def _poisoned_on_rank_1(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Batches with a NaN in the first waveform, on rank 1."""
+    """Put a NaN into the first waveform of each batch on rank 1."""
     for batch in batches:
         poisoned = copy.copy(batch)
         if dist.get_rank() == 1:
@@ -221,8 +220,8 @@ def _poisoned_on_rank_1(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _skipped_steps(sync: str, stepping: str) -> tuple[list[str], list[int], str, list[float], list[int]]:
-    """Names of what a skipped step changes, how many are skipped in a row after it and in all, the end after too many, the
-    learning rates of all steps, and how many a checkpoint counts as skipped."""
+    """Return names of what a skipped step changes, numbers of steps skipped in a row after it and in total, the error after
+    too many, all learning rates, and a checkpoint's number of skipped steps."""
     warm_up = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}}
     run = settings("bf16", 1, sync, scheduler=warm_up)
     engine, batches, rates = _engine(run, stepping), batches_of(run), list[float]()
@@ -252,7 +251,7 @@ def _skipped_steps(sync: str, stepping: str) -> tuple[list[str], list[int], str,
 def test_steps_that_overflow_in_16_bits_are_skipped_and_counted_while_training(
     two_ranks: RankPool, sync: str, stepping: str
 ) -> None:
-    """The flat step doesn't shift the schedule."""
+    """Check also that the flat step doesn't shift the schedule."""
     for changed, counted, end, rates, saved in two_ranks.run(_skipped_steps, sync, stepping):
         assert changed == []
         assert counted == [1, 3]

@@ -1,4 +1,4 @@
-"""How a run's end is told from the exception that ended it."""
+"""Check what is recorded and printed for each exception that ends a run."""
 
 import json
 import signal
@@ -39,7 +39,7 @@ LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]
         (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"), False, True),
         (RuntimeError("NCCL communicator was aborted on rank 1"), False, True),
         (torch.distributed.DistNetworkError("Failed to recv, got 0 bytes"), False, True),
-        (ConnectionError("Connection reset by peer"), False, False),  # of whom data are read from
+        (ConnectionError("Connection reset by peer"), False, False),  # from a data server
     ],
 )
 def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors(
@@ -68,7 +68,7 @@ ENDS: list[tuple[Any, ...]] = [
     (RuntimeError(LOST), 1, "failed", f"rank 0: {LOST}", error_file.LOST_PEER, GONE),
     (KeyError("x"), 1, "failed", "rank 0: 'x'", error_file.ERROR, "Traceback"),
 ]
-"""What is raised, exit code, state, error in the summary, kind of the last word, and what is said."""
+"""Exception, exit code, state, error in the summary, kind in the error file, and printed text."""
 
 
 @pytest.mark.parametrize(("error", "code", "state", "recorded", "kind", "said"), ENDS)
@@ -118,4 +118,4 @@ def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with recorded_ending(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), ""):
         signal.raise_signal(signal.SIGINT)
     assert left == [128 + signal.SIGINT]
-    assert RunDirectory(tmp_path).summary()["state"] == "terminated"  # by every rank
+    assert RunDirectory(tmp_path).summary()["state"] == "terminated"  # every rank records it

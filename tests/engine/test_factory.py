@@ -1,4 +1,4 @@
-"""Learning rates by tower and block against torch's AdamW with a group for each parameter, under every kind of schedule."""
+"""Compare learning rates by tower and block with torch's AdamW with a group per parameter, for every kind of schedule."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.engine.plain_ddp import PlainDDP
 from tests.rank_pool import RankPool
 
 TUNING: dict[str, Any] = {"lr_scale": {"text": 0.1}, "layer_decay": {"audio": 0.5, "text": 0.8}}
-# Of the micro preset: what a name begins with → its share of the schedule's rate, as `TUNING` has it.
+# Prefixes of the micro preset's names → fraction of the schedule's rate with `TUNING`.
 RATES = {
     "audio.batch_norm": 0.5**4, "audio.patch_embed": 0.5**4, "audio.stages.0.blocks.0": 0.5**3, "audio.stages.0": 0.5**2,
     "audio.stages.1": 0.5, "text.roberta.embeddings": 0.1 * 0.8**3, "text.roberta.encoder.layer.0": 0.1 * 0.8**2,
@@ -27,7 +27,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def _difference(precision: str, kind: str, stepping: str) -> float:
-    """The largest of any weight after any of four clipped steps from torch's DDP and AdamW, by hand, in roundings."""
+    """Return the largest difference of weights from torch's DDP and AdamW over four clipped steps, in roundings."""
     scheduler = {"type": kind, "params": SCHEDULES[kind]}
     run = on.settings(precision, 1, gradient_clipping=0.1, scheduler=scheduler, clap={"train": TUNING})
     plain = PlainDDP(on.model_of(run), 1, precision, "overlap", on.OPTIMIZER["params"], 0.1)

@@ -1,4 +1,4 @@
-"""Gradients of accumulated micro-batches: of one loss over the whole batch if cached, of the mean loss if independent."""
+"""Check gradients of accumulated micro-batches: of one loss over the batch if cached, of the mean loss if independent."""
 
 import copy
 import itertools
@@ -19,14 +19,14 @@ from tests.training.reference_steps import CPU, TIMER
 RAMP = (3, 1, 2)
 """Micro-batches of each step."""
 TOLERANCE = 2**8 * torch.finfo(torch.float32).eps
-"""Of the largest gradient. Sums over rows are taken in another order, in every product from the loss to the mel bins and back,
-and logits are 14 times as far off as similarities: 10 to 33 roundings are found, where a wrong gradient is off by 10⁶."""
+"""Relative to the largest gradient. Every product sums rows in another order, and logits have 14 times the error of
+similarities. Errors are 10 to 33 roundings; those of a wrong gradient are 10⁶."""
 NOISY = {"drop_path": 0.3, "text_dropout": 0.3, "spec_augment": True}
 SIGMOID = {"kind": "sigmoid"}
 
 
-def _engine(accumulation: str = "gradcache", **changes: Any) -> tuple[Any, ClapEngine, ClapModel]:
-    """Settings, an engine, and a copy of its model."""
+def _engine(accumulation: str = "cached", **changes: Any) -> tuple[Any, ClapEngine, ClapModel]:
+    """Return settings, an engine, and a copy of its model."""
     sgd = {"type": "SGD", "params": {"lr": 0.01}}
     run = reference.settings(
         train={"accumulation": accumulation}, optimizer=sgd, gradient_accumulation_steps=3, **changes
@@ -43,7 +43,7 @@ def _gradients(model: ClapModel) -> dict[str, Tensor]:
 
 
 def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[float]:
-    """Differences of losses and, as a part of the largest, of gradients from the reference named, step by step."""
+    """Return, for each step, differences from the reference `whole` of losses and (relative to the largest) of gradients."""
     run, engine, plain = _engine(accumulation, **changes)
     world_size, step, averaged = dist.get_world_size(), engine.deepspeed.step, dict[str, Tensor]()
     by_rank = [reference.micro_batches(run, rank, world_size, sum(RAMP)) for rank in range(world_size)]
@@ -53,7 +53,7 @@ def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[floa
                 batch.pack()
 
     def catch() -> None:
-        """Averaged gradients, when the weights are about to be updated."""
+        """Record averaged gradients before the weights' update."""
         if engine.deepspeed.is_gradient_accumulation_boundary():
             averaged.update(_gradients(engine.model))
         step()
@@ -103,6 +103,6 @@ def test_gradients_of_two_ranks_through_a_ramp(
 
 @pytest.mark.parametrize("changes", [{"model": NOISY}, {"loss": SIGMOID, "text_packing": False}])
 def test_the_second_pass_draws_and_normalises_as_the_first(one_rank: RankPool, changes: dict[str, Any]) -> None:
-    """The reference draws the same random numbers once, keeps every graph, and counts each micro-batch's statistics once."""
-    (errors,) = one_rank.run(_errors, "gradcache", "whole_loss", changes)
+    """The reference draws the same random numbers once, keeps every graph, and uses each micro-batch's statistics once."""
+    (errors,) = one_rank.run(_errors, "cached", "whole_loss", changes)
     assert max(errors) < TOLERANCE

@@ -1,4 +1,4 @@
-"""The overlapped all-reduce does what DeepSpeed's own does, and does it under the backward pass."""
+"""Check that the overlapped all-reduce gives DeepSpeed's result, and runs during the backward pass."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,12 +18,11 @@ from tests.rank_pool import RankPool
 
 TIMER = PhaseTimer(DEVICE, instrumented=False)
 CALL, SEND, BF16, FP32 = "c10d::allreduce_", "gloo:all_reduce", "c10::BFloat16", "float"
-"""As torch's profiler names them. An all-reduce is asked for in the thread that computes gradients, and done in another,
-whenever that comes to run."""
+"""Names in torch's profiler. The thread that computes gradients requests an all-reduce, and another runs it later."""
 
 
 def _events(action: Callable[[], object], *names: str) -> list[Any]:
-    """Those of these names, in order, as torch's profiler sees them."""
+    """Return events with these names from torch's profiler, in order."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         action()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() in names]
@@ -31,9 +30,9 @@ def _events(action: Callable[[], object], *names: str) -> list[Any]:
 
 
 def _gradients(sync: str, precision: str, accumulation: int, changes: dict[str, Any]) -> tuple[Tensor, set[str]]:
-    """Of two steps from the same weights, in fp64, and the dtypes in which they travelled. With a tower frozen where that is
-    fp32. With `sync` "none" they are this rank's own."""
-    run = settings(precision, accumulation, "overlap" if sync == "none" else sync, **changes)
+    """Return gradients of two steps from the same weights, in fp64, and the dtypes that were sent. If `changes` set fp32 for
+    sending, a tower is frozen. With `sync` "none" gradients are this rank's own."""
+    run = settings(precision, accumulation, "overlapped" if sync == "none" else sync, **changes)
     model = model_of(run)
     freeze(model, ["text"] if changes.get("communication_data_type") == "fp32" else [])
     engine, batches = ClapEngine(run, model, DEVICE), batches_of(run)
@@ -65,14 +64,14 @@ def _error_over_deepspeeds(*case: Any) -> tuple[set[str], float]:
 def test_averages_are_as_exact_as_deepspeeds_own(
     two_ranks: RankPool, precision: str, accumulation: int, changes: Any, dtypes: Any
 ) -> None:
-    """Or nearer: a sum of two has one order, and its half is exact."""
+    """A sum of two has one order, and its half is exact."""
     for found, error in two_ranks.run(_error_over_deepspeeds, precision, accumulation, changes):
         assert found == dtypes
         assert error <= 1.0
 
 
 def _order_of_events(sync: str) -> list[str]:
-    """What happens in a step after the first two: gradients getting ready ("ready"), all-reduces."""
+    """Return the events of the third step: all-reduces, and "ready" for each gradient."""
     run = settings("fp32", 1, sync)
     engine, batches = ClapEngine(run, model_of(run), DEVICE), batches_of(run)
     for _ in range(2):
@@ -91,7 +90,7 @@ def test_gradients_are_sent_while_others_are_still_being_computed(two_ranks: Ran
 
 
 def _sent(sync: str, accumulation: str) -> list[float]:
-    """How often every gradient is reduced."""
+    """Return how often every gradient is reduced in each call."""
     run = settings("fp32", 1, clap={"gradient_sync": sync, "train": {"accumulation": accumulation}})
     engine, batches = ClapEngine(run, model_of(run), DEVICE), batches_of(run)
     found = []

@@ -1,7 +1,7 @@
-"""A whole step, gradients, clipping and update, in which the host reads nothing from the device.
+"""Check that the host reads nothing from the device in a step: gradients, clipping and update.
 
-An engine is built and takes its first step; then every tensor it holds becomes a fake one, which has no values: whoever
-reads one raises. Of the group of two ranks only this one is there, and collectives do nothing.
+After an engine's first step every tensor it holds is replaced by a fake one, and reading its value raises. The group has two
+ranks, of which only this one exists, and collectives do nothing.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def lone_rank() -> Iterator[RankPool]:
-    """A process that no group has been made in yet."""
+    """Start a process without a process group."""
     with contextlib.closing(RankPool(1, grouped=False)) as pool:
         yield pool
 
 
 def faked(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
-    """`value` with fake tensors, in place but for tuples."""
+    """Replace the tensors in `value` by fake ones, in place except in tuples."""
     if isinstance(value, Tensor):
         return mode.from_tensor(value)
     if id(value) in seen:
@@ -54,12 +54,12 @@ def faked(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
 
 
 def _fake_steps(precision: str, changes: dict[str, Any]) -> None:
-    """A step with fake tensors, then a check of its loss, which reads."""
+    """Take a step with fake tensors, then check its loss, which reads."""
     if not dist.is_initialized():
         import deepspeed
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be compiled
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # don't compile it
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
         deepspeed.init_distributed(verbose=False)
     clap = {"cpu_kernels": "off", "gradient_sync": "deepspeed", **changes.pop("clap", {})}
@@ -76,7 +76,7 @@ def _fake_steps(precision: str, changes: dict[str, Any]) -> None:
     batches = iter([next(source).map(mode.from_tensor) for _ in range(run.gradient_accumulation_steps)])
     faked(engine, mode, {})
     with pytest.MonkeyPatch.context() as patch, mode:
-        # The state of generators is on the host already; as a fake tensor it could not be put back.
+        # Generator states are on the host, and couldn't be restored from fake tensors.
         patch.setattr(grad_cache, "random_state", lambda device: {})
         patch.setattr(grad_cache, "restore_random_state", lambda state, device: None)
         engine.step(batches, timer)

@@ -1,4 +1,4 @@
-"""`auto` is Triton where it compiles and runs on every rank; else it is the other kernel, and why is said and recorded."""
+"""Check that `auto` is Triton if it runs on every rank; otherwise another kernel, with the reason printed and recorded."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def settings(**model: Any) -> RunSettings:
 
 
 def choose(**model: Any) -> tuple[dict[str, ChosenKernel], Blocks]:
-    """What is chosen, and the kernels of each block."""
+    """Return what is chosen, and the kernels of each block."""
     run = settings(**model)
     built = ClapModel(run.clap.preset(), **kernels.build_kernels(run, CPU)).bfloat16()
     chosen = kernels.choose_kernels(run, built, CPU)
@@ -42,7 +42,7 @@ def fails_on_rank_1(run: RunSettings, field: str, model: ClapModel) -> None:
 
 
 def _choose_on_a_rank() -> tuple[dict[str, ChosenKernel], Blocks]:
-    """Attention fails on rank 1, the MLP on none."""
+    """Choose kernels while attention fails on rank 1."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_try", fails_on_rank_1)
         return choose()

@@ -1,4 +1,4 @@
-"""The losses of several ranks against one process that holds the global batch, and what they send."""
+"""Compare losses over several ranks with one process that has the global batch, and count what they send."""
 
 from collections import Counter
 from functools import partial
@@ -32,14 +32,14 @@ def _sigmoid(logits_NN: Tensor, bias: Tensor, positive_NN: Tensor) -> Tensor:
 
 
 GLOBAL = {"softmax": _softmax, "sigmoid": _sigmoid}
-"""Each kind over a whole batch: logits without the bias, bias (1,), positives → loss."""
+"""Each kind over a whole batch: logits without bias, bias (1,), positives → loss."""
 KINDS = pytest.mark.parametrize("kind", LOSSES)
 
 
 def _features(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rank)
     audio, text = (torch.randn(MICRO_BATCH, JOINT_DIM, generator=generator, dtype=torch.float64) for _ in range(2))
-    text[:, 0] += 2 + rank  # texts have something in common that sounds lack: rows of similarities aren't like columns
+    text[:, 0] += 2 + rank  # only texts have a common component, so rows of similarities differ from columns
     return tuple(F.normalize(x, dim=1).to(dtype).requires_grad_() for x in (audio, text))  # type: ignore[return-value]
 
 
@@ -48,7 +48,7 @@ def _scalars(scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _with_gradients(kind: str, loss: Tensor, audio: Tensor, text: Tensor, *scalars: Tensor) -> list[np.ndarray]:
-    """The loss and its gradients by audio, text, scale and, where it is learned, bias."""
+    """Return the loss and its gradients by audio, text, scale and, if learned, bias."""
     inputs = [audio, text, *scalars[: 1 + LOSSES[kind].needs_bias]]
     return [tensor.detach().numpy() for tensor in (loss, *torch.autograd.grad(loss, inputs))]
 
@@ -60,7 +60,7 @@ def _on_rank(kind: str, dtype: torch.dtype, scale: float, wire_dtype: torch.dtyp
 
 
 def _expected(kind: str, world_size: int, dtype: torch.dtype, scale: float) -> list[np.ndarray]:
-    """The same from one process: features' gradients of all ranks one after the other."""
+    """Return the same from one process, with the feature gradients of all ranks concatenated."""
     pairs = [_features(rank, dtype) for rank in range(world_size)]
     audio_ND, text_ND = (torch.cat([pair[side].detach() for pair in pairs]).requires_grad_() for side in (0, 1))
     scale_1, bias = _scalars(scale, dtype)
@@ -69,7 +69,7 @@ def _expected(kind: str, world_size: int, dtype: torch.dtype, scale: float) -> l
 
 
 def _averaged(results: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """What data parallelism makes of the ranks' results: means; features stay each rank's, divided by their number."""
+    """Average ranks' results like data parallelism; feature gradients are concatenated and divided by the number of ranks."""
     features = [np.concatenate([result[side] for result in results]) / len(results) for side in (1, 2)]
     loss, *scalars = (np.mean([result[i] for result in results], axis=0) for i in (0, *range(3, len(results[0]))))
     return [loss, *features, *scalars]
@@ -85,8 +85,8 @@ def _run(pool: RankPool, folder: Path, world_size: int, function: Any, *argument
 def test_gradients_are_those_of_one_process(
     eight_processes: RankPool, tmp_path: Path, kind: str, world_size: int, scale: float
 ) -> None:
-    # fp32: 84 roundings; exp turns those of a logit of 100 into as many hundred of a single term (18 are found of the largest).
-    # fp64: torch's softplus is linear above 20, which leaves out e⁻²⁰ = 2e-9 of a loss of 88.
+    # fp32: 84 roundings; for a logit of 100, exp makes each rounding 100 of a single term (measured: 18 of the largest).
+    # fp64: torch's softplus is linear above 20, which omits e⁻²⁰ = 2e-9 of a loss of 88.
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         results = _run(eight_processes, tmp_path, world_size, _on_rank, kind, dtype, scale, dtype)
         expected = _expected(kind, world_size, dtype, scale)
@@ -101,7 +101,7 @@ def test_bf16_on_the_wire_costs_only_its_rounding(eight_processes: RankPool, tmp
         for wire in (torch.float32, torch.bfloat16)
     )
     for a, b in zip(exact, rounded, strict=True):
-        # Features are off by up to 2⁻⁹ of themselves, similarities by about that, logits by 14.3 times that: 3 % of exp(logit).
+        # Relative errors of features and similarities are up to 2⁻⁹; logits have 14.3 times that, 3% of exp(logit).
         assert 0 < np.abs(a - b).max() <= 0.03 * max(np.abs(a).max(), 0.1)
 
 
@@ -121,7 +121,7 @@ def test_without_a_group_upstream_gradients_scale_all_in_tiles_of_any_width(
 
 @KINDS
 def test_held_out_rows_with_several_positives(kind: str) -> None:
-    """Their mean is the loss; equal similarities, at the best bias, give that of chance."""
+    """Their mean is the loss; equal similarities with the best bias give that of chance."""
     generator, captions = torch.Generator().manual_seed(0), torch.tensor([1, 1, 2, 3, 1])
     logits = torch.randn(MICRO_BATCH, MICRO_BATCH, generator=generator, dtype=torch.float64)
     positive = (captions[:, None] == captions).double()
@@ -133,7 +133,7 @@ def test_held_out_rows_with_several_positives(kind: str) -> None:
 
 
 class CountedBytes(TorchDispatchMode):
-    """Bytes one rank sends in each kind of collective, taken from the tensors handed to the process group (ring algorithms)."""
+    """Count the bytes that one rank sends in each kind of collective with ring algorithms, from the tensors' sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def _early_and_late() -> list[np.ndarray]:
         features = towers.audio_projection(audio), towers.text_projection(text)
     assert counted.sent["_allgather_base_"] > 0
     with torch.no_grad():
-        towers.audio_projection(audio * 2)  # an evaluation in between leaves nothing behind
+        towers.audio_projection(audio * 2)  # an evaluation in between has no effect
     losses = early(*features, *scalars), SoftmaxLoss(torch.float64)(audio, text, *scalars)
     return [torch.autograd.grad(loss, audio, retain_graph=True)[0].numpy() for loss in losses]
 

@@ -1,4 +1,4 @@
-"""All scalars go through DeepSpeed's monitor, in order, and a run never ends for want of them."""
+"""Check that all scalars are written with DeepSpeed's monitor, in order."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tests.rank_pool import RankPool
 
 
 def _two_starts(folder: str, section: dict[str, Any]) -> list[bool]:
-    """Steps 1 to 4 of 10 samples, then, as if resumed from step 3, steps 4 to 7; DeepSpeed's own among them."""
+    """Write steps 1 to 4 of 10 samples each, then, as if resumed from step 3, steps 4 to 7, with DeepSpeed's scalars."""
     enabled = []
     for samples in (0, 30):
         engine: Any = SimpleNamespace(global_samples=samples)

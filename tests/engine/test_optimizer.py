@@ -1,4 +1,4 @@
-"""Flat AdamW against torch's, on its kernel and on this project's, which runs it steps, and its step against DeepSpeed's."""
+"""Compare flat AdamW with torch's, for both kernels, and its step with DeepSpeed's; check which runs use it."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SIZES = (1, 15, 16, 33, 100, 40_003)
 @pytest.mark.parametrize("natively", [False, pytest.param(True, marks=needs_kernels)])
 @pytest.mark.parametrize("scale", [1.0, 3.0, torch.tensor(8.0)])
 def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Tensor) -> None:
-    """Gradients are unscaled, new weights handed out."""
+    """Check that gradients are unscaled and new weights copied to the outputs."""
     torch.manual_seed(0)
     flat = [torch.nn.Parameter(torch.randn(size)) for size in SIZES]
     plain = [torch.nn.Parameter(each.detach().clone()) for each in flat]
@@ -63,7 +63,7 @@ def test_runs_it_steps(write_run: Callable[..., Path], changes: dict[str, Any], 
 
 
 def wrapped(clip: float, *, cpu_kernels: bool, low: torch.dtype = torch.bfloat16) -> FP16_Optimizer:
-    """DeepSpeed's wrapper of two groups, stepping on its own on one rank."""
+    """Return DeepSpeed's wrapper of two groups, for one rank."""
     torch.manual_seed(0)
     first, second, third = (torch.nn.Parameter(torch.randn(size).to(low)) for size in (5000, 7, 300))
     groups = [{"params": [first, second]}, {"params": [third], "weight_decay": 0.0}]
@@ -100,7 +100,7 @@ def test_the_step_on_the_device_is_deepspeeds(clip: float, cpu_kernels: bool) ->
         step(ours, seed)
         step(reference, seed)
         assert float(ours._global_grad_norm) == pytest.approx(reference._global_grad_norm, rel=1e-6)
-    # A factor of clipping rounded once more, and what Adam's update makes of that in five steps.
+    # The clipping factor is rounded once more, which Adam's update amplifies in five steps.
     torch.testing.assert_close(everything(ours)["state"], everything(reference)["state"], rtol=2e-6, atol=2e-7)
     for low, master in zip(ours.fp16_groups_flat, ours.fp32_groups_flat, strict=True):
         assert torch.equal(low, master.detach().bfloat16())
@@ -117,7 +117,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float, cpu_kernel
         step(wrapper, seed, poison)
         torch.testing.assert_close(everything(wrapper), before, rtol=0, atol=0)
         assert (was_skipped, bool(flat_step.skipped)) == (False, True)
-    assert [float(each["step"]) for each in wrapper.optimizer.state.values()] == [4, 4]  # one of them DeepSpeed's first
+    assert [float(each["step"]) for each in wrapper.optimizer.state.values()] == [4, 4]  # incl. DeepSpeed's first
 
 
 @pytest.mark.parametrize("natively", [False, pytest.param(True, marks=needs_kernels)])

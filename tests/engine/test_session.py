@@ -1,4 +1,4 @@
-"""What is found and said before a run's first step, and of its loader."""
+"""Check errors that are reported before a run's first step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.training.reference_steps import settings
     ("section", "message"),
     [
         ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed; pip install wandb"),
-        ({"tensorboard": {"enabled": True, "output": "x"}}, "DeepSpeed refuses the configuration"),
+        ({"tensorboard": {"enabled": True, "output": "x"}}, "DeepSpeed rejects the configuration"),
     ],
 )
 def test_what_one_rank_would_find_while_others_wait_is_told_before(
@@ -35,7 +35,7 @@ def test_what_one_rank_would_find_while_others_wait_is_told_before(
 
 
 def _refusal() -> tuple[str, int]:
-    """The message, and how often this rank looked."""
+    """Return the message, and how often this rank looked."""
     ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2)
     run = settings(model={"preset": "htsat_tiny_roberta_base", "pretrained_text": True})
     with mock.patch.object(hub, "load_by_name", side_effect=ValueError("not on the hub")) as load:

@@ -1,4 +1,4 @@
-"""What one GPU can't show: gradients that travel by NCCL."""
+"""Check gradients that are sent with NCCL, which requires two GPUs."""
 
 import pytest
 

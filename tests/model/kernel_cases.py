@@ -1,8 +1,8 @@
-"""Window attention and MLPs against their eager forms, whatever computes them; run by itself, Triton's under its interpreter.
+"""Compare kernels of window attention and MLPs with their eager forms. As a command, check Triton's with its interpreter.
 
     TRITON_INTERPRET=1 python tests/model/kernel_cases.py
 
-The interpreter must be chosen before Triton is imported, so that those cases need a process of their own.
+The interpreter must be selected before Triton is imported, so these cases need a separate process.
 """
 
 import sys
@@ -21,12 +21,12 @@ from clap_ds.model.windows import merge_windows, partition_windows, shifted_wind
 Case = tuple[int, int, int, int]
 Compute = Callable[..., Tensor]
 
-# grid, heads, head dim, shift: the stages of tiny (24) and base (32) in small, one window alone, an uneven number of windows
+# grid, heads, head dim, shift: like the stages of tiny (24) and base (32) but smaller; one window; an odd number of windows
 CASES: list[Case] = [(16, 4, 24, 0), (16, 4, 24, 4), (16, 2, 32, 4), (8, 2, 32, 0), (24, 1, 24, 4), (16, 1, 8, 3)]
-# tokens, channels: the narrow stages of tiny and base; blocks of tokens that are full, begun, or there in part alone
+# tokens, channels: the narrow stages of tiny and base, with full and partial blocks of tokens
 MLP_CASES: list[tuple[int, int]] = [(128, 96), (200, 48), (130, 128)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.003}
-"""Of the largest value; a few roundings of the dtype, at other places than the eager form's."""
+"""Relative to the largest value: a few roundings of the dtype, in other places than the eager form's."""
 
 
 def mask_of(case: Case, device: torch.device) -> Tensor | None:
@@ -35,7 +35,7 @@ def mask_of(case: Case, device: torch.device) -> Tensor | None:
 
 
 def eager(case: Case) -> Compute:
-    """One plain operation after the other, of q, k, v and the bias."""
+    """Return attention as plain operations on q, k, v and the bias."""
 
     def attend(*qkv_and_bias: Tensor) -> Tensor:
         *qkv, bias_ANN = qkv_and_bias
@@ -52,7 +52,7 @@ def eager(case: Case) -> Compute:
 
 
 def by(kernel: Kernel, case: Case) -> Compute:
-    """By the model's own function."""
+    """Return the model's attention with this kernel."""
 
     def attend(*qkv_and_bias: Tensor) -> Tensor:
         *qkv, bias = qkv_and_bias
@@ -62,7 +62,7 @@ def by(kernel: Kernel, case: Case) -> Compute:
 
 
 def draw(case: Case, clips: int = 3, spread: float = 1.0) -> list[Tensor]:
-    """q, k, v, bias and the output's gradient in bf16."""
+    """Draw q, k, v, bias and the output's gradient in bf16."""
     grid, heads, dim, shift = case
     generator = torch.Generator().manual_seed(grid * 100 + dim + shift)
     shapes = [(clips, grid, grid, heads * dim)] * 3 + [(heads, 64, 64), (clips, grid, grid, heads * dim)]
@@ -71,12 +71,12 @@ def draw(case: Case, clips: int = 3, spread: float = 1.0) -> list[Tensor]:
 
 
 def eager_mlp(tokens: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
-    """One plain operation after the other."""
+    """Compute the MLP with plain operations."""
     return F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)
 
 
 def draw_mlp(tokens: int, dim: int) -> list[Tensor]:
-    """Tokens (2, T / 2, C), parameters and the output's gradient in bf16; hidden values reach into GELU's tails."""
+    """Draw tokens (2, T / 2, C), parameters and the output's gradient in bf16; hidden values extend to GELU's tails."""
     generator = torch.Generator().manual_seed(tokens + dim)
     shapes = [(2, tokens // 2, dim), (4 * dim, dim), (4 * dim,), (dim, 4 * dim), (dim,), (2, tokens // 2, dim)]
     spread = [1.0, 1.5 * dim**-0.5, 1.0, (4 * dim) ** -0.5, 1.0, 1.0]
@@ -84,7 +84,7 @@ def draw_mlp(tokens: int, dim: int) -> list[Tensor]:
 
 
 def results(compute: Compute, inputs: Sequence[Tensor], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """Output and gradients of inputs whose last is the output's gradient, in fp64."""
+    """Return output and gradients in fp64; the last input is the output's gradient."""
     *leaves, probe = (tensor.detach().clone().to(device, dtype) for tensor in inputs)
     output = compute(*(each.requires_grad_() for each in leaves))
     assert output.dtype == dtype
@@ -93,19 +93,19 @@ def results(compute: Compute, inputs: Sequence[Tensor], dtype: torch.dtype, devi
 
 
 def errors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
-    """Largest difference of each over its largest value."""
+    """Return the largest difference of each tensor relative to its largest value."""
     return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, expected, strict=True)]
 
 
 def largest_error(
     compute: Compute, exact: Compute, inputs: list[Tensor], dtype: torch.dtype, device: str = "cpu"
 ) -> float:
-    """Of output and gradients, from the eager form's in fp64."""
+    """Return the largest relative error of output and gradients, compared with the eager form in fp64."""
     return max(errors(results(compute, inputs, dtype, device), results(exact, inputs, torch.float64)))
 
 
 def main() -> None:
-    """Attention in fp32, and of two cases in bf16, and MLPs in both; each case is a line."""
+    """Print a line per case: attention in fp32, two cases also in bf16; MLPs in fp32, one also in bf16 and autocast."""
     from clap_ds.model.mlp_triton import triton_mlp
 
     trials = [(case, torch.float32) for case in CASES] + [(case, torch.bfloat16) for case in CASES[1:3]]

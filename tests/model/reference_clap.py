@@ -1,7 +1,4 @@
-"""Independent CLAPs to compare with: HF `transformers` models of the published widths, written out from the sizes' sources.
-
-Nothing here uses this project's own configuration conversion.
-"""
+"""Reference CLAP models from HF `transformers`, with the published sizes and without this project's configurations."""
 
 import math
 from collections.abc import Iterator
@@ -24,13 +21,13 @@ MICRO_AUDIO = {**STAGES, "num_mel_bins": 16, "spec_size": 64, "num_classes": 7}
 TINY_AUDIO = {"depths": [2, 2, 2, 2], "projection_dim": 768}
 BASE_AUDIO = {"patch_embeds_hidden_size": 128, "depths": [2, 2, 2, 2], "hidden_size": 1024, "projection_dim": 1024}
 FEWER = {"vocab_size": 1000, "num_hidden_layers": 2}
-"""Of the benchmark's RoBERTa, whose 50,265 tokens and 12 layers are all alike, as are the blocks of HTSAT's third stage, of
-which there are 2 here. LAION's model has all of its own."""
+"""Reduced sizes of the benchmark's RoBERTa (50,265 tokens, 12 equal layers). HTSAT's third stage also has only 2 blocks.
+LAION's model has its full size."""
 MEAN_TEXT = {**FEWER, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
 class HfClap(nn.Module):
-    """`transformers.ClapModel`: LAION's tiny model, or the micro one."""
+    """Wrap `transformers.ClapModel`: LAION's tiny model, or the micro one."""
 
     def __init__(self, *, audio: dict, text: dict, joint_dim: int) -> None:
         super().__init__()
@@ -50,7 +47,7 @@ class HfClap(nn.Module):
 
 
 class HfTowers(nn.Module):
-    """A model of the benchmark, which `ClapModel` can't express: HF's towers, own pooling and heads."""
+    """Build a model of the benchmark from HF's towers, with pooling and heads that `transformers.ClapModel` doesn't support."""
 
     def __init__(self, *, audio: dict, text_hidden: int) -> None:
         super().__init__()
@@ -72,7 +69,7 @@ class HfTowers(nn.Module):
         return F.normalize(self.head2(F.gelu(self.head1(torch.stack(captions)))), dim=-1)
 
     def named(self) -> dict[str, Tensor]:
-        """In `transformers.ClapModel`'s names, so that the loader under test reads them."""
+        """Return weights with `transformers.ClapModel`'s names, for the loader under test."""
         return {
             **self.audio.state_dict(keep_vars=True),
             **{f"text_model.{name}": tensor for name, tensor in self.roberta.state_dict(keep_vars=True).items()},
@@ -92,7 +89,7 @@ REFERENCES = {
 
 
 def randomise(tensors: dict[str, Tensor], seed: int) -> None:
-    """Draws every weight and statistic anew, large enough that leaving any one out of the computation shows."""
+    """Draw every weight and statistic, large enough that omitting any of them changes the result."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(2**22, generator=generator)
     for name, tensor in tensors.items():
@@ -113,7 +110,7 @@ def randomise(tensors: dict[str, Tensor], seed: int) -> None:
         elif tensor.ndim > 1:
             value = noise / math.sqrt(tensor[0].numel())
             if name.startswith("text_model.encoder") and ".attention.output." in name:
-                value *= 0.2  # or attention averages tokens until they are alike and its gradients rounding noise
+                value *= 0.2  # else attention makes tokens alike and its gradients rounding noise
         elif name.endswith("weight"):
             value = 1 + 0.2 * noise
         else:
@@ -123,7 +120,7 @@ def randomise(tensors: dict[str, Tensor], seed: int) -> None:
 
 @contextmanager
 def no_initialisation() -> Iterator[None]:
-    """Skips PyTorch's random initialisation of layers that are about to be overwritten: seconds for a full-size model."""
+    """Skip PyTorch's random initialization of layers that are overwritten later: seconds for a full-size model."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("normal_", "kaiming_uniform_", "trunc_normal_"):
             patch.setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
@@ -131,7 +128,7 @@ def no_initialisation() -> Iterator[None]:
 
 
 def clips(num_clips: int, num_samples: int, seed: int) -> Tensor:
-    """(num_clips, num_samples): noise at several levels over a tone, the last clip with a silent half."""
+    """Return (num_clips, num_samples): noise at several levels plus a tone; half of the last clip is silent."""
     generator = torch.Generator().manual_seed(seed)
     levels = torch.logspace(-3, -0.5, num_clips)[:, None]
     time = torch.arange(num_samples) / 48000
@@ -142,7 +139,7 @@ def clips(num_clips: int, num_samples: int, seed: int) -> Tensor:
 
 
 def captions(num_captions: int, num_tokens: int, vocab_size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, each (num_captions, num_tokens); captions of different lengths, padded with RoBERTa's index 1."""
+    """Return token ids and mask, each (num_captions, num_tokens), of captions of different lengths padded with id 1."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, vocab_size, (num_captions, num_tokens), generator=generator)
     lengths = torch.linspace(num_tokens, num_tokens // 3, num_captions).long()

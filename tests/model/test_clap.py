@@ -1,4 +1,4 @@
-"""The whole model against independent HF models, LAION's tiny at full size: embeddings, gradients, precision."""
+"""Compare the whole model with HF models, LAION's tiny at full size: embeddings, gradients, precision."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ CASES = [*FULL_WIDTH, ("micro", "sdpa", 0), ("micro", "matmul", 1)]
 
 
 def reference_features(waveforms: Tensor, preset: str) -> Tensor:
-    """(B, 1, frames, mel bins) by HF's feature extractor."""
+    """Return (B, 1, frames, mel bins) from HF's feature extractor."""
     config = load_preset(preset).audio
     kinds = {"hop_length": 480, "fft_window_size": 1024, "frequency_min": 50, "frequency_max": 14000}
     lengths = {"sampling_rate": 48000, "max_length_s": config.num_samples // 48000, "truncation": "rand_trunc"}
@@ -67,11 +67,10 @@ def test_embeddings_and_gradients_agree_with_transformers(preset: str, attention
 
 
 def compare_gradients(ours: ClapModel, weights: dict[str, Tensor]) -> None:
-    """Every trained parameter's but the logit scale, which embeddings don't depend on, each within 1e-4 of its own norm: fp32
-    rounding (6e-8) grows to 1e-5 in the queries and keys of the deepest text layers.
+    """Check that every gradient is within 1e-4 of its norm, except the logit scale's, on which embeddings don't depend.
 
-    Softmax doesn't see a key's bias, so the exact gradient of RoBERTa's separate key biases is 0 and what is there is rounding:
-    it is held against the same layer's key weights instead.
+    fp32 rounding (6e-8) grows to 1e-5 in the queries and keys of the deepest text layers. Softmax doesn't depend on RoBERTa's
+    key biases, so that their gradients are rounding errors, which are compared with the gradients of the key weights.
     """
     own = {key: parameter.grad for key, parameter in ours.named_parameters() if key != "logit_scale"}
     joined = {key: torch.cat([weights[name].grad for name in transformers_names(key)]) for key in own}
@@ -82,7 +81,7 @@ def compare_gradients(ours: ClapModel, weights: dict[str, Tensor]) -> None:
 
 
 def micro(**options: Any) -> tuple[ClapModel, tuple[Tensor, Tensor, Tensor]]:
-    """A randomised micro model and a batch of 3 for it."""
+    """Return a random micro model and a batch of 3 for it."""
     torch.manual_seed(0)
     model = ClapModel(load_preset("micro"), **options)
     model.audio.batch_norm.running_mean.fill_(-30)
@@ -109,7 +108,7 @@ def test_features_of_waveforms_embed_as_these() -> None:
     features = model.eval().mel(waveforms)
     expected = model.encode_audio(waveforms)
     assert torch.equal(model.encode_audio(features), expected)
-    # As mel shards hold them; half a unit in the last place of 64 to 128 dB.
+    # Half precision, as in mel shards: half a unit in the last place of 64 to 128 dB.
     stored = features.half().float()
     assert (stored - features).abs().max() <= 2**-5
     assert (model.encode_audio(stored) * expected).sum(1).min() > 0.9999
@@ -137,7 +136,7 @@ def test_a_cast_to_bf16_leaves_the_fp32_parameters_and_the_front_end() -> None:
 
 @pytest.mark.parametrize(("how", "training"), [("cast", False), ("engine", True), ("autocast", True)])
 def test_bf16_is_close_to_fp32(how: str, training: bool) -> None:
-    """By `Module.to`, by an engine that casts parameters' data and not buffers, and by autocast over fp32 parameters."""
+    """Use `Module.to`, an engine that casts parameters' data but not buffers, and autocast with fp32 parameters."""
     model, batch = micro(drop_path=0.0, text_dropout=0.0, spec_augment=False)
     model.train(training)
     expected = model(*batch)
@@ -148,7 +147,7 @@ def test_bf16_is_close_to_fp32(how: str, training: bool) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
         got = model(*batch)
-    # Unit vectors of 32 numbers of about 0.18; bf16 keeps 3 digits through a dozen layers.
+    # Unit vectors of 32 numbers of about 0.18; bf16 has 3 digits over a dozen layers.
     for ours, reference in zip(got[:2], expected[:2], strict=True):
         assert ours.dtype == torch.float32
         assert (ours * reference).sum(1).min() > 0.999

@@ -1,5 +1,4 @@
-"""HTSAT's own parts that comparing whole models doesn't show: batch norm and SpecAugment in training, initialisation, what is
-held but not trained."""
+"""Test HTSAT's parts that comparisons of whole models don't cover: batch norm and SpecAugment in training, initialization."""
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def test_batch_norm_is_pytorchs_over_mel_bins_in_training_and_out() -> None:
 
 
 def test_spec_augment_draws_its_stripes_per_clip() -> None:
-    """Two of each, of widths uniform below the limit, anywhere."""
+    """Check for two stripes per axis, with uniform widths below the limit."""
     torch.manual_seed(0)
     for num_mels, num_frames, dim, limit in ((16, 1001, 1, 64), (64, 150, 2, 8)):
         masked = SpecAugment()(torch.ones(1, 1, 1).expand(2000, num_mels, num_frames)) == 0
@@ -41,7 +40,7 @@ def test_spec_augment_draws_its_stripes_per_clip() -> None:
         total, starts = stripes.sum(dim=1), (stripes & ~F.pad(stripes, (1, 0))[:, :-1]).sum(dim=1)
         assert starts.max() == 2
         assert total.max() <= 2 * (limit - 1)
-        mean_width = (limit - 1) / 2  # each of two uniform in 0 … limit - 1, overlapping rarely
+        mean_width = (limit - 1) / 2  # of two stripes, uniform in 0 … limit - 1, which rarely overlap
         overlap = mean_width * mean_width / stripes.shape[1]
         assert total.float().mean().item() == pytest.approx(2 * mean_width - overlap, rel=0.03)
 

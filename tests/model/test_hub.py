@@ -1,4 +1,4 @@
-"""The hub is asked only after the cache, once it has given an answer, and never waited for."""
+"""Check that the hub is queried only after the cache, if it responds, and without waiting long."""
 
 import time
 from types import SimpleNamespace

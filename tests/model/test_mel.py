@@ -1,4 +1,4 @@
-"""The log-mel front end; `test_clap.py` compares it with HF's feature extractor."""
+"""Test the log-mel front end; `test_clap.py` compares it with HF's feature extractor."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The rows of packed captions; `test_text.py` has what the tower makes of them."""
+"""Test rows of packed captions; `test_text.py` tests the tower with them."""
 
 import torch
 

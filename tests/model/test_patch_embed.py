@@ -1,4 +1,4 @@
-"""Feature fusion against transformers' own, which computes longer clips' rows alone: forward, gradients, statistics."""
+"""Compare feature fusion with transformers', which only computes rows of longer clips: forward, gradients, statistics."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def reference() -> HfClap:
     theirs = HfClap(audio={**MICRO_AUDIO, "enable_fusion": True}, text=MICRO_TEXT, joint_dim=32)
     randomise(theirs.named(), 3)
     for name, buffer in theirs.named_buffers():
-        if "_att" in name and name.endswith(("mean", "var")):  # of tokens, unlike of decibels
+        if "_att" in name and name.endswith(("mean", "var")):  # statistics of tokens, not of decibels
             buffer.uniform_(0.5, 1.5)
     for module in theirs.modules():
         if isinstance(module, nn.Dropout):
@@ -38,7 +38,7 @@ def ours(theirs: HfClap, config: ClapConfig = FUSED) -> ClapModel:
 
 
 def features(is_longer: Tensor = IS_LONGER) -> Tensor:
-    """(B, 4, frames, bins) dB: four channels alike but of longer files."""
+    """Return (B, 4, frames, bins) in dB; the four channels only differ for longer files."""
     made = -30 + 20 * torch.randn(len(is_longer), *FUSED.audio.clip_shape, generator=torch.Generator().manual_seed(0))
     return made.where(is_longer[:, None, None, None], made[:, :1])
 
@@ -58,7 +58,7 @@ def test_equals_transformers_in_values_gradients_and_statistics(training: bool) 
     expected = {name: each.grad for name, each in theirs.clap.named_parameters() if each.grad is not None}
     own = to_names(gradients, transformers_names)
     assert own.keys() == expected.keys()
-    for name, gradient in expected.items():  # of a bias before a norm or of keys it is 0, and what is found rounding
+    for name, gradient in expected.items():  # for biases before a norm or of keys, just rounding errors
         torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) + 1e-6)
     buffers, statistics = dict(theirs.clap.named_buffers()), to_names(dict(model.named_buffers()), transformers_names)
     for name, value in statistics.items():
@@ -73,7 +73,7 @@ def test_clips_and_files_no_longer_are_what_a_model_without_fusion_hears() -> No
     torch.testing.assert_close(fused.encode_audio(alike), plain.encode_audio(alike[:, 0]), rtol=0, atol=1e-6)
     waveforms = clips(2, FUSED.audio.num_samples, seed=0)
     assert torch.equal(fused.encode_audio(waveforms), fused.encode_audio(fused.mel(waveforms)))
-    assert not torch.allclose(fused.mel(waveforms), plain.mel(waveforms), atol=1)  # HTK's filters, and not Slaney's
+    assert not torch.allclose(fused.mel(waveforms), plain.mel(waveforms), atol=1)  # HTK's filters, not Slaney's
     longer = features()
     mixed = fused.encode_audio(longer) - plain.encode_audio(longer[:, 0])
     assert torch.equal(mixed.abs().amax(dim=1) > 1e-3, IS_LONGER)
@@ -83,7 +83,7 @@ def test_clips_and_files_no_longer_are_what_a_model_without_fusion_hears() -> No
 
 @pytest.mark.parametrize("num_longer", [0, 1])
 def test_every_weight_learns_from_a_batch_of_short_clips(num_longer: int) -> None:
-    """Which torch's batch norm refuses to normalise: the mean over places of one clip is a single value."""
+    """Torch's batch norm rejects such a batch: one clip's mean over places is a single value."""
     model = ours(reference()).train()
     norms = model.audio.patch_embed.fusion_model.global_att[2], model.audio.patch_embed.fusion_model.local_att[1]
     before = [norm.running_var.clone() for norm in norms]

@@ -1,4 +1,4 @@
-"""The text tower: padding, pooling, and pretrained weights that can or can't be had."""
+"""Test the text tower: padding, pooling, and pretrained weights, available or not."""
 
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,9 @@ def test_pretrained_weights_that_do_not_fit_or_cannot_be_had_are_a_clear_error(t
 @pytest.mark.parametrize("pooling", ["cls_pooler", "mean"])
 @pytest.mark.parametrize("kind", ["Roberta", "Bert"])
 def test_each_architecture_is_that_of_transformers_padded_and_packed(tmp_path: Path, kind: str, pooling: str) -> None:
-    """Oracle: transformers' own attention, pooling and gradients, in fp64; means are summed in fp32 here."""
+    """Compare with transformers' attention, pooling and gradients in fp64; the tower sums means in fp32."""
     sizes: dict[str, Any] = {**MICRO_TEXT, "layer_norm_eps": 1e-5, "attn_implementation": "eager"}
-    if kind == "Roberta":  # as DistilRoBERTa
+    if kind == "Roberta":  # like DistilRoBERTa
         sizes |= {"type_vocab_size": 1, "num_hidden_layers": 6}
     theirs = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
     for name, parameter in theirs.named_parameters():

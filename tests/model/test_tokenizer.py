@@ -10,7 +10,7 @@ from clap_ds.model.tokenizer import SPECIAL_TOKENS, load_tokenizer, tokenize
 
 
 def test_captions_are_framed_cut_and_padded(tokenizer_dir: str) -> None:
-    """By RoBERTa's ids; those that are too long keep their end token."""
+    """Check for RoBERTa's ids; captions that are too long keep their end token."""
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size=512)
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, 2, 3, 4]
     long = "a loud tone and " * 20
@@ -53,7 +53,7 @@ def test_tokenizers_that_do_not_fit_or_are_not_there_are_refused(tokenizer_dir: 
 def test_tokenizers_that_make_rust_panic_are_refused(tokenizer_dir: str, tmp_path: Path) -> None:
     path = shutil.copytree(tokenizer_dir, tmp_path / "own") / "tokenizer.json"
     whole, loaded = json.loads(path.read_text()), {"type": "Precompiled", "precompiled_charsmap": ""}
-    for part in ({"normalizer": loaded}, {"pre_tokenizer": {"type": "FixedLength", "length": 0}}):  # the latter in use
+    for part in ({"normalizer": loaded}, {"pre_tokenizer": {"type": "FixedLength", "length": 0}}):  # latter: in use
         path.write_text(json.dumps(whole | part))
         with pytest.raises(ValueError, match=r"own'.* is damaged"):
             load_tokenizer(str(path.parent), vocab_size=512)

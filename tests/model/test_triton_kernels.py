@@ -1,5 +1,6 @@
-"""Triton's kernels: right under its interpreter and on a GPU, compiled ahead of time for every architecture as the stages of
-tiny and base launch them, with no more registers than let enough programs be resident, and seen whole by traces."""
+"""Test Triton kernels with its interpreter, on a GPU and in traces, and compile them for every architecture.
+
+Compiled as the stages of tiny and base launch them, they must use few enough registers."""
 
 import os
 import subprocess
@@ -61,14 +62,14 @@ def test_a_trace_sees_one_operation_each_way_and_every_product() -> None:
     assert {str(name) for name in counter.get_flop_counts()["Global"]} == {
         "clap_ds.mlp", "clap_ds.mlp_backward", "aten.mm",
     }  # fmt: skip
-    # Six products, and the first linear's once more for the backward pass.
+    # Six products, and the first layer's again in the backward pass.
     product = 2 * 128 * 96 * 384
     assert totals == {"torch": 6 * product, "triton": 7 * product}
 
 
 def kernels_of(audio: AudioConfig) -> Iterator[tuple[Any, str, Any, Launch]]:
-    """A model's kernels as they are launched, module, way, constants and launch: the attention of its first and last stage,
-    between which only the grid's size and the number of heads differ, and every MLP that there is a kernel for."""
+    """Yield a model's kernels as module, way, constants and launch: attention of its first and last stage, between which only
+    grid and number of heads differ, and every MLP that has a kernel."""
     for way, launch in (("forward", window_attention_triton.FORWARD), ("backward", window_attention_triton.BACKWARD)):
         for stage, shift in ((0, 0), (0, 4), (-1, 0)):
             grid, heads, dim = audio.stage_grids[stage], audio.num_heads[stage], audio.stage_dims[stage]
@@ -84,7 +85,7 @@ def kernels_of(audio: AudioConfig) -> Iterator[tuple[Any, str, Any, Launch]]:
 
 
 def compile_for(module: str, way: str, constants: dict[str, Any], launch: Launch, architecture: int) -> tuple[int, int]:
-    """Compiles a kernel for an architecture: 80, 90 (as sm_90a) or 100. Registers of a thread, its bytes that spill."""
+    """Compile a kernel for architecture 80, 90 (as sm_90a) or 100. Return a thread's registers and spilled bytes."""
     kernel = getattr(sys.modules[module], f"_{way}_kernel")
     names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
     types = {"scale": "fp32", "d_bias_ptr": "*fp32", "d_biases_ptr": "*fp32"}
@@ -103,8 +104,8 @@ def compile_for(module: str, way: str, constants: dict[str, Any], launch: Launch
 
 @pytest.mark.end_to_end
 def test_kernels_of_every_stage_and_architecture() -> None:
-    """Tiny's and base's on Hopper, base's alone, which are wider, on Blackwell, its attention on sm_80. Nothing spills, and
-    registers, 65,536 of a multiprocessor, leave room for 28 warps of attention forward and 12 backward."""
+    """Compile tiny's and base's for Hopper, base's wider ones for Blackwell, and its attention for sm_80. They don't spill
+    much, and a multiprocessor's 65,536 registers suffice for 28 warps of attention forward and 12 backward."""
     tiny, base = (list(kernels_of(load_preset(f"htsat_{name}_roberta_base").audio)) for name in ("tiny", "base"))
     jobs = [*((*each, 90) for each in tiny + base), *((*each, 100) for each in base)]
     jobs += [(*each, 80) for each in base if each[0] is window_attention_triton]

@@ -1,4 +1,4 @@
-"""Window attention by torch's operations against the eager form: outputs and gradients, shifted and not."""
+"""Compare window attention kernels with the eager form: outputs and gradients, with and without shift."""
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ def test_kernels_agree_with_the_eager_form_on_a_gpu(kernel: Kernel, dtype: torch
 
 
 def test_the_bias_tables_gradient_is_summed_in_fp32() -> None:
-    """Each of its rows gets a sum over up to 64 places. Rounded only before it and after, that errs by less than two roundings
-    to bf16, of 2⁻⁹ on average; summed in bf16, by more than three."""
+    """Each row gets a sum over up to 64 places. If rounded only before and after, its error is below two bf16 roundings of
+    2⁻⁹ on average; if summed in bf16, above three."""
     *qkv, _, probe = draw((16, 4, 24, 0), clips=4)
     table = torch.randn(225, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
 
