@@ -20,8 +20,8 @@ MIN_POWER = 1e-10
 
 
 class LogMel(nn.Module):
-    """A log-mel spectrogram in dB: the power of a centered, reflect-padded STFT with a periodic Hann window, then mel filters
-    and 10·log10 with a floor of 1e-10. As in LAION-CLAP, the filters are Slaney's with Slaney normalization or, with feature
+    """A log-mel spectrogram in dB, with a floor of 1e-10 under log10. The STFT is centered and reflect-padded, with a periodic
+    Hann window. As in LAION-CLAP, the filters are Slaney's with Slaney normalization or, with feature
     fusion, HTK's without."""
 
     window: Tensor

@@ -1,8 +1,8 @@
 """Compute window attention with one Triton kernel forward and one backward, for CUDA.
 
 With narrow heads (24 or 32) and small windows (64 tokens), time is bound by memory traffic, closely followed by softmax's
-instructions (`results/triton`). Therefore q, k and v are read once from the qkv projection's output and results are written
-to the grid, without copies for partition and cyclic shift. The mask of shifted windows is computed from coordinates. A
+instructions (`results/triton`). Therefore the kernels read q, k and v from the qkv projection's output and write to the
+grid, without copies for partition and cyclic shift. The mask of shifted windows is computed from coordinates. A
 window's scores fit one program, so they are recomputed in the backward pass from q, k and the bias. Products take the
 tensors' dtype and accumulate in fp32 (without TF32 for fp32 tensors); softmax is in fp32.
 
@@ -31,14 +31,14 @@ FORWARD, BACKWARD = Launch(4, 1), Launch(4, 1, 168)
 MASKED = tl.constexpr(MASKED_SCORE)
 LOG2_E = tl.constexpr(math.log2(math.e))
 PROGRAMS_PER_MULTIPROCESSOR = 6
-"""Programs of the backward pass, each of which loops over several windows to sum the bias gradient in registers. 6 gives whole
-rounds if two or three are resident."""
+"""Programs of the backward pass, which loop over windows to sum the bias gradient in registers. With two or three resident
+programs, 6 gives whole rounds."""
 
 
 @triton.jit
 def _token_offsets(window_id, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr):
-    """Return a clip's first row in the (B·H·W, …) matrix (64 bits), and in 32 bits to save registers the rows of a window's
-    tokens relative to it and the tokens' coordinates in the shifted grid."""
+    """Return a clip's first row in the (B·H·W, …) matrix, a window's rows relative to it, and its tokens' coordinates in the
+    shifted grid. Only the first row is in 64 bits, to save registers."""
     PER_SIDE: tl.constexpr = GRID // WINDOW
     clip = window_id // (PER_SIDE * PER_SIDE)
     place = window_id % (PER_SIDE * PER_SIDE)
