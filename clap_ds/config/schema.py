@@ -1,4 +1,4 @@
-"""The sections of `clap`: name, type, default and meaning of every field. `docs/reference.md` is generated from them."""
+"""Define the sections of `clap`: name, type, default and meaning of every field, from which `docs/reference.md` is made."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ class ModelSettings(Section):
     """The model, and how its towers run in training."""
 
     preset: str | ClapConfig = "htsat_tiny_roberta_base"
-    """Model sizes: a preset in `clap_ds/config/presets` or its published name (`HTSAT-tiny-Roberta-base`), or the path of a
-    preset's JSON or of a `transformers.ClapModel`'s folder or `config.json`."""
+    """Model sizes: a preset in `clap_ds/config/presets`, its published name (`HTSAT-tiny-Roberta-base`) or a path. The path is
+    a preset's JSON, or a `transformers.ClapModel`'s folder or `config.json`."""
     pretrained_text: bool = False
     """Initialize the text tower from the preset's pretrained weights (needs the Hub or its local cache)."""
     drop_path: Probability = 0.1
-    """Stochastic depth of the last audio block, decreasing linearly to earlier blocks (LAION's default)."""
+    """Stochastic depth of the last audio block, decreasing linearly to 0 at the first."""
     text_dropout: Probability = 0.1
     """Dropout of hidden states and attention weights in the text tower."""
     spec_augment: bool = True
-    """Mask two stripes of up to 64 frames and two of up to 8 mel bins in training, like LAION's training code."""
+    """Mask two stripes of up to 63 frames and two of up to 7 mel bins in training, as in LAION-CLAP."""
     attention_impl: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
     """Window attention kernel of the audio tower. `auto`: on CPUs `clap.cpu_kernels` if available, else `matmul`; on CUDA
     `triton` if it compiles and runs, else `sdpa`."""
     mlp_impl: Literal["auto", "torch", "triton"] = "auto"
-    """MLP kernel of the audio blocks: unfused `torch`, or `triton`, which fuses MLPs up to 256 channels wide and stores no
+    """MLP kernel of the audio blocks: `torch` (unfused), or `triton`, which fuses MLPs of up to 128 channels and stores no
     hidden activations. `auto`: on CUDA `triton` if it compiles and runs, else `torch`."""
     activation_checkpointing: list[Tower] = []
-    """Towers with activation checkpointing per block: a third more compute, much less memory."""
+    """Towers with activation checkpointing per block, for less memory and about a third more compute."""
 
     @field_validator("preset", mode="before")
     @classmethod
@@ -87,7 +87,7 @@ class ShardData(Section):
     """Tar files: a path, brace pattern (`train-{000..127}.tar`), wildcard or fsspec URL, or a list of these. Mixture:
     {"pattern": weight}, with weights as shares of the samples."""
     resampled: bool = False
-    """Draw shards with replacement, each worker from all of them. Otherwise every item comes once per epoch, if shards are
+    """Draw shards with replacement, each worker from all of them. Otherwise every sample comes once per epoch, if shards are
     local or have a `manifest.json`; without one, and in mixtures, workers share whole shards."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
@@ -102,7 +102,7 @@ class ShardData(Section):
 
     @property
     def has_epochs(self) -> bool:
-        """Whether every item comes once before any repeats, if shard sizes are known."""
+        """Whether every sample comes once before any repeats, if shard sizes are known."""
         return not self.resampled and not (isinstance(self.shards, dict) and len(self.shards) > 1)
 
 
@@ -132,7 +132,7 @@ class BenchSettings(Section):
 
 
 class HardwareSettings(Section):
-    """The peak for MFU."""
+    """Peak throughput of the device, for MFU."""
 
     peak_tflops: PositiveFloat | None = None
     """Dense bf16 peak of one device in TFLOPS; null: looked up by the device's name."""
@@ -180,7 +180,7 @@ class TrainSettings(Section):
     resume: str = "auto"
     """Checkpoint to resume from: a path, or `auto` for the newest valid one in `clap.checkpoint.folder` or `remote_sync`."""
     target_metrics: dict[str, float] = {}
-    """Stop when an evaluation reaches all of these, e.g. {"zero_shot_top1": 0.9}, and record the time it took."""
+    """Metrics at which to stop, e.g. {"zero_shot_top1": 0.9}, if an evaluation reaches all; the time is recorded."""
     log_every_steps: PositiveInt = 10
     """Steps between progress lines and checks that the loss is finite."""
 
@@ -189,20 +189,21 @@ class CheckpointSettings(Section):
     """When and where checkpoints are saved, and which are kept."""
 
     folder: str | None = None
-    """Null: `<output.dir>/<run_name>-<hash>-checkpoints`, with a hash of model, data, loss, seed and pretrained weights."""
+    """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash>-checkpoints`. The hash is of model, data, loss, seed,
+    initial weights and frozen towers."""
     every_steps: PositiveInt | None = None
     """Optimizer steps between checkpoints; null: only at the end or on a stop signal."""
     keep_last: PositiveInt = 3
-    """Number of newest checkpoints to keep."""
+    """Newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1
-    """Number of further checkpoints to keep, the best by `best_metric`."""
+    """Best checkpoints by `best_metric` to keep in addition."""
     best_metric: str | None = None
     """Evaluation metric of the best checkpoint; null: `zero_shot_top1` if evaluated, else `retrieval_audio_to_text_r1`."""
     async_save: bool = True
     """Write checkpoints asynchronously from a copy in rank 0's host memory."""
     remote_sync: str | None = None
-    """Folder or fsspec URL to copy finished checkpoints to in the background, and to resume from if there are none locally.
-    Credentials come only from the environment."""
+    """Folder or fsspec URL to which finished checkpoints are copied in the background. Runs without a local checkpoint resume
+    from it. Credentials come only from the environment."""
 
 
 class RetrievalSettings(Section):
@@ -216,11 +217,11 @@ class ZeroShotSettings(Section):
     """Zero-shot classification of held-out clips with captions made from class names."""
 
     shards: str | list[str]
-    """Tar files with a `json` member per item that has its class."""
+    """Tar files with a `json` member per sample that contains its class."""
     class_key: str = "kind"
-    """Field of that json: a class name, or a list of them (multi-label)."""
+    """Field of that json with a class name, or a list of names (multi-label)."""
     templates: Annotated[list[Template], Field(min_length=1)] = ["{}", "the sound of {}", "a recording of {}"]
-    """Captions with {} for the class name; a class embedding is the mean over its captions."""
+    """Captions with {} for the class name; a class embedding is the mean over all its captions."""
     classes: dict[str, Annotated[list[NotBlank], Field(min_length=1)]] | None = None
     """Class name → its names in captions; null: classes found in the shards, with underscores as spaces."""
 

@@ -26,13 +26,13 @@ class ClapSettings(Section):
 
     model: schema.ModelSettings = schema.ModelSettings()
     context_length: Annotated[int, Field(ge=2)] = 77
-    """Caption length in tokens, with start and end token and padding."""
+    """Caption length in tokens, including start token, end token and padding."""
     text_packing: bool = False
     """Pack captions without padding in the text tower. Otherwise they are padded to `context_length`, as in the published
     runs. Packing on CUDA in 16 bits disables attention dropout."""
     compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
-    """Parts given to torch.compile: none, or the mel front end and each tower, backward included (max-autotune: Inductor's
-    mode `max-autotune-no-cudagraphs`). `auto`: `towers` on CUDA, else `off`."""
+    """What torch.compile compiles: nothing, or the mel front end and each tower, including backward. `towers-max-autotune`
+    uses Inductor's mode `max-autotune-no-cudagraphs`. `auto`: `towers` on CUDA, else `off`."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """This project's bf16 CPU kernels for both towers, the mel filters and AdamW. `auto`: if the CPU has AMX or AVX-512;
     `off`: torch's operations."""

@@ -31,7 +31,9 @@ def build_kernels(run: RunSettings, device: torch.device) -> dict[Field, Any]:
     for field in FIELDS:
         asked = getattr(run.clap.model, f"{field}_impl")
         if asked == "triton" and (not has_triton_package() or (device.type == "cpu" and not interpreted)):
-            raise ValueError(f"{run.path}: clap.model.{field}_impl: 'triton' needs a GPU and the triton package; use 'auto'")
+            raise ValueError(
+                f"{run.path}: clap.model.{field}_impl: 'triton' needs a GPU and the triton package; use 'auto'"
+            )
         if asked != "auto":
             kernels[field] = asked
     return kernels

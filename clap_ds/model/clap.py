@@ -1,6 +1,6 @@
-"""The CLAP model: audio and text towers projected to one space on the unit sphere (arXiv 2211.06687).
+"""Define the CLAP model: audio and text towers projected to a joint space (arXiv 2211.06687).
 
-The root module's own forward only wires submodules together: profilers that hook submodules see all work.
+The root module only connects submodules, so that profilers that hook submodules count all work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
 
 
 class Projection(nn.Module):
-    """Two-layer head to the joint space, then L2 normalisation in fp32."""
+    """A two-layer head to the joint space, then L2 normalization in fp32."""
 
     def __init__(self, input_dim: int, output_dim: int, config: ProjectionConfig) -> None:
         super().__init__()
@@ -34,25 +34,25 @@ class Projection(nn.Module):
         self.linear2 = nn.Linear(config.hidden_dim, output_dim, bias=config.bias)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """(batch, input_dim) → (batch, output_dim), fp32 rows of length 1."""
+        """Project (batch, input_dim) to (batch, output_dim), fp32 rows of length 1."""
         return F.normalize(self.linear2(self.activation(self.linear1(pooled))).float(), dim=-1)
 
 
 class ClapModel(nn.Module):
-    """Contrastive language–audio model.
+    """A contrastive language–audio model.
 
     Args:
-        config: sizes; `clap_ds.config.model.load_preset` has the published ones.
+        config: sizes; `clap_ds.config.model.load_preset` returns the published ones.
         drop_path: stochastic depth of the last audio block.
-        pretrained_text: start from pretrained weights; a ValueError where they can't be had or don't fit.
+        pretrained_text: start from pretrained weights; ValueError if they are unavailable or don't fit.
         attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`).
-        mlp: kernel of the audio blocks' MLPs; `triton` fuses those of the widths it has (`clap_ds.model.mlp_triton.supports`).
-        activation_checkpointing: towers (`audio`, `text`) whose blocks are computed again in the backward pass.
-        learns_bias: learn SigLIP's logit bias, from -10, and start from its scale of 10 (arXiv 2303.15343).
+        mlp: kernel of the audio blocks' MLPs; `triton` fuses supported widths (`clap_ds.model.mlp_triton.supports`).
+        activation_checkpointing: towers (`audio`, `text`) whose blocks are recomputed in the backward pass.
+        learns_bias: learn SigLIP's logit bias, initially -10, and start with its scale of 10 (arXiv 2303.15343).
 
     Attributes:
         logit_scale: log of the factor on cosine similarities, fp32, shape (1,). In checkpoints with two scales, the audio one.
-        logit_scale_text: the other one: loaded and saved, never computed with.
+        logit_scale_text: the text one; loaded and saved, but unused.
     """
 
     logit_scale_text: Tensor
@@ -86,9 +86,10 @@ class ClapModel(nn.Module):
         self.register_buffer("logit_scale_text", torch.tensor([INITIAL_LOGIT_SCALE]))
 
     def encode_audio(self, audio: Tensor) -> Tensor:
-        """Waveforms (batch, num_samples) at the preset's sample rate, full scale ±1, or what `mel` makes of them, (batch,
-        num_frames, mel_bins), or with fusion of whole files (batch, 4, num_frames, mel_bins), see `patch_embed.py`, floating
-        → (batch, joint_dim), fp32 rows of length 1. A ValueError for clips and features of other sizes than the model's."""
+        """Embed audio as (batch, joint_dim), fp32 rows of length 1. Raises ValueError if sizes aren't the model's.
+
+        Accepts waveforms (batch, num_samples) at the preset's sample rate, full scale ±1, or the output of `mel`, (batch,
+        num_frames, mel_bins). With feature fusion also (batch, 4, num_frames, mel_bins), see `patch_embed.py`."""
         sizes = self.config.audio
         frames, bins = sizes.feature_shape
         features = audio if audio.ndim > 2 else self.mel(audio)
@@ -101,22 +102,19 @@ class ClapModel(nn.Module):
         return self.audio_projection(self.audio(features))
 
     def encode_text(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
-        """(batch, tokens) ids and mask, 1 at real tokens (None: nothing is padded), or (tokens,) ids and where those packed
-        captions lie → (batch, joint_dim), fp32 rows of length 1."""
+        """Embed captions as (batch, joint_dim), fp32 rows of length 1. Arguments are those of `TextTower.forward`."""
         return self.text_projection(self.text(input_ids, attention_mask, packing))
 
     def forward(
         self, audio: Tensor, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None
     ) -> tuple[Tensor, ...]:
-        """Both embeddings, (batch, joint_dim) each, of what `encode_audio` and `encode_text` take, the logit scale (1,) and,
-        where it is learned, the logit bias (1,), all fp32."""
+        """Return both embeddings, (batch, joint_dim), the logit scale (1,) and, if learned, the logit bias (1,), all fp32."""
         features = self.encode_audio(audio), self.encode_text(input_ids, attention_mask, packing)
         bias = () if self.logit_bias is None else (self.logit_bias.float(),)
         return *features, self.logit_scale.float().exp(), *bias
 
     def fp32_parameters(self) -> list[nn.Parameter]:
-        """The parameters that stay in fp32 when the rest is cast to 16 bits: casts by `Module.to` leave them alone, an engine
-        that casts `.data` must restore them."""
+        """Return the parameters that `Module.to` keeps in fp32; an engine that casts `.data` must restore them."""
         bias = [] if self.logit_bias is None else [self.logit_bias]
         return [self.logit_scale, *bias, *(each for norm in self.audio.batch_norms() for each in norm.parameters())]
 

@@ -1,6 +1,6 @@
-"""HTSAT: the Swin transformer over a folded log-mel spectrogram that is CLAP's audio tower (arXiv 2202.00874, 2103.14030).
+"""Define HTSAT, CLAP's audio tower: a Swin transformer over a folded log-mel spectrogram (arXiv 2202.00874, 2103.14030).
 
-Follows LAION-CLAP's training code. Shape letters: B batch, F mel bins, T frames, H and W the token grid, C channels.
+It matches LAION-CLAP's training code. Shape letters: B batch, F mel bins, T frames, H and W the token grid, C channels.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MAX_MEL_STRIPE = 8
 
 
 class MelBatchNorm(Fp32BatchNorm):
-    """Batch norm over mel bins."""
+    """Batch normalization over mel bins."""
 
     def forward(self, log_mel_BTF: Tensor) -> Tensor:
-        """(B, T, F) dB → (B, F, T) normalised, in the dtype of the statistics."""
+        """Normalize (B, T, F) dB to (B, F, T), in the dtype of the statistics."""
         dtype = self.running_mean.dtype
         assert self.momentum is not None
         if self.training:
@@ -38,11 +38,11 @@ class MelBatchNorm(Fp32BatchNorm):
 
 
 class SpecAugment(nn.Module):
-    """Zeroes two stripes of time and two of mel bins, drawn per clip, while training (LAION-CLAP's use of SpecAugment, arXiv
-    1904.08779). A stripe's width is uniform in 0 … limit - 1 and its start uniform over the places where it fits."""
+    """LAION-CLAP's SpecAugment (arXiv 1904.08779): zeroes two stripes of frames and two of mel bins per clip in training.
+    A stripe's width is uniform in 0 … limit - 1, its start uniform over the positions where it fits."""
 
     def forward(self, mel: Tensor) -> Tensor:
-        """(B, F, T), or (B, 4, F, T) with the same stripes in all of a clip's."""
+        """Mask (B, F, T), or (B, 4, F, T) with the same stripes in a clip's four channels."""
         if not self.training:
             return mel
         keep_BF, keep_BT = _keep(mel, -2, MAX_MEL_STRIPE), _keep(mel, -1, MAX_TIME_STRIPE)
@@ -51,7 +51,7 @@ class SpecAugment(nn.Module):
 
 
 def _keep(mel: Tensor, dim: int, width_limit: int) -> Tensor:
-    """(B, size of the dimension): 0 inside the stripes, 1 elsewhere."""
+    """Draw a mask (B, size of the dimension): 0 inside the stripes, 1 elsewhere."""
     shape, size, device = (len(mel), NUM_STRIPES, 1), mel.shape[dim], mel.device
     width = torch.randint(min(width_limit, size), shape, device=device)
     start = (torch.rand(shape, device=device) * (size - width)).long()
@@ -63,7 +63,7 @@ def _keep(mel: Tensor, dim: int, width_limit: int) -> Tensor:
 class FoldToImage(nn.Module):
     """Stretches time to fill the image and stacks its `freq_ratio` segments along frequency.
 
-    The stretch is PyTorch's bicubic interpolation with aligned corners, which is linear in its input, held as a matrix.
+    The stretch is PyTorch's bicubic interpolation with aligned corners, stored as a matrix.
     """
 
     stretch: Tensor | None
@@ -80,10 +80,10 @@ class FoldToImage(nn.Module):
         self.register_buffer("stretch", stretch_TW, persistent=False)
 
     def forward(self, mel_BFT: Tensor) -> Tensor:
-        """(B, F, T) → (B, 1, image_size, image_size)."""
+        """Fold (B, F, T) to (B, 1, image_size, image_size)."""
         if self.stretch is not None:
             stretch = self.stretch.to(mel_BFT.dtype)
-            if mel_BFT.is_cuda:  # whose products are twice as fast over a multiple of 8
+            if mel_BFT.is_cuda:  # products over a multiple of 8 are twice as fast
                 padding = -len(stretch) % 8
                 mel_BFT, stretch = F.pad(mel_BFT, (0, padding)), F.pad(stretch, (0, 0, 0, padding))
             mel_BFT = torch.matmul(mel_BFT, stretch)
@@ -92,7 +92,7 @@ class FoldToImage(nn.Module):
 
 
 class HeldLayer(nn.Module):
-    """Weights that checkpoints carry and nothing computes with: buffers, so that no optimiser or all-reduce sees them."""
+    """Unused weights of checkpoints, kept as buffers so that optimizer and all-reduce skip them."""
 
     def __init__(self, *weight_shape: int) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ class HeldLayer(nn.Module):
 
 
 class HTSAT(nn.Module):
-    """Audio tower: log-mel spectrograms to one vector per clip. `tscam_conv` and `head` are HTSAT's AudioSet classifier: loaded
-    and saved, never computed. Stochastic depth grows linearly from 0 at the first block to `drop_path` at the last."""
+    """The audio tower: one vector per log-mel spectrogram. Stochastic depth grows linearly from 0 at the first block to
+    `drop_path` at the last. `tscam_conv` and `head`, HTSAT's AudioSet classifier, are loaded and saved but unused."""
 
     def __init__(
         self, config: AudioConfig, *, drop_path: float, spec_augment: bool, attention: Kernel = "sdpa"
@@ -125,17 +125,17 @@ class HTSAT(nn.Module):
         self.head = HeldLayer(config.num_classes, config.num_classes)
 
     def checkpoint_activations(self, enabled: bool) -> None:
-        """Whether blocks keep only their input for the backward pass."""
+        """Set whether blocks store only their input for the backward pass."""
         for stage in self.stages:
             assert isinstance(stage, Stage)
             stage.checkpoint = enabled
 
     def blocks(self) -> list[SwinBlock]:
-        """Of all stages, in order."""
+        """Return the blocks of all stages, in order."""
         return [module for module in self.modules() if isinstance(module, SwinBlock)]
 
     def use_triton(self, part: Literal["attention", "mlp"]) -> None:
-        """Blocks take Triton's kernels; of MLPs, those that are as wide as there are kernels for."""
+        """Select Triton's kernels in all blocks; for MLPs, only at supported widths."""
         from clap_ds.model.mlp_triton import supports
 
         for block in self.blocks():
@@ -145,15 +145,15 @@ class HTSAT(nn.Module):
                 block.mlp.kernel = "triton"
 
     def batch_norms(self) -> list[Fp32BatchNorm]:
-        """Over mel bins and, with fusion, those of its attention."""
+        """Return the batch norm over mel bins and, with feature fusion, those of its attention."""
         return [module for module in self.modules() if isinstance(module, Fp32BatchNorm)]
 
     def running_statistics(self) -> list[Tensor]:
-        """Buffers that change while training."""
+        """Return the buffers that change in training."""
         return [buffer for norm in self.batch_norms() for buffer in norm.buffers()]
 
     def forward(self, log_mel: Tensor) -> Tensor:
-        """(B, num_frames, mel_bins) or, with fusion, (B, 4, num_frames, mel_bins) dB → (B, output_dim), the weights' dtype."""
+        """Encode (B, num_frames, mel_bins) dB, or (B, 4, num_frames, mel_bins) with feature fusion, as (B, output_dim)."""
         is_longer = (longer_rows(log_mel),) if log_mel.ndim == 4 else ()
         mel = self.spec_augment(self.batch_norm(log_mel.flatten(0, -3)).unflatten(0, log_mel.shape[:-2]))
         images = self.fold(mel.flatten(0, -3).to(self.norm.weight.dtype))
@@ -164,7 +164,7 @@ class HTSAT(nn.Module):
 
 
 def _init_weights(module: nn.Module) -> None:
-    """LAION-CLAP's: truncated normal linears, zero biases, identity LayerNorms, PyTorch's default for the patch convolution."""
+    """Initialize a linear layer like LAION-CLAP: truncated normal weights, zero bias."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=INIT_STD)
         if module.bias is not None:

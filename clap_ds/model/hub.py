@@ -1,7 +1,7 @@
-"""What `transformers` loads by name: from a folder, from the hub's cache on this host or from the hub, the first that has it.
+"""Load `transformers` models and tokenizers from a folder, the local Hub cache or the Hub, in this order.
 
-By itself it asks the hub first, and waits for ever for a network that swallows packets. Here the hub is asked last, and only
-once it has given any answer, for which there is a limit.
+`transformers` itself contacts the Hub first and hangs if a firewall drops packets. Here the Hub comes last, and only if it
+answers within a time limit.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from huggingface_hub import constants, get_session
 from clap_ds.distributed.timeout import within
 
 ANSWER_S = 4.0
-"""Longest that the hub may take for a first answer."""
+"""Time limit of the Hub's first answer, in seconds."""
 OFFLINE = (
-    "Without a network, name a local folder, or set HF_HOME to the folder of a cache that has it, and HF_HUB_OFFLINE=1"
+    "Without a network, name a local folder, or set HF_HOME to a cache folder that contains it, and HF_HUB_OFFLINE=1"
 )
 
 T = TypeVar("T")
 
 
 def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str) -> T:
-    """What `load(local_files_only)`, one of transformers' `from_pretrained`, gives for the first place that has it.
+    """Return `load(local_files_only)`, a `from_pretrained` of transformers, from the first place that has `name`.
 
-    A ValueError where none has, or it can't be loaded, says where it was looked for; `field` and `what` are for it.
+    Raises ValueError, with `field`, `what` and the places searched, if `name` isn't found or can't be loaded.
     """
     folder = Path(name)
     try:
         with _offline():
             return load(True)
-    except Exception as error:  # whatever a damaged folder makes transformers raise
+    except Exception as error:  # a damaged folder raises various errors
         if folder.is_dir():
             reason = f"holds no {what} transformers can load: {_first_line(error)}"
             raise ValueError(f"{field}: the folder {name!r} {reason}") from error
@@ -53,7 +53,7 @@ def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str)
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """As with HF_HUB_OFFLINE=1: even with `local_files_only` the hub is asked for a list of callers, for 3 s or more."""
+    """Act as with HF_HUB_OFFLINE=1: with `local_files_only` alone, transformers still contacts the Hub for 3 s or more."""
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:
         yield
@@ -62,12 +62,12 @@ def _offline() -> Iterator[None]:
 
 
 def problem_with_hub() -> str | None:
-    """Why the hub can't be asked; None where it gives an answer, whatever it is."""
+    """Return why the Hub can't be contacted, or None if it answers, even with an error."""
     if constants.HF_HUB_OFFLINE:
-        return "not asked, as HF_HUB_OFFLINE=1 is set"
+        return "not contacted because HF_HUB_OFFLINE=1 is set"
     try:
         within(ANSWER_S, lambda: get_session().head(constants.ENDPOINT, timeout=2 * ANSWER_S))
-    except Exception as error:  # whatever the HTTP package raises
+    except Exception as error:  # the HTTP package raises various errors
         return f"{constants.ENDPOINT} can't be reached ({_first_line(error)})"
     return None
 

@@ -1,6 +1,6 @@
-"""From waveforms to the log-mel spectrogram LAION-CLAP was trained on, by FFT on the waveforms' own device.
+"""Compute LAION-CLAP's log-mel spectrograms from waveforms on their device.
 
-Always in fp32, whatever the rest of the model runs in: 16 bits can't hold the 100 dB between a spectrum's peaks and its floor.
+Always in fp32: 16 bits can't represent the 100 dB between a spectrum's peaks and its floor.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from clap_ds.model.precision import at_least_fp32
 from clap_ds.model.torchaudio_compat import torchaudio
 
 MIN_POWER = 1e-10
-"""Floor of the mel power, so -100 dB."""
+"""Floor of the mel power (-100 dB)."""
 
 
 class LogMel(nn.Module):
-    """Log-mel spectrogram in dB: centred, reflect-padded STFT with a periodic Hann window, squared, Slaney mel filters with
-    Slaney normalisation or, with feature fusion, HTK's without any, 10·log10 with a floor of 1e-10 and no limit on the dynamic
-    range (LAION-CLAP's front ends)."""
+    """A log-mel spectrogram in dB, with a floor of 1e-10 under log10. The STFT is centered and reflect-padded, with a periodic
+    Hann window. As in LAION-CLAP, the filters are Slaney's with Slaney normalization or, with feature
+    fusion, HTK's without."""
 
     window: Tensor
     mel_filters: Tensor
@@ -41,14 +41,14 @@ class LogMel(nn.Module):
         return super()._apply(at_least_fp32(fn), recurse)
 
     def forward(self, waveforms: Tensor) -> Tensor:
-        """(batch, num_samples), int16 or floating of full scale ±1 → (batch, num_frames, mel_bins) in dB relative to power 1,
-        fp32. A ValueError for clips of another length than the model's."""
+        """Convert (batch, num_samples), int16 or floats of full scale ±1, to fp32 (batch, num_frames, mel_bins) in dB relative
+        to power 1. Raises ValueError if clips don't have the model's length."""
         if waveforms.ndim != 2 or waveforms.shape[1] != self.num_samples:
             raise ValueError(f"waveforms are {tuple(waveforms.shape)}, expected (batch, {self.num_samples}) samples")
         return self.of_any_length(waveforms)
 
     def of_any_length(self, waveforms: Tensor) -> Tensor:
-        """As `forward`, of (batch, samples) longer than half a window: (batch, samples // hop_size + 1, mel_bins)."""
+        """Convert (batch, samples) longer than half a window to (batch, samples // hop_size + 1, mel_bins)."""
         with torch.autocast(waveforms.device.type, enabled=False):
             samples = waveforms.to(self.window.dtype)
             padded = _reflect(samples if waveforms.is_floating_point() else samples / INT16_SCALE, self.num_fft // 2)
@@ -58,13 +58,13 @@ class LogMel(nn.Module):
             return 10.0 * self.mel_power(spectrum_BKT).clamp(min=MIN_POWER).log10()
 
     def mel_power(self, spectrum_BKT: Tensor) -> Tensor:
-        """Squared magnitudes times the filters: (batch, frequencies, frames) complex → (batch, frames, mel bins)."""
-        # Squares of the parts: an absolute value would take roots only for them to be squared.
+        """Filter the power of a complex (batch, frequencies, frames) to (batch, frames, mel bins)."""
+        # Squaring the parts avoids the square root of abs().
         power_BKT = spectrum_BKT.real.square() + spectrum_BKT.imag.square()
         return torch.matmul(self.mel_filters, power_BKT).transpose(1, 2)
 
 
 def _reflect(waveforms: Tensor, width: int) -> Tensor:
-    """`F.pad` in its reflect mode, which on CPUs copies sample by sample."""
+    """Pad like `F.pad` in reflect mode, which is slow on CPUs."""
     start, end = waveforms[:, 1 : width + 1].flip(1), waveforms[:, -width - 1 : -1].flip(1)
     return torch.cat([start, waveforms, end], dim=1)

@@ -1,21 +1,20 @@
-"""The MLP of an audio block, linear, GELU, linear, as one Triton kernel forward and one backward, for CUDA.
+"""Compute an audio block's MLP (linear, GELU, linear) with one Triton kernel forward and one backward, for CUDA.
 
-Where blocks are narrow and tokens many, the MLP is bound by the traffic of its hidden activations, four times as wide as its
-input. The forward kernel holds a block of tokens and loops over chunks of hidden units. It writes no hidden activation, and
-nothing but the input is kept for the backward pass. The backward kernel recomputes the hidden units and the input's gradient
-from them. It writes GELU's output and the gradient of its input once, in 16 bits. PyTorch multiplies those with the input and
-the output's gradient, which gives the weights' gradients. Partial sums of the biases' gradients are added in a fixed order, so
-that results don't depend on timing.
+With few channels and many tokens, the MLP is bound by the memory traffic of its hidden activations, four times as wide as its
+input. The forward kernel holds a block of tokens and loops over chunks of hidden units. It stores no hidden activation; only
+the input is saved for the backward pass. The backward kernel recomputes the hidden units and computes the input's gradient.
+It writes GELU's output and the gradient of its input once, in the tensors' dtype. PyTorch computes the weights' gradients
+from these. Partial sums of the biases' gradients are added in a fixed order, so that results are deterministic.
 
-Products take the tensors' dtype and accumulate in fp32. GELU's output is rounded for the second product, as in PyTorch. At 96
-channels on an H200 the forward kernel takes 1.6 ms for 2.5 million tokens, where PyTorch's compiled operations take 3.0, and
-backward 4.6 ms, where those take 4.8 (`results/h200`). Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for
-tests. Shape letters: T tokens, C channels, M hidden units.
+Products take the tensors' dtype and accumulate in fp32. GELU's output is rounded for the second product, as in PyTorch. On an
+H200, 2.5 million tokens of 96 channels take 1.6 ms forward and 4.6 ms backward; PyTorch's compiled operations take 3.0 and
+4.8 ms (`results/h200`). Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: T tokens,
+C channels, M hidden units.
 """
 
 from __future__ import annotations
 
-# Triton reads the kernels' annotations itself, so that they can't be typed.
+# Triton parses the kernels' annotations, so they can't be typed.
 # mypy: disable-error-code="no-untyped-def"
 import math
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 from clap_ds.model.triton_common import Launch, dot, exp2, must_widen, reciprocal
 
 MAX_DIM = 128
-"""With more channels the backward kernel is slower than PyTorch's operations (`results/h200`)."""
+"""Largest number of channels; with more, the backward kernel is slower than PyTorch's operations (`results/h200`)."""
 FORWARD_BLOCK = 128
 BACKWARD_BLOCK = 64
 CHUNK = 32
@@ -40,24 +39,24 @@ MINUS_HALF_LOG2_E = tl.constexpr(-0.5 * math.log2(math.e))
 
 
 def supports(dim: int, hidden: int) -> bool:
-    """Whether there are kernels for an MLP of so many channels and hidden units."""
+    """Return whether the kernels support `dim` channels and `hidden` units."""
     rest = _parts(dim)[1]
     return dim <= MAX_DIM and rest >= 16 and rest == triton.next_power_of_2(rest) and hidden % CHUNK == 0
 
 
 FORWARD, BACKWARD = Launch(8, 2, 128), Launch(4, 2, 168)
-"""On sm_90a and sm_100 most programs are resident so, with next to no spills (`results/triton`)."""
+"""Maximize resident programs on sm_90a and sm_100 with almost no spills (`results/triton`)."""
 
 
 def _parts(dim: int) -> tuple[int, int]:
-    """Channels are held in two parts, each a power of two wide, as Triton's blocks must be: 96 = 64 + 32."""
+    """Split channels into two powers of two, as Triton's blocks require: 96 = 64 + 32."""
     first = triton.next_power_of_2(-(-dim // 2))
     return first, dim - first
 
 
 @triton.jit
 def _load(ptr, rows, stride, start, inside, SIZE: tl.constexpr):
-    """(rows, SIZE) from column `start` on, 0 in rows that aren't inside."""
+    """Load (rows, SIZE) from column `start`, 0 in rows that aren't inside."""
     columns = start + tl.arange(0, SIZE)
     return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=inside[:, None], other=0.0)
 
@@ -69,10 +68,10 @@ def _load_all(ptr, rows, stride, start, SIZE: tl.constexpr):
 
 @triton.jit
 def _normal(hidden, WIDEN: tl.constexpr):
-    """The standard normal distribution: the share below, and its density times √2π.
+    """Return the standard normal distribution function, and the density times √2π.
 
-    By Abramowitz and Stegun's formula 7.1.26 for erf, as PyTorch on CPUs: off by 8e-8 at most. With CUDA's own erf the
-    kernels' loops, which are bound by how many instructions they have, have a third more.
+    Uses Abramowitz and Stegun's formula 7.1.26 for erf, like PyTorch on CPUs, with errors up to 8e-8. CUDA's erf would add
+    a third to the instructions of the kernels' loops, which are instruction-bound.
     """
     density = exp2(hidden * hidden * MINUS_HALF_LOG2_E, WIDEN)
     t = reciprocal(1.0 + 0.3275911 * ROOT_HALF * tl.abs(hidden), WIDEN)
@@ -97,7 +96,7 @@ def _forward_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program: a block of tokens."""
+    """Process one block of tokens per program."""
     DIM: tl.constexpr = FIRST + REST
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_tokens
@@ -139,7 +138,7 @@ def _backward_kernel(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program: a block of tokens. Writes its share of the bias gradients, (HIDDEN + DIM), to its own place."""
+    """Process one block of tokens per program. Each writes its partial bias gradients, (HIDDEN + DIM), separately."""
     DIM: tl.constexpr = FIRST + REST
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_tokens
@@ -203,8 +202,8 @@ def _(tokens_TC: Tensor, *_: Any) -> Tensor:
 def _backward(
     tokens_TC: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, d_output_TC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The input's gradient, what the weights' are products of (GELU's output and the gradient of its input, (T, M) each), and
-    shares of the biases' gradients, (programs, M + C) in fp32."""
+    """Return the input's gradient, GELU's output and the gradient of its input, (T, M) each, and partial sums of the biases'
+    gradients, (programs, M + C) in fp32."""
     tensors = [each.contiguous() for each in (tokens_TC, weight1_MC, bias1_M, weight2_CM, d_output_TC)]
     results = _backward_results(tokens_TC, weight1_MC)
     constants = _constants(tokens_TC, weight1_MC, BACKWARD_BLOCK)
@@ -230,7 +229,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _autograd(ctx: Any, d_output_TC: Tensor) -> tuple[Tensor | None, ...]:
-    tokens_TC, weight1_MC, bias1_M, weight2_CM = saved = ctx.saved_tensors  # activation checkpointing gives them once
+    tokens_TC, weight1_MC, bias1_M, weight2_CM = saved = (
+        ctx.saved_tensors
+    )  # readable once with activation checkpointing
     d_tokens_TC, active_TM, d_hidden_TM, shares = _backward(*saved, d_output_TC)
     d_bias1_M, d_bias2_C = shares.sum(dim=0).to(bias1_M.dtype).split([len(weight1_MC), len(weight2_CM)])
     d_weight1_MC, d_weight2_CM = d_hidden_TM.T @ tokens_TC, d_output_TC.T @ active_TM
@@ -247,13 +248,13 @@ def _forward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__:
 
 @register_flop_formula(torch.ops.clap_ds.mlp_backward)
 def _backward_flops(tokens: Sequence[int], weight1: Sequence[int], *_: Any, **__: Any) -> int:
-    """With the hidden units' own, which are computed again; the weights' gradients are plain products, counted as such."""
+    """Count the recomputed hidden units too, but not the weights' gradients, which are separate matmuls."""
     return 3 * 2 * math.prod(tokens) * weight1[0]
 
 
 def triton_mlp(tokens: Tensor, weight1_MC: Tensor, bias1_M: Tensor, weight2_CM: Tensor, bias2_C: Tensor) -> Tensor:
-    """`F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` by the kernels above, with autograd; traced by
-    torch.compile as one operation. Under autocast in its dtype, as `F.linear`. C and M are as `supports` says."""
+    """Compute `F.linear(F.gelu(F.linear(tokens, weight1, bias1)), weight2, bias2)` with the kernels, with autograd, as one
+    operation for torch.compile. Casts under autocast like `F.linear`. C and M must pass `supports`."""
     device = tokens.device.type
     tensors = [tokens.flatten(0, -2), weight1_MC, bias1_M, weight2_CM, bias2_C]
     if torch.is_autocast_enabled(device):

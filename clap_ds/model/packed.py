@@ -1,8 +1,8 @@
-"""Captions one after the other in one row of tokens, so that no padding is computed with.
+"""Pack captions into one row of tokens without padding between them.
 
-Shapes that repeat spare recompilation and memory fragmentation, so the row is filled up to a multiple with captions of
-nothing but padding, always as many of them (some empty); their results are never read. Attention over such rows is
-`text_attention.py`'s. Shape letters: S captions with those of padding, T tokens, L the longest caption.
+The row is filled up to a multiple of tokens with a fixed number of padding captions, some empty, whose results are ignored.
+Repeated shapes avoid recompilation and memory fragmentation. Shape letters: S captions including padding ones, T tokens, L
+the longest caption.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from clap_ds.config.model import PAD_TOKEN_ID
 
 FIRST_POSITION = PAD_TOKEN_ID + 1
 ROW_SHARE = 128
-"""The multiple of tokens is the largest power of two up to a 128th of the padded row, so that filling up costs about 1 %."""
+"""The multiple is the largest power of two up to 1/128 of the padded tokens, so that filling costs about 1%."""
 SMALLEST_MULTIPLE = 8
 
 
 class Packing(NamedTuple):
-    """Where each caption lies in the row."""
+    """The position of each caption in the row."""
 
     bounds: Tensor
     """(S + 1,) int32, on the tokens' device: caption i is tokens bounds[i] to bounds[i + 1]."""
     num_captions: int
-    """Real ones, which come first."""
+    """Real captions, which come first."""
     max_tokens: int
 
 
 class Layout(NamedTuple):
-    """What attention and pooling need of a `Packing`, worked out once per forward pass.
+    """Indices for attention and pooling, computed from a `Packing` once per forward pass.
 
     Attributes:
-        position_ids: (1, T), the text tower's.
+        position_ids: (1, T), for the text tower.
         to_padded: (S·L,), the token at each place of the padded form; any token at padding.
         to_row: (T,), the place of each token in the padded form.
-        keep: (S, 1, 1, L) bool, real tokens of the padded form.
-        caption: (T,), which caption each token is of.
+        keep: (S, 1, 1, L) bool, true at real tokens of the padded form.
+        caption: (T,), the caption of each token.
         longest: L.
     """
 
@@ -52,14 +52,14 @@ class Layout(NamedTuple):
 
 
 def token_multiple(num_captions: int, context_length: int) -> int:
-    """What the number of tokens is filled up to a multiple of."""
+    """Return the number that the row's length must be a multiple of."""
     share = num_captions * context_length // ROW_SHARE
     return max(SMALLEST_MULTIPLE, 1 << share.bit_length() - 1 if share else 0)
 
 
 def pack(captions: list[tuple[Tensor, Tensor]], multiple: int | None = None) -> tuple[Tensor, Packing]:
-    """Pack pieces of a batch, each token ids (B, context_length) and mask, 1 at real tokens, which come first: token ids (T,),
-    a `multiple` of tokens, and where they belong."""
+    """Pack a batch in parts, each token ids (B, context_length) and mask, 1 at real tokens, which come first. Returns token ids
+    (T,), with T divisible by `multiple`, and their packing."""
     max_tokens = captions[0][0].shape[1]
     lengths = torch.cat([mask.sum(dim=1) for _, mask in captions])
     multiple = multiple or token_multiple(len(lengths), max_tokens)
@@ -75,8 +75,8 @@ def pack(captions: list[tuple[Tensor, Tensor]], multiple: int | None = None) -> 
 
 
 def lay_out(packing: Packing, num_tokens: int, first_position: int = FIRST_POSITION) -> Layout:
-    """The `Layout` of a row of `num_tokens`, each caption's numbered from `first_position`. On CPU its padded form is as
-    long as the longest caption, elsewhere, where reading that would wait for the device, as `max_tokens`."""
+    """Return the `Layout` of a row of `num_tokens`, with positions counted from `first_position` in each caption. The padded
+    form is as long as the longest caption on CPUs, and `max_tokens` elsewhere, to avoid a device synchronization."""
     bounds = packing.bounds
     lengths = bounds.diff()
     on_cpu = bounds.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -90,8 +90,8 @@ def lay_out(packing: Packing, num_tokens: int, first_position: int = FIRST_POSIT
 
 
 class Rearrange(torch.autograd.Function):
-    """Rows by index, where `back` holds the places whose gradient each row gets: a gather both ways in place of the scatter
-    that indexing's own backward would be. Rows that `back` doesn't name must have no gradient."""
+    """Index rows, with a gather instead of a scatter in the backward pass: each row gets the gradient at its index in `back`.
+    Results whose index isn't in `back` must have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, back: Tensor) -> Tensor:

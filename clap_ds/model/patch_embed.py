@@ -1,12 +1,10 @@
-"""From image to tokens, with LAION-CLAP's feature fusion where a model has it: it hears files longer than its clips (arXiv
-2211.06687; attentional feature fusion is of arXiv 2009.14082).
+"""Embed spectrogram images as tokens, optionally with LAION-CLAP's feature fusion for files longer than a clip (arXiv
+2211.06687, with attentional feature fusion, arXiv 2009.14082).
 
-A file then comes as four spectrograms of a clip's length: the whole file shrunk to it, and parts from front, middle and back
-(`clap_ds.data.feature_fusion` makes them). Of a file that isn't longer all are the same, and only the first is used. Tokens of
-the parts are weighed against the whole's, channel by channel and place by place. All rows are computed and the longer ones'
-results kept, so that shapes don't depend on values; batch norm takes its statistics from the longer ones alone, as if there
-were no others.
-Shape letters as in `htsat.py`.
+With fusion a file is four spectrograms of a clip's length: the whole file shrunk, and crops from front, middle and back
+(`clap_ds.data.feature_fusion`). For short files all four are equal and only the first is used. Tokens of the crops and of the
+whole file are added with weights per channel and place. Fusion is computed for all rows, so that shapes don't depend on
+values, but only longer files use it and enter the batch norms' statistics. Shape letters: see `htsat.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from clap_ds.model.precision import Fp32BatchNorm
 
 
 class PatchEmbed(nn.Module):
-    """Cuts the image into patches and embeds each: (B, 1, image, image) → (B, H, W, C)."""
+    """Embeds an image's patches: (B, 1, image, image) → (B, H, W, C)."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
@@ -33,23 +31,23 @@ class PatchEmbed(nn.Module):
         return self.norm(self.project(image_B1HW))
 
     def project(self, image_B1HW: Tensor) -> Tensor:
-        """The convolution as one matrix product, as patches don't overlap."""
+        """Compute the convolution as one matrix product; patches don't overlap."""
         size = self.proj.kernel_size[0]
         patches = image_B1HW[:, 0].unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 def longer_rows(log_mel_B4TF: Tensor) -> Tensor:
-    """(B,) bool: whose channels differ, so that it is a file longer than a clip."""
+    """Return (B,) bool: files longer than a clip, whose channels differ."""
     return (log_mel_B4TF[:, 1:] != log_mel_B4TF[:, :1]).flatten(1).any(dim=1)
 
 
 class MaskedBatchNorm(Fp32BatchNorm):
-    """`nn.BatchNorm2d` of some rows with the channels last. Of a single value a channel it keeps the running statistics as they
-    are, where torch refuses it."""
+    """`nn.BatchNorm2d` of selected rows, channels last. With one value per channel, for which torch raises an error, it keeps
+    the running statistics."""
 
     def forward(self, x_BHWC: Tensor, counts_B: Tensor) -> Tensor:  # type: ignore[override]
-        """Normalised, in the dtype of the statistics; while training, by the rows that count, of which there is one or more."""
+        """Normalize in the dtype of the statistics. In training these are from rows with a true `counts_B`, at least one."""
         dtype = self.running_mean.dtype
         with torch.autocast(x_BHWC.device.type, enabled=False):
             x_BHWC, mean, variance = x_BHWC.to(dtype), self.running_mean, self.running_var
@@ -67,12 +65,12 @@ class MaskedBatchNorm(Fp32BatchNorm):
 
 
 class AttentionalFusion(nn.Module):
-    """Two sets of tokens weighed against each other, by what stands at each place and by the mean over places."""
+    """A weighted sum of two sets of tokens, with weights from each place and from the mean over places."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.local_att = nn.Sequential(*_attention(dim))
-        self.global_att = nn.Sequential(nn.Identity(), *_attention(dim))  # LAION's has the mean in the first place
+        self.global_att = nn.Sequential(nn.Identity(), *_attention(dim))  # LAION's first module is the mean
 
     def forward(self, whole_BHWC: Tensor, parts_BHWC: Tensor, counts_B: Tensor) -> Tensor:
         both = whole_BHWC + parts_BHWC
@@ -97,7 +95,7 @@ def _apply(layers: nn.Sequential, x_BHWC: Tensor, counts_B: Tensor) -> Tensor:
 
 
 class FusedPatchEmbed(PatchEmbed):
-    """`PatchEmbed` of images of all channels, (B, 4, image, image), and of which are of longer files, (B,) → (B, H, W, C)."""
+    """`PatchEmbed` with fusion: images (B, 4, image, image) and whether files are longer, (B,) → (B, H, W, C)."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__(config)
@@ -106,7 +104,7 @@ class FusedPatchEmbed(PatchEmbed):
         self.fusion_model = AttentionalFusion(config.embed_dim)
 
     def forward(self, images_B4HW: Tensor, is_longer_B: Tensor) -> Tensor:  # type: ignore[override]
-        if self.training:  # as LAION takes a short clip for a longer one where none is: all weights get a gradient
+        if self.training:  # like LAION, treat a short clip as longer if none is: all weights get a gradient
             first_B = torch.arange(len(is_longer_B), device=is_longer_B.device) == 0
             is_longer_B = is_longer_B | (first_B & ~is_longer_B.any())
         whole = self.project(images_B4HW[:, :1])
@@ -114,7 +112,7 @@ class FusedPatchEmbed(PatchEmbed):
         return cast("Tensor", self.norm(torch.where(is_longer_B[:, None, None, None], fused, whole)))
 
     def _parts(self, images_B3HW: Tensor) -> Tensor:
-        """Tokens three patches wide of each part, side by side, and zeros where they don't fill the grid: (B, H, W, C)."""
+        """Embed each crop in tokens three patches wide, side by side, zero-padded to the grid: (B, H, W, C)."""
         height, width = self.mel_conv2d.kernel_size
         num_rows, num_columns = images_B3HW.shape[2] // height, images_B3HW.shape[3] // width
         cells = images_B3HW[..., : num_columns * width].unflatten(3, (-1, width)).unflatten(2, (-1, height))

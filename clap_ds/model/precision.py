@@ -1,4 +1,4 @@
-"""Keeps chosen tensors in fp32 when a model is cast to 16 bits by `Module.to`. Casts by other means are the engine's."""
+"""Keep selected tensors in fp32 when `Module.to` casts a model to 16 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def at_least_fp32(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`convert` (what `nn.Module._apply` is given) without its rounding: floating tensors move but keep 32 bits or more."""
+    """Wrap an argument of `nn.Module._apply`: floating tensors change device but keep at least 32 bits."""
 
     def apply(tensor: Tensor) -> Tensor:
         converted = convert(tensor)
@@ -20,8 +20,8 @@ def at_least_fp32(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
 
 
 class Fp32BatchNorm(nn.BatchNorm1d):
-    """Batch norm that is kept whole in fp32: casts of the model to 16 bits don't reach it, and it computes in fp32 even where
-    something casts its parameters behind the module's back. The axes are its subclasses'."""
+    """The base of batch norms that keep parameters and statistics in fp32 when `Module.to` casts to 16 bits. Subclasses
+    compute in the statistics' dtype, even if the parameters' `.data` is cast."""
 
     running_mean: Tensor
     running_var: Tensor

@@ -1,4 +1,4 @@
-"""Swin transformer stages on square token grids (arXiv 2103.14030): what HTSAT is made of between patch embedding and pooling.
+"""Define Swin transformer stages on square token grids (arXiv 2103.14030), the main part of HTSAT.
 
 Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A attention heads, C channels.
 """
@@ -20,7 +20,7 @@ INIT_STD = 0.02
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (arXiv 1603.09382): drops a residual branch for whole clips while training."""
+    """Stochastic depth (arXiv 1603.09382): drops a residual branch per clip in training."""
 
     def __init__(self, probability: float) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class DropPath(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Multi-head attention inside windows, with a learned bias for each relative position."""
+    """Multi-head attention within windows, with a learned bias per relative position."""
 
     relative_position_index: Tensor
 
@@ -48,7 +48,7 @@ class WindowAttention(nn.Module):
         self.register_buffer("relative_position_index", relative_position_index(window), persistent=False)
 
     def position_bias(self) -> Tensor:
-        """(A, N, N) in fp32 at least: the gradient of a table's row is a sum over up to N places, in that dtype."""
+        """Return (A, N, N) in at least fp32, as a table row's gradient is a sum over up to N places in this dtype."""
         index_NN, table = self.relative_position_index, self.relative_position_bias
         wide = table.to(torch.promote_types(table.dtype, torch.float32))
         return wide[index_NN.flatten()].unflatten(0, index_NN.shape).permute(2, 0, 1)
@@ -59,7 +59,7 @@ class WindowAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linears with a GELU between them; `triton` (`mlp_triton.py`) computes them as one kernel at widths it has."""
+    """Linear, GELU, linear, fused by the `triton` kernel (`mlp_triton.py`) at supported widths."""
 
     def __init__(self, dim: int, ratio: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Mlp(nn.Module):
 
 
 class SwinBlock(nn.Module):
-    """Pre-norm transformer block on a square token grid; `shift` > 0 moves the grid cyclically under the windows."""
+    """A pre-norm transformer block on a square token grid; `shift` > 0 shifts the grid cyclically under the windows."""
 
     def __init__(
         self, dim: int, window: int, shift: int, num_heads: int, mlp_ratio: int, drop_path: float, kernel: Kernel
@@ -95,7 +95,7 @@ class SwinBlock(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Joins each 2×2 square of tokens: (B, H, W, C) → (B, H/2, W/2, 2C)."""
+    """Merges each 2×2 square of tokens: (B, H, W, C) → (B, H/2, W/2, 2C)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class PatchMerging(nn.Module):
 
     @staticmethod
     def squares(tokens_BHWC: Tensor) -> Tensor:
-        """(B, H, W, C) → (B, H/2, W/2, 4C)."""
+        """Rearrange (B, H, W, C) to (B, H/2, W/2, 4C)."""
         squares = tokens_BHWC.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (B, H/2, 2, W/2, 2, C)
         return squares.permute(0, 1, 3, 4, 2, 5).flatten(3)
 

@@ -1,6 +1,6 @@
-"""CLAP's text tower: RoBERTa or BERT, and the pooling that makes one vector of a caption.
+"""Define CLAP's text tower: RoBERTa or BERT with pooling to one vector per caption.
 
-`transformers` is imported for pretrained weights alone: its models open more files than torch and DeepSpeed do.
+`transformers` is imported only for pretrained weights: its models open more files than torch and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clap_ds.config.clap_json import TEXT
 from clap_ds.config.model import TextConfig
 from clap_ds.model.packed import Layout, Packing, lay_out
 from clap_ds.model.text_attention import attend
-from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio where it is installed)
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,8 +27,8 @@ _SIZES = TEXT | {"layer_norm_eps": "layer_norm_eps"}
 
 
 class TextLayer(nn.Module):
-    """A layer of RoBERTa or BERT, with `transformers`' names. With `first_only` it computes past its attention each caption's
-    first token alone: for the last layer where pooling looks at nothing else."""
+    """A layer of RoBERTa or BERT, with `transformers`' names. With `first_only`, for a last layer whose first token is pooled,
+    it computes only each caption's first token after its attention."""
 
     def __init__(self, config: TextConfig, dropout: float, first_only: bool) -> None:
         super().__init__()
@@ -46,7 +46,8 @@ class TextLayer(nn.Module):
         self.output: Any = end(inner)
 
     def forward(self, hidden: Tensor, mask_B11L: Tensor | None = None, layout: Layout | None = None) -> Tensor:
-        """(batch, tokens, C) → the same or (batch, 1, C); packed, (1, tokens, C) → the same or (1, captions, C)."""
+        """Map (batch, tokens, C), or (1, tokens, C) if packed, to the same shape; with `first_only` to (batch, 1, C) or
+        (1, captions, C)."""
         own = self.attention.self
         heads = (each(hidden).unflatten(-1, (self.num_heads, -1)) for each in (own.query, own.key, own.value))
         query, key, value = (each.transpose(1, 2) for each in heads)
@@ -66,17 +67,16 @@ def _end_branch(end: Any, branch: Tensor, hidden: Tensor) -> Tensor:
 
 
 class TextTower(nn.Module):
-    """An encoder and its pooling: `cls_pooler` is the first token through its tanh pooler, `mean` the mean over real tokens.
-    With the former the last layer computes nothing for other tokens past its attention.
+    """An encoder and its pooling: `cls_pooler` applies a tanh pooler to the first token, `mean` averages real tokens.
 
     Args:
         config: sizes.
-        dropout: of hidden states and of attention weights.
-        from_hub: start from the pretrained weights `config.hub_name` names; a ValueError where they can't be had or don't fit.
+        dropout: probability for hidden states and attention weights.
+        from_hub: start from the pretrained weights `config.hub_name`; ValueError if they are unavailable or don't fit.
     """
 
     roberta: Any
-    """The encoder, of whichever architecture: checkpoints know it by this name."""
+    """The encoder, RoBERTa or BERT; checkpoints use this name for both."""
 
     def __init__(self, config: TextConfig, *, dropout: float, from_hub: bool) -> None:
         super().__init__()
@@ -87,24 +87,24 @@ class TextTower(nn.Module):
             self.roberta.load_state_dict(pretrained(config).state_dict())
 
     def blocks(self) -> list[nn.Module]:
-        """Its layers, in order."""
+        """Return the layers, in order."""
         return list(self.roberta.encoder.layer)
 
     def compute_every_token(self) -> None:
-        """Have the last layer compute all tokens after all, as other CLAPs do: to count what they cost, of BERT the same."""
+        """Make the last layer compute all tokens, like other CLAP implementations, to count their FLOPs."""
         self.roberta.encoder.layer[-1].first_only = False
 
     def checkpoint_activations(self, enabled: bool) -> None:
-        """Whether layers keep only their input for the backward pass."""
+        """Set whether layers store only their input for the backward pass."""
         self.checkpoint = enabled
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
-        """One vector per caption, (batch, hidden_size) in the parameters' dtype.
+        """Return one vector per caption, (batch, hidden_size) in the parameters' dtype.
 
         Args:
-            input_ids: (batch, tokens) int64, padded on the right; packed, (tokens,).
-            attention_mask: (batch, tokens), 1 at real tokens; None when no caption is padded, or packed.
-            packing: how captions are packed.
+            input_ids: (batch, tokens) int64, padded on the right; (tokens,) if packed.
+            attention_mask: (batch, tokens), 1 at real tokens; None if captions are packed or unpadded.
+            packing: positions of packed captions.
         """
         mask_B11L = None if attention_mask is None else attention_mask[:, None, None, :].bool()
         layout = None
@@ -114,7 +114,7 @@ class TextTower(nn.Module):
             input_ids, positions = input_ids[None], layout.position_ids
         else:
             columns = torch.arange(input_ids.shape[1], device=input_ids.device) + self.first_position
-            last = parts.position_embeddings.num_embeddings - 1  # which padding alone goes beyond
+            last = parts.position_embeddings.num_embeddings - 1  # only padding exceeds it
             positions = columns.clamp(max=last).expand_as(input_ids)
         tokens = parts.word_embeddings(input_ids) + parts.token_type_embeddings(torch.zeros_like(input_ids))
         hidden = parts.dropout(parts.LayerNorm(tokens + parts.position_embeddings(positions)))
@@ -127,7 +127,7 @@ class TextTower(nn.Module):
 
 
 def mean_over_tokens(hidden_BLC: Tensor, mask_BL: Tensor | None) -> Tensor:
-    """(batch, channels): mean over the tokens where the mask is 1 (all of them without a mask), summed in fp32."""
+    """Return (batch, channels): the mean over tokens with mask 1 (all without a mask), summed in fp32."""
     if mask_BL is None:
         return hidden_BLC.mean(dim=1)
     weights_BL1 = mask_BL[:, :, None].float()
@@ -136,7 +136,7 @@ def mean_over_tokens(hidden_BLC: Tensor, mask_BL: Tensor | None) -> Tensor:
 
 
 def mean_over_packed(hidden_TC: Tensor, layout: Layout) -> Tensor:
-    """(captions, channels): mean over each packed caption's tokens, summed in fp32."""
+    """Return (captions, channels): the mean over each packed caption's tokens, summed in fp32."""
     bounds, num_captions, _ = layout.packing
     sums_SC = hidden_TC.new_zeros(len(bounds) - 1, hidden_TC.shape[1], dtype=torch.float32)
     sums_SC = sums_SC.index_add(0, layout.caption, hidden_TC.float())
@@ -145,7 +145,7 @@ def mean_over_packed(hidden_TC: Tensor, layout: Layout) -> Tensor:
 
 
 def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
-    """RoBERTa's or BERT's, untrained, drawn as `transformers` draws it."""
+    """Build RoBERTa or BERT, initialized like `transformers`."""
     width, padding = config.hidden_size, config.pad_token_id
     embeddings = {
         "word_embeddings": nn.Embedding(config.vocab_size, width, padding),
@@ -171,8 +171,8 @@ def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
 
 
 def pretrained(config: TextConfig) -> PreTrainedModel:
-    """`transformers`' encoder with the weights `config.hub_name` names; ValueError where they can't be had, or are of another
-    architecture or other sizes."""
+    """Load `transformers`' encoder named `config.hub_name`. Raises ValueError if it is unavailable or its architecture or
+    sizes differ."""
     if not config.hub_name:
         raise ValueError(f"{FIELD}: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
     from transformers import AutoModel
@@ -193,5 +193,5 @@ def pretrained(config: TextConfig) -> PreTrainedModel:
     sizes += [(name, getattr(found, name, None), value) for name, value in fixed.items()]
     wrong = [f"{name} {size} (expected {expected})" for name, size, expected in sizes if size != expected]
     if wrong:
-        raise ValueError(f"{FIELD}: {config.hub_name!r} is not of this preset's sizes: {', '.join(wrong)}")
+        raise ValueError(f"{FIELD}: {config.hub_name!r} doesn't match this preset: {', '.join(wrong)}")
     return model

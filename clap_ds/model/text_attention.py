@@ -1,8 +1,8 @@
-"""RoBERTa's attention: packed captions, and what is quick on CPUs.
+"""Compute the text tower's attention, over padded or packed captions.
 
-Packed on CUDA in 16 bits it is PyTorch's variable-length flash attention, which has no dropout of attention weights. Everywhere
-else packed captions are padded to the longest for the attention alone. On CPU attention is two matrix products around a
-softmax: PyTorch's fused kernel there takes ten times as long backward in bf16.
+Packed captions on CUDA in 16 bits use PyTorch's variable-length flash attention, which has no dropout of attention weights.
+Otherwise packed captions are padded for attention. On CPUs attention is two matrix products and a softmax: PyTorch's fused
+kernel takes ten times as long backward in bf16.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def attend(
     dropout: float = 0.0,
     layout: Layout | None = None,
 ) -> Tensor:
-    """Queries, keys and values (batch, heads, tokens, D), of a batch of 1 with a `layout` of packed captions, and a bool mask
-    (batch, 1, 1, tokens), True at real tokens (None: all are) → (batch, tokens, heads, D)."""
+    """Return attention, (batch, tokens, heads, D), of queries, keys and values (batch, heads, tokens, D). `attention_mask` is
+    bool (batch, 1, 1, tokens), True at real tokens (None: all). With a `layout` of packed captions batch is 1."""
     if layout is None:
         return _attend_padded(query, key, value, attention_mask, dropout).transpose(1, 2)
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
@@ -36,7 +36,7 @@ def attend(
 
 
 def _to_padded(packed_1ATD: Tensor, layout: Layout) -> Tensor:
-    """(1, A, T, D) → (S, A, L, D)."""
+    """Rearrange (1, A, T, D) to (S, A, L, D)."""
     rows_TC = packed_1ATD[0].transpose(0, 1).flatten(1)
     padded = Rearrange.apply(rows_TC, layout.to_padded, layout.to_row)
     return padded.unflatten(0, (-1, layout.longest)).unflatten(2, (packed_1ATD.shape[1], -1)).transpose(1, 2)
@@ -47,7 +47,7 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | Non
         return F.scaled_dot_product_attention(query, key, value, keep, dropout_p=dropout)
     scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))
     if keep is not None:
-        # Not minus infinity: a caption of padding alone would become NaN.
+        # With minus infinity, a caption of only padding would become NaN.
         scores = scores.masked_fill_(~keep, torch.finfo(scores.dtype).min)
     return torch.matmul(F.dropout(scores.softmax(dim=-1), dropout), value)
 

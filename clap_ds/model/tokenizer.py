@@ -1,4 +1,4 @@
-"""Captions to token ids: loading a tokenizer, using it, and training a small one, which needs no hub."""
+"""Load, apply and train tokenizers of captions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clap_ds.config.files import MOST_BYTES
 from clap_ds.config.model import PAD_TOKEN_ID
-from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which takes seconds: where it is used)
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which is imported where used: it takes seconds)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,21 +21,21 @@ else:
     PreTrainedTokenizerBase = Any
 
 FIELD = "clap.data.tokenizer"
-SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4; RoBERTa's own are 0 to 3
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4; RoBERTa has 0 to 3
 SMALL_VOCAB_SIZE = 512
 
 
 def load_tokenizer(
     name_or_dir: str, *, vocab_size: int, pad_token_id: int = PAD_TOKEN_ID, field: str = FIELD
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, in the hub's local cache, or on the hub: the first of these that has it. A ValueError, about
-    `field` of the settings, where it isn't found, or has other ids or padding than the model."""
+    """Load a tokenizer from a folder, the local Hub cache or the Hub. Raises ValueError, with `field`, if it isn't found or its
+    ids or padding don't fit the model."""
     from transformers import AutoTokenizer
 
     from clap_ds.model.hub import load_by_name
 
     def load(local_files_only: bool) -> PreTrainedTokenizerBase:
-        no_code = {"trust_remote_code": False}  # of the repository: by default transformers asks on the terminal
+        no_code = {"trust_remote_code": False}  # by default transformers prompts for it
         for file in (path for ending in ("json", "txt", "jinja") for path in Path(name_or_dir).glob(f"*.{ending}")):
             if file.stat().st_size > MOST_BYTES:
                 raise ValueError(f"{file.name} has more than {MOST_BYTES:,} bytes")
@@ -49,16 +49,14 @@ def load_tokenizer(
         found = f"has ids up to {largest_id} and pads with {tokenizer.pad_token_id}"
         expected = f"the tokenizer of clap.model.preset, with ids below {vocab_size} and {pad_token_id} for padding"
         raise ValueError(f"{field}: {name_or_dir!r} {found}; expected {expected}")
-    with _rust_errors(
-        f"the tokenizer {name_or_dir!r}"
-    ):  # here, before any work; without truncation, which it would keep
+    with _rust_errors(f"the tokenizer {name_or_dir!r}"):  # fails early; no truncation, which the tokenizer would keep
         tokenizer(["a sound"])
     return tokenizer
 
 
 @contextmanager
 def _rust_errors(what: str) -> Iterator[None]:
-    """Make a ValueError of what tokenizers' Rust code raises: a bare Exception or, in a panic, a BaseException of its own."""
+    """Convert errors of tokenizers' Rust code, a bare Exception or a PanicException, to ValueError."""
     try:
         yield
     except BaseException as error:
@@ -68,23 +66,23 @@ def _rust_errors(what: str) -> Iterator[None]:
 
 
 def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, context_length: int) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, both (B, context_length) int64: <s> … </s> (BERT: [CLS] … [SEP]), then padding.
+    """Return token ids and attention mask, both (B, context_length) int64: <s> … </s> (BERT: [CLS] … [SEP]), then padding.
 
-    Captions that are too long lose their last words, never </s>. Words that look like special tokens are taken as plain text.
+    Long captions are truncated before </s>. Words that look like special tokens are plain text.
     """
     cut: dict[str, Any] = {"truncation": True, "max_length": context_length, "return_attention_mask": False}
     with _rust_errors(f"the tokenizer {tokenizer.name_or_path!r}"):
         rows: Any = tokenizer(captions, **cut, split_special_tokens=True)["input_ids"]
     is_real = torch.arange(context_length) < torch.tensor(list(map(len, rows)))[:, None]
-    # By hand: three times as quick as by the tokenizer.
+    # Three times as fast as the tokenizer's padding.
     ids = torch.full((len(rows), context_length), int(tokenizer.pad_token_id))
     ids[is_real] = torch.tensor(list(chain.from_iterable(rows)))
     return ids, is_real.long()
 
 
 def train_tokenizer(captions: Iterable[str], directory: Path, *, vocab_size: int = SMALL_VOCAB_SIZE) -> int:
-    """Trains a byte-level BPE of at most `vocab_size` with RoBERTa's special ids, saves it where `load_tokenizer` can load it,
-    and returns its size."""
+    """Train a byte-level BPE of at most `vocab_size` tokens with RoBERTa's special ids, save it for `load_tokenizer` and
+    return its size."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,11 +1,10 @@
-"""Makes torchaudio importable beside any build of torch; the one place this project imports it from.
+"""Make torchaudio importable with any build of torch. Import torchaudio only from here, and before `transformers`.
 
-    python -m clap_ds.model.torchaudio_compat    sets torchaudio's compiled library aside where torch has no CUDA
+    python -m clap_ds.model.torchaudio_compat    rename torchaudio's compiled library if torch has no CUDA
 
-torchaudio's wheels carry compiled libraries linked against CUDA, so `import torchaudio` fails beside a CPU-only torch, and
-with it much of `transformers`. Nothing that this project uses is in those libraries, and torchaudio does without where it finds
-none. `make setup` therefore runs the command above. In other environments a stand-in for the module that loads the libraries is
-registered first: import this module before `transformers`.
+torchaudio's wheels contain libraries linked against CUDA. With a CPU-only torch `import torchaudio`, and much of
+`transformers`, fails. This project needs none of these libraries, and torchaudio works without them, so `make setup` runs the
+command above. In other environments this module registers a stand-in for the module that loads them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 
 def set_aside(torchaudio_folder: Path) -> list[Path]:
-    """Rename torchaudio's compiled library; what it is called now. Raises OSError if it can't."""
+    """Rename torchaudio's compiled library and return the new paths. Raises OSError if that fails."""
     found = sorted((torchaudio_folder / "lib").glob("_torchaudio*.so"))
     return [path.replace(f"{path}.needs_cuda") for path in found]
 
@@ -27,7 +26,7 @@ def set_aside(torchaudio_folder: Path) -> list[Path]:
 if torch.version.cuda is None:
     stand_in: Any = types.ModuleType("torchaudio._extension", "Stand-in: torchaudio without its compiled libraries.")
     stand_in._IS_TORCHAUDIO_EXT_AVAILABLE = stand_in._IS_ALIGN_AVAILABLE = False
-    stand_in.fail_if_no_align = lambda function: function  # which fails without its library
+    stand_in.fail_if_no_align = lambda function: function  # fails without the library
     sys.modules.setdefault(stand_in.__name__, stand_in)
 
 import torchaudio  # noqa: E402
@@ -36,4 +35,4 @@ __all__ = ["torchaudio"]
 
 if __name__ == "__main__" and torch.version.cuda is None:
     for path in set_aside(Path(torchaudio.__file__).parent):
-        print(f"torchaudio's compiled library is set aside, as this torch has no CUDA: {path}")
+        print(f"renamed torchaudio's compiled library because this torch has no CUDA: {path}")

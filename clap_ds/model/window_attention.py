@@ -1,12 +1,11 @@
-"""Attention inside the windows of a square token grid, from the grid as the qkv projection leaves it to the grid its output
-projection takes: the same result by several kernels.
+"""Compute attention within the windows of a square token grid, with one of several kernels.
 
-- `sdpa`: PyTorch's fused attention. As the position bias needs a gradient, PyTorch falls back to separate operations on CPU
-  and to its memory-efficient kernel on CUDA; counted by every FLOP counter, so the models that are counted use it.
-- `matmul`: batched matrix products around one softmax with the backward written out, for CPUs: bf16 stays bf16 throughout (the
-  matrix units accumulate in fp32, and softmax computes in fp32 inside), and partition, shift and head split are one copy.
-- `triton`: one CUDA kernel each way that reads q, k and v where they lie and writes in place of the window reverse
-  (`window_attention_triton.py`). On an H200 6 to 19 times as fast as `sdpa` forward, 4 to 8 times backward (`results/h200`).
+- `sdpa`: PyTorch's fused attention. As the position bias needs a gradient, PyTorch uses separate operations on CPUs and its
+  memory-efficient kernel on CUDA. All FLOP counters support it, so counted models use it.
+- `matmul`: for CPUs, batched matrix products, one softmax and a manual backward pass. Tensors stay in bf16 (products
+  accumulate and softmax computes in fp32), and one copy partitions, shifts and splits heads.
+- `triton`: one CUDA kernel forward and one backward that read and write the grid directly (`window_attention_triton.py`).
+  On an H200 6 to 19 times as fast as `sdpa` forward, 4 to 8 times backward (`results/h200`).
 
 Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of a window, A attention heads, D head dim,
 C = A·D.
@@ -26,26 +25,26 @@ from clap_ds.model.windows import merge_windows, partition_windows
 Kernel = Literal["sdpa", "matmul", "triton"]
 
 MOST_BATCHED = 65_535
-"""Largest batch that `_sdpa` hands to PyTorch: the third dimension of a CUDA grid, which the batch is for its memory-efficient
-kernels, forward and backward (heads are the second). PyTorch splits a larger one itself, but adds each part's gradient of the
-bias to one of the whole batch's shape, which fails (`_scaled_dot_product_efficient_attention_backward_cuda`)."""
+"""Largest batch that `_sdpa` gives to PyTorch: the limit of a CUDA grid's third dimension, which its memory-efficient kernels
+use for the batch. PyTorch splits larger batches, but fails to add the parts' gradients of the bias, as shapes differ
+(`_scaled_dot_product_efficient_attention_backward_cuda`)."""
 
 
 def default_kernel(device: torch.device) -> Kernel:
-    """The quicker one of those that are torch's operations on a device."""
+    """Return the faster kernel of torch operations on a device."""
     return "matmul" if device.type == "cpu" else "sdpa"
 
 
 def attend_windows(
     qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int, kernel: Kernel
 ) -> Tensor:
-    """Softmax attention of every token over its window's tokens.
+    """Apply softmax attention of every token over its window's tokens; return (B, H, W, A·D).
 
     Args:
-        qkv_BHWE: (B, H, W, 3·A·D), queries, keys and values, heads inside each; H = W, a multiple of `window`.
-        bias_ANN: added to the scores, which are scaled by D^-1/2 first. Any floating dtype.
-        mask_GNN: added to the scores of shifted windows; needed where `shift` is above 0, ignored elsewhere.
-        shift: how far the grid is moved cyclically up and left under the windows. The output, (B, H, W, A·D), is moved back.
+        qkv_BHWE: (B, H, W, 3·A·D), queries, keys and values, each split into heads; H = W, a multiple of `window`.
+        bias_ANN: added to the scores after their scaling by D^-1/2. Any floating dtype.
+        mask_GNN: added to the scores of shifted windows; required if `shift` > 0, otherwise ignored.
+        shift: tokens by which the grid is moved cyclically up and left under the windows. The output is moved back.
     """
     assert shift == 0 or mask_GNN is not None
     bias_ANN = bias_ANN.to(qkv_BHWE.dtype)
@@ -77,8 +76,8 @@ def _sdpa(qkv_BGN3AD: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None) -> Tens
 
 
 def _shifted_pieces(window: int, shift: int) -> list[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """For one axis cut into (window number, place in it): slices of the shifted windows and of the grid that hold the same
-    tokens. Together they cover the axis."""
+    """Return pairs of slices of the shifted windows and of the grid that hold the same tokens, for one axis split into
+    (window, place in it). Together they cover the axis."""
     everything, late, early = slice(None), slice(window - shift, None), slice(0, shift)
     pieces = [((everything, slice(0, window - shift)), (everything, slice(shift, None)))]
     pieces += [((slice(0, -1), late), (slice(1, None), early)), ((slice(-1, None), late), (slice(0, 1), early))]
@@ -86,7 +85,7 @@ def _shifted_pieces(window: int, shift: int) -> list[tuple[tuple[slice, slice], 
 
 
 def _copy_windows(windows: Tensor, tokens: Tensor, window: int, shift: int, *, to_windows: bool) -> None:
-    """Copies between (S, B, G, A, N, D) windows and (B, H, W, S, A, D) tokens, shifted, one way or the other."""
+    """Copy between (S, B, G, A, N, D) windows and (B, H, W, S, A, D) tokens, with shift, in either direction."""
     count = tokens.shape[1] // window
     tiles = tokens.unflatten(2, (count, window)).unflatten(1, (count, window)).permute(5, 0, 1, 2, 3, 4, 6, 7)
     inside = windows.unflatten(2, (count, count)).unflatten(5, (window, window)).permute(0, 1, 2, 5, 3, 6, 4, 7)
@@ -96,7 +95,7 @@ def _copy_windows(windows: Tensor, tokens: Tensor, window: int, shift: int, *, t
 
 
 class MatmulWindowAttention(torch.autograd.Function):
-    """The `matmul` kernel. Keeps q, k, v in window order and the attention weights for the backward pass."""
+    """The `matmul` kernel. Saves q, k, v in window order and the attention weights for the backward pass."""
 
     @staticmethod
     def forward(

@@ -1,18 +1,17 @@
-"""Window attention as one Triton kernel forward and one backward, for CUDA.
+"""Compute window attention with one Triton kernel forward and one backward, for CUDA.
 
-Bound by memory traffic, with softmax's instructions close behind (`results/triton`), as heads are narrow (24 or 32) and
-windows small (64 tokens): q, k and v are read once from the qkv projection's own output, at the places that partition and
-cyclic shift would have moved them to, and results are written back to the grid, so that neither copies anything. The mask of
-shifted windows is worked out from coordinates. A window's scores fit one program whole, so the forward pass keeps nothing:
-the backward pass computes them again from q, k and the bias. Products take the tensors' dtype and accumulate in fp32
-(exactly, without TF32, for fp32 tensors); softmax is in fp32, as its sums and exponents need it.
+With narrow heads (24 or 32) and small windows (64 tokens), time is bound by memory traffic, closely followed by softmax's
+instructions (`results/triton`). Therefore the kernels read q, k and v from the qkv projection's output and write to the
+grid, without copies for partition and cyclic shift. The mask of shifted windows is computed from coordinates. A
+window's scores fit one program, so they are recomputed in the backward pass from q, k and the bias. Products take the
+tensors' dtype and accumulate in fp32 (without TF32 for fp32 tensors); softmax is in fp32.
 
-Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters as in `window_attention.py`.
+Under `TRITON_INTERPRET=1` the same code runs on CPU tensors, for tests. Shape letters: see `window_attention.py`.
 """
 
 from __future__ import annotations
 
-# Triton reads the kernels' annotations itself, so that they can't be typed.
+# Triton parses the kernels' annotations, so they can't be typed.
 # mypy: disable-error-code="no-untyped-def"
 import math
 from collections.abc import Sequence
@@ -28,18 +27,18 @@ from clap_ds.model.triton_common import Launch, dot, exp2, must_widen, reciproca
 from clap_ds.model.windows import MASKED_SCORE
 
 FORWARD, BACKWARD = Launch(4, 1), Launch(4, 1, 168)
-"""Most programs are resident so, and nothing spills, on sm_80, sm_90a and sm_100 alike (`results/triton`)."""
+"""Maximize resident programs without spills on sm_80, sm_90a and sm_100 (`results/triton`)."""
 MASKED = tl.constexpr(MASKED_SCORE)
 LOG2_E = tl.constexpr(math.log2(math.e))
 PROGRAMS_PER_MULTIPROCESSOR = 6
-"""Of the backward pass, whose programs each go through several windows to sum the bias gradient in registers: whole rounds
-where two or three are resident."""
+"""Programs of the backward pass, which loop over windows to sum the bias gradient in registers. With two or three resident
+programs, 6 gives whole rounds."""
 
 
 @triton.jit
 def _token_offsets(window_id, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr):
-    """Of the (B·H·W, …) matrix, a clip's first row, and after it the rows that hold a window's tokens; the tokens' coordinates
-    in the shifted grid. The first in 64 bits, the others, of which a thread holds many, in 32."""
+    """Return a clip's first row in the (B·H·W, …) matrix, a window's rows relative to it, and its tokens' coordinates in the
+    shifted grid. Only the first row is in 64 bits, to save registers."""
     PER_SIDE: tl.constexpr = GRID // WINDOW
     clip = window_id // (PER_SIDE * PER_SIDE)
     place = window_id % (PER_SIDE * PER_SIDE)
@@ -55,7 +54,7 @@ def _token_offsets(window_id, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: t
 def _weights(
     q, k, bias, row, column, scale, GRID: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """(N, N) fp32 attention weights of one window and head."""
+    """Return fp32 attention weights (N, N) of one window and head."""
     scores = dot(q, tl.trans(k), WIDEN) * scale + bias
     if SHIFT > 0:
         row_region = (row >= GRID - WINDOW).to(tl.int32) + (row >= GRID - SHIFT).to(tl.int32)
@@ -80,7 +79,7 @@ def _forward_kernel(
     BLOCK_DIM: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program: one window, one head. Heads of a window are neighbours, so that they share cache lines."""
+    """Process one window and head per program. Heads of a window are adjacent, so that they share cache lines."""
     N: tl.constexpr = WINDOW * WINDOW
     WIDTH: tl.constexpr = HEADS * DIM
     head = tl.program_id(0) % HEADS
@@ -117,7 +116,7 @@ def _backward_kernel(
     BLOCK_DIM: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program: some windows, one head. Writes its share of the bias gradient to its own place."""
+    """Process several windows of one head per program. Each writes its partial bias gradient separately."""
     N: tl.constexpr = WINDOW * WINDOW
     WIDTH: tl.constexpr = HEADS * DIM
     head = tl.program_id(0) % HEADS
@@ -126,7 +125,7 @@ def _backward_kernel(
     token = tl.arange(0, N)
     inside = (channel < DIM)[None, :]
     d_bias = tl.zeros((N, N), dtype=tl.float32)
-    # Nothing is moved out of the loop: what is worked out once is held in registers, of which there are too few.
+    # No loop-invariant code motion: its results would occupy scarce registers.
     for window_id in tl.range(first, tl.minimum(first + windows_per_program, num_windows), disable_licm=True):
         clip, offsets, row, column = _token_offsets(window_id, GRID, WINDOW, SHIFT)
         place = offsets[:, None] * (3 * WIDTH) + head * DIM + channel[None, :]
@@ -200,7 +199,7 @@ def _backward(
 
 @_backward.register_fake
 def _(qkv_BHWE: Tensor, bias_ANN: Tensor, d_output_BHWC: Tensor, window: int, shift: int) -> tuple[Tensor, Tensor]:
-    return qkv_BHWE.new_empty(qkv_BHWE.shape), bias_ANN.new_empty(bias_ANN.shape)  # contiguous, whatever comes in
+    return qkv_BHWE.new_empty(qkv_BHWE.shape), bias_ANN.new_empty(bias_ANN.shape)  # always contiguous
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -224,11 +223,11 @@ def _forward_flops(qkv: Sequence[int], bias: Sequence[int], *_: Any, **__: Any) 
 
 @register_flop_formula(torch.ops.clap_ds.window_attention_backward)
 def _backward_flops(qkv: Sequence[int], bias: Sequence[int], *_: Any, **__: Any) -> int:
-    """Five products, one of them the scores', computed again."""
+    """Count five products, including the recomputed scores."""
     return 5 * 2 * math.prod(qkv) // 3 * bias[-1]
 
 
 def triton_window_attention(qkv_BHWE: Tensor, bias_ANN: Tensor, window: int, shift: int) -> Tensor:
-    """`clap_ds.model.window_attention.attend_windows` by the kernels above, with autograd; traced by torch.compile as one
-    operation. N = `window`² is a power of two of at least 16; the bias is of the same dtype as qkv: fp32, bf16 or fp16."""
+    """Compute `clap_ds.model.window_attention.attend_windows` with the kernels, with autograd, as one operation for
+    torch.compile. N = `window`² is a power of two, at least 16; qkv and bias are both fp32, bf16 or fp16."""
     return _forward(qkv_BHWE, bias_ANN, window, shift)

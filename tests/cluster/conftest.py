@@ -107,8 +107,8 @@ Submit = Callable[..., Submitted]
 def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
     """Submit the script of a micro run: `submit(nodes, launcher, sbatch=(…), site={…}, clap={…})`.
 
-    Each job has its own folder. `variables`: environment of the submitting shell; `site`: changes of the cluster profile; `asks`:
-    other fields of the `Request`.
+    Each job has its own folder. `variables`: environment of the submitting shell; `site`: changes of the profile; `asks`: other
+    fields of the `Request`.
     """
     cluster.wait_until_idle()
 
