@@ -147,10 +147,10 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Oversubscribed cores slow the optimizer on CPUs by up to 80 times.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
     if device.type == "cpu":
-        if "OMP_NUM_THREADS" not in os.environ:
-            # Oversubscribed cores slow the optimizer by up to 80 times.
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
         keep_freed_memory()
         deepspeed.ops.__compatible_ops__ = {}  # reading it would try to compile every operation
     # Otherwise each gloo group connects all pairs of ranks: sockets grow with the square of the ranks.
@@ -162,6 +162,8 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
         meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound, ranks.run)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
+    # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of its own.
+    deepspeed.utils.groups._WORLD_GROUP = torch.distributed.group.WORLD
     return device
 
 

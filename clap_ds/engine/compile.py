@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
-from torch import nn
+from torch import Tensor, nn
 
 from clap_ds.config.paths import code_folder
 from clap_ds.data.batch import Batch
@@ -48,6 +48,10 @@ def compile_towers(
     audio, *text = batch.model_inputs()
     devices = [batch.device] if batch.device.type == "cuda" else []
     with watchdog.doing("compiling"), torch.random.fork_rng(devices), autocast_if_enabled(engine):
+        # The whole batch, eager: finds that memory is too small in a second, not after minutes of compiling.
+        _backward(
+            [model.audio(model.mel(audio) if audio.ndim == 2 else audio), model.text(*text)], model.audio, model.text
+        )
         for name in PARTS if audio.ndim == 2 else ("audio", "text"):
             _say(f"compiling {PARTS[name]} …")
             part = model.get_submodule(name)
@@ -74,9 +78,14 @@ def _try(part: nn.Module, inputs: list[Any], *, cached: bool) -> None:
     if cached:
         with torch.no_grad():
             part(*inputs)
-    output = part(*inputs)
-    if trained := [parameter for parameter in part.parameters() if parameter.requires_grad]:
-        torch.autograd.grad(output, trained, torch.zeros_like(output))  # calls no hook of torch's reducer
+    _backward([part(*inputs)], part)
+
+
+def _backward(outputs: list[Tensor], *parts: nn.Module) -> None:
+    """Compute gradients of the parts' parameters and discard them; no hook of torch's reducer is called."""
+    outputs = [each for each in outputs if each.requires_grad]
+    if trained := [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]:
+        torch.autograd.grad(outputs, trained, [torch.zeros_like(each) for each in outputs])
 
 
 def problem_of(action: Callable[[], object]) -> str | None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,6 +143,31 @@ def test_what_one_rank_cannot_compile_runs_on_all_as_if_never_tried(two_ranks: R
         assert found == {"audio": why, "text": why}
         assert losses == plain_losses
         assert all(torch.equal(state[name], tensor) for name, tensor in plain_state.items())
+
+
+def test_too_little_memory_is_found_before_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = micro(), list[str]()
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(model.text, "forward", fail)
+    engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
+    whole: Any = SimpleNamespace(model_inputs=lambda: batch(False), device=torch.device("cpu"))
+    with pytest.raises(torch.OutOfMemoryError):
+        compile_towers(engine, whole, "towers", cached=False, backend=counting(calls))
+    assert not calls
+
+
+def _groups() -> int:
+    ClapEngine(settings("fp32", 1), micro(), DEVICE)
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.end_to_end
+def test_deepspeed_creates_no_group_of_its_own(two_ranks: RankPool) -> None:
+    """Each would be an NCCL communicator with buffers of its own: one group of all ranks, and one for other messages."""
+    assert all(number <= 2 for number in two_ranks.run(_groups))
 
 
 @pytest.mark.gpu
