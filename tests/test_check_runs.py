@@ -37,7 +37,7 @@ def test_every_file_is_judged_in_one_process_without_torch(tmp_path: Path) -> No
     assert not {*imported} & {"torch", "deepspeed", "numpy", "transformers"}
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time")]
     assert [re.sub("^.*/", "", line)[:44] for line in said] == [
-        "no_samples.json: clap.train: missing max_samp",
+        "no_samples.json: clap.train: missing max_sam",
         "windws.json: clap.bench.windws: no such fiel",
         "zwei.json: train_micro_batch_size_per_gpu: e",
     ]
