@@ -86,7 +86,6 @@ class RunSettings:
             return Path(os.path.abspath(clap.checkpoint.folder))
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
         train = clap.train.model_dump(mode="json", include={"pretrained", "freeze"})
-        train |= {"shuffle_captions": False}  # removed field: keeps folder names of existing runs
         model = clap.model.model_dump(mode="json", include={"preset"})["preset"]
         identity = [model, clap.model.pretrained_text, data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()

@@ -59,9 +59,9 @@ def test_what_a_model_is_built_with(monkeypatch: pytest.MonkeyPatch) -> None:
     for device, attention in ((CPU, "matmul"), (CUDA, "sdpa")):
         assert kernels.build_kernels(settings(), device) == {"attention": attention, "mlp": "torch"}
     for field in kernels.FIELDS:
-        asked = settings(**{field: "triton"})
+        asked = settings(**{f"{field}_impl": "triton"})
         assert kernels.build_kernels(asked, CUDA)[field] == "triton"
-        with pytest.raises(ValueError, match=rf"clap\.model\.{field}: 'triton' needs a GPU"):
+        with pytest.raises(ValueError, match=rf"clap\.model\.{field}_impl: 'triton' needs a GPU"):
             kernels.build_kernels(asked, CPU)
     monkeypatch.setattr(kernels, "has_triton_package", lambda: False)
     with pytest.raises(ValueError, match="triton package"):

@@ -30,8 +30,8 @@ def run_settings(**changes: Any) -> RunSettings:
 
 def settings(**changes: Any) -> RunSettings:
     """Return an fp32 micro run with plain SGD, so that weights show the gradient. `train`, `evaluation`, `checkpoint`, `data`,
-    `loss`, `text`, `gradient_sync` and `model` go into `clap`."""
-    own = ("train", "evaluation", "checkpoint", "data", "loss", "text", "gradient_sync")
+    `loss`, `text_packing`, `gradient_sync` and `model` go into `clap`."""
+    own = ("train", "evaluation", "checkpoint", "data", "loss", "text_packing", "gradient_sync")
     clap = {name: changes.pop(name) for name in own if name in changes}
     if "model" in changes:
         clap["model"] = {"preset": "micro", **changes.pop("model")}

