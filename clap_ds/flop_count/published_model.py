@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from clap_ds.config.model import AudioConfig, ClapConfig
 from clap_ds.flop_count.counters import build
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.mel import MIN_POWER, LogMel
+from clap_ds.model.mel import MIN_POWER, LogMel, full_scale
 
 
 def published_model(config: ClapConfig) -> ClapModel:
@@ -37,7 +37,7 @@ class ConvolutionMel(LogMel):
         self.register_buffer("waves", waves_KN[:, None], persistent=False)
 
     def forward(self, waveforms: Tensor) -> Tensor:
-        padded = F.pad(waveforms[:, None], (self.num_fft // 2,) * 2, mode="reflect")
+        padded = F.pad(full_scale(waveforms)[:, None], (self.num_fft // 2,) * 2, mode="reflect")
         with torch.autocast(waveforms.device.type, enabled=False):
             real_BKT, imaginary_BKT = F.conv1d(padded, self.waves, stride=self.hop_size).chunk(2, dim=1)
             return 10.0 * self.mel_power(torch.complex(real_BKT, imaginary_BKT)).clamp(min=MIN_POWER).log10()

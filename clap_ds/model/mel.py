@@ -50,8 +50,7 @@ class LogMel(nn.Module):
     def of_any_length(self, waveforms: Tensor) -> Tensor:
         """Convert (batch, samples) longer than half a window to (batch, samples // hop_size + 1, mel_bins)."""
         with torch.autocast(waveforms.device.type, enabled=False):
-            samples = waveforms.to(self.window.dtype)
-            padded = _reflect(samples if waveforms.is_floating_point() else samples / INT16_SCALE, self.num_fft // 2)
+            padded = _reflect(full_scale(waveforms, self.window.dtype), self.num_fft // 2)
             spectrum_BKT = torch.stft(
                 padded, self.num_fft, self.hop_size, window=self.window, center=False, return_complex=True
             )
@@ -62,6 +61,11 @@ class LogMel(nn.Module):
         # Squaring the parts avoids the square root of abs().
         power_BKT = spectrum_BKT.real.square() + spectrum_BKT.imag.square()
         return torch.matmul(self.mel_filters, power_BKT).transpose(1, 2)
+
+
+def full_scale(waveforms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Convert waveforms, floating of full scale ±1 or int16, to floating ones."""
+    return waveforms.to(dtype) if waveforms.is_floating_point() else waveforms.to(dtype) / INT16_SCALE
 
 
 def _reflect(waveforms: Tensor, width: int) -> Tensor:

@@ -156,7 +156,7 @@ def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *
 
     if isinstance(data, SyntheticData) and (data.placement == "device" or not cuda):
         kept = [make(narrow) for _ in range(data.num_batches)]
-        yield from (join([each], CPU) for each in itertools.cycle(kept))
+        yield from (each if cuda and narrow == torch.int16 else join([each], CPU) for each in itertools.cycle(kept))
     is_narrow = getattr(data, "audio_dtype", "int16") == "int16"
     dtype = torch.int16 if is_narrow and not audio.fusion else torch.float32  # the front end converts waveforms
     _from_host = torch.empty(micro_batch * (is_narrow and audio.fusion), *audio.clip_shape, dtype=narrow)

@@ -8,7 +8,7 @@ import torch
 
 from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_part
-from clap_ds.planning.roofline_shares import PROCESSORS, TABLE
+from clap_ds.planning.roofline_shares import PROCESSORS, TABLE, efficiencies_of
 from clap_ds.planning.trace import Operation
 
 RATES = DeviceRates({torch.bfloat16: 100.0}, 10.0, 0.5, share_of={"triton mlp": 0.2})
@@ -45,11 +45,13 @@ def test_a_gpus_times_are_its_data_sheets_and_what_its_processors_take_besides()
     """Overheads take as long as on an H100 with the same number of processors."""
     besides = []
     for gpu in GPUS.values():
+        if "measured" in efficiencies_of(gpu)["element-wise"].source:  # of a record in results/
+            continue
         ideal_s = 0.01 / gpu.memory_tbytes_per_s
         times = [rates_of(gpu, case).seconds(_operation(read=10**10)) for case in CASES]
         assert times[0] > times[1] > times[2] > ideal_s
         besides.append((times[1] - ideal_s) * PROCESSORS[gpu.name])
-    assert besides == pytest.approx([besides[0]] * len(GPUS))
+    assert besides == pytest.approx([besides[0]] * len(besides))
     h100_s = rates_of(GPUS["h100-sxm"], "middle").seconds(_operation(read=335 * 10**10))
     assert h100_s == pytest.approx(1 / TABLE["element-wise"].middle)
 

@@ -47,10 +47,10 @@ def test_what_is_resident_in_each_precision(traced: Callable[..., Step]) -> None
     averaged = traced(clap={"train": {"ema_decay": 0.9}})
     assert _at_peak(averaged, "optimizer state") == pytest.approx(16 * number, rel=0.001)
     samples, ids_and_mask = 8 * 48000, 2 * 8 * 16 * 8
-    # One in use and one ahead in float32, and a 16-bit copy of another.
-    assert _at_peak(step, "batches") == samples * (4 + 4 + 2) + 2 * ids_and_mask
+    # One in use and one ahead, as int16.
+    assert _at_peak(step, "batches") == samples * (2 + 2) + 2 * ids_and_mask
     kept = traced(clap={"data": {"source": "synthetic", "placement": "device", "num_batches": 3}})
-    assert _at_peak(kept, "batches") == samples * (3 * 2 + 4) + 3 * ids_and_mask
+    assert _at_peak(kept, "batches") == samples * 3 * 2 + 3 * ids_and_mask
 
 
 def test_recomputation_trades_memory_for_the_closed_forms_flops(traced: Callable[..., Step]) -> None:
@@ -78,7 +78,7 @@ def test_cached_accumulation_holds_its_batches_and_goes_forward_twice(traced: Ca
     plain = traced(gradient_accumulation_steps=3)
     cached = traced(gradient_accumulation_steps=3, clap={"train": {"accumulation": "gradcache"}})
     assert (plain.num_samples, cached.num_samples) == (24, 24)
-    assert _at_peak(cached, "batches") - _at_peak(plain, "batches") == 2 * (8 * 48000 * 4 + 2 * 8 * 16 * 8)
+    assert _at_peak(cached, "batches") - _at_peak(plain, "batches") == 2 * (8 * 48000 * 2 + 2 * 8 * 16 * 8)
 
     def forward_flops(step: Step) -> float:
         work = step.work(compiled=False)

@@ -95,7 +95,7 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert (summary["memory_peak_bytes"], summary["skipped_steps"]) == (2 * GIB, 1)
     assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (6, 120, 0.75, 11)
     assert "saved step-6: 2.5 MB in 7.5 s, blocking training for 1.25 s" in found["shown"]
-    assert "the step of their rank takes 11: enough" in found["shown"]  # 10 in 0.9 s
+    assert "their rank's step needs 11: enough" in found["shown"]  # 10 in 0.9 s
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [line.pop("train_s") > 1000 for line in history] == [True] * len(lines)
