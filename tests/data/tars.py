@@ -12,6 +12,7 @@ import numpy as np
 import soundfile
 import torch
 
+from clap_ds.config.model import INT16_SCALE
 from clap_ds.data.batch import Batch
 
 
@@ -34,7 +35,8 @@ def marked_items(numbers: Iterable[int]) -> list[tuple[str, bytes]]:
 
 def number_of(waveform: torch.Tensor) -> int:
     """Return the number of a waveform's marked item."""
-    return round(float(waveform[0]) * 1000) - 1
+    scale = 1 if waveform.is_floating_point() else INT16_SCALE
+    return round(float(waveform[0]) / scale * 1000) - 1
 
 
 def numbers_in(source: Iterator[Batch], num_batches: int) -> list[int]:

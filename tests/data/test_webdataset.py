@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.model import INT16_SCALE, ClapConfig
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
@@ -62,7 +62,7 @@ def test_crops_and_captions_are_drawn_anew_in_each_pass(
     write_tar(tmp_path / "a.tar", [("a.wav", wav(ramp)), ("a.json", json.dumps({"caption": captions}).encode())])
     with open_source(str(tmp_path / "a.tar"), micro_batch=30) as source:
         batch = next(source)
-    starts = (batch.audio[:, 0] * 4000).round().long().tolist()
+    starts = (batch.audio[:, 0] / INT16_SCALE * 4000).round().long().tolist()
     assert len(set(starts)) > 20
     assert 0 <= min(starts) < 300 < 1220 < max(starts) <= 1520
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size=512)

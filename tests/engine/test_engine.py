@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clap_ds.config.model import load_preset
+from clap_ds.config.model import INT16_SCALE, load_preset
 from clap_ds.config.schema import TrainSettings
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.cpu_kernels.patch_model import convert
@@ -214,7 +214,7 @@ def _poisoned_on_rank_1(batches: Iterator[Batch]) -> Iterator[Batch]:
     for batch in batches:
         poisoned = copy.copy(batch)
         if dist.get_rank() == 1:
-            poisoned.audio = poisoned.audio.clone()
+            poisoned.audio = poisoned.audio / INT16_SCALE
             poisoned.audio[0, 0] = float("nan")
         yield poisoned
 

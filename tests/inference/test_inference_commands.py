@@ -48,7 +48,7 @@ def table(path: str) -> Block:
 def test_a_table_has_the_models_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert embed.main(["run", "sounds", "--output", "v.parquet", "--pooling", "none"]) == 1
     told = capsys.readouterr()
-    assert "7 rows of 4 files" in told.out
+    assert "7 rows from 4 files" in told.out
     assert r"skipped 1 of 4 files; the first: sounds/not\x1b[31m.wav" in told.err
     found = table("v.parquet")
     rows = list(clap_ds.load("run", device="cpu").iter_windows(sorted(here.glob("sounds/*"))))
@@ -94,7 +94,7 @@ def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.Ca
     checkpoint_of(ClapModel(load_preset("micro")), made / "other", 1, Path(tokenizer_dir))
     for main, words, message in (
         (embed.main, "run sounds --output v.npz", "v.npz: requires"),
-        (search.main, "v.parquet", "expected a text to look for"),
+        (search.main, "v.parquet", "expected either TEXT"),
         (search.main, "v.parquet dog --model other", "another model"),
         (classify.main, "other v.parquet --labels a,b", "another model"),
     ):
