@@ -23,7 +23,7 @@ from tests.rank_pool import RankPool
 
 def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dict[str, bool]]:
     """Return the average after three steps, and the results of checks."""
-    train = {"ema": 0.75, "accumulation": accumulation, "freeze": ["text"]}
+    train = {"ema_decay": 0.75, "accumulation": accumulation, "freeze": ["text"]}
     run = settings(precision if precision in PRECISIONS else "fp32", 2, clap={"train": train})
     run.deepspeed |= {"fp16": {"enabled": precision == "fp16", "initial_scale_power": 8}}
     model = model_of(run)

@@ -25,7 +25,7 @@ NOISY = {"drop_path": 0.3, "text_dropout": 0.3, "spec_augment": True}
 SIGMOID = {"kind": "sigmoid"}
 
 
-def _engine(accumulation: str = "cached", **changes: Any) -> tuple[Any, ClapEngine, ClapModel]:
+def _engine(accumulation: str = "gradcache", **changes: Any) -> tuple[Any, ClapEngine, ClapModel]:
     """Return settings, an engine, and a copy of its model."""
     sgd = {"type": "SGD", "params": {"lr": 0.01}}
     run = reference.settings(
@@ -104,5 +104,5 @@ def test_gradients_of_two_ranks_through_a_ramp(
 @pytest.mark.parametrize("changes", [{"model": NOISY}, {"loss": SIGMOID, "text_packing": False}])
 def test_the_second_pass_draws_and_normalises_as_the_first(one_rank: RankPool, changes: dict[str, Any]) -> None:
     """The reference draws the same random numbers once, keeps every graph, and uses each micro-batch's statistics once."""
-    (errors,) = one_rank.run(_errors, "cached", "whole_loss", changes)
+    (errors,) = one_rank.run(_errors, "gradcache", "whole_loss", changes)
     assert max(errors) < TOLERANCE

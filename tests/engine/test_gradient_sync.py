@@ -32,7 +32,7 @@ def _events(action: Callable[[], object], *names: str) -> list[Any]:
 def _gradients(sync: str, precision: str, accumulation: int, changes: dict[str, Any]) -> tuple[Tensor, set[str]]:
     """Return gradients of two steps from the same weights, in fp64, and the dtypes that were sent. If `changes` set fp32 for
     sending, a tower is frozen. With `sync` "none" gradients are this rank's own."""
-    run = settings(precision, accumulation, "overlapped" if sync == "none" else sync, **changes)
+    run = settings(precision, accumulation, "overlap" if sync == "none" else sync, **changes)
     model = model_of(run)
     freeze(model, ["text"] if changes.get("communication_data_type") == "fp32" else [])
     engine, batches = ClapEngine(run, model, DEVICE), batches_of(run)
