@@ -22,7 +22,7 @@ from tests.training.reference_steps import settings
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed; pip install wandb"),
+        ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed"),
         ({"tensorboard": {"enabled": True, "output": "x"}}, "DeepSpeed rejects the configuration"),
     ],
 )
