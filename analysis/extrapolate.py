@@ -33,7 +33,7 @@ def headline(series: Series) -> str:
     """Return the efficiency at `FURTHEST` times the measured nodes, with its band."""
     nodes, first = series.node_counts[-1], series.rates[0][0]
     band = _band(series.bands([nodes]), nodes)
-    percent = series.efficiency_percent(series.fit(series.best_law()).rate(nodes))
+    percent = series.efficiency_percent(series.fit(series.select_law()).rate(nodes))
     relative = "" if first == 1 else f" relative to {count_of(first, 'node')}"
     around = f" (95% band {band})" if band else ", without a band, which needs three scales"
     return f"{percent:.1f}% efficiency on {nodes * series.gpus_per_node} GPUs{relative}{around}"
@@ -45,7 +45,7 @@ def _band(bands: Mapping[int, tuple[float, float]], nodes: int) -> str:
 
 def _scaling(series: Series) -> list[str]:
     """Return a table of all scales: measured, by the best law, and by the others."""
-    best, measured, bands = series.best_law(), dict(series.rates), series.bands(series.node_counts)
+    best, measured, bands = series.select_law(), dict(series.rates), series.bands(series.node_counts)
     halves = dict(zip(measured, series.errors, strict=False))
     laws = [best, *(law for law in LAWS if law != best)]
     fitted = [series.fit(law) for law in laws]
@@ -72,7 +72,7 @@ def _hold_outs(series: Series) -> list[str]:
     if not rows:
         return ["No hold-outs: they need three scales."]
     header = ["fitted up to", "nodes", "measured %", "95% band", *(f"{law}, error pp" for law in LAWS)]
-    means = ", ".join(f"{law} {error:.2f}" for law, error in series.foretold_points().items())
+    means = ", ".join(f"{law} {error:.2f}" for law, error in series.holdout_errors().items())
     text = f"Mean absolute error in points, the law used for the projection first: {means}."
     text += f" The band covered {sum(in_band)} of {len(in_band)}." if in_band else ""
     title = "### Hold-outs: each scale predicted from all smaller ones, and from all but the next smaller one"

@@ -143,7 +143,7 @@ class Series:
             if place - back >= 2
         ]
 
-    def foretold_points(self) -> dict[str, float]:
+    def holdout_errors(self) -> dict[str, float]:
         """Return each law's mean absolute error over the hold-outs in points, smallest first; empty without hold-outs."""
         errors: dict[str, list[float]] = {law: [] for law in LAWS}
         for small, nodes, actual in self.hold_outs():
@@ -152,8 +152,8 @@ class Series:
         means = {law: float(np.mean(found)) for law, found in errors.items() if found}
         return dict(sorted(means.items(), key=lambda item: item[1]))
 
-    def best_law(self) -> str:
-        return next(iter(self.foretold_points()), USUAL)
+    def select_law(self) -> str:
+        return next(iter(self.holdout_errors()), USUAL)
 
     @property
     def node_counts(self) -> list[int]:
@@ -180,7 +180,7 @@ def series_of(rows: Sequence[Scale]) -> Series:
     halves = [row.relative_half or 0.0 for row in measured]
     rates = tuple((row.nodes, row.rate or 0.0) for row in measured)
     series = Series(title, rates, per_node.pop()[0], tuple(halves) if all(halves) else ())
-    best = series.best_law()
+    best = series.select_law()
     furthest = max(abs(series.efficiency_percent(series.fit(best).rate(nodes) - rate)) for nodes, rate in rates)
     if furthest > WORST_FIT:
         told = f"the best law, {best}, misses the measurements by up to {furthest:.1f} points"

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import changed, exit_on_sigterm, run_config, show, table
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.config.paths import code_folder, work_folder
+from clap_ds.config.paths import compile_cache_dir, work_folder
 from clap_ds.distributed.accelerator import choose_accelerator, nvidia_smi
 from clap_ds.flop_count.device_specs import peak_for
 
@@ -143,7 +143,10 @@ def main(argv: list[str] | None = None) -> int:
     short = re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
     kept = options.output or work_folder() / "results" / short
     kept.mkdir(parents=True, exist_ok=True)
-    folder, caches = work_folder() / "runs" / "gpu_check" / short / f"call{options.call}", code_folder("gpu_check")
+    folder, caches = (
+        work_folder() / "runs" / "gpu_check" / short / f"call{options.call}",
+        compile_cache_dir("gpu_check"),
+    )
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError, EOFError, tarfile.TarError, lzma.LZMAError), tarfile.open(kept / "caches.tar.xz") as tar:
         tar.extractall(caches.parent, filter="data")

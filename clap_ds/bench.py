@@ -44,20 +44,20 @@ def measure_run(run: RunSettings, ranks: Ranks, protocol: Callable[[Any], object
     import torch
 
     from clap_ds.benchmark.throughput import measure
-    from clap_ds.distributed.collectives import agreed
+    from clap_ds.distributed.collectives import raise_on_all_ranks
     from clap_ds.engine.factory import build_model, fetch_from_hub
-    from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
+    from clap_ds.engine.session import build_engine, init_process_group, open_run_dir, train_session
 
-    device = join_group(run, ranks)
-    with opened_record(run, ranks, device) as record:
-        with agreed():
+    device = init_process_group(run, ranks)
+    with open_run_dir(run, ranks, device) as record:
+        with raise_on_all_ranks():
             fetch_from_hub(run, ranks)
-        with agreed():
+        with raise_on_all_ranks():
             torch.manual_seed(run.clap.seed)
             model = build_model(run, device)
         # The profiler would synchronize in every step: `measure` profiles one extra step after the timed ones.
         engine = build_engine(run.without("flops_profiler"), model, ranks, device, record)
-        with ready_to_step(run, ranks, record, engine) as session:
+        with train_session(run, ranks, record, engine) as session:
             (protocol or measure)(session)
 
 

@@ -76,7 +76,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(ranks: Ranks) -> None:
     arguments = parse_arguments()
     if arguments.folds:
-        return print_folds(arguments.folds) if ranks.is_first else None
+        return print_folds(arguments.folds) if ranks.is_main_process else None
     if arguments.checkpoint is None:
         raise UserError("expected a CHECKPOINT, or --folds FILE …")
     run = load_run(arguments.deepspeed_config) if arguments.deepspeed_config else None
@@ -146,12 +146,12 @@ def evaluate_checkpoint(
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
     model = checkpoint.build_for(device, getattr(torch, DTYPES[precision]))
-    predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_first else None
+    predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_main_process else None
     try:
         evaluation = evaluator.evaluate(model, predictions)
     except ValueError as error:  # the same on all ranks
         raise UserError(str(error)) from None
-    if ranks.is_first:
+    if ranks.is_main_process:
         where = {"checkpoint": checkpoint.path, "model": checkpoint.config.name, "world_size": ranks.world_size}
         where |= {
             "device_name": device_name(device),

@@ -53,20 +53,20 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
     # Importing torch and DeepSpeed takes seconds: validate first.
     import torch
 
-    from clap_ds.distributed.collectives import agreed
+    from clap_ds.distributed.collectives import raise_on_all_ranks
     from clap_ds.engine.factory import build_model, fetch_from_hub
-    from clap_ds.engine.session import build_engine, join_group, opened_record, ready_to_step
+    from clap_ds.engine.session import build_engine, init_process_group, open_run_dir, train_session
     from clap_ds.training.remote_sync import try_target
-    from clap_ds.training.resume import Choices, load_pretrained, opened_checkpoints, resume
+    from clap_ds.training.resume import ResumeOptions, load_pretrained, opened_checkpoints, resume
     from clap_ds.training.trainer import train
 
-    choices = Choices(**{name: getattr(arguments, name) for name in Choices.__annotations__})
-    device = join_group(run, ranks)
-    with opened_record(run, ranks, device) as record:
-        with agreed():
+    choices = ResumeOptions(**{name: getattr(arguments, name) for name in ResumeOptions.__annotations__})
+    device = init_process_group(run, ranks)
+    with open_run_dir(run, ranks, device) as record:
+        with raise_on_all_ranks():
             fetch_from_hub(run, ranks)
             try_target(run.clap.checkpoint.remote_sync)
-        with agreed():
+        with raise_on_all_ranks():
             torch.manual_seed(run.clap.seed)
             model = build_model(run, device)
             load_pretrained(run, model, resume_weights_only=choices.resume_weights_only)
@@ -74,9 +74,9 @@ def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> 
         with opened_checkpoints(run, ranks) as checkpoints:
             progress = resume(run, ranks, engine, checkpoints, record, choices)
             begun_at, state = progress.step, progress.data_of(ranks.rank)
-            with ready_to_step(run, ranks, record, engine, data_state=state, folder=checkpoints.path) as session:
+            with train_session(run, ranks, record, engine, data_state=state, folder=checkpoints.path) as session:
                 train(session, checkpoints, progress, choices)
-            if ranks.is_first and progress.step > begun_at:
+            if ranks.is_main_process and progress.step > begun_at:
                 draw(record.path)
                 for text in record.summary().get("warnings", []):
                     print(f"warning: {text}", flush=True)

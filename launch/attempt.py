@@ -15,7 +15,7 @@ from typing import Any
 from clap_ds.config.errors import USER_ERROR
 from clap_ds.distributed.error_file import LOST_PEER, STALL, UNREACHABLE
 from clap_ds.distributed.hostfile import free_port
-from clap_ds.distributed.root_cause import judge
+from clap_ds.distributed.root_cause import find_root_cause
 from clap_ds.launch import slurm
 from clap_ds.launch.launchers import Launcher, environment
 from clap_ds.run_records.metrics_schema import State
@@ -28,7 +28,7 @@ Stopped = Callable[[], signal.Signals | None]
 
 
 @dataclass(frozen=True)
-class Ending:
+class AttemptOutcome:
     """How an attempt ended. `hosts` are the suspects if a host and not the program may have caused the failure."""
 
     state: State
@@ -44,9 +44,9 @@ def run_directory_of(folder: Path) -> RunDirectory | None:
     return RunDirectory(Path(path.read_text().strip())) if path.is_file() else None
 
 
-def ending_of(
+def outcome_of(
     code: int, folder: Path, hosts: Sequence[str], stopped: signal.Signals | None, lost: dict[str, str]
-) -> Ending:
+) -> AttemptOutcome:
     """Determine how an attempt ended.
 
     Args:
@@ -58,34 +58,34 @@ def ending_of(
     run = run_directory_of(folder)
     summary: dict[str, Any] = {**(run.summary() if run else {})}
     state, error = summary.get("state"), summary.get("error")
-    found = judge(run.path if run else None, folder, hosts)
+    found = find_root_cause(run.path if run else None, folder, hosts)
     if code == 0 and (state == "completed" or (run is None and found is None)) and stopped is None:
-        return Ending("completed", "", 0)
+        return AttemptOutcome("completed", "", 0)
     by_time = state == "timeout" or stopped == signal.SIGUSR1 or code == 128 + signal.SIGUSR1
     if by_time and not lost:
         saved = state != "failed" and any(each.get("saved") for each in (summary.get("checkpoints") or [])[-1:])
         at = f", and saved at step {summary.get('step')}" if saved else ""
-        return Ending("timeout", f"stopped before the time limit{at}", 0 if saved else 128 + signal.SIGUSR1)
+        return AttemptOutcome("timeout", f"stopped before the time limit{at}", 0 if saved else 128 + signal.SIGUSR1)
     if stopped is not None:
-        return Ending("terminated", f"stopped by {stopped.name}", 128 + stopped)
+        return AttemptOutcome("terminated", f"stopped by {stopped.name}", 128 + stopped)
     if lost:
         gone = "; ".join(f"{name}: {why}" for name, why in lost.items())
-        return Ending("failed", f"lost {gone}", code or 1, list(lost))
+        return AttemptOutcome("failed", f"lost {gone}", code or 1, list(lost))
     if found is not None and found.kind != "stopped":
         # srun's exit code is the highest of all ranks, including those it killed.
         code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
         is_unclear = not found.hosts and found.kind in (LOST_PEER, STALL, UNREACHABLE)
         ended: State = "out_of_memory" if found.kind == "out_of_memory" else "failed"
-        return Ending(ended, found.message, code, found.hosts, is_unclear=is_unclear)
+        return AttemptOutcome(ended, found.message, code, found.hosts, is_unclear=is_unclear)
     if state == "terminated":
-        return Ending("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
+        return AttemptOutcome("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
     unsaid = f"the launcher exited with code {code}, and no rank reported an error; see the launcher's output above"
-    return Ending(state if state == "out_of_memory" else "failed", error or unsaid, code or 1, is_unclear=True)
+    return AttemptOutcome(state if state == "out_of_memory" else "failed", error or unsaid, code or 1, is_unclear=True)
 
 
 def run_attempt(
     launcher: Launcher, hosts: dict[str, int], words: Sequence[str], folder: Path, stopped: Stopped
-) -> Ending:
+) -> AttemptOutcome:
     """Run the launcher until it exits and record the outcome in the run directory.
 
     Args:
@@ -99,9 +99,9 @@ def run_attempt(
     code = _wait(child, launcher, folder, stopped)
     in_job = slurm.job_id() if code and stopped() is None else None
     ranks = [host for host, count in hosts.items() for _ in range(count)]
-    ending = ending_of(code, folder, ranks, stopped(), slurm.lost_nodes([*hosts]) if in_job else {})
+    ending = outcome_of(code, folder, ranks, stopped(), slurm.lost_nodes([*hosts]) if in_job else {})
     if in_job and ending.is_unclear and (silent := slurm.silent_nodes([*hosts])):
-        ending = ending_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"))
+        ending = outcome_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"))
     if run := run_directory_of(folder):  # the ranks may not have recorded the outcome, or less exactly
         run.finish(ending.state, ending.message or None)
         if run.summary().get("state") != ending.state or (stopped() is None and ending.state == "failed"):

@@ -70,7 +70,7 @@ def _checked(kind: type[T], content: dict[str, Any]) -> T:
     return kind(**content)
 
 
-class Standing(NamedTuple):
+class JobStatus(NamedTuple):
     """Status of a job: `init` or a `run_records.metrics_schema.State`, a note, and whether it is still queued or running."""
 
     state: str
@@ -146,7 +146,7 @@ class Jobs:
             self.save()
             yield job
 
-    def standings(self) -> dict[str, Standing]:
+    def standings(self) -> dict[str, JobStatus]:
         """Return the status of each job by name."""
         known = slurm.states_of([job.slurm_id for job in self.jobs if job.slurm_id])
         return {
@@ -155,7 +155,7 @@ class Jobs:
         }
 
 
-def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> Standing:
+def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> JobStatus:
     """Return a job's status from its `job.json` and its state in SLURM, which is None if SLURM no longer knows the job."""
     try:
         record = read_object(folder / "job.json")
@@ -163,9 +163,9 @@ def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log
         record = {}
     state = record.get("state")
     if slurm_state and slurm_state not in slurm.OVER:
-        return Standing("init" if slurm_state in slurm.WAITING else str(state or "running"), slurm_state.lower(), True)
+        return JobStatus("init" if slurm_state in slurm.WAITING else str(state or "running"), slurm_state.lower(), True)
     if state not in (None, "running"):
-        return Standing(str(state), str(record.get("error") or ""))
+        return JobStatus(str(state), str(record.get("error") or ""))
     if slurm_id is None:
-        return Standing("init", "not submitted")
-    return Standing(ENDS.get(slurm_state or "", "failed"), f"SLURM: {slurm_state or 'no longer known'}; see {log}")
+        return JobStatus("init", "not submitted")
+    return JobStatus(ENDS.get(slurm_state or "", "failed"), f"SLURM: {slurm_state or 'no longer known'}; see {log}")

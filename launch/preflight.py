@@ -116,7 +116,7 @@ def answered(folder: Path) -> list[Path]:
     return sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem[5:]))
 
 
-def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], list[str]]:
+def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], list[str]]:
     """Return lines of problems and lines of other findings from the reports in the folder."""
     answers = [read_object(path) for path in answered(folder)]
     hosts = [answer["host"] for answer in answers]
@@ -137,7 +137,7 @@ def judge(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], li
                 problems.append((host, f"rank {number} has {rank['wrong']} wrong elements after an all-reduce"))
         shown += [f"all-reduce: {measured['bus_gb_per_s']:.2f} GB/s", *lines("warning", slow_ones(measured, hosts))]
     elif not problems:
-        cause = root_cause.judge(None, folder, [host for host, count in slots.items() for _ in range(count)])
+        cause = root_cause.find_root_cause(None, folder, [host for host, count in slots.items() for _ in range(count)])
         problems.append(("the ranks failed", cause.message if cause else f"exit code {code}"))
     return lines("problem", problems), shown
 
@@ -150,7 +150,7 @@ def check(arguments: argparse.Namespace) -> int:
     folder, problems = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root())), list[str]()
     try:
         code = ask(slots, site, arguments.megabytes, folder)
-        problems, shown = judge(slots, code, folder)
+        problems, shown = evaluate(slots, code, folder)
     finally:
         if not problems:
             shutil.rmtree(folder, ignore_errors=True)

@@ -26,7 +26,7 @@ from clap_ds.config.files import own_folder, read_object, write_atomically
 from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
 from clap_ds.distributed.init import SECRET
 from clap_ds.launch import slurm
-from clap_ds.launch.attempt import Ending, run_attempt, run_directory_of
+from clap_ds.launch.attempt import AttemptOutcome, run_attempt, run_directory_of
 from clap_ds.launch.cluster_profile import Site
 from clap_ds.launch.launchers import Launcher
 from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
@@ -93,7 +93,7 @@ class RunningJob:
         python = self.site.interpreter() if self.site.container() else sys.executable
         return Launcher(self.site, python, f"{self.name}.{len(self.attempts)}")
 
-    def _attempt(self, hosts: dict[str, int]) -> Ending:
+    def _attempt(self, hosts: dict[str, int]) -> AttemptOutcome:
         started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
         with own_folder(folder.parent) as attempts:
             shutil.rmtree(attempts / folder.name, ignore_errors=True)  # left by an earlier job in this folder
@@ -110,14 +110,14 @@ class RunningJob:
         self._record()
         return ending
 
-    def note(self, ending: Ending, hosts: Iterable[str], started: str) -> None:
+    def note(self, ending: AttemptOutcome, hosts: Iterable[str], started: str) -> None:
         """Record an attempt."""
         self.attempts.append({
             "hosts": [*hosts], "started": started, "finished": _now(), "state": ending.state, "error": ending.message or None,
             "at_fault": ending.hosts, "start": self.start, "requeued": False,
         })  # fmt: skip
 
-    def _finish(self, ending: Ending) -> int:
+    def _finish(self, ending: AttemptOutcome) -> int:
         """Report and record the outcome, requeue the job if that helps, and return the exit code."""
         self.attempts[-1]["requeued"] = again = self.asks_for_another_start(ending)
         run = run_directory_of(self.folder / "attempts" / str(len(self.attempts) - 1))
@@ -131,7 +131,7 @@ class RunningJob:
             self._start_anew()
         return ending.code
 
-    def asks_for_another_start(self, ending: Ending) -> bool:
+    def asks_for_another_start(self, ending: AttemptOutcome) -> bool:
         if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
             return False
         if self.arguments.auto_requeue and ending.state == "timeout" and ending.code == 0:
@@ -153,7 +153,7 @@ class RunningJob:
         RunDirectory(self.folder).write_json("job.json", self._recorded)
 
 
-def is_mended_without(ending: Ending) -> bool:
+def is_mended_without(ending: AttemptOutcome) -> bool:
     """Return whether another attempt without the blamed hosts may succeed."""
     return ending.state == "failed" and bool(ending.hosts)
 

@@ -22,7 +22,7 @@ from clap_ds.engine.metric_logger import Scalars
 from clap_ds.launch.job_store import Job, Jobs
 from clap_ds.launch.sbatch import Request
 from clap_ds.model.tokenizer import load_tokenizer
-from clap_ds.run_records.jsonl import Stream
+from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.run_dir import start_log
 from clap_ds.training.remote_sync import RemoteFolder
 from clap_ds.weights.checkpoint_files import newest_good
@@ -61,9 +61,9 @@ def test_readers_end(tmp_path: Path, name: str, bomb: str) -> None:
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "metrics.jsonl": lambda run: Stream(run / "metrics.jsonl").append({"step": 1}),
+    "metrics.jsonl": lambda run: JsonlWriter(run / "metrics.jsonl").append({"step": 1}),
     "rank0.log": lambda run: start_log(run / "rank0.log"),
-    "errors": lambda run: error_file.leave_word("error", "message", 1),
+    "errors": lambda run: error_file.write_error_file("error", "message", 1),
     "stacks": lambda run: Watch(run, 0, "host"),
     "tensorboard": lambda run: Scalars(_engine(), {}, run),
     ".probe": lambda folder: RemoteFolder(str(folder)).try_writing(),

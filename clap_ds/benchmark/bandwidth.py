@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from clap_ds.benchmark.matmul_peak import measure_matmul_tflops
-from clap_ds.distributed.collectives import gather, judged
+from clap_ds.distributed.collectives import gather, reduce_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.run_records.timers import seconds
 
@@ -47,7 +47,7 @@ def all_reduce(num_elements: int, world_size: int, device: torch.device) -> tupl
 
 def _links(num_elements: int, ranks: Ranks, device: torch.device) -> list[tuple[int, int, float]]:
     """Measure this rank's links in a ring of hosts, in three rounds so that each host uses one link at a time."""
-    leads = judged(ranks.local_rank == 0, lambda lead: [rank for rank, is_lead in enumerate(lead) if is_lead])
+    leads = reduce_on_rank0(ranks.local_rank == 0, lambda lead: [rank for rank, is_lead in enumerate(lead) if is_lead])
     buffer, found = torch.ones(num_elements, dtype=torch.bfloat16, device=device), []
     for turn in range(3):
         dist.barrier()

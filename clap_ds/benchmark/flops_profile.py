@@ -115,7 +115,7 @@ def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[C
     for batch in batches:
         if session.run.clap.text_packing and session.device.type == "cpu":  # else in an uncounted kernel
             batch.pack()
-    if session.ranks.is_first:
+    if session.ranks.is_main_process:
         path.unlink(missing_ok=True)  # DeepSpeed would follow a link
     asked = session.run.deepspeed["flops_profiler"]
     wanted = DeepSpeedFlopsProfilerConfig(
@@ -132,7 +132,7 @@ def _profile(session: Session, section: DeepSpeedFlopsProfilerConfig) -> tuple[C
         _by_torchs_operations(session.engine.model, session.device),
     ):
         session.engine.step(iter(batches), PhaseTimer(session.device, instrumented=False))
-    if not session.ranks.is_first:
+    if not session.ranks.is_main_process:
         return None, batches[-1]
     print(path.read_text(), flush=True)
     return engine.flops_profiler.count, batches[-1]

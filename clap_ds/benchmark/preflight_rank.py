@@ -47,7 +47,7 @@ def main(ranks: Ranks) -> None:
     except Exception:
         time.sleep(OTHERS_WRITE_S)
         raise
-    if ranks.is_first:
+    if ranks.is_main_process:
         write_object(folder / "measured.json", measured)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clap_ds.benchmark.flops_profile import measure_flops
 from clap_ds.distributed.collectives import gather, gather_tensor
-from clap_ds.distributed.watchdog import doing
+from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.session import Session
 from clap_ds.flop_count.device_specs import utilization
 from clap_ds.run_records import environment
@@ -72,7 +72,7 @@ def measure(session: Session) -> Summary:
     protocol, world_size = session.run.clap.bench, session.ranks.world_size
     num_steps = protocol.warmup_steps + protocol.windows * protocol.steps_per_window + protocol.breakdown_steps
     measurement = Measurement(session.samples_per_step)
-    progress = Progress(num_steps, enabled=session.ranks.is_first)
+    progress = Progress(num_steps, enabled=session.ranks.is_main_process)
     stragglers = Stragglers(gather(session.ranks.host))
     gc.collect()
     gc.freeze()  # later collections, triggered manually, only scan new objects
@@ -82,13 +82,13 @@ def measure(session: Session) -> Summary:
         progress.advance(1, f"warm-up {step}/{protocol.warmup_steps}")
     for number in range(1, protocol.windows + 1):
         window = _run_window(session, protocol.steps_per_window, number)
-        session.tell_supply((session.samples_per_step / (window.step_s - window.data_wait_s)[:, 0]).tolist())
+        session.warn_if_data_bound((session.samples_per_step / (window.step_s - window.data_wait_s)[:, 0]).tolist())
         measurement.windows.append(window)
         samples_per_s = measurement.rates()["windows"][-1] * world_size
         session.scalars.write([("bench/samples_per_s", samples_per_s, session.engine.deepspeed.global_samples)])
         shown = f"window {number}/{protocol.windows}: {samples_per_s:,.1f} samples/s"
         progress.advance(protocol.steps_per_window, shown)
-        if session.ranks.is_first:
+        if session.ranks.is_main_process:
             samples = session.samples_per_step * world_size
             slow = stragglers.add(samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
             session.record.update_summary(slow, samples_per_s_per_gpu=measurement.rates())
@@ -102,7 +102,7 @@ def measure(session: Session) -> Summary:
     peak_memory = environment.largest_memory(gather(environment.peak_memory(session.device)))
     rate, step_time = measurement.rates(), measurement.step_time()
     utilized = _measure_utilization(session, rate["mean"])
-    if not session.ranks.is_first:
+    if not session.ranks.is_main_process:
         return {}
     utilized["warnings"] += uneven_steps(rate["mean"], session.samples_per_step, step_time["median"])
     utilized["warnings"] += stragglers.warnings
@@ -139,7 +139,7 @@ def _run_window(session: Session, num_steps: int, number: int | None) -> Window:
     window = Window(rows[0], *rows[1:].reshape(3, num_steps, -1))
     loss_means = torch.stack(losses)
     dist.all_reduce(loss_means)
-    if session.ranks.is_first:
+    if session.ranks.is_main_process:
         _write_steps(session, window, (loss_means / session.ranks.world_size).tolist(), number)
     session.engine.check_loss()
     return window
@@ -192,7 +192,7 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
     of_ranks = torch.tensor(rows[1:], dtype=torch.float64, device=session.device)  # the first step is atypical
     dist.all_reduce(of_ranks)
     steps = [dict(zip(STEP_PHASES, row, strict=True)) for row in (of_ranks / world_size).tolist()]
-    if session.ranks.is_first:
+    if session.ranks.is_main_process:
         for step, phases_s in enumerate(steps, start=engine.steps - num_steps + 1):
             session.record.append_metrics(StepLine(step=step, phase="breakdown", phases_s=phases_s))
     seconds = {phase: statistics.median(step[phase] for step in steps) for phase in STEP_PHASES}
@@ -200,7 +200,7 @@ def _measure_breakdown(session: Session, num_steps: int) -> dict[str, float] | N
     return {**seconds, "backward": seconds["backward"] - exposed_s, "exposed_communication": exposed_s}
 
 
-@doing("profiling")
+@activity("profiling")
 def _measure_utilization(session: Session, samples_per_s_per_gpu: float) -> Summary:
     """Compute MFU in both conventions, if the peak is known, and its FLOPs. Collective."""
     flops, warnings = measure_flops(session)

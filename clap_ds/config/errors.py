@@ -17,7 +17,7 @@ class UserError(Exception):
     """An error to print as one message, without a traceback."""
 
 
-class AgreedError(UserError):
+class CollectiveUserError(UserError):
     """A UserError raised on every rank, so that only rank 0 prints it."""
 
 

@@ -26,7 +26,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clap_ds"
 
 
-def code_folder(name: str) -> Path:
+def compile_cache_dir(name: str) -> Path:
     """Create a cache folder that only this user can write. Raises PermissionError if it is another user's."""
     folder = cache_folder() / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.files import MOST_BYTES, open_regular
-from clap_ds.config.paths import cache_folder, code_folder
+from clap_ds.config.paths import cache_folder, compile_cache_dir
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
@@ -83,7 +83,7 @@ def _build(flags: Sequence[str]) -> IO[bytes]:
     parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *flags]
     parts += [path.read_bytes() for path in [*sorted(SOURCES.glob("*.h")), *sorted(SOURCES.glob("*.cpp"))]]
     try:
-        library = code_folder("cpu_kernels") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+        library = compile_cache_dir("cpu_kernels") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
         if found := _opened(library):
             return found
         with library.with_suffix(".lock").open("a") as lock:

@@ -1,4 +1,4 @@
-"""Define `Batch`, the model's input, and `Pieces`, the protocol of data sources whose host rows `join` assembles."""
+"""Define `Batch`, the model's input, and `MicroBatchStream`, the protocol of data sources whose host rows `join` assembles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.config.model import INT16_SCALE, ClapConfig
-from clap_ds.data.loader_throughput import Supply
+from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.model.packed import Packing, pack
 
 
@@ -91,7 +91,7 @@ class BatchSpec:
     device: torch.device
 
 
-class Pieces(Protocol):
+class MicroBatchStream(Protocol):
     """Iterate endlessly over micro-batches, each a list of `Batch` pieces to be concatenated.
 
     `state` is JSON-serializable. `statistics` go into the run's record. `supply` is the workers' throughput, if known.
@@ -101,7 +101,7 @@ class Pieces(Protocol):
     def close(self) -> None: ...
     def state(self) -> dict[str, Any]: ...
     def statistics(self) -> dict[str, Any]: ...
-    def supply(self) -> Supply | None: ...
+    def supply(self) -> LoaderThroughput | None: ...
 
 
 def to_int16(waveforms: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData, SyntheticData
-from clap_ds.data.batch import Batch, BatchSpec, Pieces, join
-from clap_ds.data.loader_throughput import Supply
-from clap_ds.data.synthetic import SyntheticPieces
+from clap_ds.data.batch import Batch, BatchSpec, MicroBatchStream, join
+from clap_ds.data.loader_throughput import LoaderThroughput
+from clap_ds.data.synthetic import SyntheticStream
 
 _Ahead = tuple[Batch, Any, dict[str, Any]]  # the copy's end event or None; the source's state after the batch
 
@@ -20,7 +20,9 @@ _Ahead = tuple[Batch, Any, dict[str, Any]]  # the copy's end event or None; the 
 class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     """Iterate endlessly over batches on the device. Use as a context manager, or call `close()`."""
 
-    def __init__(self, pieces: Pieces, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False) -> None:
+    def __init__(
+        self, pieces: MicroBatchStream, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False
+    ) -> None:
         self._pieces = pieces
         self._device = device
         self._pack_captions = pack_captions
@@ -63,7 +65,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     def statistics(self) -> dict[str, Any]:
         return self._pieces.statistics()
 
-    def supply(self) -> Supply | None:
+    def supply(self) -> LoaderThroughput | None:
         return self._pieces.supply()
 
     def close(self) -> None:
@@ -103,10 +105,10 @@ def build_batches(
     spec = BatchSpec(model, context_length, micro_batch, rank, world_size, seed, device)
     copy_ahead = device.type == "cuda"
     if isinstance(data, SyntheticData):
-        pieces: Pieces = SyntheticPieces(data, spec, state)
+        pieces: MicroBatchStream = SyntheticStream(data, spec, state)
         copy_ahead = copy_ahead and data.placement == "host"
     else:  # imported here because synthetic runs don't need audio decoders and tokenizers
-        from clap_ds.data.webdataset import ShardPieces
+        from clap_ds.data.webdataset import WebDatasetStream
 
-        pieces = ShardPieces(data, spec, state, needs_epochs=needs_epochs)
+        pieces = WebDatasetStream(data, spec, state, needs_epochs=needs_epochs)
     return BatchSource(pieces, device, copy_ahead=copy_ahead, pack_captions=pack_captions)

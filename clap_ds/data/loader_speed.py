@@ -15,26 +15,26 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset, preset_argument
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.loader_throughput import MARGIN, Supply, verdict
+from clap_ds.data.loader_throughput import MARGIN, LoaderThroughput, verdict
 from clap_ds.data.shard_assignment import expand_shards, tokenizer_beside
 from clap_ds.data.shard_size import RATES
-from clap_ds.data.webdataset import ShardPieces
+from clap_ds.data.webdataset import WebDatasetStream
 
 _CONTEXT_LENGTH = 77
 
 
-def measure(data: ShardData, spec: BatchSpec, seconds: float) -> Supply:
+def measure(data: ShardData, spec: BatchSpec, seconds: float) -> LoaderThroughput:
     """Measure loading one rank's share for `seconds`, after one untimed micro-batch."""
-    with closing(ShardPieces(data, spec)) as pieces:
+    with closing(WebDatasetStream(data, spec)) as pieces:
         next(pieces)  # starts the workers
         samples, begun = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - begun) < seconds:
             next(pieces)
             samples += spec.micro_batch
-        return Supply(samples / elapsed, data.num_workers, pieces.kind, pieces.prepared)
+        return LoaderThroughput(samples / elapsed, data.num_workers, pieces.kind, pieces.prepared)
 
 
-def workers_needed(supplies: Sequence[Supply], needed: float) -> int:
+def workers_needed(supplies: Sequence[LoaderThroughput], needed: float) -> int:
     """Return the number of workers for `MARGIN` times the needed samples per second, extrapolating if necessary."""
     enough = (supply.num_workers for supply in supplies if supply.samples_per_s >= MARGIN * needed)
     return next(enough, supplies[-1].workers_for(needed))
@@ -62,7 +62,7 @@ def run_measure(options: argparse.Namespace) -> None:
     model = load_preset(options.preset)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
     spec = BatchSpec(model, min(_CONTEXT_LENGTH, model.text.max_tokens), options.micro_batch, 0, ranks, 0, device)
-    supplies: list[Supply] = []
+    supplies: list[LoaderThroughput] = []
     try:
         shards = expand_shards(options.shards)
         print("workers  samples/s  per worker")

@@ -11,7 +11,7 @@ MARGIN = 1.25
 """Factor by which the loader should exceed the step's throughput, so that uneven clips don't make the step wait."""
 
 
-class Supply(NamedTuple):
+class LoaderThroughput(NamedTuple):
     """Describe the total throughput of a rank's workers."""
 
     samples_per_s: float
@@ -24,7 +24,7 @@ class Supply(NamedTuple):
         return math.ceil(MARGIN * needed * self.num_workers / self.samples_per_s)
 
 
-def verdict(supply: Supply, needed: float, *, ranks_per_host: int, cores: int) -> str:
+def verdict(supply: LoaderThroughput, needed: float, *, ranks_per_host: int, cores: int) -> str:
     """Report whether the loader sustains the `needed` clips per second of a rank's step, and what to do if not."""
     if supply.num_workers == 0:
         share = needed / supply.samples_per_s

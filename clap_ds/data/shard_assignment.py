@@ -30,7 +30,7 @@ Part = tuple[str, int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class EpochPartition:
     """Assign each epoch's samples to workers.
 
     An epoch is the N samples of all tars in sequence. Ranks read equally many; a rank's workers take turns, piece by
@@ -76,7 +76,7 @@ class Source:
     shards: list[str]
     weight: float
     shards_per_pass: int = 0  # drawn per worker with replacement; 0: each of `shards` once
-    deal: Deal | None = None  # the part of each pass to read; None: all
+    deal: EpochPartition | None = None  # the part of each pass to read; None: all
 
 
 def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source]:
@@ -124,7 +124,7 @@ def _matches(name: str) -> list[str]:
     return found
 
 
-def share_out(
+def assign_shards(
     sources: list[Source], resampled: bool, rank: int, world_size: int, num_workers: int
 ) -> list[list[Source]]:
     """Assign whole tars of every source to each worker of a rank; if `resampled`, each worker draws from all tars."""
@@ -137,7 +137,7 @@ def share_out(
     return [[replace(s, shards=s.shards[reader % len(s.shards) :: readers]) for s in sources] for reader in own]
 
 
-def deal_out(
+def split_by_worker(
     source: Source, samples: list[int], spec: BatchSpec, num_workers: int, piece_size: int, *, shuffled: bool
 ) -> list[list[Source]]:
     """Assign to each worker of a rank its samples of a source (`samples` per tar), in an order drawn once."""
@@ -146,7 +146,7 @@ def deal_out(
         random.Random(f"seed {spec.seed}, tars").shuffle(tars)
     shards, counts = [shard for shard, _ in tars], tuple(count for _, count in tars)
     of_rank = range(spec.rank * num_workers, (spec.rank + 1) * num_workers)
-    deals = [Deal(counts, sum(counts), spec.world_size, num_workers, piece_size, own) for own in of_rank]
+    deals = [EpochPartition(counts, sum(counts), spec.world_size, num_workers, piece_size, own) for own in of_rank]
     return [[replace(source, shards=shards, deal=deal)] for deal in deals]
 
 

@@ -36,7 +36,7 @@ START: Position = {"samples": 0, "passes": []}
 
 
 @dataclass(slots=True)
-class Piece:
+class Chunk:
     """Hold what a worker sends: some rows and its broken items. The audio stays in the reader's memory."""
 
     worker: int
@@ -118,7 +118,7 @@ class ShardReader:
     _broken: list[Broken] = field(default_factory=list)  # not yet sent
     _row: Tensor = field(default_factory=lambda: torch.empty(0))  # next row to fill
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Chunk]:
         """Yield pieces endlessly. If a source has no usable item, the last piece gives the reason."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a tar stays open while its items are buffered
@@ -137,7 +137,7 @@ class ShardReader:
                 if len(captions) < piece_size:
                     continue
             after = {"samples": number + 1, "passes": [[reader.pass_number, reader.drawn] for reader in readers]}
-            piece = Piece(self.worker, place, self._broken, after)
+            piece = Chunk(self.worker, place, self._broken, after)
             if caption is None:
                 shards = self.sources[chosen].shards
                 piece.failure = f"no usable item in a whole pass over {len(shards)} shard(s), such as {shards[0]}"

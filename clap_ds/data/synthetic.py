@@ -15,7 +15,7 @@ from clap_ds.data.batch import Batch, BatchSpec, to_int16
 START_TOKEN_ID, END_TOKEN_ID, FIRST_WORD_ID = 0, 2, 4  # RoBERTa's: <s>, <pad>, </s>, <unk>, then words
 
 
-class SyntheticPieces:
+class SyntheticStream:
     """Generate `num_batches` random batches once and cycle through them. Noise is drawn on the device."""
 
     def __init__(self, data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None = None) -> None:

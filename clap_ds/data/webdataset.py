@@ -22,10 +22,10 @@ from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.broken import Broken
 from clap_ds.data.captions import monotony
 from clap_ds.data.front_end import Kind
-from clap_ds.data.loader_throughput import Supply
-from clap_ds.data.shard_assignment import FIELD, Source, deal_out, expand_sources, note, share_out
+from clap_ds.data.loader_throughput import LoaderThroughput
+from clap_ds.data.shard_assignment import FIELD, Source, assign_shards, expand_sources, note, split_by_worker
 from clap_ds.data.shard_manifest import kind_of, samples_of
-from clap_ds.data.shard_reader import START, Piece, ShardReader
+from clap_ds.data.shard_reader import START, Chunk, ShardReader
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.model.tokenizer import load_tokenizer
 
@@ -34,16 +34,16 @@ NUM_EXAMPLES = 5  # broken items quoted in errors
 PIECE_SIZE = 32  # rows
 
 
-class _Readers(IterableDataset[Piece]):
+class _Readers(IterableDataset[Chunk]):
     def __init__(self, readers: list[ShardReader]) -> None:
         self._readers = readers
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
         return self._readers[worker.id if worker else 0].pieces()
 
 
-class ShardPieces:
+class WebDatasetStream:
     """Iterate endlessly over one rank's micro-batches. Arguments and errors: see `clap_ds.data.dataloader.build_batches`."""
 
     def __init__(
@@ -82,10 +82,10 @@ class ShardPieces:
         self._captions: list[bytes] = []  # the first
         self._made, self._made_in_s = 0, 0.0  # rows, and worker seconds for them
         self._broken: dict[str, Broken] = {}  # by name
-        self._piece: tuple[Piece, Batch] | None = None
+        self._piece: tuple[Chunk, Batch] | None = None
         # The loader polls workers in turn, so the next one comes first.
         next_worker = self._state["next_worker"]
-        self._received: Loader[Piece] = Loader(
+        self._received: Loader[Chunk] = Loader(
             _Readers(readers[next_worker:] + readers[:next_worker]),
             num_workers=self.num_workers, section="clap.data", batch_size=None,
             **({"prefetch_factor": ahead, "multiprocessing_context": "fork"} if self.num_workers else {}),
@@ -109,10 +109,10 @@ class ShardPieces:
         contents: Any = [[source.shards, source.weight] for source in sources]
         if self._has_epochs and samples:
             shuffled = data.shuffle_buffer > 0
-            shares = deal_out(sources[0], samples, spec, max(data.num_workers, 1), piece_size, shuffled=shuffled)
+            shares = split_by_worker(sources[0], samples, spec, max(data.num_workers, 1), piece_size, shuffled=shuffled)
             contents = [contents, samples]
         else:
-            shares = share_out(sources, data.resampled, spec.rank, spec.world_size, data.num_workers)
+            shares = assign_shards(sources, data.resampled, spec.rank, spec.world_size, data.num_workers)
         return shares, {
             "ranks": spec.world_size,
             "workers per rank": len(shares),
@@ -154,7 +154,7 @@ class ShardPieces:
         state["samples"] += self._micro_batch
         return rows
 
-    def _receive(self) -> tuple[Piece, Batch]:
+    def _receive(self) -> tuple[Chunk, Batch]:
         piece = next(self._received)
         for broken in piece.broken:
             if broken.name not in self._broken:  # several workers may report the same one
@@ -176,11 +176,11 @@ class ShardPieces:
         self._made_in_s += piece.made_in_s
         return piece, batch
 
-    def supply(self) -> Supply | None:
+    def supply(self) -> LoaderThroughput | None:
         if not self._made_in_s:
             return None
         rate = max(self.num_workers, 1) * self._made / self._made_in_s
-        return Supply(rate, self.num_workers, self.kind, self.prepared)
+        return LoaderThroughput(rate, self.num_workers, self.kind, self.prepared)
 
     def state(self) -> dict[str, Any]:
         return dict(self._state)

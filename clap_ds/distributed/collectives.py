@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.config.errors import AgreedError
+from clap_ds.config.errors import CollectiveUserError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,16 +63,16 @@ def gather_tensor(own: Tensor) -> Tensor:
     return everyone
 
 
-def judged(value: T, judge: Callable[[list[T]], R]) -> R:
-    """Return, on every rank, the result of `judge` on rank 0 for all ranks' values."""
+def reduce_on_rank0(value: T, reduce: Callable[[list[T]], R]) -> R:
+    """Return, on every rank, the result of `reduce` on rank 0 for all ranks' values."""
     everyone = gather(value)
-    return on_first(lambda: judge(everyone))
+    return run_on_rank0(lambda: reduce(everyone))
 
 
-def agree(problem: str | None) -> None:
-    """Raise AgreedError on every rank, with the first rank's problem, if any rank has one."""
-    if said := judged(problem, _first_problem):
-        raise AgreedError(said)
+def sync_error(problem: str | None) -> None:
+    """Raise CollectiveUserError on every rank, with the first rank's problem, if any rank has one."""
+    if said := reduce_on_rank0(problem, _first_problem):
+        raise CollectiveUserError(said)
 
 
 def _first_problem(problems: list[str | None]) -> str | None:
@@ -81,24 +81,24 @@ def _first_problem(problems: list[str | None]) -> str | None:
 
 
 def together(build: Callable[[], T]) -> T:
-    """Call `build` on every rank and return its result. Raises AgreedError on all ranks if it raises ValueError on any."""
-    with agreed():
+    """Call `build` on every rank and return its result. CollectiveUserError on all ranks if it raises ValueError on any."""
+    with raise_on_all_ranks():
         built = build()
     return built
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
-    """Run the body on every rank. Raises AgreedError on all ranks at the end if it raises ValueError on any."""
+def raise_on_all_ranks() -> Iterator[None]:
+    """Run the body on every rank. Raises CollectiveUserError on all ranks at the end if it raises ValueError on any."""
     problem = None
     try:
         yield
     except ValueError as error:
         problem = str(error)
-    agree(problem)
+    sync_error(problem)
 
 
-def on_first(task: Callable[[], T]) -> T:
+def run_on_rank0(task: Callable[[], T]) -> T:
     """Run a task on rank 0 and return its result on every rank. Raises ValueError on all if it raises that or OSError."""
     answer: list[Any] = [None]
     if rank() == 0:

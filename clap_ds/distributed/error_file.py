@@ -23,7 +23,7 @@ _place: tuple[Path, int, str] | None = None  # a process is one rank
 
 
 @dataclass(frozen=True)
-class Word:
+class RankError:
     """Why and when a rank ended; `ranks` and `hosts` are others that are missing or at fault."""
 
     at: float
@@ -37,13 +37,15 @@ class Word:
     hosts: list[str]
 
 
-def speak_in(folder: Path, rank: int, host: str) -> None:
+def set_error_dir(folder: Path, rank: int, host: str) -> None:
     """Set the folder of this rank's error files."""
     global _place
     _place = folder / WORDS, rank, host
 
 
-def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
+def write_error_file(
+    kind: str, message: str, code: int, *, ranks: Sequence[int] = (), hosts: Sequence[str] = ()
+) -> None:
     """Write why this rank ends, with the current exception's stack; ignore failures to write."""
     if _place is None:
         return
@@ -51,17 +53,17 @@ def leave_word(kind: str, message: str, code: int, *, ranks: Sequence[int] = (),
     path, line = folder / f"rank{rank}.json", "; ".join(message.strip().splitlines())
     if kind in CONSEQUENCES and path.exists():
         return
-    word = Word(round(time.time(), 3), rank, host, kind, line, code, traceback.format_exc(), [*ranks], [*hosts])
+    word = RankError(round(time.time(), 3), rank, host, kind, line, code, traceback.format_exc(), [*ranks], [*hosts])
     with suppress(OSError), own_folder(folder) as there:
         write_atomically(there / path.name, json.dumps(redacted_all(asdict(word))) + "\n")
 
 
-def read_words(folder: Path) -> list[Word]:
+def read_errors(folder: Path) -> list[RankError]:
     """Read all ranks' error files, skipping unreadable ones."""
     words = []
     for path in (folder / WORDS).glob("rank*.json"):
         with suppress(OSError, ValueError, TypeError):
-            words.append(Word(**read_json(path)))
+            words.append(RankError(**read_json(path)))
     return words
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from clap_ds.config.errors import USER_ERROR, AgreedError, UserError, printable
+from clap_ds.config.errors import USER_ERROR, CollectiveUserError, UserError, printable
 from clap_ds.distributed import error_file, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.distributed.accelerator import choose_device
-from clap_ds.distributed.error_file import leave_word, some
+from clap_ds.distributed.error_file import some, write_error_file
 from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
 from clap_ds.distributed.rendezvous import UnreachableError, meet
 
@@ -70,7 +70,7 @@ class Ranks:
         return cls(rank, world_size, local_rank, local_world_size, hosts, folder)
 
     @property
-    def is_first(self) -> bool:
+    def is_main_process(self) -> bool:
         return self.rank == 0
 
     @property
@@ -187,7 +187,7 @@ def keep_freed_memory() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    leave_word(error_file.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+    write_error_file(error_file.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
     leave(128 + number)
 
 
@@ -197,26 +197,26 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     try:
         ranks = Ranks.from_environment()
         if ranks.job_folder is not None:
-            error_file.speak_in(ranks.job_folder, ranks.rank, ranks.host)
+            error_file.set_error_dir(ranks.job_folder, ranks.rank, ranks.host)
             signal.signal(signal.SIGTERM, _end)  # until a run exists and records its end
         main(ranks)
     except UnreachableError as error:
-        leave_word(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
+        write_error_file(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
         print("error:", printable(str(error)), file=sys.stderr, flush=True)
         leave(FAILED)
     except UserError as error:
-        leave_word(error_file.USER, str(error), USER_ERROR)
+        write_error_file(error_file.USER, str(error), USER_ERROR)
         told = printable(str(error), "\n")
         if os.environ.get("RANK", "0") in ("", "0"):
             print(f"error: {told}", file=sys.stderr, flush=True)
         else:
             # Launchers end a job when its first process exits: let rank 0 report first.
             time.sleep(RANK_0_SPEAKS_S)
-            if not isinstance(error, AgreedError):
+            if not isinstance(error, CollectiveUserError):
                 print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {told}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
     except Exception as error:
-        leave_word(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)
+        write_error_file(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)
         traceback.print_exc()
         leave(FAILED)
     leave(0)

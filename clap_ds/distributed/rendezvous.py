@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from clap_ds.config.errors import AgreedError
+from clap_ds.config.errors import CollectiveUserError
 from clap_ds.distributed.error_file import some
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def meet(
 
     Raises:
         UnreachableError: on every connected rank, if another doesn't connect in time.
-        AgreedError: on rank 0, if the address is another host's or the port is in use.
+        CollectiveUserError: on rank 0, if the address is another host's or the port is in use.
     """
     import torch.distributed as dist
 
@@ -68,7 +68,7 @@ def meet(
     except (OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             why = "is already in use: pass a free one to the launcher with --master_port"
-            raise AgreedError(f"rendezvous port {port} of {address} {why}") from None
+            raise CollectiveUserError(f"rendezvous port {port} of {address} {why}") from None
         raise UnreachableError(f"{here} can't reach {there}: {str(error).splitlines()[0]}") from None
     if who:
         raise UnreachableError(f"{who} didn't connect within {START_LIMIT_S:.0f} s", of_hosts)
@@ -79,7 +79,7 @@ def meet(
 
 
 def _listener(address: str, port: int, world_size: int) -> int | None:
-    """Open a socket that listens only at the rendezvous address. Raises OSError, or AgreedError if it is another host's.
+    """Open a socket that listens only at the rendezvous address. OSError, or CollectiveUserError if it is another host's.
     Returns None if torch must listen on all addresses: the name is loopback here, but not on other hosts."""
     of_this_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     for family, _, _, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
@@ -90,7 +90,7 @@ def _listener(address: str, port: int, world_size: int) -> int | None:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-    raise AgreedError(
+    raise CollectiveUserError(
         f"rank 0 runs on {socket.gethostname()}, but the rendezvous address {address} is another host's:"
         " for a hostfile with one host, deepspeed starts ranks locally unless you pass --force_multi"
     )

@@ -16,12 +16,22 @@ from functools import cached_property
 from pathlib import Path
 
 from clap_ds.config.files import parse_json, read_bytes
-from clap_ds.distributed.error_file import ERROR, LOST_PEER, SHOWN, STALL, STOPPED, UNREACHABLE, Word, read_words, some
+from clap_ds.distributed.error_file import (
+    ERROR,
+    LOST_PEER,
+    SHOWN,
+    STALL,
+    STOPPED,
+    UNREACHABLE,
+    RankError,
+    read_errors,
+    some,
+)
 
 SIGNAL, KILLED = "signal", "killed"
 """Kinds of verdict in addition to those of error files."""
 STACKS = "stacks"  # folder of stack files in the run directory
-STEPPING, STILL = "stepping", "blocked"
+STEPPING, HUNG = "stepping", "blocked"
 """What a rank does, in its file's header; other values are tasks that may take long."""
 _OF_THE_HOST = re.compile(
     r"NCCL|CUDA error|uncorrectable|\bECC\b|\bXid\b|Input/output error|Bus error|Stale file handle"
@@ -50,7 +60,7 @@ _JUDGED, _CAUSE, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(6)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RootCause:
     """Why a run ended, in one line; the ranks concerned and the hosts at fault."""
 
     message: str
@@ -59,7 +69,7 @@ class Verdict:
     hosts: list[str]
 
 
-_Cause = tuple[int, float, Verdict]  # rank in the order above, time, verdict
+_Cause = tuple[int, float, RootCause]  # rank in the order above, time, verdict
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Stacks:
     rank: int
     host: str
     pid: int
-    doing: str
+    activity: str
     step: int
     text: str
     at: float
@@ -115,10 +125,10 @@ def read_stacks(run_directory: Path) -> list[Stacks]:
     return sorted(found, key=lambda each: each.rank)
 
 
-def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> Verdict | None:
+def find_root_cause(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> RootCause | None:
     """Return the root cause, or None without any files; before a run directory exists they are in the job's folder.
     `hosts` are of every rank, if known."""
-    words = [word for folder in (job_folder, run_directory) if folder for word in read_words(folder)]
+    words = [word for folder in (job_folder, run_directory) if folder for word in read_errors(folder)]
     files = read_stacks(run_directory) if run_directory else []
     causes = [_of_word(word, hosts) for word in sorted(words, key=lambda word: word.rank)]
     causes += [_of_signal(file) for file in files if file.fatal]
@@ -134,14 +144,14 @@ def judge(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[s
         theirs = list(dict.fromkeys(silent[rank] for rank in killed))
         who = f"rank{'s' if len(killed) > 1 else ''} {some(killed)} on {some(theirs)}"
         message = f"{who} exited without reporting an error: killed (out of memory?) or node lost"
-        causes.append((_KILLED, 0.0, Verdict(message, KILLED, killed, theirs)))
+        causes.append((_KILLED, 0.0, RootCause(message, KILLED, killed, theirs)))
     return min(causes, key=lambda cause: cause[:2])[2] if causes else None
 
 
-def _of_word(word: Word, hosts: Sequence[str]) -> _Cause:
-    told = Verdict(f"rank {word.rank} on {word.host}: {word.message}", word.kind, [word.rank], [])
+def _of_word(word: RankError, hosts: Sequence[str]) -> _Cause:
+    told = RootCause(f"rank {word.rank} on {word.host}: {word.message}", word.kind, [word.rank], [])
     if word.kind == STALL:
-        return _JUDGED, word.at, Verdict(word.message, STALL, word.ranks, word.hosts)
+        return _JUDGED, word.at, RootCause(word.message, STALL, word.ranks, word.hosts)
     if word.kind == UNREACHABLE:
         blamed = word.hosts or [*hosts[:1]] * (word.rank != 0)
         return (_CAUSE if word.hosts else _LOST_PEER), word.at, replace(told, message=word.message, hosts=blamed)
@@ -153,11 +163,11 @@ def _of_word(word: Word, hosts: Sequence[str]) -> _Cause:
 def _of_signal(file: Stacks) -> _Cause:
     message = f"rank {file.rank} on {file.host}: {file.fatal}" + f" {file.where}" * bool(file.frames)
     aborted = file.fatal == "Aborted"
-    told = Verdict(message, SIGNAL, [file.rank], [] if aborted else [file.host])
+    told = RootCause(message, SIGNAL, [file.rank], [] if aborted else [file.host])
     return (_ABORTED if aborted else _CAUSE), file.at, told
 
 
-def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
+def _of_stall(still: list[Stacks], files: list[Stacks]) -> RootCause:
     """Name the ranks that block the others, and where the others wait."""
     found = files if len(files) == 1 else _elsewhere(files)
     others = [file for file in files if file not in found]
@@ -165,7 +175,7 @@ def _of_stall(still: list[Stacks], files: list[Stacks]) -> Verdict:
     for where, number in Counter(file.where for file in others).most_common(1):
         shown.append(f"{number} of {'the other' if found else 'all'} {len(others)} {where}")
     message = f"no step for {min(file.still_s or 0.0 for file in still):.0f} s: {'; '.join(shown)}"
-    return Verdict(message, STALL, [file.rank for file in found], list(dict.fromkeys(file.host for file in found)))
+    return RootCause(message, STALL, [file.rank for file in found], list(dict.fromkeys(file.host for file in found)))
 
 
 def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:

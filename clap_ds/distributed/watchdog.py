@@ -22,8 +22,8 @@ from pathlib import Path
 
 from clap_ds.config.errors import printable
 from clap_ds.config.files import open_own, own_folder
-from clap_ds.distributed.error_file import STALL, STOPPED, leave_word
-from clap_ds.distributed.root_cause import STACKS, STEPPING, STILL, judge, read_stacks
+from clap_ds.distributed.error_file import STALL, STOPPED, write_error_file
+from clap_ds.distributed.root_cause import HUNG, STACKS, STEPPING, find_root_cause, read_stacks
 from clap_ds.distributed.timeout import within
 from clap_ds.run_records.run_dir import RunDirectory  # imports the standard library only
 
@@ -53,7 +53,7 @@ class Watch:
         self._last_step = 0.0  # 0: another task precedes the next step
         self.armed = (time.monotonic(), math.inf)
         self._others_busy = 0.0  # when another rank was last busy
-        self.doing = ""
+        self.activity = ""
         self.tell(STARTING)
         faulthandler.enable(self._file)
         self._signalled, sender = os.pipe()
@@ -61,21 +61,21 @@ class Watch:
         self._wakeup_fd = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         threading.Thread(target=self._attend, daemon=True, name="clap.watch").start()
 
-    def tell(self, doing: str, step: int | None = None) -> None:
+    def tell(self, activity: str, step: int | None = None) -> None:
         """Record a sign of life: the task that starts now, and the step just made."""
         now = time.monotonic()
         stood_still = now - self.armed[0] > self.armed[1]
-        if doing != STEPPING:
+        if activity != STEPPING:
             self._last_step = 0.0
         elif step is not None:
             if self._last_step:
                 self._longest_s = max(self._longest_s, now - self._last_step)
             self._steps, self._last_step = step, now
-        if doing != self.doing:
-            self.doing = doing
-            self._note(doing)
+        if activity != self.activity:
+            self.activity = activity
+            self._note(activity)
         self.armed = (now, self._limit_s())
-        if doing == ENDING:  # keep written stacks: they may show why
+        if activity == ENDING:  # keep written stacks: they may show why
             faulthandler.cancel_dump_traceback_later()
             return
         if stood_still:  # it has recovered
@@ -84,8 +84,8 @@ class Watch:
         faulthandler.dump_traceback_later(self.armed[1], file=self._file)
 
     def _limit_s(self) -> float:
-        if self.doing != STEPPING:
-            return math.inf if self.doing == ENDING else DOING_S
+        if self.activity != STEPPING:
+            return math.inf if self.activity == ENDING else DOING_S
         return max(LEAST_S, PAUSES * self._longest_s) if self._longest_s else UNTIMED_S
 
     def close(self) -> None:
@@ -99,9 +99,9 @@ class Watch:
                 with own_folder(self.path.parent) as folder:
                     (folder / self.path.name).unlink()
 
-    def _note(self, doing: str) -> None:
+    def _note(self, activity: str) -> None:
         """Write the file's header, of constant length."""
-        content = {"rank": self._rank, "host": self._host, "pid": os.getpid(), "doing": doing, "step": self._steps}
+        content = {"rank": self._rank, "host": self._host, "pid": os.getpid(), "activity": activity, "step": self._steps}
         with suppress(OSError):  # a full disk
             os.pwrite(self._file, f"{json.dumps(content):<{FIRST_LINE_BYTES - 1}}\n".encode(), 0)
             os.fsync(self._file)  # for other hosts
@@ -111,26 +111,26 @@ class Watch:
             self._hear(LOOK_S)
             armed = self.armed
             if time.monotonic() > sum(armed) + LOOK_S / 2:
-                self._note(STILL)
+                self._note(HUNG)
                 self._hear(GRACE_S)
                 while self.armed == armed:
                     self._leave_together(*armed)
                     self._hear(LOOK_S)
-                self._note(self.doing)  # it has recovered
+                self._note(self.activity)  # it has recovered
 
     def _hear(self, for_s: float) -> None:
         """Wait, and record signals that arrive meanwhile."""
         until = time.monotonic() + for_s
         while select.select([self._signalled], [], [], max(0.0, until - time.monotonic()))[0]:
             for number in set(os.read(self._signalled, 100)) & set(SIGNALS):
-                leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+                write_error_file(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
 
     def _leave_together(self, since: float, limit_s: float) -> None:
         """Exit if the run's end is recorded, or if this rank has to record it."""
         files, now = read_stacks(self._run), time.monotonic()
-        if any(file.doing not in (STEPPING, STILL) for file in files):
+        if any(file.activity not in (STEPPING, HUNG) for file in files):
             self._others_busy = now  # a rank that was busy gets the whole limit to step
-        is_lowest = not any(file.doing == STILL and file.rank < self._rank for file in files)
+        is_lowest = not any(file.activity == HUNG and file.rank < self._rank for file in files)
         if is_lowest and (now - max(since, self._others_busy) > limit_s + GRACE_S or now - since > DOING_S + GRACE_S):
             with suppress(Exception):
                 within(SPEAK_S, self._speak)
@@ -140,11 +140,11 @@ class Watch:
                 os._exit(1)
 
     def _speak(self) -> None:
-        if not (verdict := judge(self._run, None, ())):
+        if not (verdict := find_root_cause(self._run, None, ())):
             return
         if verdict.kind == STALL:
             # Keep this verdict: a stopped rank may write its stacks after the others have exited.
-            leave_word(STALL, verdict.message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
+            write_error_file(STALL, verdict.message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
         RunDirectory(self._run).finish("failed", verdict.message)
         print(f"error: {printable(verdict.message)}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
 
@@ -171,19 +171,19 @@ def step(number: int) -> None:
 def alive() -> None:
     """Record that the current task makes progress."""
     if _watch is not None:
-        _watch.tell(_watch.doing)
+        _watch.tell(_watch.activity)
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
+def activity(what: str) -> Iterator[None]:
     """Mark this rank as doing `what`, which may take long, while the body runs."""
-    before = _watch.doing if _watch else ""
+    before = _watch.activity if _watch else ""
     if _watch is not None:
         _watch.tell(what)
     try:
         yield
     finally:
-        if _watch is not None and _watch.doing == what:
+        if _watch is not None and _watch.activity == what:
             _watch.tell(before)
 
 

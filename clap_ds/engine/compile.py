@@ -15,10 +15,10 @@ import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
-from clap_ds.config.paths import code_folder
+from clap_ds.config.paths import compile_cache_dir
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
-from clap_ds.distributed.collectives import judged, rank
+from clap_ds.distributed.collectives import rank, reduce_on_rank0
 from clap_ds.run_records.metrics_schema import Summary
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def compile_towers(
     statistics = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
     audio, *text = batch.model_inputs()
     devices = [batch.device] if batch.device.type == "cuda" else []
-    with watchdog.doing("compiling"), torch.random.fork_rng(devices), autocast_if_enabled(engine):
+    with watchdog.activity("compiling"), torch.random.fork_rng(devices), autocast_if_enabled(engine):
         # The whole batch, eager: finds that memory is too small in a second, not after minutes of compiling.
         _backward(
             [model.audio(model.mel(audio) if audio.ndim == 2 else audio), model.text(*text)], model.audio, model.text
@@ -57,7 +57,7 @@ def compile_towers(
             part = model.get_submodule(name)
             part.compile(backend=backend, mode=mode)
             inputs = text if name == "text" else [audio]
-            problems[name] = judged(problem_of(partial(_try, part, inputs, cached=cached)), first_problem)
+            problems[name] = reduce_on_rank0(problem_of(partial(_try, part, inputs, cached=cached)), first_problem)
             if problems[name]:
                 part._compiled_call_impl = None
                 _say(f"warning: {PARTS[name]} can't be compiled and runs slower: {problems[name]}")
@@ -133,7 +133,7 @@ def _compiled(function: Callable[..., T]) -> Callable[..., T]:
     return torch.compile(function)
 
 
-def keep_code() -> None:
+def set_compile_cache() -> None:
     """Set the caches of Inductor and Triton to folders that only this user can write, unlike Inductor's default in /tmp.
     Dynamo's import has already set that default."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -141,7 +141,7 @@ def keep_code() -> None:
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         if os.environ.get(variable, "") in ("", default_cache_dir()):
             try:
-                os.environ[variable] = str(code_folder(name))
+                os.environ[variable] = str(compile_cache_dir(name))
             except OSError:
                 os.environ[variable] = tempfile.mkdtemp()
 
@@ -151,9 +151,9 @@ def _note_compilations() -> None:
     """Report compilations to the watchdog: a step with new shapes may take minutes."""
     from torch._dynamo.callback import callback_handler
 
-    keep_code()
+    set_compile_cache()
     # Only the FFT is complex; it runs in torch.
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")
     noted = ExitStack()
-    callback_handler.register_start_callback(lambda _: noted.enter_context(watchdog.doing("compiling")))
+    callback_handler.register_start_callback(lambda _: noted.enter_context(watchdog.activity("compiling")))
     callback_handler.register_end_callback(lambda _: noted.close())

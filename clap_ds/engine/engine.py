@@ -17,7 +17,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
-from clap_ds.distributed.collectives import judged
+from clap_ds.distributed.collectives import reduce_on_rank0
 from clap_ds.engine.ema import WeightAverage
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import wrap
@@ -194,11 +194,11 @@ class ClapEngine:
         self.deepspeed.skipped_steps += since
         self._skipped[0] = 0
 
-    def is_lost(self, loss: Tensor) -> bool:
+    def loss_not_finite(self, loss: Tensor) -> bool:
         """Return whether the last step was skipped because the loss isn't finite on some rank, rather than because fp16's loss
         scale was too large. A collective if a step was skipped."""
         self.count_skipped()
-        return self.skipped_in_a_row > 0 and not judged(bool(loss.isfinite()), all)
+        return self.skipped_in_a_row > 0 and not reduce_on_rank0(bool(loss.isfinite()), all)
 
     def check_loss(self, *, at_once: bool = False) -> None:
         """Raise NonFiniteError on all ranks if any step's loss or, with `norm_wanted`, gradient isn't finite, or if the last

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from clap_ds.config.errors import UserError, printable
 from clap_ds.distributed import error_file, init, watchdog
-from clap_ds.distributed.error_file import leave_word
+from clap_ds.distributed.error_file import write_error_file
 from clap_ds.distributed.init import Ranks
 from clap_ds.run_records.environment import peak_memory_bytes
 from clap_ds.run_records.run_dir import RunDirectory, State
@@ -35,7 +35,7 @@ class NonFiniteError(RuntimeError):
     """The loss, its gradient or the weights became NaN or infinite; raised on all ranks."""
 
 
-class Interrupted(BaseException):
+class StopSignal(BaseException):
     """A signal stopped the run. SLURM sends USR1 before the time limit."""
 
     def __init__(self, number: int) -> None:
@@ -44,7 +44,7 @@ class Interrupted(BaseException):
         self.state: State = "timeout" if number == signal.SIGUSR1 else "terminated"
 
 
-class Ending(NamedTuple):
+class RunOutcome(NamedTuple):
     """Describe how a run that didn't complete ended."""
 
     state: State
@@ -55,30 +55,32 @@ class Ending(NamedTuple):
     code: int = 1
 
 
-def ending_of(error: BaseException, rank: int, what: str) -> Ending:
+def outcome_of(error: BaseException, rank: int, what: str) -> RunOutcome:
     """Return how a run ends after an exception on a rank; `what` is what was too large if memory is exhausted."""
     text = str(error)
     first_line, failed = text.partition("\n")[0], f"rank {rank}: {text}"
-    if isinstance(error, Interrupted):
+    if isinstance(error, StopSignal):
         stopped = f"stopped by {text}"
-        return Ending(error.state, stopped, error_file.STOPPED, stopped, f"rank {rank}: {stopped}", 128 + error.number)
+        return RunOutcome(
+            error.state, stopped, error_file.STOPPED, stopped, f"rank {rank}: {stopped}", 128 + error.number
+        )
     if isinstance(error, NonFiniteError):
-        return Ending("failed", text, error_file.ERROR, text, f"error: {failed}")
+        return RunOutcome("failed", text, error_file.ERROR, text, f"error: {failed}")
     if is_out_of_memory(error):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
         said = f"error: rank {rank}: {at}: {first_line}\n{_LESS_MEMORY} or set clap.model.activation_checkpointing"
-        return Ending("out_of_memory", f"rank {rank}: {at}", error_file.OUT_OF_MEMORY, at, said)
+        return RunOutcome("out_of_memory", f"rank {rank}: {at}", error_file.OUT_OF_MEMORY, at, said)
     if is_connection_lost(error):
         said = f"error: rank {rank}: another rank is gone: its connection to this one was lost ({first_line})"
-        return Ending("failed", failed, error_file.LOST_PEER, first_line, said)
+        return RunOutcome("failed", failed, error_file.LOST_PEER, first_line, said)
     if isinstance(error, ValueError | StopIteration):  # in settings or data
-        return Ending("failed", failed, error_file.ERROR, text, f"error: {failed}")
-    return Ending("failed", failed, error_file.ERROR, f"{type(error).__name__}: {text}", None)
+        return RunOutcome("failed", failed, error_file.ERROR, text, f"error: {failed}")
+    return RunOutcome("failed", failed, error_file.ERROR, f"{type(error).__name__}: {text}", None)
 
 
 @contextmanager
-def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[None]:
+def record_outcome(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[None]:
     """Record how the body ends, and end this process unless it completes or raises UserError.
 
     Args:
@@ -87,7 +89,7 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         _ignore_signals()  # the first one counts, and recording it must not be interrupted
-        stop = Interrupted(number)
+        stop = StopSignal(number)
         record.finish(
             stop.state, f"stopped by {stop}"
         )  # on every rank, as a later one sees the others' end as a failure
@@ -97,17 +99,17 @@ def recorded_ending(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[N
     try:
         yield
         watchdog.stop()
-        if ranks.is_first:
+        if ranks.is_main_process:
             record.finish("completed")
     except UserError as error:
-        if ranks.is_first:
+        if ranks.is_main_process:
             record.finish("failed", str(error))
         raise
-    except (Interrupted, Exception) as error:
+    except (StopSignal, Exception) as error:
         _ignore_signals()  # launchers send them as soon as another rank has ended
-        end = ending_of(error, ranks.rank, what)
-        leave_word(end.kind, end.word, end.code)
-        if ranks.is_first or not isinstance(error, Interrupted | NonFiniteError):  # raised on all ranks
+        end = outcome_of(error, ranks.rank, what)
+        write_error_file(end.kind, end.word, end.code)
+        if ranks.is_main_process or not isinstance(error, StopSignal | NonFiniteError):  # raised on all ranks
             record.finish(end.state, end.error)
             print(printable(end.said or traceback.format_exc(), "\n"), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):

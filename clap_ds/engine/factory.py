@@ -14,9 +14,9 @@ from torch import nn
 
 from clap_ds.config.schema import ShardData, Tower, TrainSettings
 from clap_ds.config.settings import RunSettings
-from clap_ds.distributed.collectives import on_first
+from clap_ds.distributed.collectives import run_on_rank0
 from clap_ds.distributed.init import Ranks
-from clap_ds.distributed.watchdog import doing
+from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.kernels import build_kernels
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.metric_logger import engine_section
@@ -29,7 +29,7 @@ TOWERS: tuple[Tower, ...] = ("audio", "text")
 _KINDS = ("decay", "no_decay", "fp32", "logit_scale")  # optimizer groups in order
 
 
-@doing("asking the hub")
+@activity("asking the hub")
 def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
     """Fetch tokenizer and text tower weights to every host: first with rank 0, then with one rank of each other host.
     A collective; raises ValueError if they aren't available or don't fit the model."""
@@ -43,8 +43,8 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
         if run.clap.model.pretrained_text:
             pretrained(text)
 
-    on_first(load)
-    if ranks.local_rank == 0 and not ranks.is_first:
+    run_on_rank0(load)
+    if ranks.local_rank == 0 and not ranks.is_main_process:
         load()
 
 
@@ -88,7 +88,7 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
         config["optimizer"] = {**section, "legacy_fusion": True}
         optimizer = partial(FlatAdamW, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
     try:
-        with doing("building DeepSpeed's engine"):  # may compile its optimizer
+        with activity("building DeepSpeed's engine"):  # may compile its optimizer
             groups = parameter_groups(model, run.clap.train)
             engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, optimizer=optimizer, config=config)
     except (AssertionError, ImportError, TypeError, ValueError) as error:

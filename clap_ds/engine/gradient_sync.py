@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 
-from clap_ds.run_records.timers import standing_still
+from clap_ds.run_records.timers import peer_wait
 
 
 class GradientSync:
@@ -47,7 +47,7 @@ class GradientSync:
         Autograd runs callbacks in the order of queueing: this one first, then the reducer's, which waits."""
         with ExitStack() as waiting:
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-            loss.register_hook(lambda _: queue(lambda: waiting.enter_context(standing_still())))
+            loss.register_hook(lambda _: queue(lambda: waiting.enter_context(peer_wait())))
             self._engine.backward(loss, **options)
 
     @contextmanager

@@ -12,8 +12,8 @@ import torch
 from torch.utils._triton import has_triton_package
 
 from clap_ds.config.settings import RunSettings
-from clap_ds.distributed.collectives import judged, rank
-from clap_ds.distributed.watchdog import doing
+from clap_ds.distributed.collectives import rank, reduce_on_rank0
+from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.compile import first_problem, problem_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import default_kernel
@@ -47,10 +47,10 @@ def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> 
         if getattr(run.clap.model, f"{field}_impl") != "auto":
             continue
         before = [getattr(block, field).kernel for block in model.audio.blocks()]
-        with doing("trying kernels"):
+        with activity("trying kernels"):
             model.audio.use_triton(field)
             problem = problem_of(partial(_try, run, field, model))
-            problem = judged(problem, first_problem)
+            problem = reduce_on_rank0(problem, first_problem)
         if problem:
             for block, kernel in zip(model.audio.blocks(), before, strict=True):
                 getattr(block, field).kernel = kernel

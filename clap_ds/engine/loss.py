@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from clap_ds.config.schema import LossSettings
 from clap_ds.distributed.collectives import rank, world_size
 from clap_ds.engine.tiled_logits import similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
-from clap_ds.run_records.timers import standing_still
+from clap_ds.run_records.timers import peer_wait
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -104,7 +104,7 @@ class _Gather:
     def wait(self) -> Tensor:
         """Return every rank's rows in rank order, complete for work queued afterwards."""
         if self._work is not None:
-            with standing_still():
+            with peer_wait():
                 self._work.wait()
         return self._gathered
 
@@ -188,7 +188,7 @@ def _round_the_ring(audio: Tensor, text: Tensor) -> Iterator[tuple[int, Tensor, 
             onwards = dist.P2POp(dist.isend, held, (number + 1) % size)
             requests = dist.batch_isend_irecv([onwards, dist.P2POp(dist.irecv, arriving, (number - 1) % size)])
         yield distance, held[0], held[1]
-        with standing_still():
+        with peer_wait():
             for request in requests:
                 request.wait()
         held = arriving

@@ -11,7 +11,7 @@ from deepspeed.monitor.tensorboard import TensorBoardMonitor
 
 from clap_ds.config.files import own_folder
 from clap_ds.distributed.collectives import rank
-from clap_ds.run_records.jsonl import unless_full
+from clap_ds.run_records.jsonl import warn_on_disk_full
 
 Scalar = tuple[str, float, int]  # tag, value, samples trained on so far
 
@@ -29,7 +29,7 @@ class Scalars:
         monitor, placed_here = engine.monitor, "output_path" not in section and section.get("enabled", True)
         if placed_here:
             place = {"output_path": str(folder), "job_name": section.get("job_name", "tensorboard")}
-            with unless_full(folder / place["job_name"]):
+            with warn_on_disk_full(folder / place["job_name"]):
                 if rank() == 0:
                     with own_folder(folder / place["job_name"]):  # TensorBoard would follow a link
                         pass
@@ -48,5 +48,5 @@ class Scalars:
         """Write these and DeepSpeed's deferred scalars, on rank 0 only."""
         events = sorted([*self._waiting, *scalars], key=lambda scalar: scalar[2])
         self._waiting.clear()
-        with unless_full("DeepSpeed's monitor output"):
+        with warn_on_disk_full("DeepSpeed's monitor output"):
             self._write(events)

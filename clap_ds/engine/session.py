@@ -22,11 +22,11 @@ from clap_ds.data.dataloader import BatchSource, build_batches
 from clap_ds.data.loader_throughput import verdict
 from clap_ds.distributed import error_file, init, watchdog
 from clap_ds.distributed.accelerator import CORES
-from clap_ds.distributed.collectives import agreed, gather, on_first
+from clap_ds.distributed.collectives import gather, raise_on_all_ranks, run_on_rank0
 from clap_ds.distributed.init import Ranks
-from clap_ds.engine.compile import compile_towers, keep_code, what_to_compile
+from clap_ds.engine.compile import compile_towers, set_compile_cache, what_to_compile
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.exit_handling import recorded_ending
+from clap_ds.engine.exit_handling import record_outcome
 from clap_ds.engine.kernels import choose_kernels
 from clap_ds.engine.metric_logger import Scalars
 from clap_ds.model.clap import ClapModel
@@ -35,11 +35,11 @@ from clap_ds.run_records.metrics_schema import Environment
 from clap_ds.run_records.run_dir import RunDirectory, quiet_deepspeed, start_log
 
 
-def join_group(run: RunSettings, ranks: Ranks) -> torch.device:
+def init_process_group(run: RunSettings, ranks: Ranks) -> torch.device:
     """Join the process group and return this rank's device. Raises UserError, on every rank if any rank finds a mistake."""
     timeout_s = 300 if run.clap.debug.enabled else init.COLLECTIVE_TIMEOUT_S
     device = init.initialize(ranks, collective_timeout_s=timeout_s)
-    with quiet_deepspeed(), agreed():
+    with quiet_deepspeed(), raise_on_all_ranks():
         check_deepspeed_sections(run.deepspeed, run.path)
     return device
 
@@ -55,14 +55,14 @@ def check_deepspeed_sections(deepspeed: dict[str, Any], path: Path) -> None:
 
 
 @contextmanager
-def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
+def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterator[RunDirectory]:
     """Open the run directory with its first files. In the body the watchdog runs, and the run's end is recorded."""
     kernels = report(run.clap.cpu_kernels) if device.type == "cpu" else None
     here = environment.environment(device, kernels)
     everywhere = gather((here["host"], here["device_name"]))
-    with agreed():
-        record = RunDirectory(on_first(lambda: _describe(run, ranks, here, everywhere)))
-    if ranks.is_first:
+    with raise_on_all_ranks():
+        record = RunDirectory(run_on_rank0(lambda: _describe(run, ranks, here, everywhere)))
+    if ranks.is_main_process:
         record.update_summary(device_type=device.type)
         if ranks.job_folder is not None:
             write_atomically(ranks.job_folder / "run_directory", f"{record.path}\n")
@@ -70,10 +70,10 @@ def opened_record(run: RunSettings, ranks: Ranks, device: torch.device) -> Itera
         print(f"ranks: {ranks.world_size}, nodes: {len({host for host, _ in everywhere})}", flush=True)
         if device.type == "cpu" and run.precision == "bf16":
             print(f"CPU kernels: {kernels}", flush=True)
-    error_file.speak_in(record.path, ranks.rank, ranks.host)
+    error_file.set_error_dir(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:  # a debugger may hold a rank for hours
         watchdog.start(record.path, ranks.rank, ranks.host)
-    with recorded_ending(record, ranks, f"micro-batch {run.micro_batch} on {environment.device_name(device)}"):
+    with record_outcome(record, ranks, f"micro-batch {run.micro_batch} on {environment.device_name(device)}"):
         yield record
     record.close()
 
@@ -112,12 +112,12 @@ def build_engine(
     run: RunSettings, model: ClapModel, ranks: Ranks, device: torch.device, record: RunDirectory
 ) -> ClapEngine:
     """Build the engine around the model and choose its kernels. A collective."""
-    with quiet_deepspeed(), agreed():
+    with quiet_deepspeed(), raise_on_all_ranks():
         engine = ClapEngine(run, model, device)
     if device.type == "cuda":
-        keep_code()
+        set_compile_cache()
         kernels = choose_kernels(run, engine.model, device)
-        if ranks.is_first:
+        if ranks.is_main_process:
             record.update_summary(kernels=kernels)
     # Ranks have the same weights, but different dropout and augmentation.
     torch.manual_seed(run.clap.seed + 1 + ranks.rank)
@@ -141,7 +141,7 @@ class Session:
         """Record statistics of the data; record and print samples that any rank couldn't use. A collective."""
         found = gather(self.batches.statistics())
         broken = {each["name"]: each for of_rank in found for each in of_rank.get("broken_items", ())}
-        if self.ranks.is_first:
+        if self.ranks.is_main_process:
             shown = list(broken.values())[:5]
             self.record.update_summary(data={**found[0], "num_broken_items": len(broken), "broken_items": shown})
             if shown:
@@ -153,17 +153,17 @@ class Session:
         """Return the number of samples per rank and optimizer step."""
         return self.run.batch_sizes(self.ranks.world_size).global_batch // self.ranks.world_size
 
-    def tell_supply(self, rates: Iterable[float]) -> None:
+    def warn_if_data_bound(self, rates: Iterable[float]) -> None:
         """Print once, on rank 0, whether the loader keeps up with the fastest of several steps, given their `rates` in clips/s
         without waiting for data."""
         rates, supply = [*rates], self.batches.supply()
-        if not self.supply_told and self.ranks.is_first and supply is not None and len(rates) > 1:
+        if not self.supply_told and self.ranks.is_main_process and supply is not None and len(rates) > 1:
             print(verdict(supply, max(rates), ranks_per_host=self.ranks.local_world_size, cores=CORES), flush=True)
             self.supply_told = True
 
 
 @contextmanager
-def ready_to_step(
+def train_session(
     run: RunSettings,
     ranks: Ranks,
     record: RunDirectory,
@@ -174,7 +174,7 @@ def ready_to_step(
 ) -> Iterator[Session]:
     """Open what steps need, with data from `data_state` on and TensorBoard's files in `folder` (None: the run directory)."""
     scalars = Scalars(engine.deepspeed, run.deepspeed.get("tensorboard", {}), folder or record.path)
-    with agreed():
+    with raise_on_all_ranks():
         batches = build_batches(
             run.clap.data,
             model=run.clap.preset(),
@@ -193,7 +193,7 @@ def ready_to_step(
             if (what := what_to_compile(run.clap.compile, engine.device)) != "off":
                 cached = run.clap.train.accumulation == "gradcache"
                 compiled = compile_towers(engine.deepspeed, batches.peek(), what, cached=cached)
-                if ranks.is_first:
+                if ranks.is_main_process:
                     record.update_summary(compiled)
             yield (session := Session(run, ranks, engine.device, record, engine, batches, scalars))
         finally:

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from clap_ds.config.errors import AgreedError, printable
+from clap_ds.config.errors import CollectiveUserError, printable
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import EvaluationSettings
 from clap_ds.data import shard_assignment
 from clap_ds.data.broken import Broken
 from clap_ds.data.shard_manifest import kind_of
-from clap_ds.distributed.collectives import judged, on_first, together
+from clap_ds.distributed.collectives import reduce_on_rank0, run_on_rank0, together
 from clap_ds.distributed.init import Ranks
-from clap_ds.distributed.watchdog import alive, doing
+from clap_ds.distributed.watchdog import activity, alive
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
 from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text
@@ -46,7 +46,7 @@ class NonFiniteEmbeddingsError(ValueError):
 @dataclass
 class Evaluator:
     """Evaluate retrieval and zero-shot classification on held-out clips. `loss_kind` is training's `clap.loss.kind`.
-    Constructing it is a collective. Raises AgreedError if something is missing or doesn't fit."""
+    Constructing it is a collective. Raises CollectiveUserError if something is missing or doesn't fit."""
 
     settings: EvaluationSettings
     _: KW_ONLY
@@ -59,11 +59,11 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._broken: dict[Broken, None] = {}
-        together(lambda: on_first(self._load_tokenizer))  # only one rank contacts the Hub, which may be unreachable
+        together(lambda: run_on_rank0(self._load_tokenizer))  # only one rank contacts the Hub, which may be unreachable
         together(self._prepare)
         digest = hashlib.sha256(repr(self._clips).encode()).digest()
-        if judged(digest, lambda found: len(set(found)) > 1):
-            raise AgreedError(f"{FIELD}: the ranks see different shards")
+        if reduce_on_rank0(digest, lambda found: len(set(found)) > 1):
+            raise CollectiveUserError(f"{FIELD}: the ranks see different shards")
 
     def _load_tokenizer(self) -> None:
         field, text = f"{FIELD}.tokenizer", self.model_config.text
@@ -95,10 +95,10 @@ class Evaluator:
             plan, broken = plan_zero_shot(clips, settings) if settings else plan_retrieval(clips)
             self._plans[task] = plan
             self._note(broken)
-            if settings and self.ranks.is_first:
+            if settings and self.ranks.is_main_process:
                 print(f"example of a class caption: {max(chain(*plan.captions), key=len)!r}", flush=True)
 
-    @doing("evaluating")
+    @activity("evaluating")
     def evaluate(self, model: ClapModel, predictions: dict[str, Any] | None = None) -> Evaluation:
         """Compute metrics with chance levels, intervals and counts, and fill `predictions` by task. A collective.
 
@@ -155,7 +155,7 @@ class Evaluator:
         def rows() -> Iterator[Tensor]:
             clips = [self._clips[number] for number in own]
             loaded = load_audio(clips, audio, num_workers=self.settings.num_workers, kind=self._kind)
-            shown = tqdm(loaded, "clips", len(clips), unit="clip", disable=None if self.ranks.is_first else True)
+            shown = tqdm(loaded, "clips", len(clips), unit="clip", disable=None if self.ranks.is_main_process else True)
             for number, found in zip(own, shown, strict=True):
                 alive()
                 if isinstance(found, str):
@@ -163,7 +163,9 @@ class Evaluator:
                 yield empty_row(audio, self._kind) if isinstance(found, str) else found
 
         features = self._shared(len(self._clips), lambda: embed_audio(model, rows(), self.micro_batch))
-        return features, judged(failed, lambda found: {number: why for each in found for number, why in each.items()})
+        return features, reduce_on_rank0(
+            failed, lambda found: {number: why for each in found for number, why in each.items()}
+        )
 
     def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
         captions = list(chain.from_iterable(captions_of_each))
@@ -172,7 +174,7 @@ class Evaluator:
         return self._shared(len(captions), embed)
 
     def _shared(self, total: int, embed_own: Callable[[], Tensor]) -> Tensor:
-        """Gather (total, D) features of items interleaved over ranks. A rank's ValueError raises AgreedError on all."""
+        """Gather (total, D) features of items interleaved over ranks. A rank's ValueError raises CollectiveUserError on all."""
         own = together(embed_own)
         rows = own.new_zeros(-(-total // self.ranks.world_size), own.shape[1])
         rows[: len(own)] = own
@@ -184,7 +186,7 @@ class Evaluator:
     def _note(self, found: Iterable[Broken]) -> None:
         new = [broken for broken in dict.fromkeys(found) if broken not in self._broken]
         self._broken |= dict.fromkeys(new)
-        if self.ranks.is_first:
+        if self.ranks.is_main_process:
             for broken in new[:MAX_NOTES]:
                 print(f"{FIELD}: skipped {printable(str(broken))}", file=sys.stderr, flush=True)
 

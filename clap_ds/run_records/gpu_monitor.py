@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.files import own_folder
-from clap_ds.run_records.jsonl import Stream
+from clap_ds.run_records.jsonl import JsonlWriter
 
 INTERVAL_S = 15.0
 Sample = dict[str, Any]
@@ -35,7 +35,7 @@ def _watch(folder: Path, num_gpus: int, over: threading.Event) -> None:
     try:
         if (sample := _gpu_sampler(num_gpus)) is None:
             return
-        with own_folder(folder) as there, closing(Stream(there / f"{os.uname().nodename}.jsonl")) as stream:
+        with own_folder(folder) as there, closing(JsonlWriter(there / f"{os.uname().nodename}.jsonl")) as stream:
             while not over.wait(INTERVAL_S):
                 for values in sample():
                     stream.append({"time": time.time(), **values})

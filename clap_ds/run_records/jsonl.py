@@ -17,7 +17,7 @@ _said: set[str] = set()
 
 
 @contextmanager
-def unless_full(what: object) -> Iterator[None]:
+def warn_on_disk_full(what: object) -> Iterator[None]:
     """Suppress OSError of a full or failing disk, with one warning that names `what`."""
     try:
         yield
@@ -28,17 +28,17 @@ def unless_full(what: object) -> Iterator[None]:
             print(f"warning: {what} can't be written: {reason}; the run continues", file=sys.stderr, flush=True)
 
 
-class Stream:
+class JsonlWriter:
     """A file of lines, created with the first one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
 
-    def forget_after(self, step: int) -> float:
+    def truncate_after(self, step: int) -> float:
         """Drop incomplete lines and those of later steps, which are trained again. Returns the largest `train_s`."""
         kept, train_s = [], 0.0
-        with unless_full(self._path), suppress(FileNotFoundError):
+        with warn_on_disk_full(self._path), suppress(FileNotFoundError):
             for line in read_lines(self._path):
                 with suppress(ValueError, KeyError):
                     found = parse_json(line)
@@ -49,7 +49,7 @@ class Stream:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line, whole or not at all."""
-        with unless_full(self._path):
+        with warn_on_disk_full(self._path):
             self._file = self._file or FileIO(open_own(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
             content, size = (json.dumps(line) + "\n").encode(), os.fstat(self._file.fileno()).st_size
             try:

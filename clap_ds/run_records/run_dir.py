@@ -19,7 +19,7 @@ from typing import Any, TextIO, Unpack, cast
 
 from clap_ds.config.files import open_own, read_json, write_object
 from clap_ds.config.redaction import redacted, redacted_all, redacted_words
-from clap_ds.run_records.jsonl import Stream, unless_full
+from clap_ds.run_records.jsonl import JsonlWriter, warn_on_disk_full
 from clap_ds.run_records.metrics_schema import VERSION, State, StepLine, Summary
 
 
@@ -28,7 +28,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stream = Stream(path / "metrics.jsonl")
+        self._stream = JsonlWriter(path / "metrics.jsonl")
 
     @classmethod
     def create(cls, root: Path, label: str) -> RunDirectory:
@@ -49,7 +49,7 @@ class RunDirectory:
         summary: Summary = {"schema": VERSION, **self.summary()}
         for part in (*parts, fields):
             summary.update(part)
-        with unless_full(self.path / "summary.json"):
+        with warn_on_disk_full(self.path / "summary.json"):
             self.write_json("summary.json", summary)
         return summary
 

@@ -1,6 +1,6 @@
 """Find stragglers: ranks whose own step time exceeds the median rank's.
 
-Own time includes data wait but not waits for other ranks (`clock.standing_still`), so a slow link adds to no rank's.
+Own time includes data wait but not waits for other ranks (`clock.peer_wait`), so a slow link adds to no rank's.
 """
 
 from __future__ import annotations

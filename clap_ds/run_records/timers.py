@@ -57,7 +57,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._marks: list[_Mark] = []
-        self.waits: list[list[tuple[_Mark, _Mark]]] = []  # per step: start and end of each `standing_still`
+        self.waits: list[list[tuple[_Mark, _Mark]]] = []  # per step: start and end of each `peer_wait`
         self._started_s = 0.0
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class StepClock:
 
 
 @contextmanager
-def standing_still() -> Iterator[None]:
+def peer_wait() -> Iterator[None]:
     """Record the body as a wait for other ranks in the running clock."""
     clock = StepClock.running
     begin = _mark(clock.device) if clock else 0.0

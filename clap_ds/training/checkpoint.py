@@ -15,8 +15,8 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.config.redaction import redacted_all
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import RunSettings
-from clap_ds.distributed.collectives import gather, judged, on_first, rank
-from clap_ds.distributed.watchdog import doing
+from clap_ds.distributed.collectives import gather, rank, reduce_on_rank0, run_on_rank0
+from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.grad_cache import random_state
@@ -82,7 +82,7 @@ class CheckpointFolder:
         assert saved is not None
         return saved
 
-    @doing("saving a checkpoint")
+    @activity("saving a checkpoint")
     def start_saving(
         self,
         engine: ClapEngine,
@@ -124,23 +124,23 @@ class CheckpointFolder:
         writing, self._writing = self._writing, None
         return writing.result()
 
-    @doing("saving a checkpoint")
+    @activity("saving a checkpoint")
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the save and return its result on all ranks. A collective; raises NonFiniteError as `save` does."""
         begin = time.time()
-        saved, poisoned = on_first(lambda: (self.poll(None), self._poisoned))
+        saved, poisoned = run_on_rank0(lambda: (self.poll(None), self._poisoned))
         if poisoned:
             raise NonFiniteError(poisoned)
         return saved and replace(saved, stalled_s=saved.stalled_s + time.time() - begin)
 
-    @doing("looking for a checkpoint")
+    @activity("looking for a checkpoint")
     def find(self, path: Path | None = None) -> Path | None:
         """Return the checkpoint at a path, or the newest good one in a folder: by default this one or, if empty, `remote_sync`.
 
         Damaged checkpoints are skipped with a warning. A collective; returns the same on every rank, None if there is none.
         Raises ValueError if none is at the path, `remote_sync` can't be read, or all are damaged.
         """
-        return on_first(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
+        return run_on_rank0(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
 
     def begin(self, run_id: str) -> None:
         """Save as the run with this id from now on; other runs' checkpoints are kept."""
@@ -148,23 +148,25 @@ class CheckpointFolder:
 
     def was_begun_by(self, run_id: str) -> bool:
         """Return whether the newest checkpoint here is from this run. A collective."""
-        return on_first(lambda: [each.run for each in files.read_all(self.path).values()])[:1] == [run_id]
+        return run_on_rank0(lambda: [each.run for each in files.read_all(self.path).values()])[:1] == [run_id]
 
     def move_aside(self) -> Path | None:
         """Move everything here into another folder and return it; None if empty. A collective."""
-        return on_first(lambda: files.move_aside(self.path, but=LOCK))
+        return run_on_rank0(lambda: files.move_aside(self.path, but=LOCK))
 
-    @doing("loading a checkpoint")
+    @activity("loading a checkpoint")
     def load(self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False) -> TrainingProgress:
         """Resume from a checkpoint that `find` returned. A collective; raises ValueError if a rank can't see it, or as
         `restore` does."""
-        self._run_id = on_first(lambda: Manifest.read(folder).run)
-        blind = judged((folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None)
+        self._run_id = run_on_rank0(lambda: Manifest.read(folder).run)
+        blind = reduce_on_rank0(
+            (folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None
+        )
         if blind is not None:
             raise ValueError(f"rank {blind} can't see {folder}: put checkpoints on a file system that all hosts share")
         return restore(folder, engine, self._run, resume_weights_only=resume_weights_only)
 
-    @doing("copying checkpoints")
+    @activity("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
         """Wait up to `limit_s` seconds for copies to `remote_sync`; warn about missing ones and return them."""
         self.poll(None)

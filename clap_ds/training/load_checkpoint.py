@@ -7,7 +7,7 @@ from clap_ds.config.files import flatten, read_bytes
 from clap_ds.config.model import ClapConfig, TextConfig
 from clap_ds.config.redaction import redacted_all
 from clap_ds.config.settings import RunSettings
-from clap_ds.distributed.collectives import on_first, rank
+from clap_ds.distributed.collectives import rank, run_on_rank0
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.grad_cache import restore_random_state
 from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
@@ -30,7 +30,7 @@ def restore(
 ) -> TrainingProgress:
     """Restore the engine and this rank's random number generators; only weights and progress after accepted changes.
     A collective; raises ValueError for changes that need `resume_weights_only`."""
-    to_accept, others = on_first(lambda: compare(folder, engine.model.config, describe(engine), run))
+    to_accept, others = run_on_rank0(lambda: compare(folder, engine.model.config, describe(engine), run))
     if to_accept and not resume_weights_only:
         raise ValueError(
             f"{folder} can't be resumed: {'; '.join(to_accept)}. --resume_weights_only continues from its weights with a new"

@@ -18,7 +18,7 @@ from clap_ds.engine.metric_logger import Scalar
 from clap_ds.engine.session import Session
 from clap_ds.run_records import environment
 from clap_ds.run_records.intervals import rates
-from clap_ds.run_records.jsonl import Stream
+from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.metrics_schema import StepLine, StepTime, Summary
 from clap_ds.run_records.stragglers import Stragglers
 from clap_ds.run_records.terminal import Progress
@@ -29,7 +29,7 @@ from clap_ds.training.train_state import SavedCheckpoint, Schedule, TrainingProg
 WINDOWS = 256  # maximum in a summary; more are merged with their neighbors
 
 
-class Pace:
+class ThroughputMeter:
     """Throughput of a run's steps after the first window, without the time between windows."""
 
     def __init__(self, samples_per_step: int, world_size: int) -> None:
@@ -65,15 +65,15 @@ class TrainingLog:
 
     def __init__(self, session: Session, schedule: Schedule, progress: TrainingProgress, folder: Path) -> None:
         self._session, self._progress, self._folder = session, progress, folder
-        self._is_first = session.ranks.is_first
-        self._history = Stream(folder / "history.jsonl")
+        self._is_first = session.ranks.is_main_process
+        self._history = JsonlWriter(folder / "history.jsonl")
         if self._is_first:
-            progress.train_s = max(progress.train_s, self._history.forget_after(progress.step))
+            progress.train_s = max(progress.train_s, self._history.truncate_after(progress.step))
             session.record.update_summary(history=str(folder / "history.jsonl"))
         self._clock = StepClock(session.device)
         self._rows: list[tuple[StepLine, PhaseTimer, Tensor]] = []  # tensor: loss, norm, logit scale, skipped
         self._samples = schedule.samples_per_step
-        self._pace, self._memory = Pace(self._samples, session.ranks.world_size), Summary()
+        self._pace, self._memory = ThroughputMeter(self._samples, session.ranks.world_size), Summary()
         self._stragglers = Stragglers(gather(session.ranks.host))
         pairs, kind = pairs_together(session.run, session.ranks.world_size), LOSSES[session.run.clap.loss.kind]
         self.last_steps, self._collapse = LastSteps(kind.chance(pairs)), list[str]()
@@ -115,7 +115,7 @@ class TrainingLog:
         self._rows = []
         waited_s = [timer.seconds["data_wait"] for timer in timers]
         device, own_samples = self._session.device, self._samples / self._session.ranks.world_size
-        self._session.tell_supply(
+        self._session.warn_if_data_bound(
             own_samples / (all_s - waited) for all_s, waited in zip(step_s, waited_s, strict=True)
         )
         times = torch.tensor([own_s, waited_s], dtype=torch.float64, device=device).T

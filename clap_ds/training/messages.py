@@ -3,7 +3,7 @@
 import shlex
 
 from clap_ds.config.metrics import names
-from clap_ds.distributed.collectives import on_first
+from clap_ds.distributed.collectives import run_on_rank0
 from clap_ds.engine.factory import trained_towers
 from clap_ds.engine.session import Session
 from clap_ds.training.checkpoint import CheckpointFolder
@@ -11,9 +11,11 @@ from clap_ds.training.train_state import Schedule, TrainingProgress, pairs_toget
 from clap_ds.weights.checkpoint_files import read_all
 
 
-def introduce(session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, schedule: Schedule) -> None:
+def log_run_start(
+    session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, schedule: Schedule
+) -> None:
     """Print the steps to train and the checkpoint folder, and warn about doubtful settings."""
-    if not session.ranks.is_first:
+    if not session.ranks.is_main_process:
         return
     run, train, last = session.run, session.run.clap.train, progress.step + schedule.ahead(progress.samples)[0]
     if reached := progress.reached(train.target_metrics):
@@ -35,7 +37,7 @@ def introduce(session: Session, checkpoints: CheckpointFolder, progress: Trainin
     session.record.update_summary(epoch_samples=schedule.epoch_samples)
 
 
-def conclude(session: Session, progress: TrainingProgress, schedule: Schedule) -> None:
+def log_run_end(session: Session, progress: TrainingProgress, schedule: Schedule) -> None:
     """Print why the run ended, and commands to evaluate and export the model."""
     run, reached = session.run, progress.reached(session.run.clap.train.target_metrics)
     if not (reached or schedule.is_done(progress.samples)):
@@ -52,7 +54,7 @@ def conclude(session: Session, progress: TrainingProgress, schedule: Schedule) -
 
 def how_to_go_on(checkpoints: CheckpointFolder, last: int) -> str:
     """Return advice after non-finite numbers in step `last` or earlier. A collective."""
-    saved = on_first(lambda: [manifest.step for manifest in read_all(checkpoints.path).values()])[:1]
+    saved = run_on_rank0(lambda: [manifest.step for manifest in read_all(checkpoints.path).values()])[:1]
     goes_on, first = (f"resumes from step {saved[0]}", saved[0] + 1) if saved else ("starts from scratch", 1)
     return (
         f"The bad state was not saved: the same command without --restart {goes_on}. If it fails again, skip the batches"

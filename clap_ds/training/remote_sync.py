@@ -15,7 +15,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from clap_ds.config.files import MOST_BYTES
 from clap_ds.config.schema import CheckpointSettings
-from clap_ds.distributed.collectives import on_first
+from clap_ds.distributed.collectives import run_on_rank0
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
 
@@ -31,7 +31,7 @@ def try_target(url: str | None) -> None:
             raise ValueError(f"clap.checkpoint.remote_sync: {problem}") from error
 
     if url is not None:
-        on_first(lambda: write(url))
+        run_on_rank0(lambda: write(url))
 
 
 class RemoteFolder:

@@ -9,9 +9,9 @@ from pathlib import Path
 from clap_ds.config.metrics import best_metric
 from clap_ds.config.schema import ShardData
 from clap_ds.config.settings import RunSettings
-from clap_ds.distributed.collectives import agreed, on_first, rank
+from clap_ds.distributed.collectives import raise_on_all_ranks, rank, run_on_rank0
 from clap_ds.distributed.init import Ranks
-from clap_ds.distributed.watchdog import doing
+from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.lock import FolderLock
@@ -23,7 +23,7 @@ from clap_ds.weights.load import load_weights
 
 
 @dataclass(frozen=True)
-class Choices:
+class ResumeOptions:
     """Command-line options of resuming. `skip_steps`: first and last step whose batches are skipped."""
 
     restart: bool = False
@@ -55,9 +55,9 @@ def opened_checkpoints(run: RunSettings, ranks: Ranks) -> Iterator[CheckpointFol
     """Lock and open the run's checkpoint folder. A collective; UserError if another run holds it or it isn't writable."""
     folder, data = run.checkpoint_folder, run.clap.data
     lock = FolderLock(folder, ranks.job_folder and ranks.job_folder.parent)
-    with doing("waiting for the checkpoint folder"), agreed():
+    with activity("waiting for the checkpoint folder"), raise_on_all_ranks():
         try:
-            on_first(lock.acquire)
+            run_on_rank0(lock.acquire)
         except (OSError, ValueError) as error:
             raise ValueError(f"{run.path}: clap.checkpoint.folder: {error}") from None
     try:
@@ -78,15 +78,15 @@ def resume(
     engine: ClapEngine,
     checkpoints: CheckpointFolder,
     record: RunDirectory,
-    choices: Choices = Choices(),
+    choices: ResumeOptions = ResumeOptions(),
 ) -> TrainingProgress:
     """Resume from the named or newest checkpoint and return the progress. A collective; raises UserError."""
-    with agreed():
+    with raise_on_all_ranks():
         try:
             found, progress = _load(run, ranks, engine, checkpoints, choices)
         except ValueError as error:
             raise ValueError(f"{run.path}: clap.train.resume: {error}") from None
-    if ranks.is_first and found is not None:
+    if ranks.is_main_process and found is not None:
         record.update_summary(resumed_from=str(found), resumed_at_step=progress.step)
         before, now = len(progress.data), ranks.world_size
         on = "" if now == before else f", on {now} rank(s) instead of {before}"
@@ -95,7 +95,7 @@ def resume(
 
 
 def _load(
-    run: RunSettings, ranks: Ranks, engine: ClapEngine, checkpoints: CheckpointFolder, choices: Choices
+    run: RunSettings, ranks: Ranks, engine: ClapEngine, checkpoints: CheckpointFolder, choices: ResumeOptions
 ) -> tuple[Path | None, TrainingProgress]:
     """Return the loaded checkpoint (None for a new run) and its progress.
 
@@ -104,13 +104,15 @@ def _load(
     """
     wanted, attempt = run.clap.train.resume, ranks.job_folder
     has_path = wanted != "auto" and not choices.restart
-    new_run = f"from {wanted}" if has_path else str(attempt.parent) if attempt else on_first(lambda: uuid.uuid4().hex)
+    new_run = (
+        f"from {wanted}" if has_path else str(attempt.parent) if attempt else run_on_rank0(lambda: uuid.uuid4().hex)
+    )
     is_repeated = has_path or (choices.restart and attempt is not None and attempt.name != "0")
     has_begun = is_repeated and checkpoints.was_begun_by(new_run)
     checkpoints.begin(new_run)
     if choices.restart and not has_begun:
         aside = checkpoints.move_aside()
-        if aside is not None and ranks.is_first:
+        if aside is not None and ranks.is_main_process:
             print(f"starting from scratch; moved the contents of {checkpoints.path} to {aside}", flush=True)
         return None, TrainingProgress()
     path = checkpoints.find(Path(wanted) if has_path and not has_begun else None)

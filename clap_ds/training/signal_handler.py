@@ -10,8 +10,8 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from clap_ds.distributed.collectives import hosts, on_first, rank
-from clap_ds.distributed.error_file import STOPPED, leave_word
+from clap_ds.distributed.collectives import hosts, rank, run_on_rank0
+from clap_ds.distributed.error_file import STOPPED, write_error_file
 from clap_ds.engine.exit_handling import STOP_SIGNALS
 
 LOOK_S = 0.1  # interval at which rank 0 checks whether any rank received a signal
@@ -27,7 +27,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._number = self._found = 0
         self._store = dist.distributed_c10d._get_default_store()
-        self._key = on_first(lambda: f"stop {uuid.uuid4().hex}")
+        self._key = run_on_rank0(lambda: f"stop {uuid.uuid4().hex}")
 
     def ask(self) -> None:
         """Start a collective whose result `wait` returns. Call before each step."""
@@ -52,7 +52,7 @@ class StopRequest:
                 continue
             if number in STOP_SIGNALS and not self._number:  # other signals have their own handlers
                 self._number = number
-                leave_word(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
+                write_error_file(STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
                 with suppress(RuntimeError):  # rank 0, or its host, is gone
                     self._store.set(self._key, str(number))
 

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from clap_ds.config.errors import AgreedError
+from clap_ds.config.errors import CollectiveUserError
 from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.config.schema import ShardData
-from clap_ds.distributed.collectives import agreed, gather, on_first
+from clap_ds.distributed.collectives import gather, raise_on_all_ranks, run_on_rank0
 from clap_ds.distributed.watchdog import ending
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.exit_handling import Interrupted, NonFiniteError
+from clap_ds.engine.exit_handling import NonFiniteError, StopSignal
 from clap_ds.engine.session import Session
-from clap_ds.run_records.timers import standing_still
+from clap_ds.run_records.timers import peer_wait
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.log import TrainingLog
-from clap_ds.training.messages import conclude, how_to_go_on, introduce
-from clap_ds.training.resume import Choices
+from clap_ds.training.messages import how_to_go_on, log_run_end, log_run_start
+from clap_ds.training.resume import ResumeOptions
 from clap_ds.training.signal_handler import StopRequest
 from clap_ds.training.train_state import SavedCheckpoint, Schedule, TrainingProgress
 
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from clap_ds.evaluation.evaluator import Evaluator
 
 
-def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, choices: Choices) -> None:
+def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, choices: ResumeOptions) -> None:
     """Train until `clap.train` is fulfilled.
 
     Raises:
-        AgreedError: evaluation or epochs aren't possible with these settings, or the last checkpoint can't be saved.
+        CollectiveUserError: evaluation or epochs aren't possible with these settings, or the last checkpoint can't be saved.
         NonFiniteError: loss, gradient or weights became NaN or infinite; the message has advice.
         Interrupted: a signal arrived; the state is saved.
     """
     run, begun_at = session.run, progress.step
-    with agreed():
+    with raise_on_all_ranks():
         length = session.batches.statistics().get("epoch_samples")
         schedule = Schedule.of(run, world_size=session.ranks.world_size, epoch_samples=length)
-    with agreed():
+    with raise_on_all_ranks():
         evaluator = _evaluator(session)
     log = TrainingLog(session, schedule, progress, checkpoints.path)
     with StopRequest() as stop:
-        introduce(session, checkpoints, progress, schedule)
+        log_run_start(session, checkpoints, progress, schedule)
         try:
             stopped_by, saved = _run(session, checkpoints, progress, schedule, evaluator, stop, log, choices)
         except NonFiniteError as error:
@@ -55,24 +55,24 @@ def train(session: Session, checkpoints: CheckpointFolder, progress: TrainingPro
         log.close(
             target_metrics=wanted, time_to_target_s=progress.time_to(wanted), stop_reason=progress.reached(wanted)
         )
-        if session.ranks.is_first and progress.step > begun_at:
-            conclude(session, progress, schedule)
+        if session.ranks.is_main_process and progress.step > begun_at:
+            log_run_end(session, progress, schedule)
         dist.barrier()
     if stopped_by:
         assert saved is not None
         stop_signal, lost = (
-            Interrupted(stopped_by),
+            StopSignal(stopped_by),
             "" if saved.saved else f", which could not be saved: {saved.problem}",
         )
         said = f"stopped by {stop_signal} after step {saved.step}{lost}"
         session.record_data()
-        if session.ranks.is_first:
+        if session.ranks.is_main_process:
             session.record.finish(stop_signal.state, said)
             print(f"{said}; the same command without --restart resumes", flush=True)
         dist.barrier()  # the state is recorded before any rank leaves
         raise stop_signal
     if saved is not None and not saved.saved:
-        raise AgreedError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
+        raise CollectiveUserError(f"trained to the end, but the last checkpoint could not be saved: {saved.problem}")
 
 
 def _run(
@@ -83,7 +83,7 @@ def _run(
     evaluator: "Evaluator | None",
     stop: StopRequest,
     log: TrainingLog,
-    choices: Choices,
+    choices: ResumeOptions,
 ) -> tuple[int, SavedCheckpoint | None]:
     """Run the loop. Return the signal that stopped it, or 0, and the result of the last save."""
     clap, engine = session.run.clap, session.engine
@@ -95,7 +95,7 @@ def _run(
         if progress.step + 1 == first_skipped:
             for _ in range((last_skipped - first_skipped + 1) * session.run.gradient_accumulation_steps):
                 next(session.batches)
-            if session.ranks.is_first:
+            if session.ranks.is_main_process:
                 print(f"skipped the batches of steps {first_skipped} to {last_skipped}", flush=True)
         stop.ask()
         loss = engine.step(session.batches, log.begin_step())
@@ -103,7 +103,7 @@ def _run(
         progress.samples += schedule.samples_per_step
         progress.epoch = schedule.epoch(progress.samples)
         log.end_step(loss)
-        with standing_still():
+        with peer_wait():
             stopped_by = stop.wait()
         is_last = schedule.is_done(progress.samples)
         to_evaluate = is_last or _is_due(progress.step, clap.evaluation.every_steps)
@@ -119,7 +119,7 @@ def _run(
             log.evaluated(metrics, chances, time.monotonic() - begun)
         is_over = is_last or progress.reached(wanted) is not None
         if to_save or stopped_by or is_over:
-            if engine.is_lost(loss):  # a saved non-finite state would be resumed forever
+            if engine.loss_not_finite(loss):  # a saved non-finite state would be resumed forever
                 engine.check_loss(at_once=is_over)
                 saved = SavedCheckpoint(progress.step, time.time(), time.time(), problem="the loss isn't finite")
                 continue
@@ -147,7 +147,7 @@ def _evaluate(evaluator: "Evaluator", engine: ClapEngine) -> tuple[dict[str, flo
     try:
         with engine.average.in_place() if engine.average is not None else nullcontext():
             found = evaluator.evaluate(engine.model)
-        return on_first(lambda: (found.metrics, found.chances))  # different devices may differ in the last bit
+        return run_on_rank0(lambda: (found.metrics, found.chances))  # different devices may differ in the last bit
     except NonFiniteEmbeddingsError as error:
         raise NonFiniteError(f"after step {engine.steps} {error}") from None
 

@@ -41,7 +41,7 @@ def test_what_is_printed_is_what_was_fitted() -> None:
         assert row[:3] == [str(small.rates[-1][0]), str(nodes), f"{actual:.1f}"]
         errors = [small.efficiency_percent(small.fit(law).rate(nodes)) - actual for law in LAWS]
         assert list(map(float, row[4:])) == pytest.approx(errors, abs=0.006)
-    means = ", ".join(f"{law} {error:.2f}" for law, error in TINY.foretold_points().items())
+    means = ", ".join(f"{law} {error:.2f}" for law, error in TINY.holdout_errors().items())
     assert f"first: {means}. The band covered 9 of 9." in text
     assert "The band covered 8 of 9." in render(replace(TINY, rates=(*TINY.rates[:-1], (128, 400.0))))
 

@@ -115,5 +115,5 @@ def test_a_projections_figure_holds_measurements_line_and_band() -> None:
     bottom, top = efficiency.get_ylim()
     assert 0.5 * (top - bottom) <= 100 - 87.3
     assert 100 in [line.get_ydata()[0] for line in efficiency.lines if line.get_label() == "ideal"]
-    percents = [series.efficiency_percent(series.fit(series.best_law()).rate(nodes)) for nodes in (128, 512)]
+    percents = [series.efficiency_percent(series.fit(series.select_law()).rate(nodes)) for nodes in (128, 512)]
     assert [long["--"][0][1], long["--"][-1][1]] == pytest.approx(percents)

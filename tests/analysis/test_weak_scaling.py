@@ -67,7 +67,7 @@ def test_fit_recovers_what_made_the_data(law: str, grown: float) -> None:
     """For 512 nodes, log n is 6.2383, 2·(√n - 1) is 43.2548, and n - 1 is 511."""
     made = of_law(law)
     assert 1 / made.fit(law).rate(512) == pytest.approx(1.5e-3 + 0.16e-3 * grown, rel=1e-5)
-    assert made.best_law() == law
+    assert made.select_law() == law
 
 
 def test_scales_weigh_by_their_standard_error_and_what_no_law_explains() -> None:
@@ -84,9 +84,9 @@ def test_hold_outs_are_fitted_on_smaller_scales_alone() -> None:
     (_, one), (_, two), (_, four) = TINY.rates[:3]
     root = 1 / one + (1 / two - 1 / one) * (4**0.5 - 1) / (2**0.5 - 1)  # a + b·√n through two points, by hand
     error = abs(100 / root / one - 100 * four / one)
-    assert TINY.first(3).foretold_points()[USUAL] == pytest.approx(error, abs=1e-6)
-    assert TINY.first(2).foretold_points() == {}
-    assert TINY.first(2).best_law() == USUAL
+    assert TINY.first(3).holdout_errors()[USUAL] == pytest.approx(error, abs=1e-6)
+    assert TINY.first(2).holdout_errors() == {}
+    assert TINY.first(2).select_law() == USUAL
 
 
 def of_runs(rates: dict[int, float], **changes: Any) -> Series:

@@ -45,7 +45,7 @@ class _Engine:
 
 def _breakdown(num_steps: int) -> tuple[dict[str, float] | None, bool]:
     engine = _Engine()
-    ranks = SimpleNamespace(world_size=dist.get_world_size(), is_first=False)
+    ranks = SimpleNamespace(world_size=dist.get_world_size(), is_main_process=False)
     session: Any = SimpleNamespace(engine=engine, batches=None, device=torch.device("cpu"), ranks=ranks)
     with pytest.MonkeyPatch.context() as patch:
         zero = dict.fromkeys(throughput.STEP_PHASES, 0.0)

@@ -39,7 +39,7 @@ def _profiled(root: str, compiled: str, text: str) -> tuple[dict[str, Any], list
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.setattr(session, "compile_towers", partial(compile_towers, backend=counting))
         engine = ClapEngine(run.without("flops_profiler"), model_of(run), DEVICE)
-        with session.ready_to_step(run, ranks, record, engine) as stepping:
+        with session.train_session(run, ranks, record, engine) as stepping:
             engine.step(stepping.batches, TIMER)
             for block in engine.model.audio.blocks():
                 block.attention.kernel = "triton"

@@ -39,11 +39,11 @@ def test_compiled_code_is_kept_where_nobody_else_can_write(tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "clap_ds/triton").mkdir(parents=True)
     (tmp_path / "clap_ds/triton").chmod(0o777)
-    folder = paths.code_folder("triton")
+    folder = paths.compile_cache_dir("triton")
     assert (folder, stat.S_IMODE(folder.stat().st_mode)) == (tmp_path / "clap_ds/triton", 0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(PermissionError, match="another user"):
-        paths.code_folder("triton")
+        paths.compile_cache_dir("triton")
 
 
 def test_commit_is_the_checkouts_own(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from tests.data.test_batch import CPU, assert_equal, random_batch
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-class RecordedPieces:
+class RecordedStream:
     """Return the given micro-batches, count them, and record closing."""
 
     def __init__(self, micro_batches: list[list[Batch]]) -> None:
@@ -28,7 +28,7 @@ class RecordedPieces:
 
 
 def test_a_source_is_closed_when_the_step_fails() -> None:
-    pieces = RecordedPieces([[random_batch(4, seed=2)]])
+    pieces = RecordedStream([[random_batch(4, seed=2)]])
     source = BatchSource(pieces, CPU, copy_ahead=False)
     assert_equal(next(source), random_batch(4, seed=2))
     assert (source.state(), pieces.is_closed) == ({"given": 1}, False)
@@ -40,7 +40,7 @@ def test_a_source_is_closed_when_the_step_fails() -> None:
 @pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, needs_gpu])])
 def test_looking_ahead_takes_nothing(device: torch.device) -> None:
     batches = [random_batch(4, seed) for seed in range(4)]
-    with BatchSource(RecordedPieces([[each] for each in batches]), device, copy_ahead=device.type == "cuda") as source:
+    with BatchSource(RecordedStream([[each] for each in batches]), device, copy_ahead=device.type == "cuda") as source:
         for number, batch in enumerate(batches[:3]):
             assert_equal(source.peek().to(CPU), batch)
             assert source.state() == {"given": number}
@@ -61,7 +61,7 @@ def test_batches_copied_ahead_are_complete(num_pieces: int) -> None:
     starts, given = range(0, 96, size), [*expected, expected[0]]
     pieces = [[batch.rows(start, start + size).pin_memory() for start in starts] for batch in given]
     work, sums = torch.rand(4096, 4096, device=device), []
-    with BatchSource(RecordedPieces(pieces), device, copy_ahead=True) as source:
+    with BatchSource(RecordedStream(pieces), device, copy_ahead=True) as source:
         for number in range(len(expected)):
             assert source.state() == {"given": number}
             batch = next(source)

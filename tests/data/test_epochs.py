@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clap_ds.data.shard_assignment import Deal, Part
+from clap_ds.data.shard_assignment import EpochPartition, Part
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_items, numbers_in, write_tar
@@ -33,7 +33,7 @@ def test_the_parts_of_all_workers_are_an_epoch(
 
     read, opened = Counter[Any](), set[str]()
     for number in range(world_size * num_workers):
-        deal = Deal(tuple(sizes), sum(sizes), world_size, num_workers, piece_size, number)
+        deal = EpochPartition(tuple(sizes), sum(sizes), world_size, num_workers, piece_size, number)
         own, others = deal.parts([*sizes_by_tar], epoch)
         assert samples_in(own).total() == deal.given(epoch + 1) - deal.given(epoch)
         assert samples_in(own) + samples_in(others) == everything

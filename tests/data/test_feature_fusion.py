@@ -13,7 +13,7 @@ from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.config.schema import ShardData
 from clap_ds.data import feature_fusion
 from clap_ds.data.batch import BatchSpec, join
-from clap_ds.data.webdataset import ShardPieces
+from clap_ds.data.webdataset import WebDatasetStream
 from clap_ds.evaluation.clips import Middle, list_clips, load_audio
 from clap_ds.model.patch_embed import longer_rows
 from clap_ds.weights.hf_config import feature_extractor
@@ -60,7 +60,7 @@ def test_evaluation_and_training_read_shards_by_it(tmp_path: Path, tokenizer_dir
     options: dict[str, Any] = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0}
     for audio_dtype, dtype in (("int16", torch.float16), ("float32", torch.float32)):
         data = ShardData(source="webdataset", shards=tar, audio_dtype=audio_dtype, **options)
-        pieces = ShardPieces(data, BatchSpec(model, 12, 4, 0, 1, 0, torch.device("cpu")))
+        pieces = WebDatasetStream(data, BatchSpec(model, 12, 4, 0, 1, 0, torch.device("cpu")))
         (piece,) = next(pieces)
         assert (piece.audio.dtype, tuple(piece.audio.shape)) == (dtype, (4, 4, 101, 16))
         audio = join([piece], torch.device("cpu")).audio

@@ -31,6 +31,6 @@ def test_the_first_batch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None
     """It takes 50 s while workers start, and every other one 1 s."""
     now, pieces = [0.0], mock.MagicMock(kind="mel", prepared="mel")
     pieces.__next__.side_effect = lambda: now.append(now[-1] + (1.0 if now[-1] else 50.0))
-    monkeypatch.setattr(loader_speed, "ShardPieces", lambda *_: pieces)
+    monkeypatch.setattr(loader_speed, "WebDatasetStream", lambda *_: pieces)
     monkeypatch.setattr(loader_speed, "time", mock.Mock(perf_counter=lambda: now[-1]))
     assert loader_speed.measure(mock.Mock(), mock.Mock(micro_batch=4), 3.0).samples_per_s == 4.0

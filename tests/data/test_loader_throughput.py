@@ -3,7 +3,7 @@
 import pytest
 
 from clap_ds.data.front_end import Kind
-from clap_ds.data.loader_throughput import Supply, verdict
+from clap_ds.data.loader_throughput import LoaderThroughput, verdict
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,6 @@ from clap_ds.data.loader_throughput import Supply, verdict
     ],
 )
 def test_verdict(supply: tuple[float, int, Kind], needed: float, said: str) -> None:
-    text = verdict(Supply(*supply), needed, ranks_per_host=2, cores=22)
+    text = verdict(LoaderThroughput(*supply), needed, ranks_per_host=2, cores=22)
     assert said in text
     assert "--kind mel" not in text or supply[2] != "mel"

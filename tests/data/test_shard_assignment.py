@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.data.shard_assignment import Source, expand_shards, expand_sources, share_out
+from clap_ds.data.shard_assignment import Source, assign_shards, expand_shards, expand_sources
 from clap_ds.data.shard_io import check_url
 from tests.data.tars import marked_item, write_tar
 
@@ -53,7 +53,7 @@ def numbered(count: int) -> list[str]:
 def test_every_shard_goes_to_one_worker(num_shards: int, world_size: int, num_workers: int) -> None:
     """If there are too few for all workers, each worker still has one."""
     sources, readers = [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)], world_size * (num_workers or 1)
-    shared = [share_out(sources, False, rank, world_size, num_workers) for rank in range(world_size)]
+    shared = [assign_shards(sources, False, rank, world_size, num_workers) for rank in range(world_size)]
     assert [len(workers) for workers in shared] == [num_workers or 1] * world_size
     for source, given in zip(sources, zip(*chain(*shared), strict=True), strict=True):
         sizes = [len(each.shards) for each in given]

@@ -16,7 +16,7 @@ from clap_ds.config.model import INT16_SCALE, ClapConfig
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
-from clap_ds.data.webdataset import ShardPieces
+from clap_ds.data.webdataset import WebDatasetStream
 from clap_ds.model.tokenizer import load_tokenizer
 from tests.data.conftest import OpenSource
 from tests.data.tars import marked_item, marked_tars, number_of, numbers_in, put, wav, write_tar
@@ -47,7 +47,7 @@ def test_rows_stay_until_the_next_are_asked_for(
     options = {"tokenizer": tokenizer_dir, "num_workers": num_workers, "shuffle_buffer": 0}
     data = ShardData(source="webdataset", shards=marked_tars(tmp_path, 2, 50), **options)
     spec = BatchSpec(micro, 12, micro_batch, 0, 1, 0, torch.device("cpu"))
-    with contextlib.closing(ShardPieces(data, spec)) as pieces:
+    with contextlib.closing(WebDatasetStream(data, spec)) as pieces:
         for _ in range(10):
             rows = [batch.audio for batch in next(pieces)]
             before = torch.cat(rows)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from clap_ds.config.errors import UserError
-from clap_ds.distributed.collectives import agree
+from clap_ds.distributed.collectives import sync_error
 from clap_ds.distributed.init import Ranks, check_hostfile
 from tests import processes
 from tests.rank_pool import RankPool
@@ -75,7 +75,7 @@ def test_ranks_are_as_many_as_the_hostfile_has_slots_and_on_its_hosts(tmp_path: 
 
 def _agree(problem_rank: int | None) -> str | None:
     try:
-        agree("broken" if problem_rank in (dist.get_rank(), -1) else None)
+        sync_error("broken" if problem_rank in (dist.get_rank(), -1) else None)
     except UserError as error:
         return str(error)
     return None
@@ -103,7 +103,7 @@ init.run_command(main)
     [
         (0, "UserError", "error: broken\n"),
         (1, "UserError", f"error: {platform.node()}: rank 1: broken\n"),  # unless a launcher has ended it
-        (1, "AgreedError", ""),
+        (1, "CollectiveUserError", ""),
     ],
 )
 def test_a_mistake_is_shown_once_and_never_lost(rank: int, error: str, message: str) -> None:

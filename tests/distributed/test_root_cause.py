@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from clap_ds.distributed.error_file import ERROR, LOST_PEER, OUT_OF_MEMORY, STALL, STOPPED, UNREACHABLE, USER, Word
-from clap_ds.distributed.root_cause import KILLED, SIGNAL, STEPPING, STILL, Verdict, judge
+from clap_ds.distributed.error_file import ERROR, LOST_PEER, OUT_OF_MEMORY, STALL, STOPPED, UNREACHABLE, USER, RankError
+from clap_ds.distributed.root_cause import HUNG, KILLED, SIGNAL, STEPPING, RootCause, find_root_cause
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 BEGUN = 1_000_000.0
@@ -38,19 +38,19 @@ class Left:
         (self.run / "stacks").mkdir(parents=True)
 
     def stacks(self, rank: int, text: str = "", step: int = 7, at: float = 0.0, host: str = "") -> None:
-        path, doing = self.run / "stacks" / f"rank{rank}.txt", STILL if text.startswith("Timeout") else STEPPING
-        first = {"rank": rank, "host": host or HOSTS[rank], "pid": 1, "doing": doing, "step": step}
+        path, activity = self.run / "stacks" / f"rank{rank}.txt", HUNG if text.startswith("Timeout") else STEPPING
+        first = {"rank": rank, "host": host or HOSTS[rank], "pid": 1, "activity": activity, "step": step}
         path.write_text(f"{json.dumps(first)}  \n{text}")
         os.utime(path, (BEGUN + at, BEGUN + at))
 
     def word(self, rank: int, kind: str, message: str = "it broke", at: float = 0.0, **more: Any) -> None:
         folder = self.run / "errors"
         folder.mkdir(parents=True, exist_ok=True)
-        word = Word(BEGUN + at, rank, HOSTS[rank], kind, message, 1, "", **{"ranks": [], "hosts": [], **more})
+        word = RankError(BEGUN + at, rank, HOSTS[rank], kind, message, 1, "", **{"ranks": [], "hosts": [], **more})
         (folder / f"rank{rank}.json").write_text(json.dumps(asdict(word)))
 
-    def verdict(self, hosts: list[str] | None = None) -> Verdict | None:
-        return judge(self.run, self.job, HOSTS if hosts is None else hosts)
+    def verdict(self, hosts: list[str] | None = None) -> RootCause | None:
+        return find_root_cause(self.run, self.job, HOSTS if hosts is None else hosts)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
     message = "no step for 60 s: rank 2 on own2 …"
     left.word(0, STALL, message, at=61, ranks=[2], hosts=["own2"])
     left.word(1, ERROR, "RuntimeError: NCCL error", at=0)
-    assert left.verdict() == Verdict(message, STALL, [2], ["own2"])
+    assert left.verdict() == RootCause(message, STALL, [2], ["own2"])
 
 
 @pytest.mark.parametrize(
@@ -175,4 +175,4 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
 )
 def test_which_errors_are_a_hosts(left: Left, message: str, at_fault: bool) -> None:
     left.word(2, ERROR, message)
-    assert left.verdict() == Verdict(f"rank 2 on n2: {message}", ERROR, [2], ["n2"] * at_fault)
+    assert left.verdict() == RootCause(f"rank 2 on n2: {message}", ERROR, [2], ["n2"] * at_fault)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from clap_ds.distributed import watchdog
-from clap_ds.distributed.error_file import read_words
-from clap_ds.distributed.root_cause import judge
+from clap_ds.distributed.error_file import read_errors
+from clap_ds.distributed.root_cause import find_root_cause
 from tests import processes
 from tests.training.training_commands import wait_until
 
@@ -37,7 +37,7 @@ def hold_the_lock():
     ctypes.PyDLL(None).usleep(60_000_000)
 
 def compile():
-    with watchdog.doing("compiling"):
+    with watchdog.activity("compiling"):
         time.sleep(6)
 
 def receive_signals():
@@ -50,7 +50,7 @@ def receive_signals():
 ranks, path = Ranks.from_environment(), Path(sys.argv[1])
 if ranks.world_size > 1:
     initialize(ranks)
-error_file.speak_in(path, ranks.rank, "node")
+error_file.set_error_dir(path, ranks.rank, "node")
 watchdog.start(path, ranks.rank, "node")
 for number in range(1, 9):
     if ranks.rank == ranks.world_size - 1 and number == 5:
@@ -78,7 +78,7 @@ def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -
     assert "rank 2 on node in hold_the_lock" in summary["error"]
     assert summary["error"] in first.stderr
     assert "no step" not in second.stderr, "only one rank reports"
-    verdict = judge(tmp_path, None, ())
+    verdict = find_root_cause(tmp_path, None, ())
     assert verdict is not None
     assert (verdict.kind, verdict.ranks, verdict.hosts) == ("stall", [2], ["node"])
 
@@ -86,7 +86,7 @@ def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -
 def test_a_crash_is_named_with_its_signal(tmp_path: Path) -> None:
     first, second = _run(tmp_path, "crash")
     assert (first.wait(), second.wait()) == (1, -signal.SIGSEGV)
-    verdict = judge(tmp_path, None, ())
+    verdict = find_root_cause(tmp_path, None, ())
     assert verdict is not None
     assert "rank 1 on node: Segmentation fault in string_at" in verdict.message
     assert (verdict.kind, verdict.hosts) == ("signal", ["node"])
@@ -102,9 +102,9 @@ def test_a_signal_that_the_main_thread_cannot_take_leaves_a_word(tmp_path: Path)
     (alone,) = _run(tmp_path, "receive_signals", 1)
     wait_until(lambda: "ready" in alone.stdout)
     alone.send_signal(signal.SIGTERM)
-    wait_until(lambda: bool(read_words(tmp_path)))
+    wait_until(lambda: bool(read_errors(tmp_path)))
     alone.kill()
-    (word,) = read_words(tmp_path)
+    (word,) = read_errors(tmp_path)
     assert (word.kind, word.code, word.host) == ("stopped", 143, "node")
 
 
@@ -133,7 +133,7 @@ def test_limit_by_the_steps_so_far(
         monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda now=now: now))
         watchdog.step(1)
     assert limits[-1] == limit_s
-    with watchdog.doing("saving"):
+    with watchdog.activity("saving"):
         assert limits[-1] == 1800
         monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now + 10_000))
     watchdog.step(2)

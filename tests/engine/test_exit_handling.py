@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.config.errors import AgreedError
+from clap_ds.config.errors import CollectiveUserError
 from clap_ds.distributed import error_file, init
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.exit_handling import (
-    Interrupted,
     NonFiniteError,
-    ending_of,
+    StopSignal,
     is_connection_lost,
     is_out_of_memory,
-    recorded_ending,
+    outcome_of,
+    record_outcome,
 )
 from clap_ds.run_records.run_dir import RunDirectory
 
@@ -25,7 +25,7 @@ LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]
 
 
 @pytest.mark.parametrize(
-    ("error", "is_memory", "is_lost"),
+    ("error", "is_memory", "loss_not_finite"),
     [
         (torch.OutOfMemoryError("Tried to allocate 20.00 MiB"), True, False),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"), True, False),
@@ -43,18 +43,18 @@ LOST = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]
     ],
 )
 def test_exhausted_memory_and_a_lost_rank_are_told_from_other_errors(
-    error: Exception, is_memory: bool, is_lost: bool
+    error: Exception, is_memory: bool, loss_not_finite: bool
 ) -> None:
-    assert (is_out_of_memory(error), is_connection_lost(error)) == (is_memory, is_lost)
+    assert (is_out_of_memory(error), is_connection_lost(error)) == (is_memory, loss_not_finite)
 
 
 STOPPED, AT = "stopped by SIGUSR1", "rank 0: out of memory at 616 on H100, after a peak of 3.0 GB"
 GONE = f"rank 0: another rank is gone: its connection to this one was lost ({LOST})"
 ENDS: list[tuple[Any, ...]] = [
     (None, None, "completed", None, None, ""),
-    (AgreedError("no such field"), None, "failed", "no such field", None, ""),
-    (Interrupted(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", error_file.STOPPED, "stopped by SIGTERM"),
-    (Interrupted(signal.SIGUSR1), 138, "timeout", STOPPED, error_file.STOPPED, STOPPED),
+    (CollectiveUserError("no such field"), None, "failed", "no such field", None, ""),
+    (StopSignal(signal.SIGTERM), 143, "terminated", "stopped by SIGTERM", error_file.STOPPED, "stopped by SIGTERM"),
+    (StopSignal(signal.SIGUSR1), 138, "timeout", STOPPED, error_file.STOPPED, STOPPED),
     (NonFiniteError("NaN at step 2"), 1, "failed", "NaN at step 2", error_file.ERROR, "error: rank 0: NaN at step 2"),
     (ValueError("no shard"), 1, "failed", "rank 0: no shard", error_file.ERROR, "error: rank 0: no shard"),
     (
@@ -89,14 +89,14 @@ def test_every_end_is_recorded_once(
     monkeypatch.setattr(init, "leave", leave)
     monkeypatch.setattr("clap_ds.engine.exit_handling.dist.barrier", lambda: None)
     monkeypatch.setattr("clap_ds.engine.exit_handling.peak_memory_bytes", lambda device: 3 * 10**9)
-    error_file.speak_in(tmp_path, 0, "node1")
+    error_file.set_error_dir(tmp_path, 0, "node1")
     before = signal.getsignal(signal.SIGTERM)
     record, ended = RunDirectory(tmp_path), None
     try:
-        with recorded_ending(record, Ranks(0, 1, 0, 1), "616 on H100"):
+        with record_outcome(record, Ranks(0, 1, 0, 1), "616 on H100"):
             if error is not None:
                 raise error
-    except (SystemExit, AgreedError) as found:
+    except (SystemExit, CollectiveUserError) as found:
         ended = getattr(found, "code", None)
     assert (ended, signal.getsignal(signal.SIGTERM)) == (code, before)
     record.finish("failed", "a later consequence")
@@ -108,14 +108,14 @@ def test_every_end_is_recorded_once(
 
 
 def test_who_runs_out_of_memory_is_told_what_to_change() -> None:
-    said = ending_of(MemoryError("20 MiB"), 0, "micro-batch 616").said or ""
+    said = outcome_of(MemoryError("20 MiB"), 0, "micro-batch 616").said or ""
     assert "train_micro_batch_size_per_gpu" in said
 
 
 def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     monkeypatch.setattr(init, "leave", left.append)
-    with recorded_ending(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), ""):
+    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), ""):
         signal.raise_signal(signal.SIGINT)
     assert left == [128 + signal.SIGINT]
     assert RunDirectory(tmp_path).summary()["state"] == "terminated"  # every rank records it

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from clap_ds.config.errors import AgreedError
+from clap_ds.config.errors import CollectiveUserError
 from clap_ds.config.settings import load_run
-from clap_ds.distributed.collectives import agreed
+from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.factory import fetch_from_hub
 from clap_ds.engine.session import check_deepspeed_sections
@@ -39,7 +39,7 @@ def _refusal() -> tuple[str, int]:
     ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2)
     run = settings(model={"preset": "htsat_tiny_roberta_base", "pretrained_text": True})
     with mock.patch.object(hub, "load_by_name", side_effect=ValueError("not on the hub")) as load:
-        with pytest.raises(AgreedError) as refused, agreed():
+        with pytest.raises(CollectiveUserError) as refused, raise_on_all_ranks():
             fetch_from_hub(run, ranks)
         return str(refused.value), load.call_count
 

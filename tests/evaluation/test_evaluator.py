@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from clap_ds.config.errors import AgreedError
+from clap_ds.config.errors import CollectiveUserError
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import load_preset
 from clap_ds.config.schema import EvaluationSettings
@@ -116,7 +116,7 @@ def test_features_are_evaluated_as_the_audio_they_were_made_of(
     expected, found = (make(settings_for(shards), clip_tokenizer).evaluate(micro_model()) for shards in (encoded, mel))
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
     both = EvaluationSettings.model_validate({"retrieval": {"shards": encoded}, "zero_shot": {"shards": mel}})
-    with pytest.raises(AgreedError, match="mixed"):
+    with pytest.raises(CollectiveUserError, match="mixed"):
         make(both, clip_tokenizer)
 
 
@@ -173,7 +173,7 @@ def test_broken_clips_are_counted_and_named(
 
 def refusal_on_ranks(shards_by_rank: list[list[str]], tokenizer: str) -> str:
     ranks = ranks_here()
-    with pytest.raises(AgreedError) as caught:
+    with pytest.raises(CollectiveUserError) as caught:
         make(settings_for(shards_by_rank[ranks.rank]), tokenizer, ranks)
     return str(caught.value)
 
@@ -205,5 +205,5 @@ def test_mistakes_name_their_field(
     tmp_path: Path, clip_tokenizer: str, task: str | None, members: list[tuple[str, bytes]], changes: Any, message: str
 ) -> None:
     settings = {task or "retrieval": {"shards": str(write_tar(tmp_path / "a.tar", members)), **changes}}
-    with pytest.raises((AgreedError, ValueError), match=rf"^clap\.evaluation\.{message}"):
+    with pytest.raises((CollectiveUserError, ValueError), match=rf"^clap\.evaluation\.{message}"):
         make(EvaluationSettings.model_validate(settings), clip_tokenizer if task else None).evaluate(micro_model())

@@ -10,34 +10,34 @@ from typing import Any
 import pytest
 
 from clap_ds.distributed import error_file
-from clap_ds.launch.attempt import Ending, ending_of
+from clap_ds.launch.attempt import AttemptOutcome, outcome_of
 
 RANKS = ["n1", "n1", "n2", "n2"]
 GONE, STOPPED = ("lost_peer", "closed by peer"), ("stopped", "stopped by SIGTERM")
 SAVED = {"checkpoints": [{"saved": True}], "step": 9}
 
 
-Ended = Callable[..., Ending]
+Ended = Callable[..., AttemptOutcome]
 
 
 @pytest.fixture
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
-    """Call `ending_of` for a run with this summary (None: no run) and errors by rank, in order of time."""
+    """Call `outcome_of` for a run with this summary (None: no run) and errors by rank, in order of time."""
 
     def ended(
         code: int, summary: dict[str, Any] | None, errors: dict[int, tuple[str, str]] | None = None, *,
         stopped: signal.Signals | None = None, lost: dict[str, str] | None = None,
-    ) -> Ending:  # fmt: skip
+    ) -> AttemptOutcome:  # fmt: skip
         if summary is not None:
             (tmp_path / "run").mkdir()
             (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
             (tmp_path / "run_directory").write_text(f"{tmp_path / 'run'}\n")
         monkeypatch.setattr(error_file, "_place", None)
         for rank, (kind, text) in (errors or {}).items():
-            error_file.speak_in(tmp_path, rank, RANKS[rank])
-            error_file.leave_word(kind, text, 1)
+            error_file.set_error_dir(tmp_path, rank, RANKS[rank])
+            error_file.write_error_file(kind, text, 1)
             time.sleep(0.002)
-        return ending_of(code, tmp_path, RANKS, stopped, lost or {})
+        return outcome_of(code, tmp_path, RANKS, stopped, lost or {})
 
     return ended
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clap_ds.distributed import error_file
-from clap_ds.launch.preflight import hosts_of, judge, lines, odd_hosts, slow_ones
+from clap_ds.launch.preflight import evaluate, hosts_of, lines, odd_hosts, slow_ones
 
 SILENT = "unreachable, or starts no rank:"
 
@@ -33,9 +33,9 @@ def test_verdict(
         ranks = [{"wrong": wrong * rank, "tflops": 1.0, "links": []} for rank in range(2)]
         (tmp_path / "measured.json").write_text(json.dumps({"bus_gb_per_s": 1.5, "ranks": ranks}))
     monkeypatch.setattr(error_file, "_place", None)
-    error_file.speak_in(tmp_path, 1, "n2")
-    error_file.leave_word(error_file.ERROR, "CUDA error: ECC", 1)
-    problems, shown = judge({"n1": 1, "n2": 1}, 1, tmp_path)
+    error_file.set_error_dir(tmp_path, 1, "n2")
+    error_file.write_error_file(error_file.ERROR, "CUDA error: ECC", 1)
+    problems, shown = evaluate({"n1": 1, "n2": 1}, 1, tmp_path)
     assert problems == [f"problem: {problem}"] * bool(problem)
     assert ("all-reduce: 1.50 GB/s" in shown) == (wrong is not None)
 

@@ -11,7 +11,7 @@ import pytest
 
 from clap_ds.config.errors import UserError
 from clap_ds.distributed.init import SECRET, Ranks
-from clap_ds.launch.attempt import Ending
+from clap_ds.launch.attempt import AttemptOutcome
 from clap_ds.launch.supervisor import RunningJob, parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +25,8 @@ run = folder.parents[1] / "run"
 run.mkdir()
 (folder / "run_directory").write_text(f"{run}\\n")
 (run / "summary.json").write_text(json.dumps({"state": "running"}))
-error_file.speak_in(folder, 0, os.uname().nodename)
-error_file.leave_word("error", "KeyError: no such key", 1)
+error_file.set_error_dir(folder, 0, os.uname().nodename)
+error_file.write_error_file("error", "KeyError: no such key", 1)
 sys.exit(143)
 """
 
@@ -77,7 +77,7 @@ def _job(folder: Path, hosts: int, *options: str) -> RunningJob:
     return RunningJob(parse_arguments(words))
 
 
-LOST = Ending("failed", "lost n2: down*", 1, ["n2"])
+LOST = AttemptOutcome("failed", "lost n2: down*", 1, ["n2"])
 
 
 def test_spare_hosts_take_over(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
     job = _job(tmp_path, 4, "--spare_nodes", "2")
     for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
         assert [*job.choose_hosts()] == hosts.split()
-        job.note(Ending("failed", f"lost {lost}", 1, [lost]), job.slots, "now")
+        job.note(AttemptOutcome("failed", f"lost {lost}", 1, [lost]), job.slots, "now")
     assert job.choose_hosts() == {}, "n1 must not be used though it is allocated"
     # SLURM may allocate the same hosts again after a requeue.
     job.start, job.slots = 1, {"n1": 4, "n2": 4}
@@ -99,15 +99,15 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
         (LOST, 0, None, True),
         (LOST, 1, None, False),  # as often as allowed
         (LOST, 0, signal.SIGTERM, False),  # cancelled
-        (Ending("failed", "KeyError: 'loss'", 1), 0, None, False),  # the program's fault
-        (Ending("timeout", "saved", 0), 5, signal.SIGUSR1, True),  # unfinished training
-        (Ending("timeout", "not saved", 138), 0, signal.SIGUSR1, False),
+        (AttemptOutcome("failed", "KeyError: 'loss'", 1), 0, None, False),  # the program's fault
+        (AttemptOutcome("timeout", "saved", 0), 5, signal.SIGUSR1, True),  # unfinished training
+        (AttemptOutcome("timeout", "not saved", 138), 0, signal.SIGUSR1, False),
     ],
 )
 def test_when_slurm_is_asked_for_another_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    ending: Ending,
+    ending: AttemptOutcome,
     requeued: int,
     stopped: signal.Signals | None,
     asks: bool,

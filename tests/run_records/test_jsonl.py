@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.run_records.jsonl import Stream
+from clap_ds.run_records.jsonl import JsonlWriter
 
 
 def test_a_restart_goes_on_where_it_resumes(tmp_path: Path) -> None:
     lines = tmp_path / "history.jsonl"
     for first, resumed, train_s in ((1, 0, 0.0), (4, 3, 40.0)):  # repeated training counts, too
-        each = Stream(lines)
-        assert each.forget_after(resumed) == train_s
+        each = JsonlWriter(lines)
+        assert each.truncate_after(resumed) == train_s
         for step in range(first, first + 4):
             each.append({"step": step, "loss": first + step / 10, "train_s": 10.0 * step})
         each.close()
@@ -28,7 +28,7 @@ def test_a_restart_goes_on_where_it_resumes(tmp_path: Path) -> None:
 
 def test_a_full_disk_costs_lines_and_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file size limit simulates a full disk."""
-    each, limits = Stream(tmp_path / "metrics.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    each, limits = JsonlWriter(tmp_path / "metrics.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
     each.append({"step": 1})
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))

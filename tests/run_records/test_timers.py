@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from clap_ds.run_records.timers import PhaseTimer, StepClock, standing_still
+from clap_ds.run_records.timers import PhaseTimer, StepClock, peer_wait
 
 CPU = torch.device("cpu")
 
@@ -21,16 +21,16 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def test_step_clock_counts_steps_and_covers_them_and_tells_what_is_own(passes: Callable[[float], None]) -> None:
     clock = StepClock(CPU)
     for _ in range(2):
-        with standing_still():
+        with peer_wait():
             passes(32.0)  # outside all steps
         clock.start()
         for seconds in (1.0, 2.0, 4.0):
             passes(seconds)
             for part in (0.125, seconds / 4):
-                with standing_still():
+                with peer_wait():
                     passes(part)
             clock.mark()
-        with standing_still():
+        with peer_wait():
             passes(0.5)
         assert clock.stop() == (9.625, [1.375, 2.625, 5.125], [1.0, 2.0, 4.0])
 

@@ -21,7 +21,7 @@ from torch.distributed import get_world_size as world_size
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch
-from clap_ds.distributed.collectives import gather, judged
+from clap_ds.distributed.collectives import gather, reduce_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
@@ -32,7 +32,7 @@ from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training import checkpoint
 from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.resume import Choices, opened_checkpoints, resume
+from clap_ds.training.resume import ResumeOptions, opened_checkpoints, resume
 from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.formats import load_safetensors
@@ -92,7 +92,7 @@ def batches(start: int) -> Iterator[Batch]:
 def losses(engine: ClapEngine, start: int, number: int) -> list[float]:
     """Return the global batch's loss per step."""
     source = batches(start)
-    return [judged(float(engine.step(source, TIMER)), fmean) for _ in range(number)]
+    return [reduce_on_rank0(float(engine.step(source, TIMER)), fmean) for _ in range(number)]
 
 
 def trained_engine(steps: int = 1) -> ClapEngine:
@@ -241,7 +241,7 @@ def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accep
     return "".join(warnings), (rate, same, losses(other, other.steps, 1)[0], other.deepspeed.get_lr()[0])
 
 
-def starts(folder: str, jobs: list[str], choices: Choices, wanted: str = "auto") -> list[int]:
+def starts(folder: str, jobs: list[str], choices: ResumeOptions, wanted: str = "auto") -> list[int]:
     """Return the steps at which starts of one command begin, given their job attempts, in a folder with step 5 of another run;
     each start saves one more step."""
     trained = trained_engine()

@@ -10,7 +10,7 @@ import pytest
 from clap_ds.config.schema import CheckpointSettings
 from clap_ds.training.checkpoint import CheckpointFolder
 from clap_ds.training.remote_sync import RemoteFolder
-from clap_ds.training.resume import Choices
+from clap_ds.training.resume import ResumeOptions
 from clap_ds.weights.checkpoint_files import STATE, Manifest
 from tests.rank_pool import RankPool
 from tests.training import checkpoint_ranks as ranks
@@ -109,14 +109,14 @@ def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> N
 @pytest.mark.parametrize(
     ("choices", "resume", "jobs", "begun_at"),
     [
-        (Choices(restart=True), "auto", ["7.ab/0", "7.ab/1", "8.cd/0", "8.cd/1"], [0, 1, 0, 1]),
-        (Choices(), "{}/step-00000005", ["7.ab/0", "7.ab/1", "8.cd/0", ""], [5, 6, 7, 8]),
-        (Choices(), "auto", ["", ""], [5, 6]),
+        (ResumeOptions(restart=True), "auto", ["7.ab/0", "7.ab/1", "8.cd/0", "8.cd/1"], [0, 1, 0, 1]),
+        (ResumeOptions(), "{}/step-00000005", ["7.ab/0", "7.ab/1", "8.cd/0", ""], [5, 6, 7, 8]),
+        (ResumeOptions(), "auto", ["", ""], [5, 6]),
     ],
     ids=["restart", "path", "auto"],
 )
 def test_a_job_does_once_what_its_command_says_of_the_beginning(
-    one_rank: RankPool, tmp_path: Path, choices: Choices, resume: str, jobs: list[str], begun_at: list[int]
+    one_rank: RankPool, tmp_path: Path, choices: ResumeOptions, resume: str, jobs: list[str], begun_at: list[int]
 ) -> None:
     assert one_rank.run(ranks.starts, str(tmp_path / "here"), jobs, choices, resume) == [begun_at]
 

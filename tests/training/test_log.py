@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clap_ds.data.loader_throughput import Supply
+from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.engine.session import Session
 from clap_ds.run_records import environment
 from clap_ds.run_records.run_dir import RunDirectory
-from clap_ds.training.log import WINDOWS, Pace, TrainingLog
+from clap_ds.training.log import WINDOWS, ThroughputMeter, TrainingLog
 from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
 from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
@@ -33,7 +33,7 @@ def _lasting(step: int) -> float:
 @pytest.mark.parametrize(("steps", "windows"), [(1, 2), (7, 41), (1, 2050)])
 def test_the_rate_is_all_samples_over_all_seconds_however_long_the_run(steps: int, windows: int) -> None:
     """The first window is excluded."""
-    pace, seconds = Pace(16, 2), 0.0
+    pace, seconds = ThroughputMeter(16, 2), 0.0
     for number in range(windows):
         step_s = [_lasting(1 + number * steps + step) for step in range(steps)]
         pace.add(sum(step_s), 0.25 * steps, step_s)
@@ -47,7 +47,7 @@ def test_the_rate_is_all_samples_over_all_seconds_however_long_the_run(steps: in
     assert found["data_wait_percent"] == pytest.approx(100 * samples / 16 * 0.25 / seconds)
     if windows > 40:
         assert found["step_time_s"] == {"median": 1.0, "p95": 4.0}
-    assert Pace(16, 2).summary() == {}
+    assert ThroughputMeter(16, 2).summary() == {}
 
 
 def _logged(folder: str) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def _logged(folder: str) -> dict[str, Any]:
     engine: Any = SimpleNamespace(deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale))
     engine.count_skipped = engine.check_loss = lambda: None
     schedule: Any = SimpleNamespace(ahead=lambda samples: (6, 48), samples_per_step=20)
-    ranks: Any = SimpleNamespace(is_first=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
+    ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
     scalars: list[Any] = []
-    record, batches = RunDirectory(Path(folder)), SimpleNamespace(supply=lambda: Supply(1000.0, 4, "encoded"))
+    record, batches = RunDirectory(Path(folder)), SimpleNamespace(supply=lambda: LoaderThroughput(1000.0, 4, "encoded"))
     rest: Any = (record, engine, batches, SimpleNamespace(write=scalars.extend))
     session = Session(reference.settings(), ranks, torch.device("cpu"), *rest)  # type: ignore[arg-type]
     progress = TrainingProgress(train_s=1000.0)
