@@ -99,14 +99,14 @@ def run_attempt(
     code = _wait(child, launcher, folder, stopped)
     in_job = slurm.job_id() if code and stopped() is None else None
     ranks = [host for host, count in hosts.items() for _ in range(count)]
-    ending = outcome_of(code, folder, ranks, stopped(), slurm.lost_nodes([*hosts]) if in_job else {})
-    if in_job and ending.is_unclear and (silent := slurm.silent_nodes([*hosts])):
-        ending = outcome_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"))
+    outcome = outcome_of(code, folder, ranks, stopped(), slurm.lost_nodes([*hosts]) if in_job else {})
+    if in_job and outcome.is_unclear and (silent := slurm.silent_nodes([*hosts])):
+        outcome = outcome_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"))
     if run := run_directory_of(folder):  # the ranks may not have recorded the outcome, or less exactly
-        run.finish(ending.state, ending.message or None)
-        if run.summary().get("state") != ending.state or (stopped() is None and ending.state == "failed"):
-            run.update_summary(state=ending.state, error=ending.message or None)
-    return ending
+        run.finish(outcome.state, outcome.message or None)
+        if run.summary().get("state") != outcome.state or (stopped() is None and outcome.state == "failed"):
+            run.update_summary(state=outcome.state, error=outcome.message or None)
+    return outcome
 
 
 def _wait(child: subprocess.Popen[bytes], launcher: Launcher, folder: Path, stopped: Stopped) -> int:

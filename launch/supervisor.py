@@ -68,11 +68,11 @@ class RunningJob:
         self._record()
         hosts = self.choose_hosts()
         while True:
-            ending = self._attempt(hosts)
-            hosts = self.choose_hosts() if is_mended_without(ending) and not self.stopped else {}
+            outcome = self._attempt(hosts)
+            hosts = self.choose_hosts() if is_mended_without(outcome) and not self.stopped else {}
             if not hosts:
-                return self._finish(ending)
-            _say(f"error: {ending.message}\nrestarting without {', '.join(ending.hosts)}")
+                return self._finish(outcome)
+            _say(f"error: {outcome.message}\nrestarting without {', '.join(outcome.hosts)}")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.stopped = self.stopped or signal.Signals(number)
@@ -105,39 +105,39 @@ class RunningJob:
         words = [*self.arguments.command]
         if CONFIG in words:
             words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
-        ending = run_attempt(self._launcher(), hosts, words, folder, lambda: self.stopped)
-        self.note(ending, hosts, started)
+        outcome = run_attempt(self._launcher(), hosts, words, folder, lambda: self.stopped)
+        self.note(outcome, hosts, started)
         self._record()
-        return ending
+        return outcome
 
-    def note(self, ending: AttemptOutcome, hosts: Iterable[str], started: str) -> None:
+    def note(self, outcome: AttemptOutcome, hosts: Iterable[str], started: str) -> None:
         """Record an attempt."""
         self.attempts.append({
-            "hosts": [*hosts], "started": started, "finished": _now(), "state": ending.state, "error": ending.message or None,
-            "at_fault": ending.hosts, "start": self.start, "requeued": False,
+            "hosts": [*hosts], "started": started, "finished": _now(), "state": outcome.state, "error": outcome.message or None,
+            "at_fault": outcome.hosts, "start": self.start, "requeued": False,
         })  # fmt: skip
 
-    def _finish(self, ending: AttemptOutcome) -> int:
+    def _finish(self, outcome: AttemptOutcome) -> int:
         """Report and record the outcome, requeue the job if that helps, and return the exit code."""
-        self.attempts[-1]["requeued"] = again = self.asks_for_another_start(ending)
+        self.attempts[-1]["requeued"] = again = self.asks_for_another_start(outcome)
         run = run_directory_of(self.folder / "attempts" / str(len(self.attempts) - 1))
         self._record(
-            state=ending.state, error=ending.message or None, exit_code=ending.code, finished=_now(),
+            state=outcome.state, error=outcome.message or None, exit_code=outcome.code, finished=_now(),
             run_directory=str(run.path) if run else None, seconds=round(time.monotonic() - self.began, 1),
         )  # fmt: skip
-        if ending.message:
-            _say(f"{'error: ' if ending.code else ''}{ending.message}")
+        if outcome.message:
+            _say(f"{'error: ' if outcome.code else ''}{outcome.message}")
         if again:
             self._start_anew()
-        return ending.code
+        return outcome.code
 
-    def asks_for_another_start(self, ending: AttemptOutcome) -> bool:
+    def asks_for_another_start(self, outcome: AttemptOutcome) -> bool:
         if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
             return False
-        if self.arguments.auto_requeue and ending.state == "timeout" and ending.code == 0:
+        if self.arguments.auto_requeue and outcome.state == "timeout" and outcome.code == 0:
             return True
         done = sum(attempt["requeued"] for attempt in self.attempts)
-        return is_mended_without(ending) and done < self.site.requeues
+        return is_mended_without(outcome) and done < self.site.requeues
 
     def _start_anew(self) -> None:
         for number in STOPS:
@@ -153,9 +153,9 @@ class RunningJob:
         RunDirectory(self.folder).write_json("job.json", self._recorded)
 
 
-def is_mended_without(ending: AttemptOutcome) -> bool:
+def is_mended_without(outcome: AttemptOutcome) -> bool:
     """Return whether another attempt without the blamed hosts may succeed."""
-    return ending.state == "failed" and bool(ending.hosts)
+    return outcome.state == "failed" and bool(outcome.hosts)
 
 
 def _say(text: str) -> None:

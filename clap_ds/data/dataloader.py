@@ -65,8 +65,8 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     def statistics(self) -> dict[str, Any]:
         return self._pieces.statistics()
 
-    def supply(self) -> LoaderThroughput | None:
-        return self._pieces.supply()
+    def throughput(self) -> LoaderThroughput | None:
+        return self._pieces.throughput()
 
     def close(self) -> None:
         if self._ahead and self._ahead[1]:

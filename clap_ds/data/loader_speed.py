@@ -15,7 +15,7 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset, preset_argument
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.loader_throughput import MARGIN, LoaderThroughput, verdict
+from clap_ds.data.loader_throughput import MARGIN, LoaderThroughput, describe
 from clap_ds.data.shard_assignment import expand_shards, tokenizer_beside
 from clap_ds.data.shard_size import RATES
 from clap_ds.data.webdataset import WebDatasetStream
@@ -36,7 +36,7 @@ def measure(data: ShardData, spec: BatchSpec, seconds: float) -> LoaderThroughpu
 
 def workers_needed(supplies: Sequence[LoaderThroughput], needed: float) -> int:
     """Return the number of workers for `MARGIN` times the needed samples per second, extrapolating if necessary."""
-    enough = (supply.num_workers for supply in supplies if supply.samples_per_s >= MARGIN * needed)
+    enough = (throughput.num_workers for throughput in supplies if throughput.samples_per_s >= MARGIN * needed)
     return next(enough, supplies[-1].workers_for(needed))
 
 
@@ -68,13 +68,13 @@ def run_measure(options: argparse.Namespace) -> None:
         print("workers  samples/s  per worker")
         for workers in sorted({2**power for power in range(most.bit_length())} | {most}):
             data = ShardData(source="webdataset", shards=shards, tokenizer=tokenizer, num_workers=workers)
-            supplies.append(supply := measure(data, spec, options.seconds))
-            rate = supply.samples_per_s
+            supplies.append(throughput := measure(data, spec, options.seconds))
+            rate = throughput.samples_per_s
             print(f"{workers:7d} {rate:10.1f} {rate / workers:11.1f}", flush=True)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     at = ", ".join(f"{workers_needed(supplies, rate):,} at {rate:,.0f}" for rate in RATES)
     print(f"cores per GPU, including a margin of {MARGIN - 1:.0%}: {at} samples/s")
     if options.target_samples_per_s:
-        best = max(supplies, key=lambda supply: supply.samples_per_s)
-        print(verdict(best, options.target_samples_per_s, ranks_per_host=ranks, cores=cores))
+        best = max(supplies, key=lambda throughput: throughput.samples_per_s)
+        print(describe(best, options.target_samples_per_s, ranks_per_host=ranks, cores=cores))

@@ -24,22 +24,22 @@ class LoaderThroughput(NamedTuple):
         return math.ceil(MARGIN * needed * self.num_workers / self.samples_per_s)
 
 
-def verdict(supply: LoaderThroughput, needed: float, *, ranks_per_host: int, cores: int) -> str:
+def describe(throughput: LoaderThroughput, needed: float, *, ranks_per_host: int, cores: int) -> str:
     """Report whether the loader sustains the `needed` clips per second of a rank's step, and what to do if not."""
-    if supply.num_workers == 0:
-        share = needed / supply.samples_per_s
+    if throughput.num_workers == 0:
+        share = needed / throughput.samples_per_s
         return f"clap.data.num_workers: 0: loading in the training process makes each step {share:.0%} longer"
-    wanted = supply.workers_for(needed)
+    wanted = throughput.workers_for(needed)
     found = (
-        f"clap.data: {supply.num_workers} worker(s) can load {supply.samples_per_s:,.0f} clips/s,"
+        f"clap.data: {throughput.num_workers} worker(s) can load {throughput.samples_per_s:,.0f} clips/s,"
         f" their rank's step needs {needed:,.0f}"
     )
-    if wanted <= supply.num_workers:
+    if wanted <= throughput.num_workers:
         return f"{found}: enough"
-    waits = "the step will wait" if needed > supply.samples_per_s else f"margin below {MARGIN - 1:.0%}"
+    waits = "the step will wait" if needed > throughput.samples_per_s else f"margin below {MARGIN - 1:.0%}"
     in_all = wanted * ranks_per_host
     enough = "enough" if in_all + ranks_per_host <= cores else "NOT enough"
     has = f"{in_all} worker(s) and {ranks_per_host} training process(es) on this host's {cores} cores: {enough}"
-    less = f"; prepared shards need fewer (clap-shards prepare --kind {supply.prepared})"
-    prepare = "" if supply.kind == supply.prepared else less
+    less = f"; prepared shards need fewer (clap-shards prepare --kind {throughput.prepared})"
+    prepare = "" if throughput.kind == throughput.prepared else less
     return f"{found}: {waits}. Set clap.data.num_workers to {wanted} ({has}){prepare}"

@@ -49,7 +49,7 @@ class SyntheticStream:
     def state(self) -> dict[str, Any]:
         return {"source": "synthetic", "batches": self._num_given}
 
-    def supply(self) -> None:
+    def throughput(self) -> None:
         return None
 
     def statistics(self) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class WebDatasetStream:
         self._made_in_s += piece.made_in_s
         return piece, batch
 
-    def supply(self) -> LoaderThroughput | None:
+    def throughput(self) -> LoaderThroughput | None:
         if not self._made_in_s:
             return None
         rate = max(self.num_workers, 1) * self._made / self._made_in_s

@@ -101,7 +101,13 @@ class Watch:
 
     def _note(self, activity: str) -> None:
         """Write the file's header, of constant length."""
-        content = {"rank": self._rank, "host": self._host, "pid": os.getpid(), "activity": activity, "step": self._steps}
+        content = {
+            "rank": self._rank,
+            "host": self._host,
+            "pid": os.getpid(),
+            "activity": activity,
+            "step": self._steps,
+        }
         with suppress(OSError):  # a full disk
             os.pwrite(self._file, f"{json.dumps(content):<{FIRST_LINE_BYTES - 1}}\n".encode(), 0)
             os.fsync(self._file)  # for other hosts
@@ -140,13 +146,13 @@ class Watch:
                 os._exit(1)
 
     def _speak(self) -> None:
-        if not (verdict := find_root_cause(self._run, None, ())):
+        if not (cause := find_root_cause(self._run, None, ())):
             return
-        if verdict.kind == STALL:
+        if cause.kind == STALL:
             # Keep this verdict: a stopped rank may write its stacks after the others have exited.
-            write_error_file(STALL, verdict.message, 1, ranks=verdict.ranks, hosts=verdict.hosts)
-        RunDirectory(self._run).finish("failed", verdict.message)
-        print(f"error: {printable(verdict.message)}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
+            write_error_file(STALL, cause.message, 1, ranks=cause.ranks, hosts=cause.hosts)
+        RunDirectory(self._run).finish("failed", cause.message)
+        print(f"error: {printable(cause.message)}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
 
 
 _watch: Watch | None = None  # a process is one rank

@@ -19,7 +19,7 @@ from clap_ds.config.files import write_atomically
 from clap_ds.config.settings import RunSettings
 from clap_ds.cpu_kernels.patch_model import report
 from clap_ds.data.dataloader import BatchSource, build_batches
-from clap_ds.data.loader_throughput import verdict
+from clap_ds.data.loader_throughput import describe
 from clap_ds.distributed import error_file, init, watchdog
 from clap_ds.distributed.accelerator import CORES
 from clap_ds.distributed.collectives import gather, raise_on_all_ranks, run_on_rank0
@@ -135,7 +135,7 @@ class Session:
     engine: ClapEngine
     batches: BatchSource
     scalars: Scalars
-    supply_told: bool = False
+    throughput_reported: bool = False
 
     def record_data(self) -> None:
         """Record statistics of the data; record and print samples that any rank couldn't use. A collective."""
@@ -156,10 +156,10 @@ class Session:
     def warn_if_data_bound(self, rates: Iterable[float]) -> None:
         """Print once, on rank 0, whether the loader keeps up with the fastest of several steps, given their `rates` in clips/s
         without waiting for data."""
-        rates, supply = [*rates], self.batches.supply()
-        if not self.supply_told and self.ranks.is_main_process and supply is not None and len(rates) > 1:
-            print(verdict(supply, max(rates), ranks_per_host=self.ranks.local_world_size, cores=CORES), flush=True)
-            self.supply_told = True
+        rates, throughput = [*rates], self.batches.throughput()
+        if not self.throughput_reported and self.ranks.is_main_process and throughput is not None and len(rates) > 1:
+            print(describe(throughput, max(rates), ranks_per_host=self.ranks.local_world_size, cores=CORES), flush=True)
+            self.throughput_reported = True
 
 
 @contextmanager

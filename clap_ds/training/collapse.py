@@ -32,7 +32,7 @@ class LastSteps:
         """Mean loss as a share of the chance level, which depends on the batch."""
         return sum(self._losses) / max(1, len(self._losses)) / self.chance
 
-    def verdict(self, step: int, folder: Path) -> str | None:
+    def problem(self, step: int, folder: Path) -> str | None:
         """Return a warning if the model has collapsed, else None. `folder` holds the run's checkpoints."""
         if self._dead < STRETCH:
             return None

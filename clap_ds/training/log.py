@@ -157,9 +157,9 @@ class TrainingLog:
             + (f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""),
         )
         self._session.record.update_summary(self._position(), self._slow, loss=loss)
-        if not self._collapse and (verdict := self.last_steps.verdict(last["step"], self._folder)):
-            self._collapse.append(verdict)
-            print(f"warning: {verdict}", flush=True)
+        if not self._collapse and (problem := self.last_steps.problem(last["step"], self._folder)):
+            self._collapse.append(problem)
+            print(f"warning: {problem}", flush=True)
             self._session.record.update_summary(warnings=self._collapse)
 
     def evaluated(self, metrics: dict[str, float], chances: dict[str, float], seconds: float) -> None:

@@ -54,7 +54,7 @@ def _measured(folder: str) -> dict[str, Any]:
     run: Any = SimpleNamespace(batch_sizes=lambda world_size: BatchSizes(4, 2, 8 * world_size))
     run.clap = SimpleNamespace(bench=BenchSettings(warmup_steps=2, windows=3, steps_per_window=10, breakdown_steps=2))
     ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, local_world_size=1, host=f"node{rank}")
-    nothing: Any = SimpleNamespace(supply=lambda: None)
+    nothing: Any = SimpleNamespace(throughput=lambda: None)
     writer: Any = SimpleNamespace(write=scalars.extend)
     session = Session(run, ranks, torch.device("cpu"), RunDirectory(Path(folder)), engine, nothing, writer)
     with (

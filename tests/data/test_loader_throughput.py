@@ -3,11 +3,11 @@
 import pytest
 
 from clap_ds.data.front_end import Kind
-from clap_ds.data.loader_throughput import LoaderThroughput, verdict
+from clap_ds.data.loader_throughput import LoaderThroughput, describe
 
 
 @pytest.mark.parametrize(
-    ("supply", "needed", "said"),
+    ("throughput", "needed", "said"),
     [
         ((1000.0, 4, "encoded"), 800.0, "can load 1,000 clips/s, their rank's step needs 800: enough"),
         ((1000.0, 4, "encoded"), 900.0, ": margin below 25%. Set clap.data.num_workers to 5"),
@@ -16,7 +16,7 @@ from clap_ds.data.loader_throughput import LoaderThroughput, verdict
         ((50.0, 0, "encoded"), 25.0, "makes each step 50% longer"),
     ],
 )
-def test_verdict(supply: tuple[float, int, Kind], needed: float, said: str) -> None:
-    text = verdict(LoaderThroughput(*supply), needed, ranks_per_host=2, cores=22)
+def test_verdict(throughput: tuple[float, int, Kind], needed: float, said: str) -> None:
+    text = describe(LoaderThroughput(*throughput), needed, ranks_per_host=2, cores=22)
     assert said in text
-    assert "--kind mel" not in text or supply[2] != "mel"
+    assert "--kind mel" not in text or throughput[2] != "mel"

@@ -49,7 +49,7 @@ class Left:
         word = RankError(BEGUN + at, rank, HOSTS[rank], kind, message, 1, "", **{"ranks": [], "hosts": [], **more})
         (folder / f"rank{rank}.json").write_text(json.dumps(asdict(word)))
 
-    def verdict(self, hosts: list[str] | None = None) -> RootCause | None:
+    def cause(self, hosts: list[str] | None = None) -> RootCause | None:
         return find_root_cause(self.run, self.job, HOSTS if hosts is None else hosts)
 
 
@@ -96,10 +96,10 @@ def test_who_holds_15_others_on_4_hosts_up(
         left.stacks(
             rank, TIMEOUT + _thread(*frames) if frames else "", step if rank == 5 else 101, host=f"n{rank // 4}"
         )
-    verdict = left.verdict([])
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks, verdict.hosts) == (STALL, blamed, ["n1"] * len(blamed))
-    assert verdict.message.startswith("no step for 60 s: ")
+    cause = left.cause([])
+    assert cause is not None
+    assert (cause.kind, cause.ranks, cause.hosts) == (STALL, blamed, ["n1"] * len(blamed))
+    assert cause.message.startswith("no step for 60 s: ")
 
 
 EIO = "OSError: [Errno 5] Input/output error: '/data/1.tar'"
@@ -143,7 +143,7 @@ def test_the_first_cause(
         left.stacks(rank, *file)
     for rank, (kind, *said) in words.items():
         left.word(rank, kind, *said[:2], **({"hosts": said[2]} if len(said) > 2 else {}))
-    found = left.verdict()
+    found = left.cause()
     if expected is None:
         assert found is None
         return
@@ -159,7 +159,7 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
     message = "no step for 60 s: rank 2 on own2 …"
     left.word(0, STALL, message, at=61, ranks=[2], hosts=["own2"])
     left.word(1, ERROR, "RuntimeError: NCCL error", at=0)
-    assert left.verdict() == RootCause(message, STALL, [2], ["own2"])
+    assert left.cause() == RootCause(message, STALL, [2], ["own2"])
 
 
 @pytest.mark.parametrize(
@@ -175,4 +175,4 @@ def test_what_the_ranks_have_judged_stays(left: Left) -> None:
 )
 def test_which_errors_are_a_hosts(left: Left, message: str, at_fault: bool) -> None:
     left.word(2, ERROR, message)
-    assert left.verdict() == RootCause(f"rank 2 on n2: {message}", ERROR, [2], ["n2"] * at_fault)
+    assert left.cause() == RootCause(f"rank 2 on n2: {message}", ERROR, [2], ["n2"] * at_fault)

@@ -78,18 +78,18 @@ def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -
     assert "rank 2 on node in hold_the_lock" in summary["error"]
     assert summary["error"] in first.stderr
     assert "no step" not in second.stderr, "only one rank reports"
-    verdict = find_root_cause(tmp_path, None, ())
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks, verdict.hosts) == ("stall", [2], ["node"])
+    cause = find_root_cause(tmp_path, None, ())
+    assert cause is not None
+    assert (cause.kind, cause.ranks, cause.hosts) == ("stall", [2], ["node"])
 
 
 def test_a_crash_is_named_with_its_signal(tmp_path: Path) -> None:
     first, second = _run(tmp_path, "crash")
     assert (first.wait(), second.wait()) == (1, -signal.SIGSEGV)
-    verdict = find_root_cause(tmp_path, None, ())
-    assert verdict is not None
-    assert "rank 1 on node: Segmentation fault in string_at" in verdict.message
-    assert (verdict.kind, verdict.hosts) == ("signal", ["node"])
+    cause = find_root_cause(tmp_path, None, ())
+    assert cause is not None
+    assert "rank 1 on node: Segmentation fault in string_at" in cause.message
+    assert (cause.kind, cause.hosts) == ("signal", ["node"])
 
 
 def test_a_pause_that_is_announced_ends_no_run(tmp_path: Path) -> None:

@@ -55,14 +55,14 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
     ],
 )
 def test_state_and_code(ended: Ended, code: int, summary: Any, more: Any, state: str, exit_code: int) -> None:
-    ending = ended(code, summary, **more)
-    assert (ending.state, ending.code, ending.hosts) == (state, exit_code, [])
-    assert bool(ending.message) == (state != "completed")
+    outcome = ended(code, summary, **more)
+    assert (outcome.state, outcome.code, outcome.hosts) == (state, exit_code, [])
+    assert bool(outcome.message) == (state != "completed")
 
 
 def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
-    ending = ended(137, {"state": "running"}, {0: GONE}, lost={"n2": "down*"})
-    assert (ending.message, ending.hosts) == ("lost n2: down*", ["n2"])
+    outcome = ended(137, {"state": "running"}, {0: GONE}, lost={"n2": "down*"})
+    assert (outcome.message, outcome.hosts) == ("lost n2: down*", ["n2"])
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,5 @@ def test_what_ranks_said(
     ended: Ended, code: int, errors: Any, state: str, exit_code: int, hosts: list[str], is_unclear: bool
 ) -> None:
     """The first cause counts; SLURM is asked about hosts only if no rank reported a cause."""
-    ending = ended(code, {"state": "failed", "error": "a consequence" if errors else None}, errors)
-    assert (ending.state, ending.code, ending.hosts, ending.is_unclear) == (state, exit_code, hosts, is_unclear)
+    outcome = ended(code, {"state": "failed", "error": "a consequence" if errors else None}, errors)
+    assert (outcome.state, outcome.code, outcome.hosts, outcome.is_unclear) == (state, exit_code, hosts, is_unclear)

@@ -94,7 +94,7 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "requeued", "stopped", "asks"),
+    ("outcome", "requeued", "stopped", "asks"),
     [
         (LOST, 0, None, True),
         (LOST, 1, None, False),  # as often as allowed
@@ -107,7 +107,7 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
 def test_when_slurm_is_asked_for_another_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    ending: AttemptOutcome,
+    outcome: AttemptOutcome,
     requeued: int,
     stopped: signal.Signals | None,
     asks: bool,
@@ -115,4 +115,4 @@ def test_when_slurm_is_asked_for_another_start(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     job = _job(tmp_path, 2, "--auto_requeue")
     job.attempts, job.stopped = [{"requeued": True}] * requeued, stopped
-    assert job.asks_for_another_start(ending) == asks
+    assert job.asks_for_another_start(outcome) == asks

@@ -29,9 +29,9 @@ def test_what_has_begun_is_told_from_what_has_collapsed(tmp_path: Path, kind: st
     assert steps.chance == pytest.approx(CHANCE[kind], rel=1e-6)
     for number in range(1, 4 * STRETCH):
         steps.add(*step)
-        assert (steps.verdict(number, tmp_path) is not None) == (collapses and number >= STRETCH)
+        assert (steps.problem(number, tmp_path) is not None) == (collapses and number >= STRETCH)
     steps.add(0.9 * steps.chance, 1.0, 14.0)
-    assert steps.verdict(4 * STRETCH, tmp_path) is None
+    assert steps.problem(4 * STRETCH, tmp_path) is None
     assert steps.loss == pytest.approx(((STRETCH - 1) * step[0] / steps.chance + 0.9) / STRETCH)
 
 
@@ -50,5 +50,5 @@ def test_advice_names_the_newest_checkpoint_from_before(
     steps = LastSteps(math.log(8))
     for _ in range(STRETCH):
         steps.add(*STEPS["lr 0.01"][1])
-    said = re.findall(r"since step 5 |step-\d+|--restart", steps.verdict(STRETCH + 4, tmp_path) or "")
+    said = re.findall(r"since step 5 |step-\d+|--restart", steps.problem(STRETCH + 4, tmp_path) or "")
     assert said == ["since step 5 ", f"step-{named:08d}" if named else "--restart"]

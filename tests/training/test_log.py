@@ -60,7 +60,10 @@ def _logged(folder: str) -> dict[str, Any]:
     schedule: Any = SimpleNamespace(ahead=lambda samples: (6, 48), samples_per_step=20)
     ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
     scalars: list[Any] = []
-    record, batches = RunDirectory(Path(folder)), SimpleNamespace(supply=lambda: LoaderThroughput(1000.0, 4, "encoded"))
+    record, batches = (
+        RunDirectory(Path(folder)),
+        SimpleNamespace(throughput=lambda: LoaderThroughput(1000.0, 4, "encoded")),
+    )
     rest: Any = (record, engine, batches, SimpleNamespace(write=scalars.extend))
     session = Session(reference.settings(), ranks, torch.device("cpu"), *rest)  # type: ignore[arg-type]
     progress = TrainingProgress(train_s=1000.0)
