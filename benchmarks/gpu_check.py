@@ -29,7 +29,7 @@ from clap_ds.distributed.accelerator import choose_accelerator, nvidia_smi
 from clap_ds.flop_count.device_specs import peak_for
 
 
-class Step(NamedTuple):
+class Check(NamedTuple):
     """`run`: a configuration's name and changed fields. `command`: arguments of `python`."""
 
     most_s: float
@@ -58,35 +58,35 @@ PREPARE = (
 SHARDS = '{"source": "webdataset","shards":"{call}/data/prepared/*.tar","tokenizer":"{call}/data/tokenizer"}'
 CALLS = {
     1: {
-        "environment": Step(30, command="-m torch.utils.collect_env"),
-        "kernels": Step(120, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
-        "compile_off": Step(80, "htsat_tiny clap.compile=off"),
-        "gradients": Step(150, command=f"{GRADIENTS} --output {{folder}}/gradients.md"),
-        "htsat_tiny": Step(210),
-        "profile_compiled": Step(80, "htsat_tiny clap.compile=towers", PROFILE),
-        "profile_eager": Step(60, "htsat_tiny clap.compile=off", PROFILE),
-        "mix_order_off": Step(150, environment=(("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0"),)),
-        "loops_half": Step(90, HALF, f"{PEERS} loops"),
-        "efficiencies": Step(60, command=JOIN),
+        "environment": Check(30, command="-m torch.utils.collect_env"),
+        "kernels": Check(120, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
+        "compile_off": Check(80, "htsat_tiny clap.compile=off"),
+        "gradients": Check(150, command=f"{GRADIENTS} --output {{folder}}/gradients.md"),
+        "htsat_tiny": Check(210),
+        "profile_compiled": Check(80, "htsat_tiny clap.compile=towers", PROFILE),
+        "profile_eager": Check(60, "htsat_tiny clap.compile=off", PROFILE),
+        "mix_order_off": Check(150, environment=(("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0"),)),
+        "loops_half": Check(90, HALF, f"{PEERS} loops"),
+        "efficiencies": Check(60, command=JOIN),
     },
     2: {
-        "losses_eager": Step(70, f"{LOSSES} clap.compile=off"),
-        "losses_compiled": Step(240, f"{LOSSES} clap.compile=towers"),
-        "attention_sdpa": Step(100, "htsat_tiny clap.model.attention_impl=sdpa"),
-        "mlp_torch": Step(100, "htsat_tiny clap.model.mlp_impl=torch"),
-        "max_autotune": Step(170, "htsat_tiny clap.compile=towers-max-autotune"),
-        **{path.stem: Step(90, command=f"{TESTS} {path}")
+        "losses_eager": Check(70, f"{LOSSES} clap.compile=off"),
+        "losses_compiled": Check(240, f"{LOSSES} clap.compile=towers"),
+        "attention_sdpa": Check(100, "htsat_tiny clap.model.attention_impl=sdpa"),
+        "mlp_torch": Check(100, "htsat_tiny clap.model.mlp_impl=torch"),
+        "max_autotune": Check(170, "htsat_tiny clap.compile=towers-max-autotune"),
+        **{path.stem: Check(90, command=f"{TESTS} {path}")
            for path in sorted((work_folder() / "tests").rglob("test_*.py"), reverse=True) if "mark.gpu" in path.read_text()},
     },
     3: {
-        "htsat_base": Step(270, "htsat_base"),
-        "htsat_tiny_amp": Step(70, "htsat_tiny_amp"),
-        "loops": Step(150, command=f"{PEERS} loops"),
-        "transformers_half": Step(90, HALF, f"{PEERS} transformers"),
-        "htsat_base_amp": Step(70, "htsat_base_amp"),
-        "sounds": Step(60, command=SOUNDS),
-        "prepare": Step(60, command=PREPARE),
-        "from_shards": Step(90, f"htsat_tiny 'clap.data={SHARDS}'"),
+        "htsat_base": Check(270, "htsat_base"),
+        "htsat_tiny_amp": Check(70, "htsat_tiny_amp"),
+        "loops": Check(150, command=f"{PEERS} loops"),
+        "transformers_half": Check(90, HALF, f"{PEERS} transformers"),
+        "htsat_base_amp": Check(70, "htsat_base_amp"),
+        "sounds": Check(60, command=SOUNDS),
+        "prepare": Check(60, command=PREPARE),
+        "from_shards": Check(90, f"htsat_tiny 'clap.data={SHARDS}'"),
     },
 }  # fmt: skip
 """Steps by call, the most informative first, after those they depend on."""
@@ -101,7 +101,7 @@ COLUMNS = (
 )
 
 
-def run_step(step: Step, folder: Path, limit_s: float, gpu: str) -> dict[str, Any]:
+def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, Any]:
     """Run one step in a new folder, print its output and return its table row."""
     places: dict[str, Any] = {"gpu": gpu, "call": folder.parent, "folder": folder, "config": folder / "config.json"}
     name, *assignments = shlex.split(step.run.replace("{call}", str(folder.parent)))

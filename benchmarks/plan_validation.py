@@ -46,7 +46,7 @@ from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.roofline import CASES, fused, rates_of, seconds_by_part
 from clap_ds.planning.roofline_shares import FUSED, TABLE, class_of
 from clap_ds.planning.step import trace_step
-from clap_ds.planning.trace import Operation, trace
+from clap_ds.planning.tracing import Operation, trace
 from clap_ds.run_records.timers import PhaseTimer
 from clap_ds.weights.hf_config import config_to_transformers
 

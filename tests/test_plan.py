@@ -16,7 +16,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops
 from clap_ds.flop_count.device_specs import gpu_named
 from clap_ds.planning.memory import GIB
-from clap_ds.planning.trace import Operation
+from clap_ds.planning.tracing import Operation
 
 WriteRun = Callable[..., Path]
 

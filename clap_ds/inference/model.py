@@ -19,7 +19,7 @@ from clap_ds.data.captions import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text
-from clap_ds.inference.windows import Content, Pooling, Row, Sound, Source, read_windows
+from clap_ds.inference.windows import Content, EmbeddingRow, Pooling, Sound, Source, read_windows
 from clap_ds.model.tokenizer import PreTrainedTokenizerBase, load_tokenizer
 from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.load import load_weights
@@ -105,7 +105,7 @@ class Clap:
     def iter_windows(
         self, sources: Source | Iterable[Source], *, pooling: Pooling = "none", overlap: float = 0.0, batch_size: int = 32,
         num_workers: int = 0, _fill: bool = True,
-    ) -> Iterator[Row]:  # fmt: skip
+    ) -> Iterator[EmbeddingRow]:  # fmt: skip
         """Embed paths and clips of any length in order, keeping only a batch of windows in memory.
 
         "none" yields a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one row per file, as in
@@ -121,10 +121,10 @@ class Clap:
         return (row for row in rows if row.vector is not None or row.error) if pooling == "none" else _whole(rows)
 
     def _embedded(
-        self, pieces: Iterator[tuple[Row, torch.Tensor | None]], batch_size: int, fill: bool
-    ) -> Iterator[Row]:
+        self, pieces: Iterator[tuple[EmbeddingRow, torch.Tensor | None]], batch_size: int, fill: bool
+    ) -> Iterator[EmbeddingRow]:
         """Set the vectors of `read_windows`' rows that have waveforms."""
-        waiting: deque[Row] = deque()
+        waiting: deque[EmbeddingRow] = deque()
 
         def waveforms() -> Iterator[torch.Tensor]:
             for row, waveform in pieces:
@@ -181,7 +181,7 @@ class Clap:
         return (self.model.logit_scale.detach().cpu().double().exp() * cosines).softmax(dim=1).float().numpy()
 
 
-def _whole(rows: Iterator[Row]) -> Iterator[Row]:
+def _whole(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
     """Merge each file's window rows and end row, which has its length and no vector, into one row."""
     vectors, error = list[Array](), ""
     for row in rows:
@@ -193,7 +193,7 @@ def _whole(rows: Iterator[Row]) -> Iterator[Row]:
             if len(vectors) > 1 and not error:
                 total = np.sum(vectors, axis=0, dtype=np.float64)
                 mean = (total / np.linalg.norm(total)).astype(np.float32)
-            yield Row(row.source, 0.0, row.end_s, mean, error)
+            yield EmbeddingRow(row.source, 0.0, row.end_s, mean, error)
             vectors, error = [], ""
 
 

@@ -15,7 +15,7 @@ from clap_ds.config.model import PRESETS, preset_argument
 
 if TYPE_CHECKING:
     from clap_ds.inference.files import Found
-    from clap_ds.inference.model import Clap, Row
+    from clap_ds.inference.model import Clap, EmbeddingRow
     from clap_ds.inference.vectors import About
 
 INPUTS = "folders, audio files, lists of them (.csv, .tsv, .txt, .jsonl), tars and patterns of tars"
@@ -50,7 +50,7 @@ def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> No
     add("--num_workers", type=whole_number(0), default=0, metavar="N", help="decoding processes (default: 0, none)")
 
 
-def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[Row]:
+def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[EmbeddingRow]:
     given = {name: getattr(arguments, name) for name in ("pooling", "overlap", "batch_size", "num_workers")}
     return clap.iter_windows(sources.values(), **given)
 

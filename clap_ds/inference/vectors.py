@@ -20,7 +20,7 @@ from pydantic import PositiveInt, TypeAdapter
 from clap_ds.config.errors import UserError
 
 if TYPE_CHECKING:
-    from clap_ds.inference.model import Row
+    from clap_ds.inference.model import EmbeddingRow
 
 PARQUET = ".parquet"
 METADATA = b"clap_ds"
@@ -63,7 +63,7 @@ def text_of(name: object) -> str:
     return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def blocks_of(rows: Iterable[Row], dim: int, size: int = ROWS) -> Iterator[Block]:
+def blocks_of(rows: Iterable[EmbeddingRow], dim: int, size: int = ROWS) -> Iterator[Block]:
     """Collect a model's rows in blocks of `size`."""
     rest, none = iter(rows), np.full(dim, np.nan, np.float32)
     while part := list(islice(rest, size)):

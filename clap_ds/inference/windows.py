@@ -53,7 +53,7 @@ Source = str | Path | Clip | Sound | Content | Broken
 
 
 @dataclass(slots=True)
-class Row:
+class EmbeddingRow:
     """Hold the embedding, (dim,) float32 of length 1, of a window of a source (a path or `tar: key`) or of all of it; or
     the error and where it occurred."""
 
@@ -71,14 +71,14 @@ class Row:
 
 def read_windows(
     sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float, *, num_workers: int, ahead: int
-) -> Iterator[tuple[Row, Tensor | None]]:
+) -> Iterator[tuple[EmbeddingRow, Tensor | None]]:
     """Yield the windows of the sources in order, and after each source a row without a window, with the error if any.
     `num_workers` processes (0: this one) prefetch `ahead` windows."""
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
     streams = [_Windows(sources[first::num_streams], audio, pooling, overlap) for first in range(num_streams)]
-    loaders: list[Loader[tuple[Row, Tensor | None]]] = [Loader(stream, **options) for stream in streams]
+    loaders: list[Loader[tuple[EmbeddingRow, Tensor | None]]] = [Loader(stream, **options) for stream in streams]
     try:
         for number in range(len(sources)):
             for row, waveform in loaders[number % num_streams]:
@@ -90,24 +90,24 @@ def read_windows(
             loader.close()
 
 
-class _Windows(IterableDataset[tuple[Row, Tensor | None]]):
+class _Windows(IterableDataset[tuple[EmbeddingRow, Tensor | None]]):
     def __init__(self, sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float) -> None:
         self._sources, self._audio, self._pooling = sources, audio, pooling
         self._hop = max(1, round((1 - overlap) * audio.num_samples))
         self._open_shard = lru_cache(maxsize=1)(open_shard)
 
-    def __iter__(self) -> Iterator[tuple[Row, Tensor | None]]:
+    def __iter__(self) -> Iterator[tuple[EmbeddingRow, Tensor | None]]:
         for source in self._sources:
             name = source.name if isinstance(source, (Clip, Sound, Content, Broken)) else str(source)
             end_s, error = 0.0, ""
             try:
                 for start_s, end_s, waveform in self._windows(source):
-                    yield Row(name, start_s, end_s), waveform
+                    yield EmbeddingRow(name, start_s, end_s), waveform
             except BrokenItemError as broken:
                 error = str(broken)
             except (*DAMAGE, soundfile.SoundFileError) as damage:
                 error = f"can't be read: {words(damage)}"
-            yield Row(name, end_s, end_s, error=error), None
+            yield EmbeddingRow(name, end_s, end_s, error=error), None
 
     def _windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
         encoded = self._content(source)

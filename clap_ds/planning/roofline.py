@@ -11,7 +11,7 @@ import torch
 
 from clap_ds.flop_count.device_specs import Gpu
 from clap_ds.planning.roofline_shares import class_of, efficiencies_of
-from clap_ds.planning.trace import Operation
+from clap_ds.planning.tracing import Operation
 
 CASES = ("low", "middle", "high")
 HOST_S = {"low": 12e-6, "middle": 8e-6, "high": 5e-6}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from clap_ds.config.files import read_json
 from clap_ds.config.paths import work_folder
 from clap_ds.flop_count.device_specs import GPUS, Gpu, peak_for
-from clap_ds.planning.trace import Operation
+from clap_ds.planning.tracing import Operation
 
 SPREAD = 0.1
 """Relative uncertainty of a measured fraction, from other shapes of the class, clocks and temperature."""

@@ -33,7 +33,7 @@ from clap_ds.model.packed import lay_out, pack
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import faked_by, rank_of
 from clap_ds.planning.roofline import fused
-from clap_ds.planning.trace import Operation, Recorded, trace
+from clap_ds.planning.tracing import Operation, Recorded, trace
 from clap_ds.run_records.timers import PhaseTimer
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gpu_check
 from benchmarks.common import changed
-from benchmarks.gpu_check import CALLS, Step
+from benchmarks.gpu_check import CALLS, Check
 from clap_ds.config.settings import load_run
 
 MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.context_length=16 clap.cpu_kernels=off"
@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_steps_that_fail_or_find_no_time_are_rows_like_any_other(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = {"good": "open('{folder}/kept', 'w'); open('{folder}/a.tar', 'w')", "bad": "raise ValueError('a|b')"}
-    steps = {name: Step(60, command=f"-c {shlex.quote(code)}") for name, code in codes.items()}
+    steps = {name: Check(60, command=f"-c {shlex.quote(code)}") for name, code in codes.items()}
     monkeypatch.setattr(gpu_check, "CALLS", {1: steps})
     assert gpu_check.main(["1", "--output", str(here / "out")]) == 1
     rows = json.loads((here / "runs" / "gpu_check" / "h100-80gb-hbm3" / "call1" / "table.json").read_text())

@@ -15,7 +15,7 @@ from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning.roofline import CASES, fused, rates_of
 from clap_ds.planning.roofline_shares import FUSED, TABLE
 from clap_ds.planning.step import trace_step
-from clap_ds.planning.trace import Operation
+from clap_ds.planning.tracing import Operation
 from tests.conftest import micro_run
 
 KINDS = {

@@ -6,7 +6,7 @@ import pytest
 
 from clap_ds.planning.memory import GIB, largest_micro_batch, memory_parts
 from clap_ds.planning.step import Step
-from clap_ds.planning.trace import Recorded
+from clap_ds.planning.tracing import Recorded
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning.roofline import CASES, DeviceRates, fused, rates_of, seconds_by_part
 from clap_ds.planning.roofline_shares import PROCESSORS, TABLE, efficiencies_of
-from clap_ds.planning.trace import Operation
+from clap_ds.planning.tracing import Operation
 
 RATES = DeviceRates({torch.bfloat16: 100.0}, 10.0, 0.5, share_of={"triton mlp": 0.2})
 

@@ -12,7 +12,7 @@ from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning import roofline_shares
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.roofline_shares import class_of, efficiencies_of
-from clap_ds.planning.trace import trace
+from clap_ds.planning.tracing import trace
 
 H100 = GPUS["h100-sxm"]
 

@@ -24,7 +24,7 @@ from clap_ds.config.model_names import preset_names
 from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.build_shards.audio_files import look_at, merge, save_looks
 from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, read_entries
-from clap_ds.data.build_shards.prepared_audio import Clip, add_preparation_options, as_it_is, preparation_of
+from clap_ds.data.build_shards.prepared_audio import EncodedClip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.build_shards.report import print_amount, print_left_out, print_settings
 from clap_ds.data.build_shards.shard_writer import RECORDS, BuiltShard, Member, Named, add_work, fill, none_usable
 from clap_ds.data.build_shards.splits import SIDES, Numbered, check_columns, divide
@@ -109,7 +109,7 @@ def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
             yield json.dumps(parts, default=str)
 
 
-def members_of(items: Numbered, convert: Callable[[bytes, str], Clip], broken: list[Named]) -> Iterator[Member]:
+def members_of(items: Numbered, convert: Callable[[bytes, str], EncodedClip], broken: list[Named]) -> Iterator[Member]:
     """Yield the items of a shard, and add unusable ones to `broken`."""
     for number, entry in items:
         names = [entry.path, *entry.others]

@@ -24,13 +24,13 @@ from clap_ds.data.resampling import resampling_ratio
 from clap_ds.model.mel import LogMel
 
 
-class Clip(NamedTuple):
+class EncodedClip(NamedTuple):
     extension: str
     content: bytes
     seconds: float
 
 
-def as_it_is(content: bytes, extension: str) -> Clip:
+def as_it_is(content: bytes, extension: str) -> EncodedClip:
     """Keep a file, or convert it to FLAC if training doesn't support its format. Raises BrokenItemError."""
     with open_audio(content) as file:
         rate, expected = file.samplerate, file.frames
@@ -40,7 +40,7 @@ def as_it_is(content: bytes, extension: str) -> Clip:
     if extension not in AUDIO_FORMATS:
         mixed = samples if samples.shape[1] <= 8 else samples.mean(axis=1)  # FLAC supports 8 channels
         extension, content = "flac", _encoded(mixed.clip(-1, 1), rate, "FLAC")
-    return Clip(extension, content, len(samples) / rate)
+    return EncodedClip(extension, content, len(samples) / rate)
 
 
 class Preparation:
@@ -51,7 +51,7 @@ class Preparation:
         self._log_mel = LogMel(audio)
         convert(self._log_mel)
 
-    def clip(self, content: bytes, extension: str = "") -> Clip:
+    def clip(self, content: bytes, extension: str = "") -> EncodedClip:
         """Convert an audio file. Raises BrokenItemError."""
         rate = self.audio.sample_rate
         waveform = _decode(content, rate)
@@ -59,8 +59,8 @@ class Preparation:
             raise BrokenItemError("audio is silent: every sample is 0 in 16 bits")
         wav = _encoded(waveform, rate, "WAV")
         if self.kind == "mel":
-            return Clip(FEATURES, _npy(self._features(wav, len(waveform))), len(waveform) / rate)
-        return Clip("wav", wav, len(waveform) / rate)
+            return EncodedClip(FEATURES, _npy(self._features(wav, len(waveform))), len(waveform) / rate)
+        return EncodedClip("wav", wav, len(waveform) / rate)
 
     def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
         """Compute the (frames, mel_bins) features of a WAV, as training would, but uncropped."""

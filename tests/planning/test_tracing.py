@@ -11,7 +11,7 @@ from clap_ds.flop_count.analytic import TextLengths, forward_components
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.window_attention import Kernel
 from clap_ds.planning.cuda_operations import like_cuda
-from clap_ds.planning.trace import Recorded, trace
+from clap_ds.planning.tracing import Recorded, trace
 
 BATCH, TOKENS = 3, 20
 
