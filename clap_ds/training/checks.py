@@ -23,7 +23,7 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
         problems.append("clap.train: max_samples and epochs are missing: set one of them")
     data = run.clap.data
     if train.epochs is not None and not (isinstance(data, ShardData) and data.has_epochs):
-        without = "synthetic data, mixtures and clap.data.sampling 'replacement'"
+        without = "synthetic data, mixtures and clap.data.resampled"
         problems.append(f"clap.train.epochs: {without} have no epochs; set clap.train.max_samples")
     named = [("clap.train.target_metrics", name) for name in train.target_metrics]
     if run.clap.checkpoint.best_metric is not None:
