@@ -36,7 +36,8 @@ def start(arguments: argparse.Namespace) -> None:
     jobs.prepare()
     (job,) = jobs.submit([job])
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
-    size = f"{job.nodes + request.spare_nodes} nodes{spare}, {request.gpus} ranks per node"
+    nodes = job.nodes + request.spare_nodes
+    size = f"{nodes} node{'s' * (nodes != 1)}{spare}, {request.gpus} rank{'s' * (request.gpus != 1)} per node"
     print(f"submitted job {job.slurm_id}: {size}, {request.time_limit(site, job.nodes)}")
     print(f"folder: {folder}\nlog: {jobs.log(job)}\n\n    tail -F {shlex.quote(str(jobs.log(job)))}")
     print(f"    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}")

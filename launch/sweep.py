@@ -64,7 +64,7 @@ def start(arguments: argparse.Namespace) -> None:
 
 def submit(sweep: Jobs, jobs: list[Job]) -> None:
     for job in sweep.submit(jobs):
-        print(f"submitted {job.name}: job {job.slurm_id}, {job.nodes} nodes", flush=True)
+        print(f"submitted {job.name}: job {job.slurm_id}, {job.nodes} node{'s' * (job.nodes != 1)}", flush=True)
 
 
 def show_status(arguments: argparse.Namespace) -> None:
