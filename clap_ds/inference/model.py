@@ -35,7 +35,7 @@ class Clap:
     """Embed and classify with a model from `clap_ds.load`.
 
     >>> import clap_ds
-    >>> clap = clap_ds.load("my_run-checkpoints", best=True)
+    >>> clap = clap_ds.load("my_run-1a2b3c4d-checkpoints", best=True)
     >>> clap.embed_audio(["dog.wav", "rain.flac"]).shape, clap.embed_text("a dog barks").shape
     ((2, 32), (1, 32))
     >>> clap.classify("dog.wav", ["dog", "rain"]).sum(axis=1).round(6).tolist()

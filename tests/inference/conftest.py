@@ -18,7 +18,7 @@ from tests.weights.fake_checkpoints import checkpoint_of
 @pytest.fixture(scope="session")
 def clap_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) -> Path:
     """Return a run's checkpoints: step 1 is the best, step 2 the newest."""
-    folder = tmp_path_factory.mktemp("trained") / "my_run-checkpoints"
+    folder = tmp_path_factory.mktemp("trained") / "my_run-1a2b3c4d-checkpoints"
     for step in (1, 2):
         torch.manual_seed(step)
         model = ClapModel(load_preset("micro"))
