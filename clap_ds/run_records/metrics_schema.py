@@ -16,51 +16,34 @@ FORMER_PRESETS = {
 }
 """Preset in records up to schema 3 → its name now: `htsat_tiny_roberta_base` had LAION-CLAP's heads."""
 
-_PACKING = {"padded": False, "packed": True}
-FORMER_SUMMARY: dict[str, tuple[str, dict[Any, Any]]] = {
-    "text_tokens": ("context_length", {}),
-    "text": ("text_packing", _PACKING),
-    "stop_at": ("target_metrics", {}),
-    "slow_ranks": ("stragglers", {}),
-    "slow_ranks_cost_samples_per_s": ("stragglers_cost_samples_per_s", {}),
-    "deepspeed_times_host_alone": ("deepspeed_timer_synchronized", {True: False, False: True}),
-    "ended_early": ("stop_reason", {}),
+_FORMER_NAMES = {
+    "summary": "text_tokens=context_length text=text_packing stop_at=target_metrics slow_ranks=stragglers"
+    " slow_ranks_cost_samples_per_s=stragglers_cost_samples_per_s ended_early=stop_reason"
+    " deepspeed_times_host_alone=deepspeed_timer_synchronized",
+    "straggler": "behind_s=lag_s behind_percent=lag_percent",
+    "clap": "text_tokens=context_length text=text_packing fused_adam=optimizer_implementation gradient_sync=gradient_sync"
+    " gradient_bucket_mb=bucket_cap_mb",
+    "clap.model": "text_from_hub=pretrained_text attention=attention_impl mlp=mlp_impl"
+    " checkpoint_activations=activation_checkpointing",
+    "clap.data": "source=source sampling=resampled waveforms=audio_dtype",
+    "clap.train": "samples=max_samples initial_weights=pretrained ema=ema_decay accumulation=accumulation"
+    " stop_at=target_metrics",
+    "clap.checkpoint": "best_by=best_metric background=async_save sync_to=remote_sync",
+    "clap.evaluation": "micro_batch=batch_size",
+    "clap.evaluation.zero_shot": "class_field=class_key",
+    "clap.output": "root=dir label=run_name",
 }
-"""Field of `summary.json` before schema 5 → its name, and its values that have changed."""
-FORMER_SETTINGS: dict[str, tuple[str, dict[Any, Any]]] = {
-    "text_tokens": ("context_length", {}),
-    "text": ("text_packing", _PACKING),
-    "fused_adam": ("optimizer_implementation", {}),
-    "gradient_sync": ("gradient_sync", {"overlapped": "overlap"}),
-    "gradient_bucket_mb": ("bucket_cap_mb", {}),
-    "model.text_from_hub": ("pretrained_text", {}),
-    "model.attention": ("attention_impl", {}),
-    "model.mlp": ("mlp_impl", {}),
-    "model.checkpoint_activations": ("activation_checkpointing", {}),
-    "data.source": ("source", {"shards": "webdataset"}),
-    "data.sampling": ("resampled", {"epochs": False, "replacement": True}),
-    "data.waveforms": ("audio_dtype", {}),
-    "train.samples": ("max_samples", {}),
-    "train.initial_weights": ("pretrained", {}),
-    "train.ema": ("ema_decay", {}),
-    "train.accumulation": ("accumulation", {"independent": "plain", "cached": "gradcache"}),
-    "train.stop_at": ("target_metrics", {}),
-    "checkpoint.best_by": ("best_metric", {}),
-    "checkpoint.background": ("async_save", {}),
-    "checkpoint.sync_to": ("remote_sync", {}),
-    "evaluation.micro_batch": ("batch_size", {}),
-    "evaluation.zero_shot.class_field": ("class_key", {}),
-    "output.root": ("dir", {}),
-    "output.label": ("run_name", {}),
+"""Names before schema 5, `old=new`, of `summary.json`, its `stragglers`, and sections of `config.json`."""
+_FORMER_VALUES: dict[str, dict[Any, Any]] = {
+    "text_packing": {"padded": False, "packed": True},
+    "deepspeed_timer_synchronized": {True: False, False: True},
+    "gradient_sync": {"overlapped": "overlap"},
+    "source": {"shards": "webdataset"},
+    "resampled": {"epochs": False, "replacement": True},
+    "accumulation": {"independent": "plain", "cached": "gradcache"},
 }
-"""The same for the section `clap` of `config.json`."""
-FORMER_STRAGGLER: dict[str, tuple[str, dict[Any, Any]]] = {
-    "behind_s": ("lag_s", {}),
-    "behind_percent": ("lag_percent", {}),
-}
-"""The same for each of `stragglers`."""
 FORMER_PHASES = {"window": "timed"}
-"""The same for `phase` of `metrics.jsonl`."""
+"""`phase` of `metrics.jsonl` before schema 5 → its name."""
 
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
 
@@ -73,23 +56,23 @@ STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communicatio
 def current(name: str, content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a record's `summary` or `config`, of any schema, with today's names and values."""
     if name == "summary":
-        _rename(content, FORMER_SUMMARY)
+        _rename(content, name)
         for each in found if isinstance(found := content.get("stragglers"), list) else ():
-            _rename(each, FORMER_STRAGGLER)
+            _rename(each, "straggler")
     elif name == "config":
-        _rename(content.get("clap"), FORMER_SETTINGS)
+        for path in (path for path in _FORMER_NAMES if path.startswith("clap")):
+            section: Any = content
+            for each in path.split("."):
+                section = section.get(each) if isinstance(section, dict) else None
+            _rename(section, path)
     return content
 
 
-def _rename(content: Any, former: dict[str, tuple[str, dict[Any, Any]]]) -> None:
-    for path, (name, values) in former.items():
-        *sections, last = path.split(".")
-        section = content
-        for each in sections:
-            section = section.get(each) if isinstance(section, dict) else None
-        if isinstance(section, dict) and last in section:
-            value = section.pop(last)
-            section[name] = next((new for old, new in values.items() if old == value), value)
+def _rename(section: Any, where: str) -> None:
+    for old, _, new in (pair.partition("=") for pair in _FORMER_NAMES[where].split()):
+        if isinstance(section, dict) and old in section:
+            value = section.pop(old)
+            section[new] = _FORMER_VALUES.get(new, {}).get(value, value) if isinstance(value, str | bool) else value
 
 
 class Rates(TypedDict, total=False):
