@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -100,6 +101,8 @@ def noise(*shape: int) -> Tensor:
 
 
 def attention_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
+    from clap_ds.model import window_attention_triton
+
     for grid, heads, dim in zip(audio.stage_grids, audio.num_heads, audio.stage_dims, strict=True):
         window = min(audio.attention_window, grid)
         for shift in (0, window // 2) if grid > window else (0,):
@@ -118,7 +121,16 @@ def attention_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
             }
             found = errors(triton, sdpa, [qkv[:4].detach(), bias.detach()])
             both = [ways(kernel, (qkv, bias), d_output) for kernel in (sdpa, triton)]
-            yield from compared("attention", f"{grid}² × {dim}, {heads} heads, shift {shift}", sizes, *both, **found)
+            shape = f"{grid}² × {dim}, {heads} heads, shift {shift}"
+            yield from compared("attention", shape, sizes, *both, **found)
+            for number in (
+                3,
+                12,
+                24,
+                48,
+            ):  # fewer windows per program: their writes to shared sectors lie closer in time
+                with mock.patch.object(window_attention_triton, "PROGRAMS_PER_MULTIPROCESSOR", number):
+                    yield timed(f"attention backward, {number} programs", shape, both[1]["backward"], sizes["backward"])
 
 
 def mlp_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
@@ -141,18 +153,6 @@ def mlp_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
             ours = ways(triton_mlp, leaves, d_output)
             found = errors(triton_mlp, eager, [leaves[0][:4096].detach(), *(each.detach() for each in leaves[1:])])
         yield from compared("mlp", f"{grid}² × {dim}", sizes, ways(compiled, leaves, d_output), ours, **found)
-
-
-def thin_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
-    """Time the products of the narrow linears over all tokens, forward and for the weight's gradient, with torch."""
-    for grid, dim in list(zip(audio.stage_grids, audio.stage_dims, strict=True))[:3]:
-        tokens = clips * grid**2
-        for rows, columns in ((3 * dim, dim), (dim, dim), (4 * dim, dim), (dim, 4 * dim)):
-            dy, x, weight = noise(tokens, rows).detach(), noise(tokens, columns).detach(), noise(rows, columns).detach()
-            size = float(tokens * (rows + columns) * ITEM), 2.0 * tokens * rows * columns
-            shape = f"{tokens:,} × {rows} × {columns}"
-            yield timed("weight gradient", shape, partial(torch.matmul, dy.T, x), size)
-            yield timed("forward product", shape, partial(torch.matmul, x, weight.T), size)
 
 
 def text_rows(clips: int) -> Iterator[Row]:
@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = list[Row]()
     for preset in PRESETS:
         audio = load_preset(f"{preset}_roberta_base").audio
-        for kind in (attention_rows, mlp_rows, thin_rows):
+        for kind in (attention_rows, mlp_rows):
             for row in kind(audio, options.clips if preset == "htsat_tiny" else options.clips * 2 // 3):
                 rows.append({"preset": preset, **row})
             torch.cuda.empty_cache()
