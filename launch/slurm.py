@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def partition_nodes(partition: str | None) -> list[tuple[int, str | None]]:
         if name.rstrip("*") in names if names else name.endswith("*"):
             found.append((sum(map(int, _GPUS.findall(gres))), limit if _TIME.fullmatch(limit) else None))
     return found
+
+
+def most_nodes(partition: str | None) -> int | None:
+    """Return how many nodes, in any state, the largest of one or more partitions (`a,b`) or the default has."""
+    names, found = partition.split(",") if partition else [], Counter[str]()
+    for line in ask(["sinfo", "-h", "-o", "%P|%D"]).splitlines():
+        name, _, count = line.partition("|")
+        if count.isdecimal() and (name.rstrip("*") in names if names else name.endswith("*")):
+            found[name] += int(count)
+    return max(found.values(), default=None)
 
 
 def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:

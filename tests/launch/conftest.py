@@ -17,7 +17,7 @@ SCRIPTS = {
         echo "$*" >> calls
         echo $((100 + $(cat calls | wc -l)))""",
     "squeue": "cat queue",
-    "sinfo": "cat partitions",
+    "sinfo": '[[ "$*" == *%D* ]] && cat nodes || cat partitions',
     "scontrol": 'echo "$*" >> asked',
     "sacct": "cat accounting",
 }
@@ -25,8 +25,8 @@ SCRIPTS = {
 
 @dataclass
 class FakeSlurm:
-    """Commands print files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo). `refuse_test` is
-    the error of `sbatch --test-only`."""
+    """Commands print files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` and `nodes` (sinfo).
+    `refuse_test` is the error of `sbatch --test-only`."""
 
     folder: Path
 
@@ -47,6 +47,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
         (folder / name).write_text(f"#!/bin/bash\ncd '{folder}'\n{script}\n")
         (folder / name).chmod(0o755)
     fake = FakeSlurm(folder)
+    fake.write("nodes", "gpu*|4\ngpu*|2\ncpu|9\n")
     fake.write("partitions", "gpu*|gpu:h100:4(S:0-1)|1-00:00:00\ncpu|(null)|infinite\n")
     for name in ("queue", "calls", "tested", "asked"):
         fake.write(name)
