@@ -128,7 +128,8 @@ def archive(folder: Path, target: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a call's steps and save results after each. Return 1 if a step isn't complete; UserError without a GPU."""
+    """Run a call's steps; save the table after each, archives at the end. Return 1 if one isn't complete; UserError without
+    a GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", allow_abbrev=False)
     parser.add_argument("call", type=int, choices=CALLS, help="part of the check to run")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the call (default: 9)")

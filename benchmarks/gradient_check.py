@@ -25,6 +25,7 @@ from clap_ds.data.dataloader import build_batches
 from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.engine.compile import compile_towers
 from clap_ds.engine.factory import build_model
+from clap_ds.engine.kernels import choose_kernels
 from clap_ds.model.clap import ClapModel
 
 OFF = {"drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
@@ -46,13 +47,8 @@ def compare(
     run: RunSettings, device: torch.device, clips: int, what: str, backend: Any = "inductor"
 ) -> list[dict[str, Any]]:
     """Return a row per parameter: its gradient's norm in fp32, and relative errors of the eager and compiled gradients."""
-    data = {
-        "model": run.clap.preset(),
-        "device": device,
-        "pack_captions": False,
-        "context_length": run.clap.context_length,
-    }
-    with build_batches(run.clap.data, **data, micro_batch=clips, rank=0, world_size=1, seed=0) as batches:  # type: ignore[arg-type]
+    of_run: Any = {"model": run.clap.preset(), "device": device, "context_length": run.clap.context_length}
+    with build_batches(run.clap.data, **of_run, micro_batch=clips, rank=0, world_size=1, seed=0) as batches:
         batch = next(batches)
     run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=OFF)})
     torch.manual_seed(0)
@@ -61,8 +57,7 @@ def compare(
     expected, eager = gradients(reference, batch), gradients(model, batch)
     del reference
     if device.type == "cuda":
-        model.audio.use_triton("attention")
-        model.audio.use_triton("mlp")
+        choose_kernels(run, model, device)
     engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
     problems = compile_towers(engine, batch, what, cached=False, backend=backend)["compiled"]
     if failed := {part: problem for part, problem in problems.items() if problem}:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import make_parser, show, table
+from clap_ds.benchmark.matmul_peak import measure_matmul_tflops
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.model.window_attention import attend_windows
@@ -30,6 +31,7 @@ COLUMNS = (
     " | error {error:.1e} | torch's error {torch_error:.1e} | note {note}"
 )
 ITEM = 2  # bytes of a bf16
+PROGRAMS = (3, 12, 24, 48)  # per multiprocessor: the more, the fewer windows each has
 Row = dict[str, Any]
 Size = tuple[float, float]
 
@@ -45,8 +47,7 @@ def peaks() -> tuple[float, float]:
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / median_ms(lambda: target.copy_(source)) * 1e3
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return bandwidth, 2 * 8192**3 / median_ms(lambda: a @ b) * 1e3
+    return bandwidth, 1e12 * measure_matmul_tflops(source.device)
 
 
 def error_of(got: Tensor, expected: Tensor) -> float:
@@ -90,7 +91,7 @@ def errors(ours: Function, eager: Function, inputs: Sequence[Tensor]) -> dict[st
 
 
 def compared(name: str, shape: str, sizes: Mapping[str, Size], torchs: Any, ours: Any, **more: Any) -> Iterator[Row]:
-    """Yield a row for each way of a kernel, `ours` if it exists beside the operations of torch."""
+    """Yield a row for each way of a kernel, with its time and torch's; `ours` is None if only torch has it."""
     for way, size in sizes.items():
         row = timed(f"{name} {way}", shape, torchs[way], size, **more)
         yield row if ours is None else timed(f"{name} {way}", shape, ours[way], size, torch_ms=row.get("ms"), **more)
@@ -123,12 +124,7 @@ def attention_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
             both = [ways(kernel, (qkv, bias), d_output) for kernel in (sdpa, triton)]
             shape = f"{grid}² × {dim}, {heads} heads, shift {shift}"
             yield from compared("attention", shape, sizes, *both, **found)
-            for number in (
-                3,
-                12,
-                24,
-                48,
-            ):  # fewer windows per program: their writes to shared sectors lie closer in time
+            for number in PROGRAMS:
                 with mock.patch.object(window_attention_triton, "PROGRAMS_PER_MULTIPROCESSOR", number):
                     yield timed(f"attention backward, {number} programs", shape, both[1]["backward"], sizes["backward"])
 

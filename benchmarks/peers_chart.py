@@ -27,8 +27,10 @@ def draw(paths: list[Path]) -> Picture:
     """Draw a group of bars for each program, with one bar for each record."""
     picture = Picture((1.7,), columns_wide=2)
     (axes,) = picture.panels
+    coverages = set[float]()
     for number, path in enumerate(paths):
         speeds = ratios(json.loads(path.read_text()))
+        coverages |= {speed["coverage"] for name, speed in speeds.items() if name != "ours"}
         middle = [speed["median"] for speed in speeds.values()]
         errors = [[abs(speed[end] - speed["median"]) for speed in speeds.values()] for end in ("low", "high")]
         rows, label = [row + 0.4 * number for row in range(len(speeds))], f"{path.stem.split('_')[-1]} captions"
@@ -38,7 +40,7 @@ def draw(paths: list[Path]) -> Picture:
         axes.set_yticks([row + 0.2 * number for row in range(len(speeds))], names)
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
-    axes.set_xlabel("time of a training step, clap-ds = 1 (less is faster; 99% intervals)")
+    axes.set_xlabel(f"time of a training step, clap-ds = 1 (less is faster; {min(coverages):.0%} intervals)")
     axes.legend(loc="upper right")
     return picture
 

@@ -126,7 +126,8 @@ class Jobs:
             print(f"note: sbatch: {note}")
         wanted = max(job.nodes for job in jobs) + self.request.spare_nodes
         if any(notes) and (most := slurm.most_nodes(site.partition)) is not None and wanted > most:
-            raise UserError(f"--nodes: the job needs {wanted} nodes, but the partition has {most}")
+            where = site.partition or "the default"
+            raise UserError(f"--nodes: the job needs {wanted} nodes, but the partition has {most} ({where})")
         runs = [str(self.folder / job.folder / "run.json") for job in jobs]
         print(f"python: {check_environment(site, runs, train=self.request.train)}")
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from clap_ds.config.errors import UserError
@@ -43,21 +43,24 @@ def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
 
 def partition_nodes(partition: str | None) -> list[tuple[int, str | None]]:
     """Return GPUs and time limit (None for none) of each kind of node in one or more partitions (`a,b`), or the default."""
-    names, found = partition.split(",") if partition else [], []
-    for line in ask(["sinfo", "-h", "-e", "-o", "%P|%G|%l"]).splitlines():
-        name, gres, limit = line.split("|")
+    found = _ask_sinfo(partition, "-e", "-o", "%P|%G|%l")
+    return [(sum(map(int, _GPUS.findall(gres))), limit if _TIME.fullmatch(limit) else None) for _, gres, limit in found]
+
+
+def _ask_sinfo(partition: str | None, *options: str) -> Iterator[list[str]]:
+    """Yield the fields, separated by `|`, of each of sinfo's lines on these partitions; the first field must be `%P`."""
+    names = partition.split(",") if partition else []
+    for line in ask(["sinfo", "-h", *options]).splitlines():
+        name, *rest = line.split("|")
         if name.rstrip("*") in names if names else name.endswith("*"):
-            found.append((sum(map(int, _GPUS.findall(gres))), limit if _TIME.fullmatch(limit) else None))
-    return found
+            yield [name, *rest]
 
 
 def most_nodes(partition: str | None) -> int | None:
     """Return how many nodes, in any state, the largest of one or more partitions (`a,b`) or the default has."""
-    names, found = partition.split(",") if partition else [], Counter[str]()
-    for line in ask(["sinfo", "-h", "-o", "%P|%D"]).splitlines():
-        name, _, count = line.partition("|")
-        if count.isdecimal() and (name.rstrip("*") in names if names else name.endswith("*")):
-            found[name] += int(count)
+    found = Counter[str]()
+    for name, count in _ask_sinfo(partition, "-o", "%P|%D"):
+        found[name] += int(count)
     return max(found.values(), default=None)
 
 

@@ -22,7 +22,7 @@ class Batch:
     token ids (tokens,) and their `Packing` (`clap_ds.model.packed`).
     """
 
-    audio: Tensor  # input of `ClapModel.encode_audio`, float32; in pieces also int16 waveforms or float16 features
+    audio: Tensor  # input of `ClapModel.encode_audio`: int16 or float32; in pieces also float16 features
     input_ids: Tensor  # (B, L) int64: <s> … </s>, then padding
     attention_mask: Tensor  # (B, L) int64, 1 at real tokens, 0 at padding
     num_tokens: int = -1

@@ -41,7 +41,7 @@ def build_kernels(run: RunSettings, device: torch.device) -> dict[Field, Any]:
 
 def choose_kernels(run: RunSettings, model: ClapModel, device: torch.device) -> dict[str, ChosenKernel]:
     """Resolve `auto` before anything is traced or run: use Triton kernels if they run on every rank. A collective. Returns the
-    chosen kernels by field of `clap.model`."""
+    chosen kernels by part."""
     chosen = dict[str, ChosenKernel]()
     for field in FIELDS:
         if getattr(run.clap.model, f"{field}_impl") != "auto":

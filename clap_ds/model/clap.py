@@ -88,8 +88,8 @@ class ClapModel(nn.Module):
     def encode_audio(self, audio: Tensor) -> Tensor:
         """Embed audio as (batch, joint_dim), fp32 rows of length 1. Raises ValueError if sizes aren't the model's.
 
-        Accepts waveforms (batch, num_samples) at the preset's sample rate, full scale ±1, or the output of `mel`, (batch,
-        num_frames, mel_bins). With feature fusion also (batch, 4, num_frames, mel_bins), see `patch_embed.py`."""
+        Accepts waveforms (batch, num_samples) at the preset's sample rate, int16 or of full scale ±1, or the output of `mel`,
+        (batch, num_frames, mel_bins). With feature fusion also (batch, 4, num_frames, mel_bins), see `patch_embed.py`."""
         sizes = self.config.audio
         frames, bins = sizes.feature_shape
         features = audio if audio.ndim > 2 else self.mel(audio)
