@@ -37,7 +37,7 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
     def load() -> None:
         text, data = run.clap.preset().text, run.clap.data
         if isinstance(data, ShardData):
-            from clap_ds.model.tokenizer import load_tokenizer
+            from clap_ds.weights.tokenizer import load_tokenizer
 
             load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         if run.clap.model.pretrained_text:

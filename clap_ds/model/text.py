@@ -177,7 +177,7 @@ def pretrained(config: TextConfig) -> PreTrainedModel:
         raise ValueError(f"{FIELD}: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
     from transformers import AutoModel
 
-    from clap_ds.model.hub import load_by_name
+    from clap_ds.weights.hub import load_by_name
 
     def load(local_files_only: bool) -> PreTrainedModel:
         return AutoModel.from_pretrained(

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from clap_ds.model import hub
-from clap_ds.model.hub import load_by_name
+from clap_ds.weights import hub
+from clap_ds.weights.hub import load_by_name
 
 
 @pytest.mark.parametrize(
