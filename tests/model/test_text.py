@@ -34,7 +34,7 @@ def test_each_architecture_is_that_of_transformers_padded_and_packed(kind: str, 
     own = {"architecture": kind.lower(), "num_layers": theirs.config.num_hidden_layers}
     config = MICRO.model_copy(update={**own, "pooling": pooling})
     ours, theirs = tower(config).double(), theirs.double().eval()
-    ours.roberta.load_state_dict(theirs.state_dict())
+    ours.roberta.load_state_dict(theirs.state_dict(), strict=pooling == "cls_pooler")
     mask = (torch.arange(24) < torch.tensor([24, 3, 17, 2])[:, None]).long()
     ids = torch.randint(5, MICRO.vocab_size, (4, 24)).where(mask.bool(), torch.tensor(theirs.config.pad_token_id))
     output = theirs(input_ids=ids, attention_mask=mask)
