@@ -43,9 +43,10 @@ from clap_ds.distributed.init import run_command
 from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
 from clap_ds.flop_count.published_model import ConvolutionMel
 from clap_ds.planning.cuda_operations import like_cuda
-from clap_ds.planning.roofline import CASES, fused, rates_of, seconds_by_part
+from clap_ds.planning.inductor import fused_kernels, is_fusible
+from clap_ds.planning.roofline import CASES, rates_of, seconds_by_part
 from clap_ds.planning.roofline_shares import FUSED, TABLE, class_of
-from clap_ds.planning.step import trace_step
+from clap_ds.planning.step import compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation, trace
 from clap_ds.run_records.timers import PhaseTimer
 from clap_ds.weights.hf_config import config_to_transformers
@@ -127,7 +128,15 @@ def step_of(row: dict[str, Any]) -> list[tuple[Operation, float]]:
             with recorded.part("optimizer"):
                 optimizer.step()
                 model.zero_grad()
-    operations = fused(recorded.operations, ("model",)) if row["compiled"] == "yes" else recorded.operations
+    operations = recorded.operations
+    if row["compiled"] == "yes":
+        with torch.device("meta"):
+            model = build(row).train().to(None if is_amp else dtype)
+        model.to_empty(device="cpu")
+        with torch.autocast("cpu", dtype, enabled=is_amp):
+            kernels = fused_kernels(lambda: loss_of(model, row))
+        operations = [each for each in operations if not is_fusible(each, ["model"])]
+        operations += [Operation("fused", "model", back, 0, ((0, size),), (), True, None) for back, size in kernels]
     return [(each, 1 if each.part == "optimizer" else row["accumulation"]) for each in operations]
 
 
@@ -212,6 +221,7 @@ def join(
         owners.append((parent is not None and owners[parent]) or own)  # callees belong to it
         for kernel, us in launched:
             plans, call = owners[-1] or ([], number)
+            plans = [] if kernel.startswith("Memcpy HtoD") else plans  # of batches, beside the kernels
             of = class_of(plans[0]) if plans else UNPLANNED + name
             if not plans and ideal[FUSED] and kernel.startswith(INDUCTORS):
                 of = FUSED
@@ -237,7 +247,8 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
             raise UserError(f"{path}: no known rates for {device!r}; pass --gpu with a GPU name of clap-plan")
         kernels = {f"{part}_impl": chosen["kernel"] for part, chosen in summary.get("kernels", {}).items()}
         run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
-        work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(compiled=is_compiled)
+        kernels = compiled_kernels(run, run.micro_batch) if is_compiled else []
+        work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(kernels)
         if not (found := join(read_json(path), work, rates_of(known, "middle").ideal_s)):
             raise UserError(f"{path}: no kernel times; check that torch.profiler can use CUPTI")
         rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]

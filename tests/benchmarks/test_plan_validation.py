@@ -12,9 +12,9 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
 from clap_ds.flop_count.device_specs import GPUS
-from clap_ds.planning.roofline import CASES, fused, rates_of
-from clap_ds.planning.roofline_shares import FUSED, TABLE
-from clap_ds.planning.step import trace_step
+from clap_ds.planning.roofline import CASES, rates_of
+from clap_ds.planning.roofline_shares import FUSED, TABLE, efficiencies_of
+from clap_ds.planning.step import compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation
 from tests.conftest import micro_run
 
@@ -31,8 +31,9 @@ def test_the_ratio_is_what_a_known_law_gives() -> None:
     product, moved = ((2**12, 2**12), (2**12, 2**12)), ((1, 335 * 10**8),)  # 20 and 10 ms at data-sheet rates
     once = Operation("aten.mm", "model", False, 989 * 10**10, (), (), True, torch.bfloat16, product)
     found = compared(row, [(once, 2), (Operation("aten.mul", "model", False, 0, moved, (), True, torch.bfloat16), 1)])
+    shares = efficiencies_of(GPUS["h100-sxm"])
     for case in CASES:
-        seconds = 0.02 / getattr(TABLE["wide product"], case) + 0.01 / getattr(TABLE["element-wise"], case)
+        seconds = 0.02 / getattr(shares["wide product"], case) + 0.01 / getattr(shares["element-wise"], case)
         assert found["predicted_rate"][case] == pytest.approx(12 / seconds, rel=1e-3)
     assert found["ratio"] == found["predicted_rate"]["middle"] / 100
 
@@ -63,11 +64,12 @@ def invent(folder: Path, what: str, share: float) -> None:
     folder.mkdir()
     model = {"preset": "micro", "attention_impl": "sdpa", "mlp_impl": "torch"}
     (folder / "config.json").write_text(json.dumps(micro_run(clap={"compile": what, "model": model})))
-    operations = trace_step(load_run(folder / "config.json", 1), 4).recorded.operations
+    run = load_run(folder / "config.json", 1)
+    work = trace_step(run, 4).work(compiled_kernels(run, 4) if what == "towers" else [])
     summary = {"device_name": "NVIDIA H200", "device_type": "cuda"} | ({"compiled": {}} if what == "towers" else {})
     (folder / "summary.json").write_text(json.dumps(summary))
     events: list[Any] = [(None, "Memcpy HtoD", [], [["Memcpy HtoD", 7.0]])]
-    for operation in (fused(operations) if what == "towers" else operations) * STEPS:
+    for operation in [each for each, _ in work] * STEPS:
         us = 1e6 * rates_of(GPUS["h200"], "low").ideal_s(operation) / share
         if operation.name == "fused" or operation.name.startswith("compiled."):
             events.append((None, "## Call CompiledFxGraph", [], [["triton_red_fused_add_3", us]]))
