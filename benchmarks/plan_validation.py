@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import ast
 import csv
+import gzip
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -226,6 +228,22 @@ def join(
     }  # fmt: skip
 
 
+def idle_text(trace: dict[str, Any]) -> str:
+    """Return how long the device's busiest stream was idle per step, and between which kernels longest. From a Chrome trace."""
+    streams = defaultdict[Any, list[dict[str, Any]]](list)
+    for event in trace["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            streams[event["args"]["stream"]].append(event)
+    kernels = sorted(max(streams.values(), key=len, default=[]), key=lambda event: float(event["ts"]))
+    gaps = [(after["ts"] - before["ts"] - before["dur"], before, after) for before, after in pairwise(kernels)]
+    if not gaps:
+        return "no kernels in the trace"
+    total = sum(max(0.0, gap) for gap, *_ in gaps) / STEPS / 1000
+    longest, before, after = max(gaps, key=lambda gap: float(gap[0]))
+    between = " and ".join(f"`{each['name'][:60]}`" for each in (before, after))
+    return f"Idle {total:.1f} ms per step; longest {longest / 1000:.1f} ms, between {between}."
+
+
 def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
     """Show the shares of all profiles below a folder, each joined to its run's plan. UserError if there is none, or its device
     is unknown."""
@@ -242,6 +260,8 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
             raise UserError(f"{path}: no kernel times; check that torch.profiler can use CUPTI")
         rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]
         texts += [f"## {path.parent}\n\n{table(CLASSES, rows)}"]
+        if (traced := path.with_name("trace.json.gz")).exists():
+            texts += [idle_text(json.loads(gzip.decompress(traced.read_bytes())))]
         # Use the compiled run for Inductor's kernels and the eager run, which has all others, for the rest.
         classes |= {name: each for name, each in found.items() if name in TABLE and (name == FUSED) == is_compiled}
     if not texts:

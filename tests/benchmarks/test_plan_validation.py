@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.plan_validation import STEPS, compared, main, published_rows, render, step_of
+from benchmarks.plan_validation import STEPS, compared, idle_text, main, published_rows, render, step_of
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import load_run
@@ -91,3 +91,13 @@ def test_every_class_has_the_share_that_its_kernels_reach(tmp_path: Path) -> Non
     assert shares.pop(FUSED) == pytest.approx(0.00025)
     assert list(shares.values()) == pytest.approx([0.0005] * len(shares))
     assert (tmp_path / "efficiencies.md").read_text().count("not in the plan: Memcpy HtoD") == 2
+
+
+def test_idle_time_is_that_between_kernels_of_the_busiest_stream() -> None:
+    def kernel(name: str, start: float, length: float, stream: int = 7) -> dict[str, Any]:
+        return {"cat": "kernel", "name": name, "ts": start, "dur": length, "args": {"stream": stream}}
+
+    work = [kernel("a", 0, 1000), kernel("b", 5000, 1000), kernel("c", 6000, 500), kernel("copy", 0, 9000, stream=20)]
+    text = idle_text({"traceEvents": [*work, {"cat": "cpu_op", "name": "aten::mm", "ts": 1000, "dur": 4000}]})
+    assert "Idle 2.0 ms per step" in text
+    assert "longest 4.0 ms, between `a` and `b`" in text
