@@ -101,7 +101,8 @@ def idle_text(trace: dict[str, Any]) -> str:
     for event in trace["traceEvents"]:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             streams[event["args"]["stream"]].append(event)
-    kernels = sorted(max([[], *streams.values()], key=lambda found: len(found)), key=lambda event: float(event["ts"]))
+    busiest: list[dict[str, Any]] = max(streams.values(), key=len) if streams else []
+    kernels = sorted(busiest, key=lambda event: float(event["ts"]))
     gaps = [(after["ts"] - before["ts"] - before["dur"], before, after) for before, after in pairwise(kernels)]
     if not gaps:
         return "no kernels in the trace"
