@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.model import TextConfig
+from clap_ds.model.dropout import Dropout
 from clap_ds.model.packed import Layout, Packing, lay_out
 from clap_ds.model.text_attention import attend
 
@@ -26,7 +27,7 @@ class TextLayer(nn.Module):
 
         def end(wide: int) -> nn.ModuleDict:
             norm = nn.LayerNorm(width, config.layer_norm_eps)
-            return nn.ModuleDict({"dense": nn.Linear(wide, width), "LayerNorm": norm, "dropout": nn.Dropout(dropout)})
+            return nn.ModuleDict({"dense": nn.Linear(wide, width), "LayerNorm": norm, "dropout": Dropout(dropout)})
 
         mixing: dict[str, nn.Module] = {name: nn.Linear(width, width) for name in ("query", "key", "value")}
         mixing["dropout"] = nn.Dropout(dropout)
@@ -137,7 +138,7 @@ def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
         "word_embeddings": nn.Embedding(config.vocab_size, width, padding),
         "token_type_embeddings": nn.Embedding(2 if config.architecture == "bert" else 1, width),
         "LayerNorm": nn.LayerNorm(width, config.layer_norm_eps),
-        "dropout": nn.Dropout(dropout),
+        "dropout": Dropout(dropout),
         "position_embeddings": nn.Embedding(config.max_positions, width, padding or None),
     }
     ends = [False] * (config.num_layers - 1) + [config.ends_with_first_token]

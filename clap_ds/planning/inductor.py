@@ -6,7 +6,7 @@ Graphs are traced on the CPU's tensors and scheduled for Triton on an H100. No c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 from unittest import mock
@@ -29,9 +29,9 @@ H100 = DeviceProperties(
 )  # fmt: skip
 
 
-def is_fusible(operation: Operation, parts: Collection[str] = ("audio", "text")) -> bool:
-    """Return whether an operation of compiled parts becomes part of Inductor's own kernels."""
-    return operation.part in parts and not operation.flops and operation.name.startswith("aten.")
+def is_fusible(operation: Operation) -> bool:
+    """Return whether an operation becomes part of Inductor's own kernels if towers are compiled."""
+    return operation.part in ("audio", "text") and not operation.flops and operation.name.startswith("aten.")
 
 
 class _ScheduledError(Exception):
