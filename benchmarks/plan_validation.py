@@ -124,8 +124,8 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
             raise UserError(f"{path}: no known rates for {device!r}; pass --gpu with a GPU name of clap-plan")
         kernels = {f"{part}_impl": chosen["kernel"] for part, chosen in summary.get("kernels", {}).items()}
         run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
-        kernels = compiled_kernels(run, run.micro_batch) if is_compiled else []
-        work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(kernels)
+        fused = compiled_kernels(run, run.micro_batch) if is_compiled else []
+        work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(fused)
         if not (found := join(read_json(path), work, rates_of(known, "middle").ideal_s)):
             raise UserError(f"{path}: no kernel times; check that torch.profiler can use CUPTI")
         rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]
