@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,47 +23,26 @@ def read_table_runs(path: Path) -> list[Run]:
 
     try:
         with open_regular(path) as file:
-            start = file.readline()
+            semicolons = b";" in file.readline()
             file.seek(0)
-            semicolons = b";" in start and b"," not in start
-            types = str if semicolons else dict.fromkeys(TEXTS, str)
-            frame = pd.read_csv(
-                file, sep=";" if semicolons else ",", dtype=types, keep_default_na=False, na_values=[""]
-            ).rename(columns={"text_tokens": "context_length"})  # of older tables
+            separators = {"sep": ";", "decimal": ","} if semicolons else {}
+            types = dict.fromkeys(TEXTS, str)
+            frame = pd.read_csv(file, dtype=types, keep_default_na=False, na_values=[""], **separators)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
+    frame = frame.rename(columns={"text_tokens": "context_length"})  # of older tables
     if missing := [name for name in COLUMNS[:3] if name not in frame]:
         raise UserError(f"{path}: no column {', '.join(missing)}; found {', '.join(map(str, frame))}")
     if frame.empty or not isinstance(frame.index, pd.RangeIndex):
         raise UserError(f"{path}: {'a header and no rows' if frame.empty else 'rows have more cells than the header'}")
-    runs = []
-    for number, row in enumerate(frame.to_dict("records"), start=1):
-        where = f"{path}, row {number}"
-        cells = {name: _number(where, name, cell) for name, cell in row.items()} if semicolons else row
-        runs.append(_run(path, where, cells))
-    return runs
-
-
-def _number(where: str, column: Any, cell: Any) -> Any:
-    """Return the number in a cell of a semicolon-separated table, or the cell itself if it is text."""
-    if column in TEXTS or not isinstance(cell, str):
-        return cell
-    if re.fullmatch(r"\d{1,3}[.,]\d{3}", cell.strip()):
-        digits = cell.strip().replace(",", ".")
-        raise UserError(
-            f"{where}: {column} {cell} is ambiguous: {digits} or {digits.replace('.', '')}? Write {digits}0 for the first"
-        )
-    try:
-        return float(cell.replace(",", "."))
-    except ValueError:
-        return cell
+    return [_run(path, f"{path}, row {number}", row) for number, row in enumerate(frame.to_dict("records"), start=1)]
 
 
 def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
-    facts = PUBLISHED_TABLES.get(path.stem, {})
-    values = {**facts, **{name: value for name, value in cells.items() if name in COLUMNS and value == value}}
-    values["model"] = preset_of(values.get("model", path.stem))
-    run = checked(Run(**{"state": "completed", **values}, source=str(path), kind="table"), where)
+    values = {"state": "completed", "model": path.stem, **PUBLISHED_TABLES.get(path.stem, {})}
+    values |= {name: value for name, value in cells.items() if name in COLUMNS and value == value}
+    values["model"] = preset_of(values["model"])
+    run = checked(Run(**values, source=str(path), kind="table"), where)
     if not (run.nodes and run.gpus):
         raise UserError(f"{where}: nodes or gpus is empty")
     known: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from clap_ds.analysis.table import Run, noted
+from clap_ds.analysis.table import Run
 from clap_ds.config.files import flatten
 
 IGNORED_SETTINGS = (
@@ -24,17 +23,20 @@ separately. Only the last part of a path counts."""
 ACCUMULATION = "gradient_accumulation_steps"
 BATCH, GLOBAL_BATCH = BATCHES = ("batch per GPU", "global batch")
 """Prefixes of the part of `variant` that names the batch that a series keeps constant, not a setting."""
-UNLIKE = 1.1
-"""Logs of one scale aren't repeats if the slowest window of one is faster than the fastest of the other by this factor."""
 PACKAGES = ("clap_ds", "torch", "deepspeed")
 
 
 def split_series(runs: Sequence[Run]) -> list[Run]:
     """Fill in `scaling` and `variant`, which identify a series with model, GPU, precision and caption length."""
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
-    for run in _unlike_logs_named(_once(runs)):
-        settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCHES))  # of a table
-        groups[run.model, run.device, run.precision, run.context_length or 0, settings].append(run)
+    of_series: dict[tuple[object, ...], str] = {}
+    for run in runs:
+        row = run.source, run.nodes, run.gpus, run.rate, run.batch_per_gpu
+        if (
+            of_series.setdefault(row, run.scaling) == run.scaling
+        ):  # a table may list a run as weak and as strong scaling
+            settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCHES))  # of a table
+            groups[run.model, run.device, run.precision, run.context_length or 0, settings].append(run)
     found = []
     for (*_, given), group in groups.items():
         for settings, alike in split_settings(group):
@@ -44,29 +46,6 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
                 variant = ", ".join(str(part) for part in (given, settings, batch) if part)
                 found += [replace(run, variant=variant, scaling=scaling) for run in members]
     return found
-
-
-def _once(runs: Sequence[Run]) -> list[Run]:
-    """Drop the second row of a run that a table lists as both weak and strong scaling."""
-    of_series: dict[tuple[object, ...], str] = {}
-    key = lambda run: (run.source, run.nodes, run.gpus, run.rate, run.batch_per_gpu, run.kind == "table")  # noqa: E731
-    return [run for run in runs if of_series.setdefault(key(run), run.scaling) == run.scaling]
-
-
-def _unlike_logs_named(runs: Sequence[Run]) -> list[Run]:
-    """Give logs of one scale their own series, named by their files, if they differ by more than their windows do.
-
-    Logs record no settings that would identify different jobs.
-    """
-    named = list(runs)
-    for place, run in enumerate(runs):
-        for other in runs:
-            is_alike = (run.kind, run.nodes, run.gpus, run.model) == (other.kind, other.nodes, other.gpus, other.model)
-            (low, high), (other_low, other_high) = (each.interval or (each.rate or 0,) * 2 for each in (run, other))
-            if run.kind == "log" and is_alike and max(low, other_low) > UNLIKE * min(high, other_high) > 0:
-                note = f"differs from {other.name} by more than repeats do: treated as a separate series"
-                named[place] = noted(replace(run, variant="/".join(Path(run.source).parts[-2:])), note)
-    return named
 
 
 def _batch_of(scaling: str, run: Run) -> str:
@@ -119,21 +98,27 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     per GPU with several scales is weak scaling. The rest are strong scaling if their global batch has several scales, including
     runs of that global batch in a weak series.
     """
-    batches = dict.fromkeys(run.batch_per_gpu for run in group)
-    if len(known := [batch for batch in batches if batch]) < 2:  # a failed run may not state it
+    of_batch, of_total = _by_value(group, lambda run: run.batch_per_gpu), _by_value(group, global_batch)
+    if len(known := [batch for batch in of_batch if batch]) < 2:  # a failed run may not state it
         return [("weak" if known else "", [replace(run, batch_per_gpu=max(known, default=None)) for run in group])]
-    if len({global_batch(run) for run in group}) == 1:
+    if len(of_total) == 1:
         return [("strong", list(group))]
-    split = [[run for run in group if run.batch_per_gpu == batch] for batch in batches]
-    weak = [("weak", members) for members in split if len({run.gpus for run in members}) > 1]
-    rest = [members for members in split if len({run.gpus for run in members}) == 1]
-    found, strong = [], dict.fromkeys(global_batch(run) for members in rest for run in members)
-    for total in strong:
-        members = [run for run in group if global_batch(run) == total]
-        if total and len({run.gpus for run in members}) > 1:
-            found.append(("strong", members))
-    named = {global_batch(members[0]) for _, members in found}
-    return [*weak, *found, *(("", members) for members in rest if global_batch(members[0]) not in named)]
+    weak = [("weak", runs) for runs in of_batch.values() if _has_scales(runs)]
+    rest = {global_batch(runs[0]): runs for runs in of_batch.values() if not _has_scales(runs)}
+    alone = [(total, runs) for total, runs in rest.items() if not (total and _has_scales(of_total[total]))]
+    strong = [("strong", of_total[total]) for total in rest if total not in dict(alone)]
+    return [*weak, *strong, *(("", runs) for _, runs in alone)]
+
+
+def _by_value(runs: Sequence[Run], value: Callable[[Run], int | None]) -> dict[int | None, list[Run]]:
+    found: dict[int | None, list[Run]] = defaultdict(list)
+    for run in runs:
+        found[value(run)].append(run)
+    return found
+
+
+def _has_scales(runs: Sequence[Run]) -> bool:
+    return len({run.gpus for run in runs}) > 1
 
 
 def global_batch(run: Run) -> int | None:

@@ -5,61 +5,39 @@ Samples during checkpoint saves aren't counted. `docs/benchmarking.md` explains 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clap_ds.analysis.read_run import json_lines
 from clap_ds.analysis.table import markdown_table
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-CHECKS = {
-    "SM use < 90%": ("sm_percent < 90", ["sm_percent"]),
-    # Half the limit of a 700 W GPU; GPUs with lower limits are not expected to draw it.
-    "< 350 W": ("power_w < 350 and power_limit_w >= 650", ["power_w", "power_limit_w"]),
-    "≥ 85 °C": ("temperature_c >= 85", ["temperature_c"]),
-    "PCIe > 20 GB/s": ("pcie_rx_gb_per_s > 20", ["pcie_rx_gb_per_s"]),
-}
-
-
-def load_samples(run_directory: Path) -> pd.DataFrame:
-    """Return the samples, each with its `source`: `host` or `host:gpu`."""
-    import pandas as pd
-
-    hosts = sorted((run_directory / "monitor").glob("*.jsonl"))
-    samples = pd.DataFrame([{"host": path.stem, **line} for path in hosts for line in json_lines(path)])
-    if samples.empty:
-        return samples
-    samples["source"] = samples["host"]
-    if "gpu" in samples:
-        samples["source"] += samples["gpu"].map(":{:.0f}".format, na_action="ignore").fillna("")
-    for line in json_lines(run_directory / "metrics.jsonl"):
-        if saved := line.get("checkpoint"):
-            samples = samples[~samples["time"].between(*saved)]
-    return samples
-
-
-def flagged(samples: pd.DataFrame, check: str) -> str:
-    """Return the share of samples that meet one of `CHECKS` and the source with most of them; empty if not measured."""
-    condition, fields = CHECKS[check]
-    if not set(fields) <= set(samples) or (samples := samples.dropna(subset=fields)).empty:
-        return ""
-    bad = samples.eval(condition)
-    return f"{bad.mean():.0%}" + (f" (most {bad.groupby(samples['source']).mean().idxmax()})" if bad.any() else "")
-
 
 def table(run_directories: Sequence[Path]) -> str:
     """Return a table with one line per monitored run; empty if there is none."""
-    rows = []
-    for directory in run_directories:
-        if (samples := load_samples(directory)).empty:
-            continue
-        headroom = ""
-        if {"memory_bytes", "memory_total_bytes"} <= set(samples):
-            free = 1 - samples["memory_bytes"] / samples["memory_total_bytes"]
-            headroom = f"{free.min():.0%} ({samples['source'][free.idxmin()]})"
-        number = f"{len(samples)} of {samples['source'].nunique()}"
-        rows.append([directory.name, number, *(flagged(samples, check) for check in CHECKS), headroom])
-    return markdown_table(["run", "samples of GPUs or hosts", *CHECKS, "memory headroom"], rows) if rows else ""
+    header = ["run", "samples of GPUs", "SM use < 90%", "≥ 85 °C", "mean power, W", "memory headroom"]
+    return markdown_table(header, filter(None, map(_cells, run_directories)))
+
+
+def _cells(run_directory: Path) -> list[str]:
+    """Return a run's line: shares of samples beyond limits, with the GPU that has most of them; empty without samples."""
+    import pandas as pd
+
+    hosts = sorted((run_directory / "monitor").glob("*.jsonl"))
+    lines = [{"host": path.stem, **line} for path in hosts for line in json_lines(path)]
+    columns = ["host", "time", "gpu", "sm_percent", "temperature_c", "power_w", "memory_bytes", "memory_total_bytes"]
+    samples = pd.DataFrame(lines, columns=columns).dropna(subset="gpu")
+    for line in json_lines(run_directory / "metrics.jsonl"):
+        if saved := line.get("checkpoint"):
+            samples = samples[~samples["time"].between(*saved)]
+    samples.index = samples["host"] + samples["gpu"].map(":{:.0f}".format)
+    if samples.empty:
+        return []
+    cells = [run_directory.name, f"{len(samples)} of {samples.index.nunique()}"]
+    for beyond in (samples["sm_percent"].dropna() < 90, samples["temperature_c"].dropna() >= 85):
+        worst = beyond.groupby(level=0).mean()
+        share = f"{beyond.mean():.0%}" if len(beyond) else ""
+        cells.append(share + (f" (most {worst.idxmax()})" if beyond.any() else ""))
+    power, free = samples["power_w"].mean(), (1 - samples["memory_bytes"] / samples["memory_total_bytes"]).dropna()
+    cells.append("" if math.isnan(power) else f"{power:.0f}")
+    return [*cells, "" if free.empty else f"{free.min():.0%} ({free.idxmin()})"]

@@ -52,7 +52,7 @@ def draw_benchmark(directory: Path) -> Picture:
         raise UserError(f"{directory}: no timed windows in this run (state {run.state!r})")
     picture = Picture((1.6, 0.6), columns_wide=2)
     times, parts = picture.panels
-    rate = f"{run.rate:,.2f} samples/s/{run.unit.removesuffix('s')}"
+    rate = f"{run.rate:,.2f} samples/s/{run.unit}"
     if run.interval:
         rate += " (windows: {:,.2f} – {:,.2f})".format(*run.interval)
     told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.context_length} text tokens"
@@ -89,7 +89,7 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
         axes.barh(bars, between, left=lefts, label=f"between steps {between[-1]:,.0f} ms", color="white", edgecolor="0.5",
                   hatch="////", linewidth=0.4)  # fmt: skip
     axes.invert_yaxis()
-    axes.set(ylabel=rows[0].unit, xlabel="ms per step")
+    axes.set(ylabel=f"{rows[0].unit}s", xlabel="ms per step")
     picture.name_below(axes, columns=4)
 
 

@@ -59,7 +59,7 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     gpus, device = known.get("world_size", 0), known.get("device_name", "")
     engine, memory = summary.get("deepspeed_samples_per_s"), summary.get("memory_peak_bytes")
     notes += [HOST_ALONE] * bool(
-        engine and not summary.get("deepspeed_timer_synchronized", True) and unit(device) == "GPUs"
+        engine and not summary.get("deepspeed_timer_synchronized", True) and unit(device) == "GPU"
     )
     name, schema = known.get("preset") or "", summary.get("schema")
     for number in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops"):

@@ -13,15 +13,16 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from clap_ds.analysis import extrapolate, monitor, plot_run, plot_scaling, scaling, stragglers
+from clap_ds.analysis import extrapolate, monitor, plot_run, plot_scaling, scaling
 from clap_ds.analysis.figure import Blocks, Figure, page
+from clap_ds.analysis.read_run import read_json
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.paths import VERSION
 from clap_ds.config.redaction import redacted_words
-from clap_ds.run_records.metrics_schema import STEP_PHASES
+from clap_ds.run_records.metrics_schema import STEP_PHASES, Straggler
 
 TITLE = "CLAP training: throughput and scaling"
 PACKAGES = ("torch", "deepspeed", "transformers")
@@ -39,7 +40,7 @@ def step_times(rows: Sequence[Scale]) -> Blocks:
     yield "Parts are from an instrumented pass after the timed one, which synchronizes between them."
     for number, members in enumerate(by_series(rows), start=1):
         columns = {
-            "nodes": "nodes", members[0].unit: "gpus", "batch of each": "batch_per_gpu", "global batch": "global_batch",
+            "nodes": "nodes", f"{members[0].unit}s": "gpus", "batch of each": "batch_per_gpu", "global batch": "global_batch",
             "runs": "repeats", "step s": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
         }  # fmt: skip
         parts = [part for part in STEP_PHASES if any(part in row.breakdown_s for row in members)]
@@ -79,24 +80,32 @@ def summary(rows: Sequence[Scale]) -> Blocks:
 
 
 def provenance(runs: Sequence[Run]) -> str:
-    """Return a table with one line per run, without empty columns, then each known command once."""
+    """Return a table with one line per run, then each known command once."""
     lines, commands = [], dict[str, None]()
     for run in runs:
         environment = run.environment
         versions = environment.get("versions") or {}
-        known = {
+        lines.append({
             "run": run.name, "nodes": run.nodes, "GPUs": run.gpus, "samples/s/GPU": run.cell("samples_per_s_per_gpu"),
             "state": run.state, "device": run.device, **{name: versions.get(name) for name in PACKAGES},
             "Python": environment.get("python"), "driver": environment.get("driver"),
             "commit": (environment.get("git_commit") or "")[:12], "hosts": ", ".join(environment.get("hosts") or ()),
             "finished": run.finished[:19].replace("T", " "),
-        }  # fmt: skip
-        lines.append({name: str(value or "") for name, value in known.items()})
+        })  # fmt: skip
         if command := environment.get("command"):
             commands[f"- Command: `{shlex.join(redacted_words(command))}`"] = None
-    header = [name for name in lines[0] if any(line[name] for line in lines)]
-    text = markdown_table(header, [[line[name] for name in header] for line in lines])
-    return "\n\n".join([text, *filter(None, ["\n".join(commands)])])
+    table = markdown_table(lines[0], [[str(value or "") for value in line.values()] for line in lines])
+    return "\n\n".join(filter(None, [table, "\n".join(commands)]))
+
+
+def stragglers(runs: Sequence[Path]) -> str:
+    """Return a table of the ranks that were slow at the end of their run; empty if there are none."""
+    names = list(Straggler.__annotations__)
+    rows = [
+        [run.name, *(str(slow.get(name, "")) for name in names)]
+        for run in runs for slow in read_json(run, "summary").get("stragglers") or ()
+    ]  # fmt: skip
+    return markdown_table(["run", *(name.replace("_", " ") for name in names)], rows)
 
 
 def main() -> None:
@@ -116,8 +125,8 @@ def main() -> None:
     sources = [Path(source) for source in dict.fromkeys(run.source for run in runs)]
     if watched := monitor.table(sources):
         sections["GPU activity"] = [watched]
-    if waited := [*stragglers.blocks(sources)]:
-        sections["Stragglers"] = waited
+    if waited := stragglers(sources):
+        sections["Stragglers"] = [waited]
     folder.mkdir(parents=True, exist_ok=True)
     for path in filter(Path.is_symlink, folder.iterdir()):
         path.unlink()  # writes would follow it

@@ -56,28 +56,29 @@ def _inputs_in(path: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:
-    """Read one input. If a log doesn't state nodes or GPUs, its name or folder may: `n2.log`, `nodes_4/slurm.out`."""
     if is_record(path):
         run = read_record(path)
         return [_by_own_log(path, run) if given.rate == "engine" else run]
-    if path.suffix == ".csv":
-        return read_table_runs(path)
+    return read_table_runs(path) if path.suffix == ".csv" else _read_log(path, given)
+
+
+def _read_log(path: Path, given: argparse.Namespace) -> list[Run]:
+    """Read a log. If it doesn't state nodes or GPUs, its name or folder may: `n2.log`, `nodes_4/slurm.out`."""
     nodes, gpus, per_node = given.nodes or 0, given.gpus or 0, given.gpus_per_node or 0
     match = None if nodes or gpus else _NAMED.search(f"{path.name}/{path.absolute().parent.name}".lower())
-    if match and (match[2] or match[3]).startswith("g"):
-        gpus = int(match[1] or match[4])
-    elif match:
-        nodes = int(match[1] or match[4])
-    of_run = read_record(path.parent) if is_record(path.parent) else None  # the log is in this run directory
-    gpus = gpus or nodes * per_node or (of_run.gpus if of_run else 0)
+    if match:
+        count, is_gpus = int(match[1] or match[4]), (match[2] or match[3]).startswith("g")
+        nodes, gpus = (0, count) if is_gpus else (count, 0)
+    of_run = read_record(path.parent) if is_record(path.parent) else Run()  # the log is in this run directory
+    gpus = gpus or nodes * per_node or of_run.gpus
     found = read_log(path, gpus)
-    if of_run:
-        names = ("nodes", "gpus", "model", "device", "precision", "context_length", "peak_tflops")
-        found = [replace(run, **{name: getattr(run, name) or getattr(of_run, name) for name in names}) for run in found]
-    if not match or all(run.nodes for run in found):
-        return found
-    scaled = (replace(run, nodes=run.nodes or (0 if per_node else nodes), gpus=run.gpus or gpus) for run in found)
-    return [noted(run, "scale by the log's name") for run in scaled]
+    is_scaled = match and not of_run.nodes and not all(run.nodes for run in found)
+    known = ("nodes", "gpus", "model", "device", "precision", "context_length", "peak_tflops")
+    stated = {name: getattr(of_run, name) for name in known}
+    if is_scaled:
+        stated |= {"nodes": 0 if per_node else nodes, "gpus": gpus}
+    found = [replace(run, **{name: getattr(run, name) or value for name, value in stated.items()}) for run in found]
+    return [noted(run, "scale by the log's name") for run in found] if is_scaled else found
 
 
 def _by_own_log(path: Path, run: Run) -> Run:
@@ -97,9 +98,8 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
     nodes = run.nodes or (gpus / per_node if per_node else given.nodes) or int(gpus == 1)
     if not (gpus >= nodes > 0 and nodes % 1 == 0):
         found = f"found {gpus or 'unknown'} GPUs on {nodes or 'unknown'} nodes"
-        raise UserError(
-            f"{run.source}: {found}; pass --nodes and --gpus, or --gpus_per_node, for inputs that don't state them"
-        )
+        told = "pass --nodes and --gpus, or --gpus_per_node, for inputs that don't state them"
+        raise UserError(f"{run.source}: {found}; {told}")
     batch = run.batch_per_gpu
     of_log = batch / run.rate if run.kind == "log" and run.rate and batch else None
     run = replace(

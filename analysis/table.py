@@ -76,20 +76,20 @@ class Row:
         return None if half is None or not self.rate else half / self.rate
 
     @property
-    def series(self) -> tuple[str, str, str, str, int | None, str]:
+    def series(self) -> tuple[object, ...]:
         return self.model, self.scaling, self.device, self.precision, self.context_length, self.variant
 
     @property
     def title(self) -> str:
-        tokens = f"{self.context_length} text tokens" if self.context_length else ""
-        scaling = f"{self.scaling} scaling" if self.scaling else ""
+        tokens = self.context_length and f"{self.context_length} text tokens"
+        scaling = self.scaling and f"{self.scaling} scaling"
         parts = self.model_name, self.device, self.precision, tokens, self.variant, scaling
         return plain_text(", ".join(filter(None, parts)))
 
     @property
     def scale(self) -> str:
         """`2 nodes, 8 GPUs`."""
-        return f"{count_of(self.nodes, 'node')}, {count_of(self.gpus, self.unit.removesuffix('s'))}"
+        return f"{count_of(self.nodes, 'node')}, {count_of(self.gpus, self.unit)}"
 
     @property
     def unit(self) -> str:
@@ -102,8 +102,7 @@ class Row:
     @property
     def breakdown_s(self) -> dict[str, float]:
         """Seconds per step by `STEP_PHASES` in an instrumented pass, without unmeasured parts."""
-        values = {part: getattr(self, f"{part}_s") for part in STEP_PHASES}
-        return {part: value for part, value in values.items() if value is not None}
+        return {part: value for part in STEP_PHASES if (value := getattr(self, f"{part}_s")) is not None}
 
     def cell(self, column: str, spread: str = "") -> str:
         """Return a column's text, with ± from the column `spread` to as many decimals; empty for None."""
@@ -142,29 +141,20 @@ class Scale(Row):
 
 MOST = 1e15
 """Upper limit of all measured values, in the units of their fields."""
-COLUMNS = tuple(column.name for column in fields(Row))
-COUNTS = {
-    "nodes",
-    "gpus",
-    "repeats",
-    "baseline_nodes",
-    "context_length",
-    "micro_batch",
-    "batch_per_gpu",
-    "global_batch",
-}
-TEXTS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
+_KINDS = {column.name: str(column.type).partition(" ")[0] for column in fields(Row)}
+COLUMNS = tuple(_KINDS)
+COUNTS, TEXTS = ({name for name, kind in _KINDS.items() if kind == wanted} for wanted in ("int", "str"))
+_EXPECTED = {"str": "text", "int": "a whole number", "float": "a nonnegative number"}
 _Row = TypeVar("_Row", bound=Row)
 
 
 def checked(row: _Row, where: str) -> _Row:
     """Return the row. UserError if a value is not of its column's type: text, a count, or a nonnegative number."""
-    for name in COLUMNS:
-        value, is_text, is_count = getattr(row, name), name in TEXTS, name in COUNTS
-        is_number = isinstance(value, int | float) and 0 <= value < MOST and (value == int(value) or not is_count)
-        if not (value is None or (isinstance(value, str) if is_text else is_number)):
-            expected = "text" if is_text else "a whole number" if is_count else "a nonnegative number"
-            raise UserError(f"{where}: {name} is {value!r}; expected {expected}")
+    for name, kind in _KINDS.items():
+        value = getattr(row, name)
+        is_number = isinstance(value, int | float) and 0 <= value < MOST and (kind == "float" or value == int(value))
+        if not (value is None or (isinstance(value, str) if kind == "str" else is_number)):
+            raise UserError(f"{where}: {name} is {value!r}; expected {_EXPECTED[kind]}")
     return row
 
 
@@ -187,8 +177,8 @@ def count_of(number: int, noun: str) -> str:
 
 
 def unit(*devices: str) -> str:
-    """Return the unit of ranks: "GPUs", or "ranks" if a device is a CPU."""
-    return "ranks" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", " ".join(devices), re.IGNORECASE) else "GPUs"
+    """Return what a rank runs on: "GPU", or "rank" if a device is a CPU."""
+    return "rank" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", " ".join(devices), re.IGNORECASE) else "GPU"
 
 
 def significant(value: float, least_decimals: int = 0) -> str:
@@ -197,18 +187,23 @@ def significant(value: float, least_decimals: int = 0) -> str:
 
 
 def format_cell(column: str, value: Any) -> str:
-    if value is None or column in COUNTS or column in TEXTS:
+    if value is None or _KINDS[column] != "float":
         return "" if value is None else str(value)
     if column.endswith("_percent") or column in ("speedup", "memory_peak_gib"):
         return f"{value:.1f}" if column.endswith("_percent") else f"{value:.2f}"
     return significant(value, 1 if column == "samples_per_s_per_gpu" else 0)
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, padded and right-aligned for terminals, with dashes for empty cells."""
-    cells = [[plain_text(cell) or "–" for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    lines = [header, ["-" * (width - 1) + ":" for width in widths], *cells]
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table, right-aligned for terminals, with dashes for empty cells and without empty columns; empty
+    without rows."""
+    columns = [[name, *map(plain_text, cells)] for name, *cells in zip(header, *rows, strict=True)]
+    columns = [[cell or "–" for cell in column] for column in columns if any(column[1:])]
+    if not columns:
+        return ""
+    widths = [max(map(len, column)) for column in columns]
+    first, *others = zip(*columns, strict=True)
+    lines = [first, ["-" * (width - 1) + ":" for width in widths], *others]
     return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
 
 
@@ -221,5 +216,4 @@ def plain_text(text: str) -> str:
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
     import pandas as pd
 
-    cells = [[getattr(row, column) for column in COLUMNS] for row in rows]
-    pd.DataFrame(cells, columns=list(COLUMNS)).to_csv(path, index=False, float_format="%.7g")
+    pd.DataFrame([vars(row) for row in rows], columns=COLUMNS).to_csv(path, index=False, float_format="%.7g")

@@ -1,4 +1,4 @@
-"""Sample a host's GPUs every 15 s with NVML into `monitor/<host>.jsonl`, in a thread of the host's first rank.
+"""Sample a host's GPUs every 15 s with torch's NVML functions into `monitor/<host>.jsonl`, in a thread of its first rank.
 
 A broken driver doesn't end the run.
 """
@@ -10,20 +10,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from clap_ds.config.files import own_folder
 from clap_ds.run_records.jsonl import JsonlWriter
 
 INTERVAL_S = 15.0
-Sample = dict[str, Any]
+FIELDS: dict[str, Callable[[int], float]] = {
+    "sm_percent": torch.cuda.utilization,
+    "power_w": lambda gpu: torch.cuda.power_draw(gpu) / 1e3,
+    "temperature_c": torch.cuda.temperature,
+    "memory_bytes": torch.cuda.device_memory_used,
+    "memory_total_bytes": lambda gpu: torch.cuda.get_device_properties(gpu).total_memory,
+}
 
 
 @contextmanager
 def watching(run_directory: Path | None, num_gpus: int) -> Iterator[None]:
     """Sample in the background while the body runs, unless there is no folder; the run has `num_gpus` on this host."""
     over = threading.Event()
-    if run_directory is not None:
+    if run_directory is not None and torch.cuda.is_available():
         threading.Thread(target=_watch, args=(run_directory / "monitor", num_gpus, over), daemon=True).start()
     try:
         yield
@@ -32,46 +39,15 @@ def watching(run_directory: Path | None, num_gpus: int) -> Iterator[None]:
 
 
 def _watch(folder: Path, num_gpus: int, over: threading.Event) -> None:
+    host = os.uname().nodename
     try:
-        if (sample := _gpu_sampler(num_gpus)) is None:
-            return
-        with own_folder(folder) as there, closing(JsonlWriter(there / f"{os.uname().nodename}.jsonl")) as stream:
+        with own_folder(folder) as there, closing(JsonlWriter(there / f"{host}.jsonl")) as stream:
             while not over.wait(INTERVAL_S):
-                for values in sample():
-                    stream.append({"time": time.time(), **values})
+                for gpu in range(num_gpus):
+                    values = {}
+                    for name, read in FIELDS.items():
+                        with suppress(Exception):  # unsupported by this GPU, or no NVML
+                            values[name] = read(gpu)
+                    stream.append({"time": time.time(), "gpu": gpu, **values})
     except Exception as error:
-        print(f"warning: {os.uname().nodename}: GPU monitoring stopped: {error!r}", file=sys.stderr, flush=True)
-
-
-def _gpu_sampler(num_gpus: int) -> Callable[[], list[Sample]] | None:
-    """Return a function that reads this run's GPUs, or None if NVML is missing or finds none."""
-    try:
-        import pynvml as nvml
-
-        nvml.nvmlInit()
-        gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    except Exception:  # a broken driver may raise anything
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    mine = [index for index in range(len(gpus)) if str(index) in visible]
-    chosen = mine if len(mine) >= num_gpus else range(len(gpus))  # a rank may see only its own
-    rx, tx = nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES  # in KB/s
-    fields: dict[str, Callable[[Any], float]] = {
-        "sm_percent": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
-        "power_w": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
-        "power_limit_w": lambda gpu: nvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1e3,
-        "memory_bytes": lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
-        "memory_total_bytes": lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total,
-        "temperature_c": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-        "pcie_rx_gb_per_s": lambda gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, rx) / 1e6,
-        "pcie_tx_gb_per_s": lambda gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, tx) / 1e6,
-    }
-
-    def read(index: int) -> Sample:
-        values: Sample = {"gpu": index}
-        for name, field in fields.items():
-            with suppress(nvml.NVMLError):  # unsupported by this GPU
-                values[name] = field(gpus[index])
-        return values
-
-    return (lambda: [read(index) for index in chosen]) if chosen else None
+        print(f"warning: {host}: GPU monitoring stopped: {error!r}", file=sys.stderr, flush=True)
