@@ -126,9 +126,7 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
 def _uncertainty(used: Sequence[Run], spread: RunSpread | None) -> tuple[float | None, str]:
     if spread and len(used) > 1:
         return fmean(run.rate or 0.0 for run in used) * spread.half_width(len(used)), spread.label()
-    if used and used[0].kind == "table" and used[0].interval:
-        return (used[0].interval[1] - used[0].interval[0]) / 2, used[0].uncertainty_from
-    return None, ""
+    return (used[0].samples_per_s_per_gpu_2sigma, used[0].uncertainty_from) if used else (None, "")
 
 
 def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:

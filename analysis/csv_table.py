@@ -46,11 +46,8 @@ def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
     if not (run.nodes and run.gpus):
         raise UserError(f"{where}: nodes or gpus is empty")
     known: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
-    rate, half = run.rate, run.samples_per_s_per_gpu_2sigma
-    if rate and run.samples_per_s:
-        known["samples_per_s_per_gpu"] = rate = _middle(rate, run.samples_per_s, run.gpus)
-    if rate and half is not None:
-        known["interval"] = (rate - half, rate + half)
+    if run.rate and run.samples_per_s:
+        known["samples_per_s_per_gpu"] = _middle(run.rate, run.samples_per_s, run.gpus)
     return replace(run, **known)
 
 

@@ -98,7 +98,7 @@ def draw_projection(found: Sequence[Series], title: str = "") -> Picture:
         halves = [point * error for point, error in zip(points, series.errors, strict=False)] or None
         look = {**style, "linestyle": "none", "elinewidth": 0.8, "label": f"{name}, measured"}
         axes.errorbar(gpus[:last], points, halves, **look)
-        fitted = [series.efficiency_percent(series.fit(law).rate(nodes)) for nodes in counts]
+        fitted = [series.percent_by(law, nodes) for nodes in counts]
         axes.plot(gpus[:last], fitted[:last], color=color)
         label = fill(f"{name} by {law}: {fitted[-1]:.1f}% on {gpus[-1]} GPUs", 60)
         axes.plot(gpus[last - 1 :], fitted[last - 1 :], "--", color=color, label=label)

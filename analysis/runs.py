@@ -82,13 +82,13 @@ def _read_log(path: Path, given: argparse.Namespace) -> list[Run]:
 
 
 def _by_own_log(path: Path, run: Run) -> Run:
-    """Return the run with rate and interval from the engine's lines in its own log, if there are any."""
-    names = ("engine_samples_per_s_per_gpu", "interval", "windows")
+    """Return the run with rate and windows from the engine's lines in its own log, if there are any."""
+    names = ("engine_samples_per_s_per_gpu", "windows")
     with suppress(UserError):
         log = read_log(path / "rank0.log", run.gpus)[-1]
         if log.engine_samples_per_s_per_gpu:
             return replace(run, **{name: getattr(log, name) for name in names})
-    return replace(run, interval=None, windows=())
+    return replace(run, windows=())
 
 
 def _complete(run: Run, given: argparse.Namespace) -> Run:
@@ -128,7 +128,7 @@ def _by_engine(run: Run) -> Run:
     share = rate / run.rate if rate and run.rate else None
     tflops, mfu = (share and value and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
     run = replace(run, samples_per_s_per_gpu=rate, achieved_tflops=tflops, mfu_model_percent=mfu)
-    return noted(run, BY_TIMER) if rate else noted(replace(run, interval=None), "no rate from DeepSpeed's timer")
+    return noted(run, BY_TIMER) if rate else noted(run, "no rate from DeepSpeed's timer")
 
 
 def input_parser(description: str) -> argparse.ArgumentParser:

@@ -81,9 +81,8 @@ class Row:
 
     @property
     def title(self) -> str:
-        tokens = self.context_length and f"{self.context_length} text tokens"
-        scaling = self.scaling and f"{self.scaling} scaling"
-        parts = self.model_name, self.device, self.precision, tokens, self.variant, scaling
+        tokens = f"{self.context_length} text tokens" if self.context_length else ""
+        parts = self.model_name, self.device, self.precision, tokens, self.variant, self.scaling and f"{self.scaling} scaling"
         return plain_text(", ".join(filter(None, parts)))
 
     @property
@@ -118,8 +117,6 @@ class Run(Row):
     source: str = ""
     kind: Literal["record", "log", "table"] = "record"
     error: str = ""
-    interval: tuple[float, float] | None = None
-    """The range of a run's windows, or a table row's rate minus and plus its ±."""
     windows: tuple[float, ...] = ()
     accumulation: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)

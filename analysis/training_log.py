@@ -8,20 +8,17 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from clap_ds.analysis.log_formats import DIALECTS, Dialect, facts_in
-from clap_ds.analysis.read_run import BY_TIMER, HOST_ALONE, rate_fields
+from clap_ds.analysis.read_run import BY_TIMER, HOST_ALONE, mean_rate
 from clap_ds.analysis.table import MOST, Run
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
 
 WARMUP_STEPS = 10
-MAX_WINDOWS = 96
-"""Maximum per start; more are merged with their neighbors."""
 STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
 """Later ones take precedence: an out-of-memory error also prints a traceback and a nonzero exit code."""
 
@@ -29,11 +26,13 @@ STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_mem
 @dataclass
 class Start:
     facts: dict[str, Any] = field(default_factory=dict)
-    """Facts from lines other than progress, by their kinds in `dialects.py`."""
+    """Facts from lines other than progress, by their kinds in `log_formats.py`."""
     dialect: Dialect | None = None
     state: str = "unknown"
+    position: float = 0.0
+    """Steps or samples of the furthest progress line."""
     points: list[tuple[float, float]] = field(default_factory=list)
-    """For each progress line: position, which only increases, and average rate or seconds per step."""
+    """For each progress line: steps done, and seconds since the first timed step (only proportional without a batch)."""
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -45,27 +44,16 @@ class Start:
         return of_parts or self.facts.get("global_batch", 0)
 
     def windows(self) -> tuple[list[float], list[float], float | None]:
-        """Return samples/s of all GPUs and seconds of at most `MAX_WINDOWS` windows after the warm-up, and samples/s since the
-        first timed step. Without a global batch, seconds are only proportional."""
+        """Return samples/s of all GPUs and seconds between progress lines after the warm-up, and samples/s since the first
+        timed step."""
         if not (self.points and self.dialect and (self.global_batch or self.dialect.is_cumulative)):
             return [], [], None
-        positions, values = np.array(self.points).T
-        batch, untimed = self.global_batch or 1, self.dialect.untimed
-        if self.dialect.is_cumulative:
-            steps, times = positions, batch * (positions - untimed) / values
-        else:
-            steps = positions / batch if "samples" in self.dialect.pattern.groupindex else positions
-            times = np.cumsum(np.diff(steps, prepend=0) * values)
-        later = np.append(True, times[1:] > np.maximum.accumulate(times)[:-1])
-        steps, times = steps[later], times[later]
-        average = float(batch * (steps[-1] - untimed) / times[-1])
-        begin = int(np.searchsorted(steps, WARMUP_STEPS))
-        steps, times = steps[begin:], times[begin:]
-        if len(steps) < 2:
-            return [], [], average
-        edges = [*range(0, len(steps) - 1, -(-(len(steps) - 1) // MAX_WINDOWS)), len(steps) - 1]
-        window_s = np.diff(times[edges])
-        return (batch * np.diff(steps[edges]) / window_s).tolist(), window_s.tolist(), average
+        batch, (last, last_s) = self.global_batch or 1, self.points[-1]
+        timed = [point for point in self.points if point[0] >= WARMUP_STEPS]
+        window_s = [after - before for (_, before), (_, after) in pairwise(timed)]
+        steps = [after - before for (before, _), (after, _) in pairwise(timed)]
+        rates = [batch * count / seconds for count, seconds in zip(steps, window_s, strict=True)]
+        return rates, window_s, batch * (last - self.dialect.untimed) / last_s
 
 
 def _read_line(starts: list[Start], line: str) -> None:
@@ -96,16 +84,20 @@ def _progress(starts: list[Start], dialect: Dialect, numbers: dict[str, float]) 
     value /= 1000 if "step_ms" in numbers else 1
     if not (position > dialect.untimed and 0 < value < MOST):
         return
-    start = starts[-1]
-    furthest = start.points[-1][0] if start.points else 0.0
-    if position < furthest / 2:
-        start, furthest = _restart(starts), 0.0
+    start = starts[-1] if position >= starts[-1].position / 2 else _restart(starts)
     start.dialect = dialect
     if "global_batch" in numbers:
         start.facts["global_batch"] = int(numbers["global_batch"])
     start.facts["memory_gib"] = max(numbers.get("memory_gib", 0.0), start.facts.get("memory_gib", 0.0))
-    if position > furthest:  # else the line is from another rank
-        start.points.append((position, value))
+    if position <= start.position:  # the line is from another rank
+        return
+    before, before_s = start.points[-1] if start.points else (0.0, 0.0)
+    batch = start.global_batch or 1
+    step = position if "step" in numbers else position / batch
+    time_s = batch * (step - dialect.untimed) / value if dialect.is_cumulative else before_s + (step - before) * value
+    start.position = position
+    if time_s > before_s:
+        start.points.append((step, time_s))
 
 
 def read_log(path: Path, gpus: int = 0) -> list[Run]:
@@ -139,8 +131,7 @@ def _run(path: Path, starts: Sequence[Start], given_gpus: int) -> Run:
     rates = [rate / gpus for of_start, _, _ in measured for rate in of_start]
     window_s = [seconds for _, of_start, _ in measured for seconds in of_start]
     averages = [average / gpus for _, _, average in measured if average]
-    fields = rate_fields(rates, window_s) or {"samples_per_s_per_gpu": averages[-1] if averages else None}
-    rate = fields["samples_per_s_per_gpu"]
+    rate = mean_rate(rates, window_s) or (averages[-1] if averages else None)
     by_timer = bool(last.dialect and not last.dialect.counts_data_wait)
     noted = {
         BY_TIMER: by_timer,
@@ -155,6 +146,7 @@ def _run(path: Path, starts: Sequence[Start], given_gpus: int) -> Run:
         source=str(path), kind="log", state=last.state, **{name: facts[name] for name in names if name in facts},
         batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
         memory_peak_gib=max(start.facts.get("memory_gib", 0.0) for start in starts) or None,
-        engine_samples_per_s_per_gpu=rate if by_timer else None, **fields,
+        engine_samples_per_s_per_gpu=rate if by_timer else None,
+        samples_per_s_per_gpu=rate, windows=tuple(rates),
         notes="; ".join(note for note, holds in noted.items() if holds),
     )  # fmt: skip

@@ -77,7 +77,7 @@ def test_figures_that_cannot_be_are_said_to_be_none() -> None:
     assert "101.1% in the published convention" in row.notes
     assert "90.5% (executed FLOPs)" in row.notes
     assert "MFU" not in scaling_table([run(1, 2940.0, peak_tflops=989.0, mfu_model_percent=89.0)])[0].notes
-    stated = {"kind": "table", "repeats": 2, "interval": (90.0, 110.0)}
+    stated = {"kind": "table", "repeats": 2, "samples_per_s_per_gpu_2sigma": 10.0}
     for fields, rate, doubted in (({}, 103.0, True), ({}, 101.0, False), (stated, 103.0, False)):
         rows = scaling_table([run(n, r, **fields) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
         assert [("above 100%" in row.notes) for row in rows] == [False, doubted, False]
