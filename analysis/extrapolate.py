@@ -54,7 +54,15 @@ def _scaling(series: Series) -> list[str]:
         known.append(f"{series.efficiency_percent(rate):.1f}" if rate else "")
         first, *others = (f"{series.percent_by(law, nodes):.1f}" for law in laws)
         rows.append([str(nodes), str(nodes * series.gpus_per_node), *known, first, _band(series, nodes), *others])
-    header = ["nodes", "GPUs", "samples/s/GPU", "measured %", f"{best} %", "95% band", *(f"{law} %" for law in laws[1:])]
+    header = [
+        "nodes",
+        "GPUs",
+        "samples/s/GPU",
+        "measured %",
+        f"{best} %",
+        "95% band",
+        *(f"{law} %" for law in laws[1:]),
+    ]
     return ["### Scaling", markdown_table(header, rows), ABOUT_BAND]
 
 
@@ -78,7 +86,6 @@ def _hold_outs(series: Series) -> list[str]:
 def main() -> None:
     parser = input_parser("Extrapolate the scaling of runs and tables to more GPUs.")
     parser.add_argument("--output", type=Path, help="picture to write; also written as .pdf and .svg")
-    parser.add_argument("--title", default="", help="one-line title (default: none)")
     options = parser.parse_args()
     curves = plot_scaling.read_curves(options).values()
     # Folders may also contain strong scaling and single scales.
@@ -86,7 +93,7 @@ def main() -> None:
     found = [series_of(rows) for rows in swept]
     print("\n".join(render(series) for series in found), end="")
     if options.output:
-        plot_scaling.draw_projection(found, options.title).save(options.output, ".pdf", ".svg")
+        plot_scaling.draw_projection(found).save(options.output, ".pdf", ".svg")
 
 
 command = partial(run_alone, main)

@@ -66,15 +66,11 @@ class Picture:
         panels = self.figure.subplots(len(heights), columns, sharex=share_x, squeeze=False, height_ratios=heights)
         self.panels: list[Axes] = list(panels.flat)
 
-    def title(self, text: str, most_lines: int | None = None) -> None:
-        """Add a title; the figure grows by its lines. UserError if it needs more than `most_lines`."""
-        width = int(15 * self.figure.get_figwidth())
-        lines = "\n".join(fill(line, width) for line in text.splitlines())
-        if most_lines is not None and lines.count("\n") >= most_lines:
-            raise UserError(f"--title: expected one line of at most {width} letters, found {len(text)}")
-        if lines:
-            self._grow(lines)
-            self.figure.suptitle(lines, x=0.01, ha="left")
+    def title(self, text: str) -> None:
+        """Add a title; the figure grows by its lines."""
+        lines = "\n".join(fill(line, int(15 * self.figure.get_figwidth())) for line in text.splitlines())
+        self._grow(lines)
+        self.figure.suptitle(lines, x=0.01, ha="left")
 
     def name_below(self, axes: Axes, columns: int = 1, common: str = "") -> None:
         """Add a legend of `axes` below the figure, which grows by its height. `common`: heading of the legend."""

@@ -123,7 +123,8 @@ def draw_training(directories: Sequence[Path]) -> Picture:
     log_axis(norm)
     for axes in (rate, speed, evaluation):
         axes.set_ylim(bottom=0)
-    picture.name_below(evaluation, columns=2)
+    if evaluation.lines:
+        picture.name_below(evaluation, columns=2)
     if len(directories) > 1:
         curves[0].legend()
     return picture

@@ -1,6 +1,6 @@
 """Plot scaling efficiency and speed-up of runs and tables against the number of GPUs, with the ideal line.
 
-    python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png [--columns 1] [--title …]
+    python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png [--columns 1]
 
 Also draws the projection of `project.py`.
 """
@@ -52,11 +52,10 @@ def short_names(titles: Sequence[str]) -> tuple[list[str], str]:
 
 
 @styled()
-def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2, title: str = "") -> Picture:
+def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2) -> Picture:
     """Draw efficiency and speed-up with ± and the ideal: side by side in two columns, or stacked in one. The legend has the
     values at each curve's largest scale."""
     picture = Picture((2.1,) * (3 - columns), columns, columns, share_x=columns == 1)
-    picture.title(title, 1)
     efficiency, speedup = picture.panels
     names, common = short_names([*curves])
     all_rows = [row for rows in curves.values() for row in rows]
@@ -83,10 +82,9 @@ def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2, title: str = "
 
 
 @styled()
-def draw_projection(found: Sequence[Series], title: str = "") -> Picture:
+def draw_projection(found: Sequence[Series]) -> Picture:
     """Draw measured efficiency and the projecting law: solid within measured scales, dashed with its band beyond them."""
     picture = Picture((2.6,), columns_wide=2)
-    picture.title(title, 1)
     (axes,) = picture.panels
     names, common = short_names([series.title for series in found])
     axes.axhline(100, label="ideal", **IDEAL)
@@ -121,10 +119,9 @@ def main() -> None:
     parser.add_argument(
         "--columns", type=int, choices=(1, 2), default=2, help="paper columns: 3.25 or 6.5 inches wide (default: 2)"
     )
-    parser.add_argument("--title", default="", help="one-line title (default: none)")
     options = parser.parse_args()
     curves = read_curves(options)
-    draw(curves, options.columns, options.title).save(options.output, ".pdf", ".svg")
+    draw(curves, options.columns).save(options.output, ".pdf", ".svg")
     print("\n".join(f"{title}: {answer(rows)}" for title, rows in curves.items()))
     print(f"wrote {options.output}, also as .pdf and .svg")
 

@@ -63,7 +63,7 @@ def projections(rows: Sequence[Scale]) -> Blocks:
             continue
         yield re.sub("^##", "###", extrapolate.render(series), flags=re.MULTILINE)
         caption = f"Projection of {series.title}: points measured, dashed extrapolated, in the band described above"
-        picture = plot_scaling.draw_projection([series], extrapolate.headline(series))
+        picture = plot_scaling.draw_projection([series])
         yield Figure(f"projection-{number}.png", caption, picture)
 
 

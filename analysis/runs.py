@@ -59,10 +59,10 @@ def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     if is_record(path):
         run = read_record(path)
         return [_by_own_log(path, run) if given.rate == "engine" else run]
-    return read_table_runs(path) if path.suffix == ".csv" else _read_log(path, given)
+    return read_table_runs(path) if path.suffix == ".csv" else [_read_log(path, given)]
 
 
-def _read_log(path: Path, given: argparse.Namespace) -> list[Run]:
+def _read_log(path: Path, given: argparse.Namespace) -> Run:
     """Read a log. If it doesn't state nodes or GPUs, its name or folder may: `n2.log`, `nodes_4/slurm.out`."""
     nodes, gpus, per_node = given.nodes or 0, given.gpus or 0, given.gpus_per_node or 0
     match = None if nodes or gpus else _NAMED.search(f"{path.name}/{path.absolute().parent.name}".lower())
@@ -71,21 +71,19 @@ def _read_log(path: Path, given: argparse.Namespace) -> list[Run]:
         nodes, gpus = (0, count) if is_gpus else (count, 0)
     of_run = read_record(path.parent) if is_record(path.parent) else Run()  # the log is in this run directory
     gpus = gpus or nodes * per_node or of_run.gpus
-    found = read_log(path, gpus)
-    is_scaled = match and not of_run.nodes and not all(run.nodes for run in found)
-    known = ("nodes", "gpus", "model", "device", "precision", "context_length", "peak_tflops")
-    stated = {name: getattr(of_run, name) for name in known}
-    if is_scaled:
-        stated |= {"nodes": 0 if per_node else nodes, "gpus": gpus}
-    found = [replace(run, **{name: getattr(run, name) or value for name, value in stated.items()}) for run in found]
-    return [noted(run, "scale by the log's name") for run in found] if is_scaled else found
+    run = read_log(path, gpus)
+    names = ("nodes", "gpus", "model", "device", "precision", "context_length", "peak_tflops")
+    run = replace(run, **{name: getattr(run, name) or getattr(of_run, name) for name in names})
+    if run.nodes or not match:
+        return run
+    return noted(replace(run, nodes=0 if per_node else nodes, gpus=run.gpus or gpus), "scale by the log's name")
 
 
 def _by_own_log(path: Path, run: Run) -> Run:
     """Return the run with rate and windows from the engine's lines in its own log, if there are any."""
     names = ("engine_samples_per_s_per_gpu", "windows")
     with suppress(UserError):
-        log = read_log(path / "rank0.log", run.gpus)[-1]
+        log = read_log(path / "rank0.log", run.gpus)
         if log.engine_samples_per_s_per_gpu:
             return replace(run, **{name: getattr(log, name) for name in names})
     return replace(run, windows=())

@@ -82,7 +82,14 @@ class Row:
     @property
     def title(self) -> str:
         tokens = f"{self.context_length} text tokens" if self.context_length else ""
-        parts = self.model_name, self.device, self.precision, tokens, self.variant, self.scaling and f"{self.scaling} scaling"
+        parts = (
+            self.model_name,
+            self.device,
+            self.precision,
+            tokens,
+            self.variant,
+            self.scaling and f"{self.scaling} scaling",
+        )
         return plain_text(", ".join(filter(None, parts)))
 
     @property

@@ -45,8 +45,6 @@ def test_panels_hold_the_tables_numbers(tmp_path: Path) -> None:
     assert bars[2][1][1] - bars[2][0][1] == pytest.approx(2 * error, abs=0.01)
     named = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert named == ["ideal", "micro: 92.9%, 3.71× of 4×"]
-    with pytest.raises(UserError, match="at most 48 letters"):
-        draw(found, columns=1, title="long " * 20)
 
 
 def test_a_baseline_of_several_nodes_is_stated() -> None:
@@ -62,7 +60,7 @@ def test_a_picture_fits_a_papers_columns_and_no_texts_overlap(columns: int, scal
         run(2**place, 600 * rate**place, variant=name, device="H100", precision="bf16")
         for name, rate in zip(names, (0.95, 0.96, 0.97), strict=True) for place in range(scales)
     ]  # fmt: skip
-    picture = draw(curves(*runs), columns, "One line")
+    picture = draw(curves(*runs), columns)
     picture.figure.draw_without_rendering()
     assert picture.figure.get_figwidth() == 3.25 * columns
     (legend,) = picture.figure.legends
@@ -97,9 +95,8 @@ def test_a_projections_figure_holds_measurements_line_and_band() -> None:
         series_of(scaling_table(read_table_runs(TINY))),
         errors=tuple(0.001 * nodes for nodes in (1, 2, 4, 8, 16, 32, 64, 128)),
     )
-    picture = draw_projection([series], "The answer")
+    picture = draw_projection([series])
     (efficiency,) = picture.panels
-    assert picture.figure.get_suptitle() == "The answer"
     (points,) = efficiency.containers
     assert points.lines[0].get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
     (low, high) = points.lines[2][0].get_segments()[-1]
