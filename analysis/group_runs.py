@@ -6,6 +6,7 @@ Runs that differ in anything else form separate series, named by the difference 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ separately. Only the last part of a path counts."""
 ACCUMULATION = "gradient_accumulation_steps"
 BATCH, GLOBAL_BATCH = BATCHES = ("batch per GPU", "global batch")
 """Prefixes of the part of `variant` that names the batch that a series keeps constant, not a setting."""
-PACKAGES = ("clap_ds", "torch", "deepspeed")
+_FOLDERS = re.compile(r'[^\s",\[]*/')
 
 
 def split_series(runs: Sequence[Run]) -> list[Run]:
@@ -77,18 +78,17 @@ def _facts(run: Run) -> dict[str, str]:
     """Return settings, code and hardware as text by dotted names, settings first."""
     found = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
     found[ACCUMULATION] = run.accumulation
-    versions, commit = run.environment.get("versions") or {}, str(run.environment.get("git_commit") or "")
-    told = {name: versions.get(name) for name in PACKAGES}
-    told |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": commit[:12] + commit[40:]}
-    told["devices"] = " and ".join(sorted(set(map(str, run.environment.get("device_names") or ()))))
-    found |= {name: value for name, value in told.items() if value}
-    return {name: _text(value) for name, value in found.items()}
+    known = {**(run.environment.get("versions") or {}), **run.environment}
+    found |= {name: known[name] for name in ("clap_ds", "torch", "deepspeed", "cpu_kernels") if known.get(name)}
+    if commit := known.get("git_commit"):
+        found["commit"] = commit[:12] + commit[40:]
+    if devices := known.get("device_names"):
+        found["devices"] = " and ".join(sorted(set(devices)))
+    return {name: _FOLDERS.sub("", _text(value)) for name, value in found.items()}
 
 
 def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value.rstrip("/").rpartition("/")[2]
-    return f"[{','.join(map(_text, value))}]" if isinstance(value, list) else json.dumps(value)
+    return value.rstrip("/") if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:

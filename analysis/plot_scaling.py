@@ -2,13 +2,12 @@
 
     python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png [--columns 1]
 
-Also draws the projection of `project.py`.
+Also draws the projection of `extrapolate.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -36,10 +35,10 @@ def read_curves(options: argparse.Namespace) -> dict[str, list[Scale]]:
 def answer(rows: Sequence[Scale]) -> str:
     """Summarize a series at its largest scale: `87.3 ± 0.6% efficiency on 512 GPUs: …`. `rows`: with a rate."""
     first, last = (pick(rows, key=lambda row: (row.gpus, row.nodes)) for pick in (min, max))
-    rate = f"{last.cell('samples_per_s_per_gpu', 'samples_per_s_per_gpu_2sigma')} samples/s/{last.unit}"
+    rate = f"{last.cell('samples_per_s_per_gpu')} samples/s/{last.unit}"
     if first.gpus == last.gpus:
         return f"{rate} on {last.scale}"
-    percent = last.cell("scaling_efficiency_percent", "scaling_efficiency_2sigma_percent")
+    percent = last.cell("scaling_efficiency_percent")
     on = " ".join(filter(None, [f"on {last.gpus} {last.unit}s", relative_to(rows)]))
     return f"{percent}% efficiency {on}: {rate}"
 
@@ -55,20 +54,22 @@ def short_names(titles: Sequence[str]) -> tuple[list[str], str]:
 def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2) -> Picture:
     """Draw efficiency and speed-up with ± and the ideal: side by side in two columns, or stacked in one. The legend has the
     values at each curve's largest scale."""
+    import pandas as pd
+
     picture = Picture((2.1,) * (3 - columns), columns, columns, share_x=columns == 1)
     efficiency, speedup = picture.panels
     names, common = short_names([*curves])
     all_rows = [row for rows in curves.values() for row in rows]
     efficiency.axhline(100, label="ideal", **IDEAL)
     for name, rows, style in zip(names, curves.values(), cycle(SERIES_STYLES), strict=False):
-        counts, percents = [row.gpus for row in rows], [row.scaling_efficiency_percent or math.nan for row in rows]
-        errors = [row.scaling_efficiency_2sigma_percent or 0.0 for row in rows]
-        ideals = [count / counts[0] for count in counts]
-        label = fill(f"{name}: {percents[-1]:.1f}%, {rows[-1].speedup:.3g}× of {ideals[-1]:.3g}×", 50)
-        speedup.plot(counts, ideals, **IDEAL)
-        for axes, units in ((efficiency, [1.0] * len(rows)), (speedup, [ideal / 100 for ideal in ideals])):
-            values, halves = ([value * by for value, by in zip(of, units, strict=True)] for of in (percents, errors))
-            axes.errorbar(counts, values, halves if any(errors) else None, label=label, elinewidth=0.8, **style)
+        table = pd.DataFrame([vars(row) for row in rows])
+        gpus, percents = table["gpus"], table["scaling_efficiency_percent"]
+        errors, ideals = table["scaling_efficiency_2sigma_percent"].astype(float), gpus / gpus[0]
+        label = f"{name}: {rows[-1].scaling_efficiency_percent:.1f}%, {rows[-1].speedup:.3g}× of {max(ideals):.3g}×"
+        speedup.plot(gpus, ideals, **IDEAL)
+        for axes, factor in ((efficiency, 1.0), (speedup, ideals / 100)):
+            halves = errors * factor if errors.any() else None
+            axes.errorbar(gpus, percents * factor, halves, label=fill(label, 50), elinewidth=0.8, **style)
     relative = ", ".join(filter(None, dict.fromkeys(map(relative_to, curves.values()))))
     for axes, quantity in ((efficiency, "scaling efficiency (%)"), (speedup, "speed-up")):
         gpu_axis(axes, [row.gpus for row in all_rows], f"{unit(*(row.device for row in all_rows))}s")

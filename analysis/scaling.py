@@ -31,10 +31,6 @@ _COLUMNS = {
     "exposed comm. %": "exposed_communication_percent", "data wait %": "data_wait_percent",
     "memory GiB": "memory_peak_gib", "state": "state",
 }  # fmt: skip
-_SPREADS = {
-    "samples_per_s_per_gpu": "samples_per_s_per_gpu_2sigma",
-    "scaling_efficiency_percent": "scaling_efficiency_2sigma_percent",
-}
 
 
 def scaling_table(runs: Sequence[Run]) -> list[Scale]:
@@ -85,7 +81,7 @@ def _blocks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
     below = [row for row in rows if target and (row.scaling_efficiency_percent or target) < target]
     for row in rows:
         numbers = [notes.setdefault(note, len(notes) + 1) for note in filter(None, row.notes.split("; "))]
-        cells = {name: row.cell(column, _SPREADS.get(column, "")) for name, column in _COLUMNS.items()}
+        cells = {name: row.cell(column) for name, column in _COLUMNS.items()}
         cells["efficiency % ±"] += BELOW if row in below else ""
         cells["state"] += "".join(f" [{number}]" for number in numbers)
         body.append(cells.values())

@@ -82,14 +82,8 @@ class Row:
     @property
     def title(self) -> str:
         tokens = f"{self.context_length} text tokens" if self.context_length else ""
-        parts = (
-            self.model_name,
-            self.device,
-            self.precision,
-            tokens,
-            self.variant,
-            self.scaling and f"{self.scaling} scaling",
-        )
+        scaling = self.scaling and f"{self.scaling} scaling"
+        parts = self.model_name, self.device, self.precision, tokens, self.variant, scaling
         return plain_text(", ".join(filter(None, parts)))
 
     @property
@@ -110,10 +104,10 @@ class Row:
         """Seconds per step by `STEP_PHASES` in an instrumented pass, without unmeasured parts."""
         return {part: value for part in STEP_PHASES if (value := getattr(self, f"{part}_s")) is not None}
 
-    def cell(self, column: str, spread: str = "") -> str:
-        """Return a column's text, with ± from the column `spread` to as many decimals; empty for None."""
-        text, error = format_cell(column, getattr(self, column)), getattr(self, spread) if spread else None
-        decimals = max(len(text.partition(".")[2]), 2 * spread.endswith("_percent"))
+    def cell(self, column: str) -> str:
+        """Return a column's text, with its ± to as many decimals; empty for None."""
+        text, error = format_cell(column, getattr(self, column)), getattr(self, SPREADS.get(column, ""), None)
+        decimals = max(len(text.partition(".")[2]), 2 * column.endswith("_percent"))
         return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
 
 
@@ -143,6 +137,11 @@ class Scale(Row):
     """The runs that count: those with a rate, and if any completed, only completed ones."""
 
 
+SPREADS = {
+    "samples_per_s_per_gpu": "samples_per_s_per_gpu_2sigma",
+    "scaling_efficiency_percent": "scaling_efficiency_2sigma_percent",
+}
+"""Columns with the ± of others."""
 MOST = 1e15
 """Upper limit of all measured values, in the units of their fields."""
 _KINDS = {column.name: str(column.type).partition(" ")[0] for column in fields(Row)}
