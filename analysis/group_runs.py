@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from clap_ds.analysis.table import Run
@@ -80,10 +80,10 @@ def _facts(run: Run) -> dict[str, str]:
     found[ACCUMULATION] = run.accumulation
     known = {**(run.environment.get("versions") or {}), **run.environment}
     found |= {name: known[name] for name in ("clap_ds", "torch", "deepspeed", "cpu_kernels") if known.get(name)}
-    if commit := known.get("git_commit"):
+    if commit := str(known.get("git_commit") or ""):
         found["commit"] = commit[:12] + commit[40:]
     if devices := known.get("device_names"):
-        found["devices"] = " and ".join(sorted(set(devices)))
+        found["devices"] = " and ".join(sorted(set(map(str, devices))))
     return {name: _FOLDERS.sub("", _text(value)) for name, value in found.items()}
 
 
@@ -98,27 +98,19 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     per GPU with several scales is weak scaling. The rest are strong scaling if their global batch has several scales, including
     runs of that global batch in a weak series.
     """
-    of_batch, of_total = _by_value(group, lambda run: run.batch_per_gpu), _by_value(group, global_batch)
-    if len(known := [batch for batch in of_batch if batch]) < 2:  # a failed run may not state it
+    import pandas as pd
+
+    if len(known := {run.batch_per_gpu for run in group if run.batch_per_gpu}) < 2:  # a failed run may not state it
         return [("weak" if known else "", [replace(run, batch_per_gpu=max(known, default=None)) for run in group])]
-    if len(of_total) == 1:
-        return [("strong", list(group))]
-    weak = [("weak", runs) for runs in of_batch.values() if _has_scales(runs)]
-    rest = {global_batch(runs[0]): runs for runs in of_batch.values() if not _has_scales(runs)}
-    alone = [(total, runs) for total, runs in rest.items() if not (total and _has_scales(of_total[total]))]
-    strong = [("strong", of_total[total]) for total in rest if total not in dict(alone)]
-    return [*weak, *strong, *(("", runs) for _, runs in alone)]
-
-
-def _by_value(runs: Sequence[Run], value: Callable[[Run], int | None]) -> dict[int | None, list[Run]]:
-    found: dict[int | None, list[Run]] = defaultdict(list)
-    for run in runs:
-        found[value(run)].append(run)
+    cells = [(run.batch_per_gpu, global_batch(run), run.gpus) for run in group]
+    table = pd.DataFrame(cells, columns=["batch", "total", "gpus"])
+    weak, has_scales = (table.groupby(by)["gpus"].transform("nunique") > 1 for by in ("batch", "total"))
+    strong = has_scales & table["total"].isin(table["total"][~weak])
+    found = []
+    for scaling, chosen, by in (("weak", weak, "batch"), ("strong", strong, "total"), ("", ~(weak | strong), "batch")):
+        for places in table[chosen].groupby(by, sort=False, dropna=False).groups.values():
+            found.append((scaling, [group[place] for place in places]))
     return found
-
-
-def _has_scales(runs: Sequence[Run]) -> bool:
-    return len({run.gpus for run in runs}) > 1
 
 
 def global_batch(run: Run) -> int | None:

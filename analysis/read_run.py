@@ -59,14 +59,15 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     if engine and not summary.get("deepspeed_timer_synchronized", True) and unit(device) == "GPU":
         notes.append(HOST_ALONE)
     name, schema = known.get("preset") or "", summary.get("schema")
-    copied = ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops")
+    fields: dict[str, Any] = {f"{part}_s": parts.get(part) for part in STEP_PHASES}
+    for column in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops"):
+        fields[column] = summary.get(column)
     return Run(
         source=str(path), state=summary.get("state", "unknown"), error=summary.get("error", ""),
         model=FORMER_PRESETS.get(name, name) if summary and (schema or 0) < 4 else name, device=device,
         precision=summary.get("precision", ""), context_length=known.get("context_length"), nodes=known.get("num_nodes", 0),
         gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, samples_per_s_per_gpu=rate, windows=tuple(windows),
-        **{name: summary.get(name) for name in copied}, **{f"{part}_s": parts.get(part) for part in STEP_PHASES},
-        engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step_s,
+        **fields, engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step_s,
         slowest_rank_step_time_s=step.get("slowest_rank_median"), memory_peak_gib=memory and memory / 1024**3,
         notes="; ".join(notes), config=config, environment=environment, finished=summary.get("finished", ""),
     )  # fmt: skip
