@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import UserError
 
@@ -89,17 +89,6 @@ class Picture:
         """Write the figure in the format of its suffix, such as .png, and also with the suffixes `beside`."""
         for each in dict.fromkeys([path, *map(path.with_suffix, beside)]):
             self.figure.savefig(each)
-
-
-class Figure(NamedTuple):
-    """A picture in a page: its file name, next to the Markdown, and its caption."""
-
-    name: str
-    caption: str
-    picture: Picture
-
-
-Blocks = Iterator[str | Figure]
 
 
 def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs", most: int = 8) -> None:

@@ -11,10 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.published import PUBLISHED_CONTEXT_LENGTH, training_gflops
 from clap_ds.analysis.read_run import BY_TIMER, is_record, read_record
-from clap_ds.analysis.table import Run, noted
+from clap_ds.analysis.table import Run, noted, read_table_runs
 from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError, printable

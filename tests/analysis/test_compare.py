@@ -7,8 +7,7 @@ import pytest
 
 from clap_ds.analysis import compare as compare_command
 from clap_ds.analysis.compare import interval, pairs, verdict
-from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.table import Run
+from clap_ds.analysis.table import Run, read_table_runs
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, command, run
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import plot_scaling
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.plot_scaling import answer, draw, draw_projection, read_curves
 from clap_ds.analysis.scaling import scaling_table
-from clap_ds.analysis.table import Row, Run, Scale, by_series, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, read_table_runs, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, TINY, command, given, run

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from clap_ds.analysis import scaling
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.scaling import render, scaling_table
-from clap_ds.analysis.table import Run, write_csv
+from clap_ds.analysis.table import Run, read_table_runs, write_csv
 from tests.analysis.samples import command, given, record, run, running_log, write
 
 PARTS = {"forward_s": 0.4, "backward_s": 0.8, "exposed_communication_s": 0.6, "optimizer_s": 0.2}

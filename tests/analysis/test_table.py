@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.table import COLUMNS, Row, markdown_table, write_csv
+from clap_ds.analysis.table import COLUMNS, Row, markdown_table, read_table_runs, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, write
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.extrapolate import ABOUT_BAND
 from clap_ds.analysis.scaling import scaling_table
+from clap_ds.analysis.table import read_table_runs
 from clap_ds.analysis.weak_scaling import LAWS, USUAL, Law, Series, series_of
 from clap_ds.config.errors import UserError
 from tests.analysis import samples
