@@ -111,8 +111,7 @@ def log_axis(axes: Axes) -> None:
     from matplotlib.ticker import LogLocator
 
     axes.set_yscale("log", subs=())
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=9))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
     axes.yaxis.set_major_formatter("{x:,g}")
 
 

@@ -56,8 +56,7 @@ def _inputs_in(path: Path) -> Iterator[Path]:
 
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:
     if is_record(path):
-        run = read_record(path)
-        return [_by_own_log(path, run) if given.rate == "engine" else run]
+        return [read_record(path)]
     return read_table_runs(path) if path.suffix == ".csv" else [_read_log(path, given)]
 
 
@@ -76,16 +75,6 @@ def _read_log(path: Path, given: argparse.Namespace) -> Run:
     if run.nodes or not match:
         return run
     return noted(replace(run, nodes=0 if per_node else nodes, gpus=run.gpus or gpus), "scale by the log's name")
-
-
-def _by_own_log(path: Path, run: Run) -> Run:
-    """Return the run with rate and windows from the engine's lines in its own log, if there are any."""
-    names = ("engine_samples_per_s_per_gpu", "windows")
-    with suppress(UserError):
-        log = read_log(path / "rank0.log", run.gpus)
-        if log.engine_samples_per_s_per_gpu:
-            return replace(run, **{name: getattr(log, name) for name in names})
-    return replace(run, windows=())
 
 
 def _complete(run: Run, given: argparse.Namespace) -> Run:
@@ -120,12 +109,19 @@ def _with_mfu(run: Run, context_length: int | None) -> Run:
 
 
 def _by_engine(run: Run) -> Run:
-    """Replace the measured rate, and what is computed from it, by the engine's."""
-    rate = run.engine_samples_per_s_per_gpu
-    share = rate / run.rate if rate and run.rate else None
+    """Replace the measured rate, and what is computed from it, by the engine's: of a run directory's own log, or else of its
+    summary."""
+    engine, windows = run.engine_samples_per_s_per_gpu, run.windows if run.kind == "log" else ()
+    with suppress(UserError):
+        log = read_log(Path(run.source) / "rank0.log", run.gpus)
+        engine, windows = log.engine_samples_per_s_per_gpu or engine, log.windows
+    share = engine / run.rate if engine and run.rate else None
     tflops, mfu = (share and value and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
-    run = replace(run, samples_per_s_per_gpu=rate, achieved_tflops=tflops, mfu_model_percent=mfu)
-    return noted(run, BY_TIMER) if rate else noted(run, "no rate from DeepSpeed's timer")
+    run = replace(
+        run, samples_per_s_per_gpu=engine, engine_samples_per_s_per_gpu=engine, windows=windows, achieved_tflops=tflops,
+        mfu_model_percent=mfu,
+    )  # fmt: skip
+    return noted(run, BY_TIMER if engine else "no rate from DeepSpeed's timer")
 
 
 def input_parser(description: str) -> argparse.ArgumentParser:
