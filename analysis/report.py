@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from clap_ds.analysis import extrapolate, monitor, plot_run, plot_scaling, scaling
+from clap_ds.analysis import extrapolate, plot_run, plot_scaling, scaling
 from clap_ds.analysis.figure import Picture, page
 from clap_ds.analysis.read_run import read_json
 from clap_ds.analysis.runs import input_parser, read_runs
@@ -127,7 +127,6 @@ def main() -> None:
         "Where a step's time goes": step_times(rows, folder),
         "Projection": projections(rows, folder),
         "Runs": provenance(runs),
-        "GPU activity": [monitor.table(sources)],
         "Stragglers": [stragglers(sources)],
     }
     markdown = f"# {TITLE}\n\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}\n"
