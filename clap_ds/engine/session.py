@@ -30,7 +30,7 @@ from clap_ds.engine.exit_handling import record_outcome
 from clap_ds.engine.kernel_fallback import fall_back
 from clap_ds.engine.metric_logger import Scalars
 from clap_ds.model.clap import ClapModel
-from clap_ds.run_records import environment, gpu_monitor
+from clap_ds.run_records import environment
 from clap_ds.run_records.metrics_schema import Environment
 from clap_ds.run_records.run_dir import RunDirectory, quiet_deepspeed, start_log
 
@@ -189,7 +189,7 @@ def train_session(
             state=data_state,
             needs_epochs=run.clap.train.epochs is not None,
         )
-    with batches, gpu_monitor.watching(record.path if ranks.local_rank == 0 else None, ranks.local_world_size):
+    with batches:
         try:
             if (what := what_to_compile(run.clap.compile, engine.device)) != "off":
                 cached = run.clap.train.accumulation == "gradcache"
