@@ -131,7 +131,8 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
             again(lambda: fs.get_file(path, str(part)))
             if info.get("size") not in (None, part.stat().st_size):
                 raise OSError(f"download stopped after {part.stat().st_size:,} bytes")
-            file = OpenFile(part.replace(copy))
+            file = OpenFile(part)  # before the rename, because other processes may delete the copy at once
+            part.replace(copy)
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # needed because forked processes also hold it open
     with contextlib.suppress(FileNotFoundError):  # another process may delete copies, too

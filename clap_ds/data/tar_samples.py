@@ -39,7 +39,7 @@ class Place(NamedTuple):
         return content
 
 
-_remembered: dict[tuple[int, ...], list[Item]] = {}  # by file and version
+_remembered: dict[tuple[str | int, ...], list[Item]] = {}  # by file and version
 
 
 def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | None = None) -> Iterator[Item]:
@@ -47,7 +47,7 @@ def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | N
     try:
         file = open_file() if open_file else open_shard(shard)
         state = os.fstat(file.number)
-        version = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+        version = (shard, state.st_ino, state.st_size, state.st_mtime_ns)  # inodes of deleted copies are reused
         for item in _remembered.get(version) or _read_headers(shard, file, version, report):
             yield {**item, "__file__": file}
     except DAMAGE as error:
@@ -66,7 +66,7 @@ def read_items(shard: str, report: Report) -> Iterator[Item]:
             yield item
 
 
-def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: Report) -> Iterator[Item]:
+def _read_headers(shard: str, file: OpenFile, version: tuple[str | int, ...], report: Report) -> Iterator[Item]:
     """Yield items, and cache them all at the end if nothing was reported."""
     found: list[Item] = []
     problems: list[str] = []
