@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData, SyntheticData
-from clap_ds.data.batch import Batch, BatchSpec, MicroBatchStream, join
+from clap_ds.data.batch import Batch, BatchSpec, join
 from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.data.synthetic import SyntheticStream
+
+
+class MicroBatchStream(Protocol):
+    """Iterate endlessly over micro-batches, each a list of `Batch` pieces to be concatenated.
+
+    `state` is JSON-serializable. `statistics` go into the run's record. `throughput` is the workers' throughput, if known.
+    """
+
+    def __next__(self) -> list[Batch]: ...
+    def close(self) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def statistics(self) -> dict[str, Any]: ...
+    def throughput(self) -> LoaderThroughput | None: ...
+
 
 _Ahead = tuple[Batch, Any, dict[str, Any]]  # the copy's end event or None; the source's state after the batch
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from clap_ds.config.model import INT16_SCALE
 from clap_ds.data.batch import to_int16
-from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.resampling import resample, resampling_ratio
 
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
@@ -38,6 +37,10 @@ _RATES = range(1000, 10**6 + 1)  # Hz; at lower rates, a few samples would becom
 
 Encoded = bytes | str
 """A file's content or path."""
+
+
+class BrokenItemError(ValueError):
+    """Raised for an item that can't be used."""
 
 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
 from contextlib import closing
 
 import torch
@@ -16,10 +15,11 @@ from clap_ds.config.model import load_preset, preset_argument
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.loader_throughput import MARGIN, LoaderThroughput, describe
-from clap_ds.data.shard_assignment import expand_shards, tokenizer_beside
-from clap_ds.data.shard_size import RATES
+from clap_ds.data.shard_manifest import expand_shards, tokenizer_beside
 from clap_ds.data.webdataset import WebDatasetStream
 
+RATES = (624, 3300, 4500)
+"""Samples per second per GPU: the published throughput, and this project's goals for an H200."""
 _CONTEXT_LENGTH = 77
 
 
@@ -27,17 +27,11 @@ def measure(data: ShardData, spec: BatchSpec, seconds: float) -> LoaderThroughpu
     """Measure loading one rank's share for `seconds`, after one untimed micro-batch."""
     with closing(WebDatasetStream(data, spec)) as pieces:
         next(pieces)  # starts the workers
-        samples, begun = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - begun) < seconds:
+        samples, started_s = 0, time.perf_counter()
+        while (elapsed_s := time.perf_counter() - started_s) < seconds:
             next(pieces)
             samples += spec.micro_batch
-        return LoaderThroughput(samples / elapsed, data.num_workers, pieces.kind, pieces.prepared)
-
-
-def workers_needed(supplies: Sequence[LoaderThroughput], needed: float) -> int:
-    """Return the number of workers for `MARGIN` times the needed samples per second, extrapolating if necessary."""
-    enough = (throughput.num_workers for throughput in supplies if throughput.samples_per_s >= MARGIN * needed)
-    return next(enough, supplies[-1].workers_for(needed))
+        return LoaderThroughput(samples / elapsed_s, data.num_workers, pieces.kind, pieces.prepared)
 
 
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
@@ -62,19 +56,18 @@ def run_measure(options: argparse.Namespace) -> None:
     model = load_preset(options.preset)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
     spec = BatchSpec(model, min(_CONTEXT_LENGTH, model.text.max_tokens), options.micro_batch, 0, ranks, 0, device)
-    supplies: list[LoaderThroughput] = []
+    measured: list[LoaderThroughput] = []
     try:
         shards = expand_shards(options.shards)
         print("workers  samples/s  per worker")
         for workers in sorted({2**power for power in range(most.bit_length())} | {most}):
             data = ShardData(source="webdataset", shards=shards, tokenizer=tokenizer, num_workers=workers)
-            supplies.append(throughput := measure(data, spec, options.seconds))
+            measured.append(throughput := measure(data, spec, options.seconds))
             rate = throughput.samples_per_s
             print(f"{workers:7d} {rate:10.1f} {rate / workers:11.1f}", flush=True)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-    at = ", ".join(f"{workers_needed(supplies, rate):,} at {rate:,.0f}" for rate in RATES)
+    at = ", ".join(f"{measured[-1].workers_for(rate):,} at {rate:,.0f}" for rate in RATES)
     print(f"cores per GPU, including a margin of {MARGIN - 1:.0%}: {at} samples/s")
     if options.target_samples_per_s:
-        best = max(supplies, key=lambda throughput: throughput.samples_per_s)
-        print(describe(best, options.target_samples_per_s, ranks_per_host=ranks, cores=cores))
+        print(describe(max(measured), options.target_samples_per_s, ranks_per_host=ranks, cores=cores))

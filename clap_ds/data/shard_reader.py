@@ -22,9 +22,7 @@ from webdataset.filters import shuffle
 
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.broken import Broken, BrokenItemError
-from clap_ds.data.captions import captions_of
-from clap_ds.data.samples import choose_clip, read_clip
+from clap_ds.data.clip import Broken, captions_of, choose_clip, read_clip
 from clap_ds.data.shard_assignment import Part, Source
 from clap_ds.data.shard_io import open_ahead
 from clap_ds.data.tar_samples import DAMAGE, Item, Report, fetch, list_items, samples_between, words
@@ -165,7 +163,7 @@ class ShardReader:
             caption = rng.choice(captions_of(item))
             clip = choose_clip(item, "mel" if self._row.ndim == 2 else "encoded")
             read_clip(clip, self._row, audio=self.spec.model.audio, rng=rng)
-        except (BrokenItemError, *DAMAGE) as error:
+        except DAMAGE as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
         return caption

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,14 +18,14 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from clap_ds.config.errors import printable
 from clap_ds.config.schema import ShardData
-from clap_ds.data.batch import Batch, BatchSpec
-from clap_ds.data.broken import Broken
+from clap_ds.data.batch import Batch, BatchSpec, Kind
 from clap_ds.data.captions import monotony
-from clap_ds.data.front_end import Kind
+from clap_ds.data.clip import Broken
 from clap_ds.data.loader_throughput import LoaderThroughput
-from clap_ds.data.shard_assignment import FIELD, Source, assign_shards, expand_sources, note, split_by_worker
-from clap_ds.data.shard_manifest import kind_of, samples_of
+from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources, split_by_worker
+from clap_ds.data.shard_manifest import FIELD, kind_of, samples_of
 from clap_ds.data.shard_reader import START, Chunk, ShardReader
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.model.tokenizer import load_tokenizer
@@ -32,6 +33,10 @@ from clap_ds.model.tokenizer import load_tokenizer
 COUNTED_BYTES = 1e10  # of local tars without a manifest; counting their items takes a second
 NUM_EXAMPLES = 5  # broken items quoted in errors
 PIECE_SIZE = 32  # rows
+
+
+def note(text: str) -> None:
+    print(f"{FIELD}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class _Readers(IterableDataset[Chunk]):
@@ -50,7 +55,7 @@ class WebDatasetStream:
         self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None, *, needs_epochs: bool = False
     ) -> None:
         sources = expand_sources(data.shards)
-        self.kind = kind_of(sources, spec.model)
+        self.kind = kind_of((shard for source in sources for shard in source.shards), spec.model)
         self.prepared: Kind = "waveform" if spec.model.audio.fusion else "mel"
         self._micro_batch, self.num_workers = spec.micro_batch, data.num_workers
         shares, order = self._share(sources, data, spec, needs_epochs=needs_epochs)

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.broken import Broken
 from clap_ds.data.build_shards.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
-from clap_ds.data.shard_assignment import expand_shards
 from clap_ds.inference.vectors import text_of
 
 if TYPE_CHECKING:
+    from clap_ds.data.clip import Broken
     from clap_ds.evaluation.clips import Clip
 
 Found: TypeAlias = "Path | Clip | Broken"
@@ -33,6 +32,7 @@ def _sources_in(argument: str) -> Iterable[Found]:
     if path.is_dir():
         return audio_files_in(path)
     if suffix == ".tar" or "://" in argument:
+        from clap_ds.data.shard_manifest import expand_shards
         from clap_ds.evaluation.clips import list_clips
 
         clips, broken = list_clips(expand_shards(argument))

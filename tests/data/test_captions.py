@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.captions import captions_of
+from clap_ds.data.clip import captions_of
+from clap_ds.data.decoding import BrokenItemError
 from tests.data.builds import run, write_list
 from tests.data.conftest import OpenSource
 

@@ -9,8 +9,7 @@ import soundfile
 import torch
 
 from clap_ds.data.batch import to_int16
-from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.decoding import decode_audio
+from clap_ds.data.decoding import BrokenItemError, decode_audio
 from clap_ds.model.torchaudio_compat import torchaudio
 
 SECOND = 48000

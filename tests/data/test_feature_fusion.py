@@ -11,8 +11,8 @@ import torch
 
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.config.schema import ShardData
-from clap_ds.data import feature_fusion
 from clap_ds.data.batch import BatchSpec, join
+from clap_ds.data.clip import read_fused
 from clap_ds.data.webdataset import WebDatasetStream
 from clap_ds.evaluation.clips import Middle, list_clips, load_audio
 from clap_ds.model.patch_embed import longer_rows
@@ -31,7 +31,7 @@ def noise(num_samples: int, seed: int = 0) -> np.ndarray:
 
 def read(samples: np.ndarray, rng: random.Random, audio: AudioConfig = AUDIO) -> torch.Tensor:
     row = torch.empty(audio.clip_shape)
-    feature_fusion.read_fused(wav(samples), row, audio=audio, rng=rng)
+    read_fused(wav(samples), row, audio=audio, rng=rng)
     return row
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from clap_ds.data.front_end import Kind
+from clap_ds.data.batch import Kind
 from clap_ds.data.loader_throughput import LoaderThroughput, describe
 
 

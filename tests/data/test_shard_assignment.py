@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.data.shard_assignment import Source, assign_shards, expand_shards, expand_sources
+from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources
 from clap_ds.data.shard_io import check_url
+from clap_ds.data.shard_manifest import expand_shards
 from tests.data.tars import marked_item, write_tar
 
 

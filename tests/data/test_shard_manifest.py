@@ -7,9 +7,16 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.data.front_end import FrontEnd, Kind
-from clap_ds.data.shard_assignment import Source
-from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, kind_of, read_manifest, samples_of, write_manifest
+from clap_ds.data.batch import Kind
+from clap_ds.data.shard_manifest import (
+    FrontEnd,
+    ShardManifest,
+    ShardRecord,
+    kind_of,
+    read_manifest,
+    samples_of,
+    write_manifest,
+)
 from tests.data.tars import marked_item, marked_tars, put, write_tar
 
 
@@ -46,7 +53,7 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
             write_manifest(tmp_path / name, ShardManifest(shards, kind, front_end))
 
     def kind(*names: str) -> Kind:
-        return kind_of([Source([f"{tmp_path}/{name}/000.tar"], 1.0) for name in names], micro)
+        return kind_of([f"{tmp_path}/{name}/000.tar" for name in names], micro)
 
     assert [kind("plain"), kind("bare"), kind("wav"), kind("mel")] == ["encoded", "encoded", "waveform", "mel"]
     assert kind("wav", "bare") == kind("plain", "wav") == "encoded"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.data.tar_samples import Item, Place, fetch, list_items, read_items
+from clap_ds.data.tar_samples import Item, Place, fetch, list_items
 from tests import needs
 from tests.data.tars import marked_item, marked_items, write_tar
 
@@ -15,7 +15,10 @@ CONTENT = {f"sub/{n}.{extension}": bytes([n]) * (511 + n) for n in range(3) for 
 
 def items_of(path: Path) -> tuple[list[Item], list[str]]:
     reported: list[str] = []
-    return list(read_items(str(path), lambda name, reason: reported.append(reason))), reported
+    items = list(list_items(str(path), lambda name, reason: reported.append(reason)))
+    for item in items:
+        fetch(item)
+    return items, reported
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import own_folder, read_bytes
 from clap_ds.config.model import load_preset
 from clap_ds.config.model_names import preset_names
-from clap_ds.data.broken import BrokenItemError
+from clap_ds.data.batch import KINDS
 from clap_ds.data.build_shards.audio_files import look_at, merge, save_looks
 from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, read_entries
 from clap_ds.data.build_shards.prepared_audio import EncodedClip, add_preparation_options, as_it_is, preparation_of
@@ -29,8 +29,8 @@ from clap_ds.data.build_shards.report import print_amount, print_left_out, print
 from clap_ds.data.build_shards.shard_writer import RECORDS, BuiltShard, Member, Named, add_work, fill, none_usable
 from clap_ds.data.build_shards.splits import SIDES, Numbered, check_columns, divide
 from clap_ds.data.captions import monotony
-from clap_ds.data.front_end import KINDS
-from clap_ds.data.shard_assignment import HUB_TOKENIZER
+from clap_ds.data.decoding import BrokenItemError
+from clap_ds.data.shard_manifest import HUB_TOKENIZER
 from clap_ds.model.tokenizer import train_tokenizer
 
 

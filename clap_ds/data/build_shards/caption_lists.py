@@ -14,7 +14,7 @@ from typing import Any
 
 from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import parse_json, read_bytes, read_json
-from clap_ds.data.captions import in_words, names_in_cell
+from clap_ds.data.captions import in_words
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
@@ -158,10 +158,14 @@ def path_in(row: Row, audio: str) -> str:
 
 def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[list[str], Row]:
     """Split a row into captions and metadata; class columns are both. Text in columns of `lists` is split into a list."""
-    row = {name: names_in_cell(cell) if name in lists and isinstance(cell, str) else cell for name, cell in row.items()}
+    row = {name: _names_in(cell) if name in lists and isinstance(cell, str) else cell for name, cell in row.items()}
     texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
     more = {name: value for name, value in row.items() if name not in columns or not _CAPTION_COLUMN.fullmatch(name)}
     return list(dict.fromkeys(filter(None, map(in_words, texts)))), more
+
+
+def _names_in(cell: str) -> list[str]:
+    return [name for part in re.split(r"[,;|]", cell) if (name := part.strip())]
 
 
 def audio_files_in(folder: Path) -> list[Path]:

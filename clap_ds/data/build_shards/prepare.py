@@ -16,15 +16,13 @@ from pathlib import Path
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import own_folder, read_bytes, replacing
-from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.build_shards.prepared_audio import Preparation, add_preparation_options, preparation_of
 from clap_ds.data.build_shards.report import print_amount, print_left_out, print_settings
 from clap_ds.data.build_shards.shard_writer import Member, Named, add_work, fill
-from clap_ds.data.captions import captions_of
-from clap_ds.data.samples import CLIP_FORMATS, choose_clip
-from clap_ds.data.shard_assignment import expand_shards, tokenizer_beside
-from clap_ds.data.shard_manifest import read_manifest
-from clap_ds.data.tar_samples import read_items
+from clap_ds.data.clip import CLIP_FORMATS, captions_of, choose_clip
+from clap_ds.data.decoding import BrokenItemError
+from clap_ds.data.shard_manifest import expand_shards, folder_of, read_manifest, tokenizer_beside
+from clap_ds.data.tar_samples import fetch, list_items
 
 
 def add_prepare_options(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +38,7 @@ def run_prepare(options: argparse.Namespace) -> int:
     preparation = preparation_of(options)
     assert preparation is not None  # `encoded` isn't among the choices
     tars, folder = _by_name(expand_shards(options.shards)), options.folder
-    for place in dict.fromkeys(tar.rpartition("/")[0] or "." for tar in tars.values()):
+    for place in dict.fromkeys(map(folder_of, tars.values())):
         if read_manifest(place).kind == "mel":
             raise UserError(f"{place} holds features; expected audio")
     members = {name: partial(members_of, tar, preparation) for name, tar in tars.items()}
@@ -60,8 +58,9 @@ def run_prepare(options: argparse.Namespace) -> int:
 
 def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member]:
     """Yield the prepared items of a tar (path or URL), and add unusable ones to `broken`."""
-    for item in read_items(tar, lambda name, reason: broken.append((name, reason))):
+    for item in list_items(tar, lambda name, reason: broken.append((name, reason))):
         try:
+            fetch(item)
             captions_of(item)
             clip = preparation.clip(choose_clip(item, "encoded"))
         except BrokenItemError as error:

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import PRESETS, AudioConfig, load_preset, preset_argument
 from clap_ds.cpu_kernels.patch_model import convert
-from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.decoding import AUDIO_FORMATS, check_peak, check_samples, decode_audio, open_audio
-from clap_ds.data.features import FEATURES
-from clap_ds.data.front_end import FrontEnd, Kind
+from clap_ds.data.batch import Kind
+from clap_ds.data.clip import FEATURES
+from clap_ds.data.decoding import AUDIO_FORMATS, BrokenItemError, check_peak, check_samples, decode_audio, open_audio
 from clap_ds.data.resampling import resampling_ratio
+from clap_ds.data.shard_manifest import FrontEnd
 from clap_ds.model.mel import LogMel
 
 

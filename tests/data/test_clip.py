@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.features import read_mel
+from clap_ds.data.clip import read_mel
+from clap_ds.data.decoding import BrokenItemError
 
 
 def npy(features: np.ndarray) -> bytes:
