@@ -10,7 +10,7 @@ import pytest
 
 from clap_ds import shards
 from clap_ds.config.errors import exit_code_of
-from clap_ds.data.build_shards import audio_files
+from clap_ds.data.build_shards import caption_lists
 from tests.data.builds import RATE, run, tone, write_list
 from tests.data.tars import wav
 
@@ -42,7 +42,7 @@ def test_the_scripts_jobs_make_what_one_command_makes(
         return exit_code_of(lambda: shards.main(words))
 
     assert do(0) == 0
-    monkeypatch.delattr(audio_files, "_look")  # no other job reads the files
+    monkeypatch.delattr(caption_lists, "_look")  # no other job reads the files
     assert (do(1, part=3), do(1, part=1), do(1, part=3)) == (0, 0, 0)
     assert do(2) == 2
     assert "run --part I/3 with I = 2" in capsys.readouterr().err
