@@ -16,6 +16,7 @@ Kind = Literal["encoded", "waveform", "mel"]
 """What shards contain: audio files in any supported format, 16-bit mono WAVs at the model's sample rate, or the model's
 log-mel features as NumPy files, (frames, mel_bins) float16."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
+CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -89,10 +90,10 @@ class BatchSpec:
     model: ClapConfig
     context_length: int
     micro_batch: int
-    rank: int
-    world_size: int
-    seed: int
-    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    device: torch.device = CPU
 
 
 def to_int16(waveforms: Tensor) -> Tensor:

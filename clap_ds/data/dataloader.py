@@ -10,7 +10,7 @@ import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData, SyntheticData
-from clap_ds.data.batch import Batch, BatchSpec, join
+from clap_ds.data.batch import CPU, Batch, BatchSpec, join
 from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.data.synthetic import SyntheticStream
 
@@ -96,12 +96,12 @@ def build_batches(
     data: SyntheticData | ShardData,
     *,
     model: ClapConfig,
-    context_length: int,
     micro_batch: int,
-    rank: int,
-    world_size: int,
-    seed: int,
-    device: torch.device,
+    context_length: int = 77,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    device: torch.device = CPU,
     pack_captions: bool = False,
     state: dict[str, Any] | None = None,
     needs_epochs: bool = False,
