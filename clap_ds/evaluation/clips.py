@@ -20,7 +20,7 @@ from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.batch import Kind
-from clap_ds.data.captions import in_words
+from clap_ds.data.build_shards.caption_lists import in_words
 from clap_ds.data.clip import CAPTION_FORMATS, Broken, captions_of, choose_clip, read_clip
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_io import open_shard

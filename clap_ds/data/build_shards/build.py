@@ -29,7 +29,7 @@ from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, Entry, look_at, merge, read_entries, values_of
 from clap_ds.data.build_shards.prepare import EncodedClip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.build_shards.shard_writer import Member, Named
-from clap_ds.data.captions import monotony
+from clap_ds.data.clip import monotony
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_manifest import HUB_TOKENIZER
 from clap_ds.model.tokenizer import train_tokenizer

@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import open_regular, parse_json, read_bytes, read_json
-from clap_ds.data.captions import in_words
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
@@ -167,6 +166,11 @@ def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[li
     texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
     more = {name: value for name, value in row.items() if name not in columns or not _CAPTION_COLUMN.fullmatch(name)}
     return list(dict.fromkeys(filter(None, map(in_words, texts)))), more
+
+
+def in_words(name: str) -> str:
+    """Convert a class name to caption words: `low_hum` becomes "low hum". Text with spaces is unchanged."""
+    return name.strip() if " " in name else name.replace("_", " ").strip()
 
 
 def _names_in(cell: str) -> list[str]:
