@@ -111,8 +111,8 @@ def test_every_shard_goes_to_one_worker(num_shards: int, world_size: int, num_wo
     sources, readers = [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)], world_size * (num_workers or 1)
     shared = [assign_shards(sources, False, rank, world_size, num_workers) for rank in range(world_size)]
     assert [len(workers) for workers in shared] == [num_workers or 1] * world_size
-    for source, given in zip(sources, zip(*chain(*shared), strict=True), strict=True):
-        sizes = [len(each.shards) for each in given]
+    for source, assigned in zip(sources, zip(*chain(*shared), strict=True), strict=True):
+        sizes = [len(each.shards) for each in assigned]
         assert max(sizes) - 1 <= min(sizes) >= 1
-        assert sorted(set(chain(*(each.shards for each in given)))) == source.shards
+        assert sorted(set(chain(*(each.shards for each in assigned)))) == source.shards
         assert sum(sizes) == max(readers, len(source.shards))
