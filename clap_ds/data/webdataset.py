@@ -62,8 +62,8 @@ class WebDatasetStream:
     def __init__(
         self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None, *, needs_epochs: bool = False
     ) -> None:
-        self.num_workers, self._micro_batch = data.num_workers, spec.micro_batch
-        self.prepared: Kind = "waveform" if spec.model.audio.fusion else "mel"
+        self._num_workers, self._micro_batch = data.num_workers, spec.micro_batch
+        self._prepared: Kind = "waveform" if spec.model.audio.fusion else "mel"
         piece_size = min(spec.micro_batch, PIECE_SIZE)
         shares, order = self._share(data, spec, piece_size, math.inf if needs_epochs else COUNTED_BYTES)
         # origin: all ranks' samples before this order; samples: this rank's since; rows_taken: of the current piece.
@@ -72,9 +72,9 @@ class WebDatasetStream:
         if state is not None:
             self._restore(state, spec)
         # Two micro-batches wait ahead of the one in use. Each worker also keeps its part of that, and fills another.
-        ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else 0
+        ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self._num_workers else 0
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
-        row, dtype = _row(self.kind, spec.model.audio, data.audio_dtype)
+        row, dtype = _row(self._kind, spec.model.audio, data.audio_dtype)
         self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
         text = spec.model.text
         tokenizer = load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
@@ -84,7 +84,7 @@ class WebDatasetStream:
             for worker, (own, start) in enumerate(zip(shares, self._state["positions"], strict=True))
         ]
         self._captions: list[bytes] = []  # the first, to check that they differ
-        self._num_checked = min(1000, (self._num_samples or 100) // spec.world_size) if spec.rank == 0 else 0
+        self._num_checked = 0 if spec.rank else min(1000, self._described["num_samples"] or 100)
         self._made, self._made_in_s = 0, 0.0  # rows, and worker seconds for them
         self._broken: dict[str, Broken] = {}  # by name
         self._piece: tuple[Chunk, Batch] | None = None
@@ -92,8 +92,8 @@ class WebDatasetStream:
         next_worker = self._state["next_worker"]
         self._received: Loader[Chunk] = Loader(
             _Readers(readers[next_worker:] + readers[:next_worker]),
-            num_workers=self.num_workers, section="clap.data", batch_size=None,
-            **({"prefetch_factor": ahead, "multiprocessing_context": "fork"} if self.num_workers else {}),
+            num_workers=self._num_workers, section="clap.data", batch_size=None,
+            **({"prefetch_factor": ahead, "multiprocessing_context": "fork"} if self._num_workers else {}),
         )  # fmt: skip
         if spec.device.type == "cuda":
             if lock_pages(self._memory):
@@ -108,12 +108,18 @@ class WebDatasetStream:
         """Find the shards. Return each worker's share, and everything that determines the order of samples."""
         sources = expand_sources(data.shards)
         shards = [shard for source in sources for shard in source.shards]
-        self.kind = kind_of(shards, spec.model)
-        samples = samples_of(shards, most_bytes)
-        self._num_shards, self._num_samples = len(shards), sum(samples) if samples else None
-        self._has_epochs = data.has_epochs and bool(self._num_samples)
+        self._kind, samples = kind_of(shards, spec.model), samples_of(shards, most_bytes)
+        num_samples = sum(samples) if samples else None
+        self._described: dict[str, Any] = {
+            "source": "webdataset",
+            "kind": self._kind,
+            "num_shards": len(shards),
+            "num_samples": num_samples,
+            "epoch_samples": num_samples or None if data.has_epochs else None,
+            "num_workers": data.num_workers,
+        }
         contents: Any = [[source.shards, source.weight] for source in sources]
-        if self._has_epochs and samples:
+        if samples and self._described["epoch_samples"]:
             shuffled = data.shuffle_buffer > 0
             shares = split_by_worker(sources[0], samples, spec, max(data.num_workers, 1), piece_size, shuffled=shuffled)
             contents = [contents, samples]
@@ -186,24 +192,16 @@ class WebDatasetStream:
     def throughput(self) -> LoaderThroughput | None:
         if not self._made_in_s:
             return None
-        rate = max(self.num_workers, 1) * self._made / self._made_in_s
-        return LoaderThroughput(rate, self.num_workers, self.kind, self.prepared)
+        rate = max(self._num_workers, 1) * self._made / self._made_in_s
+        return LoaderThroughput(rate, self._num_workers, self._kind, self._prepared)
 
     def state(self) -> dict[str, Any]:
         return dict(self._state)
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics that count broken items and damaged tars once each; unknown numbers of samples are None."""
-        return {
-            "source": "webdataset",
-            "kind": self.kind,
-            "num_shards": self._num_shards,
-            "num_samples": self._num_samples,
-            "epoch_samples": self._num_samples if self._has_epochs else None,
-            "num_workers": self.num_workers,
-            "num_broken_items": len(self._broken),
-            "broken_items": [asdict(broken) for broken in self._broken.values()],
-        }
+        broken = [asdict(broken) for broken in self._broken.values()]
+        return {**self._described, "num_broken_items": len(broken), "broken_items": broken}
 
     def close(self) -> None:
         self._received.close()
