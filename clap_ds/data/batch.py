@@ -1,22 +1,17 @@
-"""Define `Batch`, the model's input, and assemble it from pieces."""
+"""Define `Batch`, the model's input, and `MicroBatchStream`, the protocol of data sources whose host rows `join` assembles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from clap_ds.config.model import INT16_SCALE, ClapConfig
+from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.model.packed import Packing, pack
-
-Kind = Literal["encoded", "waveform", "mel"]
-"""What shards contain: audio files in any supported format, 16-bit mono WAVs at the model's sample rate, or the model's
-log-mel features as NumPy files, (frames, mel_bins) float16."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
-CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -93,7 +88,20 @@ class BatchSpec:
     rank: int = 0
     world_size: int = 1
     seed: int = 0
-    device: torch.device = CPU
+    device: torch.device = torch.device("cpu")
+
+
+class MicroBatchStream(Protocol):
+    """Iterate endlessly over micro-batches, each a list of `Batch` pieces to be concatenated.
+
+    `state` is JSON-serializable. `statistics` go into the run's record. `throughput` is the workers' throughput, if known.
+    """
+
+    def __next__(self) -> list[Batch]: ...
+    def close(self) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def statistics(self) -> dict[str, Any]: ...
+    def throughput(self) -> LoaderThroughput | None: ...
 
 
 def to_int16(waveforms: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
-from clap_ds.data.batch import Kind
 from clap_ds.data.decoding import AUDIO_FORMATS, BrokenItemError, Encoded, decode_audio, decode_part, repeat
+from clap_ds.data.shard_io import Kind
 from clap_ds.model.mel import LogMel
 from clap_ds.model.patch_embed import longer_rows
 

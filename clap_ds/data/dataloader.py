@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import ShardData, SyntheticData
-from clap_ds.data.batch import CPU, Batch, BatchSpec, join
+from clap_ds.data.batch import Batch, BatchSpec, MicroBatchStream, join
 from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.data.synthetic import SyntheticStream
-
-
-class MicroBatchStream(Protocol):
-    """Iterate endlessly over micro-batches, each a list of `Batch` pieces to be concatenated.
-
-    `state` is JSON-serializable. `statistics` go into the run's record. `throughput` is the workers' throughput, if known.
-    """
-
-    def __next__(self) -> list[Batch]: ...
-    def close(self) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def statistics(self) -> dict[str, Any]: ...
-    def throughput(self) -> LoaderThroughput | None: ...
-
 
 _Ahead = tuple[Batch, Any, dict[str, Any]]  # the copy's end event or None; the source's state after the batch
 
@@ -96,12 +82,12 @@ def build_batches(
     data: SyntheticData | ShardData,
     *,
     model: ClapConfig,
+    context_length: int,
     micro_batch: int,
-    context_length: int = 77,
-    rank: int = 0,
-    world_size: int = 1,
-    seed: int = 0,
-    device: torch.device = CPU,
+    rank: int,
+    world_size: int,
+    seed: int,
+    device: torch.device,
     pack_captions: bool = False,
     state: dict[str, Any] | None = None,
     needs_epochs: bool = False,

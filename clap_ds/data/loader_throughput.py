@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from clap_ds.data.batch import Kind
+from clap_ds.data.shard_io import Kind
 
 MARGIN = 1.25
 """Factor by which the loader should exceed the step's throughput, so that uneven clips don't make the step wait."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import fsspec
@@ -26,6 +26,11 @@ from clap_ds.config.schema import ShardData
 
 FIRST_WAIT_S = 0.5  # before the first retry; doubled before each of the other three
 CACHE_BYTES = 1e9 * float(ShardData.model_fields["cache_gb"].default)
+
+Kind = Literal["encoded", "waveform", "mel"]
+"""What shards contain: audio files in any supported format, 16-bit mono WAVs at the model's sample rate, or the model's
+log-mel features as NumPy files, (frames, mel_bins) float16."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 T = TypeVar("T")
 

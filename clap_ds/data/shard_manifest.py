@@ -15,8 +15,7 @@ from braceexpand import braceexpand
 
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
 from clap_ds.config.model import AudioConfig, ClapConfig
-from clap_ds.data.batch import KINDS, Kind
-from clap_ds.data.shard_io import again, check_url, is_absent, is_remote
+from clap_ds.data.shard_io import KINDS, Kind, again, check_url, is_absent, is_remote
 from clap_ds.data.tar_samples import is_sample, list_items
 
 FIELD = "clap.data.shards"

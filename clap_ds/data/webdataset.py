@@ -21,10 +21,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from clap_ds.config.errors import printable
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.schema import ShardData
-from clap_ds.data.batch import Batch, BatchSpec, Kind
+from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.clip import Broken, monotony
 from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources, split_by_worker
+from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FIELD, kind_of, samples_of
 from clap_ds.data.shard_reader import START, Chunk, ShardReader
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages

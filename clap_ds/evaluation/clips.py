@@ -19,11 +19,10 @@ from clap_ds.config.errors import did_you_mean
 from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.schema import ZeroShotSettings
-from clap_ds.data.batch import Kind
 from clap_ds.data.build_shards.caption_lists import in_words
 from clap_ds.data.clip import CAPTION_FORMATS, Broken, captions_of, choose_clip, read_clip
 from clap_ds.data.decoding import BrokenItemError
-from clap_ds.data.shard_io import open_shard
+from clap_ds.data.shard_io import Kind, open_shard
 from clap_ds.data.tar_samples import DAMAGE, Place, list_items, words
 from clap_ds.data.workers import Loader
 from clap_ds.evaluation.embedding import class_captions

@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -6,7 +5,6 @@ import torch
 
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
-from tests.data.tars import marked_tars
 from tests.data.test_batch import CPU, assert_equal, random_batch
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -27,16 +25,6 @@ class RecordedStream:
 
     def state(self) -> dict[str, Any]:
         return {"given": self.num_given}
-
-
-def test_the_example_in_the_documentation(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    (tmp_path / "runs").mkdir()
-    marked_tars(tmp_path / "runs" / "sounds", 2, 4)
-    (tmp_path / "runs" / "sounds" / "tokenizer").symlink_to(tokenizer_dir)
-    monkeypatch.chdir(tmp_path)
-    exec(page.partition("```python\n")[2].partition("```")[0], given := {})
-    assert given["batch"].audio.shape == (8, 480_000)
 
 
 def test_a_source_is_closed_when_the_step_fails() -> None:

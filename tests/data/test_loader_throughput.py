@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from clap_ds import shards
-from clap_ds.data.batch import Kind
 from clap_ds.data.loader_throughput import LoaderThroughput, describe
+from clap_ds.data.shard_io import Kind
 from tests.data.tars import marked_tars
 
 

@@ -9,9 +9,8 @@ from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.data import shard_manifest
-from clap_ds.data.batch import Kind
 from clap_ds.data.shard_assignment import expand_sources
-from clap_ds.data.shard_io import check_url
+from clap_ds.data.shard_io import Kind, check_url
 from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, read_manifest, samples_of, write_manifest
 from tests.data.tars import marked_item, marked_tars, put, write_tar
 

@@ -24,13 +24,13 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import own_folder, read_bytes, write_atomically
 from clap_ds.config.model import load_preset
 from clap_ds.config.model_names import preset_names
-from clap_ds.data.batch import KINDS
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, Entry, look_at, merge, read_entries, values_of
 from clap_ds.data.build_shards.prepare import EncodedClip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.build_shards.shard_writer import Member, Named
 from clap_ds.data.clip import monotony
 from clap_ds.data.decoding import BrokenItemError
+from clap_ds.data.shard_io import KINDS
 from clap_ds.data.shard_manifest import HUB_TOKENIZER
 from clap_ds.model.tokenizer import train_tokenizer
 

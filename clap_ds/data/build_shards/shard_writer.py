@@ -25,7 +25,7 @@ from webdataset.writer import TarWriter
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError, printable
 from clap_ds.config.files import own_folder, read_bytes, read_json, replacing, write_atomically
-from clap_ds.data.batch import Kind
+from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, digest, write_manifest
 
 RECORDS = ".build"  # subfolder of finished shards' records
