@@ -52,12 +52,13 @@ def compare(
         batch = next(batches)
     run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=OFF)})
     torch.manual_seed(0)
-    model = build_model(run, device).to(device, torch.bfloat16 if run.precision == "bf16" else torch.float32).train()
+    model = build_model(run.clap.model, run.clap.loss, device, run.clap.train.freeze)
+    model = model.to(device, torch.bfloat16 if run.precision == "bf16" else torch.float32).train()
     reference = copy.deepcopy(model).float()
     expected, eager = gradients(reference, batch), gradients(model, batch)
     del reference
     if device.type == "cuda":
-        choose_kernels(run, model, device)
+        choose_kernels(run.clap.model, model, device, autocast=run.precision.startswith("torch_autocast"))
     engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
     problems = compile_towers(engine, batch, what, cached=False, backend=backend)["compiled"]
     if failed := {part: problem for part, problem in problems.items() if problem}:

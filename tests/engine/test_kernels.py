@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from clap_ds.config.settings import ClapSettings, RunSettings
+from clap_ds.config.schema import ModelSettings
 from clap_ds.distributed.collectives import rank
 from clap_ds.engine import kernels
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.metrics_schema import ChosenKernel
-from tests.conftest import micro_run
 from tests.processes import ROOT
 from tests.rank_pool import RankPool
 
@@ -22,21 +21,19 @@ RIGHT = ChosenKernel(kernel="triton", problem=None)
 Blocks = list[tuple[str, str]]
 
 
-def settings(**model: Any) -> RunSettings:
-    content = micro_run(clap={"model": {"preset": "micro", **model}})
-    clap = ClapSettings.model_validate(content.pop("clap"))
-    return RunSettings(ROOT / "run.json", clap, content)
+def settings(**model: Any) -> ModelSettings:
+    return ModelSettings(preset="micro", **model)
 
 
 def choose(**model: Any) -> tuple[dict[str, ChosenKernel], Blocks]:
     """Return what is chosen, and the kernels of each block."""
-    run = settings(**model)
-    built = ClapModel(run.clap.preset(), **kernels.build_kernels(run, CPU)).bfloat16()
-    chosen = kernels.choose_kernels(run, built, CPU)
+    asked = settings(**model)
+    built = ClapModel(asked.sizes, **kernels.build_kernels(asked, CPU)).bfloat16()
+    chosen = kernels.choose_kernels(asked, built, CPU, autocast=False)
     return chosen, [(block.attention.kernel, block.mlp.kernel) for block in built.audio.blocks()]
 
 
-def fails_on_rank_1(run: RunSettings, field: str, model: ClapModel) -> None:
+def fails_on_rank_1(field: str, model: ClapModel, *, autocast: bool) -> None:
     if field == "attention" and rank() == 1:
         raise RuntimeError("no such instruction\nat line 3")
 
