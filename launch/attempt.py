@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import USER_ERROR
-from clap_ds.distributed.error_file import LOST_PEER, STALL, UNREACHABLE
+from clap_ds.distributed.error_file import LOST_PEER, STALL, UNREACHABLE, read_errors
 from clap_ds.distributed.hostfile import free_port
 from clap_ds.distributed.root_cause import find_root_cause
 from clap_ds.launch import slurm
@@ -24,7 +25,8 @@ from clap_ds.run_records.run_dir import RunDirectory  # imports only the standar
 SAVE_S = 300.0  # grace period for ranks to save after a signal
 LINGER_S = 45.0  # grace period for the launcher to exit after its run: it would wait for an unreachable host
 LOOK_S = 0.5
-Stopped = Callable[[], signal.Signals | None]
+IMPORT = "import"  # kind of an outcome: a package is missing
+_IMPORT_ERROR = re.compile(r"ModuleNotFoundError|ImportError")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class AttemptOutcome:
     message: str
     code: int
     hosts: list[str] = field(default_factory=list)
+    kind: str = ""  # of the root cause
     is_unclear: bool = False  # no rank reported a cause other than an unresponsive peer
 
 
@@ -42,6 +45,27 @@ def run_directory_of(folder: Path) -> RunDirectory | None:
     """Return the run directory of an attempt's folder, or None if rank 0 has not created one."""
     path = folder / "run_directory"
     return RunDirectory(Path(path.read_text().strip())) if path.is_file() else None
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Return the summary of an attempt's run; empty if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        if run := run_directory_of(folder):
+            return {**run.summary()}
+    return {}
+
+
+def interrupted(hosts: Sequence[str]) -> AttemptOutcome:
+    """Return the outcome of an attempt whose job SLURM ended before any process reported an end."""
+    if lost := slurm.lost_nodes(hosts):
+        return _loss_of(lost)
+    return AttemptOutcome(
+        "terminated", "SLURM ended the job: cancelled, preempted or a host lost", 128 + signal.SIGTERM
+    )
+
+
+def _loss_of(lost: dict[str, str], code: int = 1) -> AttemptOutcome:
+    return AttemptOutcome("failed", f"lost {'; '.join(map(': '.join, lost.items()))}", code, list(lost))
 
 
 def outcome_of(
@@ -55,83 +79,92 @@ def outcome_of(
         stopped: the signal that this job received.
         lost: hosts that SLURM considers down, with their SLURM states.
     """
-    run = run_directory_of(folder)
-    summary: dict[str, Any] = {**(run.summary() if run else {})}
+    run, summary = run_directory_of(folder), summary_of(folder)
     state, error = summary.get("state"), summary.get("error")
     found = find_root_cause(run.path if run else None, folder, hosts)
     if code == 0 and (state == "completed" or (run is None and found is None)) and stopped is None:
         return AttemptOutcome("completed", "", 0)
-    by_time = state == "timeout" or stopped == signal.SIGUSR1 or code == 128 + signal.SIGUSR1
-    if by_time and not lost:
+    if lost:
+        return _loss_of(lost, code or 1)
+    if state == "timeout" or stopped == signal.SIGUSR1 or code == 128 + signal.SIGUSR1:
         saved = state != "failed" and any(each.get("saved") for each in (summary.get("checkpoints") or [])[-1:])
         at = f", and saved at step {summary.get('step')}" if saved else ""
         return AttemptOutcome("timeout", f"stopped before the time limit{at}", 0 if saved else 128 + signal.SIGUSR1)
     if stopped is not None:
         return AttemptOutcome("terminated", f"stopped by {stopped.name}", 128 + stopped)
-    if lost:
-        gone = "; ".join(f"{name}: {why}" for name, why in lost.items())
-        return AttemptOutcome("failed", f"lost {gone}", code or 1, list(lost))
     if found is not None and found.kind != "stopped":
         # srun's exit code is the highest of all ranks, including those it killed.
         code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
         is_unclear = not found.hosts and found.kind in (LOST_PEER, STALL, UNREACHABLE)
         ended: State = "out_of_memory" if found.kind == "out_of_memory" else "failed"
-        return AttemptOutcome(ended, found.message, code, found.hosts, is_unclear=is_unclear)
+        if _IMPORT_ERROR.search(found.message):  # a host's fault unless all have it
+            lacking = {each.host for each in read_errors(folder) if _IMPORT_ERROR.search(each.message)}
+            return AttemptOutcome(ended, found.message, code, sorted(lacking) if {*hosts} - lacking else [], IMPORT)
+        return AttemptOutcome(ended, found.message, code, found.hosts, found.kind, is_unclear)
     if state == "terminated":
         return AttemptOutcome("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
     unsaid = f"the launcher exited with code {code}, and no rank reported an error; see the launcher's output above"
     return AttemptOutcome(state if state == "out_of_memory" else "failed", error or unsaid, code or 1, is_unclear=True)
 
 
-def run_attempt(
-    launcher: Launcher, hosts: dict[str, int], words: Sequence[str], folder: Path, stopped: Stopped
-) -> AttemptOutcome:
-    """Run the launcher until it exits and record the outcome in the run directory.
+@dataclass(frozen=True)
+class Attempt:
+    """One run of the launcher.
 
-    Args:
+    Attributes:
         hosts: number of ranks by host.
         folder: holds the hostfile; ranks write their files there.
         stopped: returns the signal that this job received, if any; it is forwarded to the ranks.
+        expect: receives the expected outcome when a signal comes: SLURM may not wait until the ranks have ended.
     """
-    command = launcher.command(hosts, folder / "hostfile", free_port(), words)
-    # A new session: signals to this process group must not kill the launcher, whose ranks would keep running.
-    child = subprocess.Popen(command, env=environment(), start_new_session=True)
-    code = _wait(child, launcher, folder, stopped)
-    in_job = slurm.job_id() if code and stopped() is None else None
-    ranks = [host for host, count in hosts.items() for _ in range(count)]
-    outcome = outcome_of(code, folder, ranks, stopped(), slurm.lost_nodes([*hosts]) if in_job else {})
-    if in_job and outcome.is_unclear and (silent := slurm.silent_nodes([*hosts])):
-        outcome = outcome_of(code, folder, ranks, None, dict.fromkeys(silent, "srun can't reach it"))
-    if run := run_directory_of(folder):  # the ranks may not have recorded the outcome, or less exactly
+
+    launcher: Launcher
+    hosts: dict[str, int]
+    folder: Path
+    stopped: Callable[[], signal.Signals | None]
+    expect: Callable[[AttemptOutcome], object]
+
+    def run(self, words: Sequence[str]) -> AttemptOutcome:
+        """Run the launcher until it exits, and return the outcome."""
+        command = self.launcher.command(self.hosts, self.folder / "hostfile", free_port(), words)
+        # A new session: signals to this process group must not kill the launcher, whose ranks would keep running.
+        child = subprocess.Popen(command, env=environment(), start_new_session=True)
+        code = self._wait(child)
+        outcome = self._outcome(code)
+        if slurm.job_id() and outcome.is_unclear and (silent := slurm.silent_nodes([*self.hosts])):
+            outcome = _loss_of(dict.fromkeys(silent, "srun can't reach it"), code)
+        return outcome
+
+    def _outcome(self, code: int) -> AttemptOutcome:
+        stopped = self.stopped()
+        lost = slurm.lost_nodes([*self.hosts]) if code and slurm.job_id() and stopped != signal.SIGUSR1 else {}
+        ranks = [host for host, count in self.hosts.items() for _ in range(count)]
+        return outcome_of(code, self.folder, ranks, stopped, lost)
+
+    def _wait(self, child: subprocess.Popen[bytes]) -> int:
+        """Wait until the launcher and its local children have exited, and return its exit code."""
+        told = over = None
+        while child.poll() is None or _group_lives(child.pid):
+            now_s, number = time.monotonic(), self.stopped()
+            if number is not None and told is None:
+                told = now_s
+                slurm.signal_step(self.launcher.attempt, number)
+                self.expect(self._outcome(128 + number))
+            over = over or (now_s if summary_of(self.folder).get("state") not in (None, "running") else None)
+            if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
+                slurm.signal_step(self.launcher.attempt, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+            time.sleep(LOOK_S)
+        return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def conclude(folder: Path, outcome: AttemptOutcome) -> None:
+    """Record the outcome in the run directory; the ranks may not have, or know less about a failure."""
+    if run := run_directory_of(folder):
         run.finish(outcome.state, outcome.message or None)
-        if run.summary().get("state") != outcome.state or (stopped() is None and outcome.state == "failed"):
+        if outcome.state == "failed" or run.summary().get("state") != outcome.state:
             run.update_summary(state=outcome.state, error=outcome.message or None)
-    return outcome
-
-
-def _wait(child: subprocess.Popen[bytes], launcher: Launcher, folder: Path, stopped: Stopped) -> int:
-    """Wait until the launcher and its local children have exited, and return its exit code."""
-    told = over = None
-    while child.poll() is None or _group_lives(child.pid):
-        now_s, number = time.monotonic(), stopped()
-        if number is not None and told is None:
-            told = now_s
-            slurm.signal_step(launcher.attempt, number)
-        over = over or (now_s if _is_over(folder) else None)
-        if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
-            slurm.signal_step(launcher.attempt, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-        time.sleep(LOOK_S)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
-
-
-def _is_over(folder: Path) -> bool:
-    """Return whether the run has recorded its outcome."""
-    with contextlib.suppress(OSError, ValueError):
-        run = run_directory_of(folder)
-        return run is not None and run.summary().get("state") not in (None, "running")
-    return False
 
 
 def _group_lives(group: int) -> bool:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar
 
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
-from clap_ds.launch.check_cluster import check_environment, check_script
+from clap_ds.launch.cluster_profile import check_environment, check_script, wrong_fields
 from clap_ds.launch.sbatch import Request, script
 
 RECORD = "jobs.json"
@@ -58,20 +58,23 @@ class Job:
 
 
 def _checked(kind: type[T], content: dict[str, Any]) -> T:
-    """Build a dataclass from JSON. ValueError or TypeError if a field has the wrong type or characters that are unsafe in
-    paths and scripts."""
-    hints, allowed = get_type_hints(kind), _WORDS if kind is Request else _NAME
+    """Build a dataclass from JSON. ValueError if a field has the wrong type or characters that are unsafe in paths and
+    scripts."""
+    problems, allowed = [*wrong_fields(kind, content)], _WORDS if kind is Request else _NAME
     for name, value in content.items():
-        hint, words = hints[name], value if isinstance(value, list) else [value] * isinstance(value, str)
-        is_of_type = isinstance(value, hint if isinstance(hint, UnionType) else get_origin(hint) or hint)
-        is_plain = all(isinstance(each, str) and allowed.fullmatch(each) for each in words)
-        if not is_of_type or not (is_plain or name in ("config", "cluster")):
-            raise ValueError(f"{name}: expected {hint} of plain words, found {value!r}")
+        words = value if isinstance(value, list) else [value] * isinstance(value, str)
+        if name not in ("config", "cluster") and not all(allowed.fullmatch(str(each)) for each in words):
+            problems.append(f"{name}: expected plain words, found {value!r}")
+    if problems:
+        raise ValueError("; ".join(problems))
     return kind(**content)
 
 
 class JobStatus(NamedTuple):
-    """Status of a job: `init` or a `run_records.metrics_schema.State`, a note, and whether it is still queued or running."""
+    """A job's state, a note, and whether it is queued or running.
+
+    The state is a `run_records.metrics_schema.State` or, without a process, `not_submitted`, `pending`, `requeued` or `held`.
+    """
 
     state: str
     note: str
@@ -85,6 +88,9 @@ class Jobs:
     @classmethod
     def read(cls, folder: Path) -> Jobs:
         """Read the record of submitted jobs. UserError if it is malformed; it is not trusted."""
+        if not folder.is_dir():
+            names = [each.name for each in folder.parent.glob("*")]
+            raise UserError(f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}")
         content = read_object(folder / RECORD)
         try:
             return cls(folder, _checked(Request, content["request"]), [_checked(Job, job) for job in content["jobs"]])
@@ -124,8 +130,10 @@ class Jobs:
         notes = [check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
         for note in filter(None, dict.fromkeys(notes)):
             print(f"note: sbatch: {note}")
-        wanted = max(job.nodes for job in jobs) + self.request.spare_nodes
-        if any(notes) and (most := slurm.most_nodes(site.partition)) is not None and wanted > most:
+        wanted, there = max(job.nodes for job in jobs) + self.request.spare_nodes, Counter[str]()
+        for nodes in slurm.nodes_of(site.partition) if any(notes) else ():
+            there[nodes.partition] += nodes.total
+        if there and wanted > (most := max(there.values())):
             where = site.partition or "the default"
             raise UserError(f"--nodes: the job needs {wanted} nodes, but the partition has {most} ({where})")
         runs = [str(self.folder / job.folder / "run.json") for job in jobs]
@@ -154,22 +162,29 @@ class Jobs:
         """Return the status of each job by name."""
         known = slurm.states_of([job.slurm_id for job in self.jobs if job.slurm_id])
         return {
-            job.name: standing_of(self.folder / job.folder, job.slurm_id, known.get(job.slurm_id or ""), self.log(job))
+            job.name: status_of(self.folder / job.folder, job.slurm_id, *known.get(str(job.slurm_id), ("", "")))
             for job in self.jobs
         }
 
 
-def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> JobStatus:
-    """Return a job's status from its `job.json` and its state in SLURM, which is None if SLURM no longer knows the job."""
+def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str) -> JobStatus:
+    """Return a job's status from its `job.json`, and its state and reason in SLURM; empty if SLURM no longer knows the job."""
     try:
         record = read_object(folder / "job.json")
     except UserError:  # not written yet
         record = {}
-    state = record.get("state")
-    if slurm_state and slurm_state not in slurm.OVER:
-        return JobStatus("init" if slurm_state in slurm.WAITING else str(state or "running"), slurm_state.lower(), True)
-    if state not in (None, "running"):
-        return JobStatus(str(state), str(record.get("error") or ""))
+    state, attempts = str(record.get("state") or "running"), record.get("attempts") or [{}]
+    error = str(record.get("error") or attempts[-1].get("error") or "")
     if slurm_id is None:
-        return JobStatus("init", "not submitted")
-    return JobStatus(ENDS.get(slurm_state or "", "failed"), f"SLURM: {slurm_state or 'no longer known'}; see {log}")
+        return JobStatus("not_submitted", "")
+    if slurm_state in ("REQUEUE_HOLD", "SPECIAL_EXIT") or (slurm_state == "PENDING" and "held" in reason.lower()):
+        return JobStatus("held", f"to release it: scontrol release {slurm_id}", True)
+    if slurm_state in slurm.WAITING:
+        return JobStatus("requeued" if record else "pending", error or reason, True)
+    if slurm_state and slurm_state not in slurm.OVER:
+        return JobStatus(state, slurm_state.lower(), True)
+    if state != "running":
+        return JobStatus(state, error)
+    return JobStatus(
+        ENDS.get(slurm_state, "failed"), error or f"SLURM: {slurm_state or 'no longer known'}; see its log"
+    )

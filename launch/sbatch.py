@@ -69,8 +69,8 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 def request_of(arguments: argparse.Namespace) -> Request:
     """Return the request of a command's options. UserError if they conflict or the number of GPUs is unknown."""
     site = load_site(arguments.cluster, arguments.launcher)
-    nodes = slurm.partition_nodes(site.partition)
-    shown = max((gpus for gpus, _ in nodes), default=0)
+    nodes = slurm.nodes_of(site.partition)
+    shown = max((each.gpus for each in nodes), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
         raise UserError("no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus")
@@ -81,7 +81,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     parser.parse_args(arguments.train_options)
     time = arguments.time
     if arguments.train and time is None:
-        time = min([TRAINING_TIME, *(limit for _, limit in nodes if limit)], key=slurm.seconds_of)
+        time = min([TRAINING_TIME, *(each.limit for each in nodes if each.limit)], key=slurm.seconds_of)
     name = arguments.cluster
     given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
     given["cluster"] = str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -25,14 +25,17 @@ from clap_ds.config.errors import UserError, exit_code_of, printable
 from clap_ds.config.files import own_folder, read_object, write_atomically
 from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
 from clap_ds.distributed.init import SECRET
+from clap_ds.distributed.root_cause import KILLED, SIGNAL
 from clap_ds.launch import slurm
-from clap_ds.launch.attempt import AttemptOutcome, run_attempt, run_directory_of
+from clap_ds.launch.attempt import IMPORT, Attempt, AttemptOutcome, conclude, interrupted, run_directory_of, summary_of
 from clap_ds.launch.cluster_profile import Site
 from clap_ds.launch.launchers import Launcher
 from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
 
 CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+FOLLOW_THE_PROGRAM = (KILLED, SIGNAL, IMPORT)
+"""Kinds of failures that aren't a host's if they recur on another host."""
 
 
 class RunningJob:
@@ -65,6 +68,8 @@ class RunningJob:
         """Run attempts until no other can help, and return the job's exit code."""
         for number in STOPS:
             signal.signal(number, self._hear)
+        if self.attempts and self.attempts[-1]["state"] == "running":  # SLURM ended that start, or its host went down
+            self.note(interrupted(self.attempts[-1]["hosts"]))
         self._record()
         hosts = self.choose_hosts()
         while True:
@@ -93,8 +98,13 @@ class RunningJob:
         python = self.site.interpreter() if self.site.container() else sys.executable
         return Launcher(self.site, python, f"{self.name}.{len(self.attempts)}")
 
+    def _attempt_folder(self) -> Path:
+        return self.folder / "attempts" / str(len(self.attempts) - 1)
+
     def _attempt(self, hosts: dict[str, int]) -> AttemptOutcome:
-        started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
+        launcher = self._launcher()
+        self.begin(hosts)
+        folder = self._attempt_folder()
         with own_folder(folder.parent) as attempts:
             shutil.rmtree(attempts / folder.name, ignore_errors=True)  # left by an earlier job in this folder
             (attempts / folder.name).mkdir()
@@ -105,22 +115,41 @@ class RunningJob:
         words = [*self.arguments.command]
         if CONFIG in words:
             words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
-        outcome = run_attempt(self._launcher(), hosts, words, folder, lambda: self.stopped)
-        self.note(outcome, hosts, started)
+        return self.note(Attempt(launcher, hosts, folder, lambda: self.stopped, self.expect).run(words))
+
+    def begin(self, hosts: dict[str, int]) -> None:
+        """Record an attempt as running."""
+        self.attempts.append({
+            "hosts": [*hosts], "started": _now(), "finished": None, "state": "running", "error": None, "kind": "",
+            "at_fault": [], "start": self.start, "requeued": False, "saved": False,
+        })  # fmt: skip
         self._record()
+
+    def note(self, outcome: AttemptOutcome) -> AttemptOutcome:
+        """Record the outcome of the last attempt, and return it without hosts if it isn't their fault."""
+        before = [
+            host for each in self.attempts[:-1] for host in each["at_fault"]
+            if each.get("kind") == outcome.kind in FOLLOW_THE_PROGRAM and host not in outcome.hosts
+        ]  # fmt: skip
+        if before and outcome.hosts:
+            message = f"{outcome.message}; as before on {', '.join(before)}: not a host's fault"
+            outcome = replace(outcome, hosts=[], message=message)
+        self.expect(outcome)
+        conclude(self._attempt_folder(), outcome)
         return outcome
 
-    def note(self, outcome: AttemptOutcome, hosts: Iterable[str], started: str) -> None:
-        """Record an attempt."""
-        self.attempts.append({
-            "hosts": [*hosts], "started": started, "finished": _now(), "state": outcome.state, "error": outcome.message or None,
-            "at_fault": outcome.hosts, "start": self.start, "requeued": False,
-        })  # fmt: skip
+    def expect(self, outcome: AttemptOutcome) -> None:
+        """Record an outcome of the last attempt."""
+        self.attempts[-1].update(
+            finished=_now(), state=outcome.state, error=outcome.message or None, kind=outcome.kind, at_fault=outcome.hosts,
+            saved=any(each.get("saved") for each in summary_of(self._attempt_folder()).get("checkpoints") or []),
+        )  # fmt: skip
+        self._record()
 
     def _finish(self, outcome: AttemptOutcome) -> int:
         """Report and record the outcome, requeue the job if that helps, and return the exit code."""
         self.attempts[-1]["requeued"] = again = self.asks_for_another_start(outcome)
-        run = run_directory_of(self.folder / "attempts" / str(len(self.attempts) - 1))
+        run = run_directory_of(self._attempt_folder())
         self._record(
             state=outcome.state, error=outcome.message or None, exit_code=outcome.code, finished=_now(),
             run_directory=str(run.path) if run else None, seconds=round(time.monotonic() - self.began, 1),
@@ -136,7 +165,8 @@ class RunningJob:
             return False
         if self.arguments.auto_requeue and outcome.state == "timeout" and outcome.code == 0:
             return True
-        done = sum(attempt["requeued"] for attempt in self.attempts)
+        since = max((index for index, attempt in enumerate(self.attempts) if attempt.get("saved")), default=0)
+        done = sum(attempt["requeued"] for attempt in self.attempts[since:])
         return is_mended_without(outcome) and done < self.site.requeues
 
     def _start_anew(self) -> None:
@@ -167,16 +197,11 @@ def _now() -> str:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "launch/supervisor.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    summary = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser("launch/supervisor.py", description=summary, allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--folder",
-        type=Path,
-        required=True,
-        help="job folder with site.json and hostfile; records and attempts are written there",
-    )
+    folder = "job folder with site.json and hostfile; records and attempts are written there"
+    add("--folder", type=Path, required=True, help=folder)
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept as hot spares (default: 0)")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")

@@ -88,6 +88,9 @@ def resume(arguments: argparse.Namespace) -> None:
     missing = [job for job in sweep.jobs if not (standings[job.name].is_under_way or standings[job.name].state in DONE)]
     names = ", ".join(job.name for job in missing)
     print(f"resubmitting {len(missing)} of {len(sweep.jobs)} jobs{': ' if missing else ''}{names}")
+    for name, status in standings.items():
+        if status.state == "held":
+            print(f"{name} is held; {status.note}")
     if missing:
         changes = {
             name: getattr(arguments, name) for name in ("cluster", "time", "exclude") if getattr(arguments, name)

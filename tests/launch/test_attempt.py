@@ -2,18 +2,19 @@
 
 import json
 import signal
-import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clap_ds.distributed import error_file
+from clap_ds.distributed.error_file import RankError
 from clap_ds.launch.attempt import AttemptOutcome, outcome_of
 
 RANKS = ["n1", "n1", "n2", "n2"]
 GONE, STOPPED = ("lost_peer", "closed by peer"), ("stopped", "stopped by SIGTERM")
+LACKS = ("error", "ModuleNotFoundError: No module named 'soundfile'")
 SAVED = {"checkpoints": [{"saved": True}], "step": 9}
 
 
@@ -21,7 +22,7 @@ Ended = Callable[..., AttemptOutcome]
 
 
 @pytest.fixture
-def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
+def ended(tmp_path: Path) -> Ended:
     """Call `outcome_of` for a run with this summary (None: no run) and errors by rank, in order of time."""
 
     def ended(
@@ -32,11 +33,10 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
             (tmp_path / "run").mkdir()
             (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
             (tmp_path / "run_directory").write_text(f"{tmp_path / 'run'}\n")
-        monkeypatch.setattr(error_file, "_place", None)
-        for rank, (kind, text) in (errors or {}).items():
-            error_file.set_error_dir(tmp_path, rank, RANKS[rank])
-            error_file.write_error_file(kind, text, 1)
-            time.sleep(0.002)
+        (tmp_path / "errors").mkdir()
+        for at, (rank, (kind, text)) in enumerate((errors or {}).items()):
+            error = RankError(at, rank, RANKS[rank], kind, text, 1, "", [], [])
+            (tmp_path / "errors" / f"rank{rank}.json").write_text(json.dumps(asdict(error)))
         return outcome_of(code, tmp_path, RANKS, stopped, lost or {})
 
     return ended
@@ -61,7 +61,7 @@ def test_state_and_code(ended: Ended, code: int, summary: Any, more: Any, state:
 
 
 def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
-    outcome = ended(137, {"state": "running"}, {0: GONE}, lost={"n2": "down*"})
+    outcome = ended(137, {"state": "running"}, {0: GONE}, stopped=signal.SIGTERM, lost={"n2": "down*"})
     assert (outcome.message, outcome.hosts) == ("lost n2: down*", ["n2"])
 
 
@@ -74,6 +74,8 @@ def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
         (143, {0: ("user", "clap.bench.windws: no such field")}, "failed", 2, [], False),
         (1, {1: ("out_of_memory", "out of memory at micro-batch 4")}, "out_of_memory", 1, [], False),
         (137, dict.fromkeys(range(3), GONE), "failed", 137, ["n2"], False),  # rank 3 was killed
+        (1, {2: LACKS, 0: STOPPED, 1: STOPPED, 3: LACKS}, "failed", 1, ["n2"], False),
+        (1, {2: LACKS, 0: LACKS, 1: STOPPED, 3: STOPPED}, "failed", 1, [], False),  # no host has it
         (1, {0: GONE, 2: STOPPED, 3: ("error", "NCCL error"), 1: ("error", "KeyError")}, "failed", 1, ["n2"], False),
     ],
 )
