@@ -37,8 +37,12 @@ class AttemptOutcome:
     message: str
     code: int
     hosts: list[str] = field(default_factory=list)
-    kind: str = ""  # of the root cause
-    is_unclear: bool = False  # no rank reported a cause other than an unresponsive peer
+    kind: str = ""  # of the root cause, if any
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether no rank reported a cause other than an unresponsive peer."""
+        return self.state == "failed" and not self.hosts and self.kind in ("", LOST_PEER, STALL, UNREACHABLE)
 
 
 def run_directory_of(folder: Path) -> RunDirectory | None:
@@ -55,21 +59,13 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def interrupted(hosts: Sequence[str]) -> AttemptOutcome:
-    """Return the outcome of an attempt whose job SLURM ended before any process reported an end."""
-    if lost := slurm.lost_nodes(hosts):
-        return _loss_of(lost)
-    return AttemptOutcome(
-        "terminated", "SLURM ended the job: cancelled, preempted or a host lost", 128 + signal.SIGTERM
-    )
-
-
-def _loss_of(lost: dict[str, str], code: int = 1) -> AttemptOutcome:
-    return AttemptOutcome("failed", f"lost {'; '.join(map(': '.join, lost.items()))}", code, list(lost))
+def lost(hosts: dict[str, str], code: int) -> AttemptOutcome:
+    """Return the outcome of losing hosts, given why each is considered lost."""
+    return AttemptOutcome("failed", f"lost {'; '.join(map(': '.join, hosts.items()))}", code or 1, [*hosts])
 
 
 def outcome_of(
-    code: int, folder: Path, hosts: Sequence[str], stopped: signal.Signals | None, lost: dict[str, str]
+    code: int, folder: Path, hosts: Sequence[str], stopped: signal.Signals | None, down: dict[str, str]
 ) -> AttemptOutcome:
     """Determine how an attempt ended.
 
@@ -77,15 +73,15 @@ def outcome_of(
         code: the launcher's exit code; DeepSpeed's is 0 if its srun was killed.
         hosts: host of each rank.
         stopped: the signal that this job received.
-        lost: hosts that SLURM considers down, with their SLURM states.
+        down: hosts that SLURM considers down, with their SLURM states.
     """
     run, summary = run_directory_of(folder), summary_of(folder)
     state, error = summary.get("state"), summary.get("error")
     found = find_root_cause(run.path if run else None, folder, hosts)
     if code == 0 and (state == "completed" or (run is None and found is None)) and stopped is None:
         return AttemptOutcome("completed", "", 0)
-    if lost:
-        return _loss_of(lost, code or 1)
+    if down:
+        return lost(down, code)
     if state == "timeout" or stopped == signal.SIGUSR1 or code == 128 + signal.SIGUSR1:
         saved = state != "failed" and any(each.get("saved") for each in (summary.get("checkpoints") or [])[-1:])
         at = f", and saved at step {summary.get('step')}" if saved else ""
@@ -95,16 +91,15 @@ def outcome_of(
     if found is not None and found.kind != "stopped":
         # srun's exit code is the highest of all ranks, including those it killed.
         code = USER_ERROR if found.kind == "user" else code if found.kind in ("signal", "killed") and code else 1
-        is_unclear = not found.hosts and found.kind in (LOST_PEER, STALL, UNREACHABLE)
         ended: State = "out_of_memory" if found.kind == "out_of_memory" else "failed"
         if _IMPORT_ERROR.search(found.message):  # a host's fault unless all have it
             lacking = {each.host for each in read_errors(folder) if _IMPORT_ERROR.search(each.message)}
             return AttemptOutcome(ended, found.message, code, sorted(lacking) if {*hosts} - lacking else [], IMPORT)
-        return AttemptOutcome(ended, found.message, code, found.hosts, found.kind, is_unclear)
+        return AttemptOutcome(ended, found.message, code, found.hosts, found.kind)
     if state == "terminated":
         return AttemptOutcome("terminated", error or "cancelled", code or 128 + signal.SIGTERM)
     unsaid = f"the launcher exited with code {code}, and no rank reported an error; see the launcher's output above"
-    return AttemptOutcome(state if state == "out_of_memory" else "failed", error or unsaid, code or 1, is_unclear=True)
+    return AttemptOutcome(state if state == "out_of_memory" else "failed", error or unsaid, code or 1)
 
 
 @dataclass(frozen=True)
@@ -131,15 +126,15 @@ class Attempt:
         child = subprocess.Popen(command, env=environment(), start_new_session=True)
         code = self._wait(child)
         outcome = self._outcome(code)
-        if slurm.job_id() and outcome.is_unclear and (silent := slurm.silent_nodes([*self.hosts])):
-            outcome = _loss_of(dict.fromkeys(silent, "srun can't reach it"), code)
+        if code and slurm.job_id() and outcome.is_unclear and (silent := slurm.silent_nodes([*self.hosts])):
+            outcome = lost(dict.fromkeys(silent, "srun can't reach it"), code)
         return outcome
 
     def _outcome(self, code: int) -> AttemptOutcome:
         stopped = self.stopped()
-        lost = slurm.lost_nodes([*self.hosts]) if code and slurm.job_id() and stopped != signal.SIGUSR1 else {}
+        down = slurm.lost_nodes([*self.hosts]) if code and slurm.job_id() and stopped != signal.SIGUSR1 else {}
         ranks = [host for host, count in self.hosts.items() for _ in range(count)]
-        return outcome_of(code, self.folder, ranks, stopped, lost)
+        return outcome_of(code, self.folder, ranks, stopped, down)
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
         """Wait until the launcher and its local children have exited, and return its exit code."""
@@ -157,14 +152,6 @@ class Attempt:
                     os.killpg(child.pid, signal.SIGKILL)
             time.sleep(LOOK_S)
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
-
-
-def conclude(folder: Path, outcome: AttemptOutcome) -> None:
-    """Record the outcome in the run directory; the ranks may not have, or know less about a failure."""
-    if run := run_directory_of(folder):
-        run.finish(outcome.state, outcome.message or None)
-        if outcome.state == "failed" or run.summary().get("state") != outcome.state:
-            run.update_summary(state=outcome.state, error=outcome.message or None)
 
 
 def _group_lives(group: int) -> bool:

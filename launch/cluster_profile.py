@@ -30,7 +30,6 @@ from clap_ds.launch import slurm
 from clap_ds.launch.launchers import LAUNCHERS
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
-_NO_SUCH_NODES = "node configuration is not available"
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def show_check(site: Site) -> None:
     print(f"python  {check_environment(site)}")
     options = {"account": site.account, "partition": site.partition, "time": site.walltime(1)}
     lines = [*site.sbatch, *(f"--{name}={value}" for name, value in options.items() if value)]
-    note = check_script("\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "true\n"]))
+    note = slurm.check_script("\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "true\n"]))
     print(f"sbatch  {note or 'accepts the options'}")
 
 
@@ -167,15 +166,6 @@ def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = Fa
         raise UserError("\n".join(said))
     versions = json.loads(answer[1])
     return f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
-
-
-def check_script(text: str) -> str:
-    """Check a script with `sbatch --test-only` and return a note or "". UserError if sbatch rejects the script."""
-    reason = slurm.refusal(text)
-    if reason and _NO_SUCH_NODES not in reason:
-        raise UserError(f"sbatch rejects the job: {reason}")
-    # --test-only ignores nodes that are down or drained, but a submitted job would wait for them.
-    return f"{reason}, counting only nodes in service" if reason else ""
 
 
 def main(argv: list[str] | None = None) -> int:

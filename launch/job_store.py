@@ -16,13 +16,12 @@ from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
-from clap_ds.launch.cluster_profile import check_environment, check_script, wrong_fields
+from clap_ds.launch.cluster_profile import check_environment, wrong_fields
 from clap_ds.launch.sbatch import Request, script
 
 RECORD = "jobs.json"
 T = TypeVar("T", "Job", Request)
 _NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
-_WORDS = re.compile(r"[\w.,:/\[\]-]+", re.ASCII)  # time limits and host lists
 ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
 """`run_records.metrics_schema.State` by SLURM's state, for jobs that recorded no outcome; others count as failed."""
 
@@ -43,6 +42,11 @@ class Job:
     folder: str = "."  # relative to the folder of all jobs
     slurm_id: str | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("name", "folder", "slurm_id"):  # parts of paths; others may have written them
+            if not _NAME.fullmatch(getattr(self, name) or "-"):
+                raise ValueError(f"{name}: expected letters, digits, '.', '_' and '-', found {getattr(self, name)!r}")
+
     def run(self, ranks: int) -> dict[str, Any]:
         """Return the run's JSON. UserError if its batch sizes don't fit this number of ranks."""
         content = read_config(Path(self.config))
@@ -58,14 +62,8 @@ class Job:
 
 
 def _checked(kind: type[T], content: dict[str, Any]) -> T:
-    """Build a dataclass from JSON. ValueError if a field has the wrong type or characters that are unsafe in paths and
-    scripts."""
-    problems, allowed = [*wrong_fields(kind, content)], _WORDS if kind is Request else _NAME
-    for name, value in content.items():
-        words = value if isinstance(value, list) else [value] * isinstance(value, str)
-        if name not in ("config", "cluster") and not all(allowed.fullmatch(str(each)) for each in words):
-            problems.append(f"{name}: expected plain words, found {value!r}")
-    if problems:
+    """Build a dataclass from JSON. ValueError if a field has the wrong type."""
+    if problems := [*wrong_fields(kind, content)]:
         raise ValueError("; ".join(problems))
     return kind(**content)
 
@@ -127,7 +125,7 @@ class Jobs:
     def check(self, jobs: list[Job]) -> None:
         """Check one script per number of nodes, the site and every run's JSON. UserError lists the problems."""
         site = self.request.load_site()
-        notes = [check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
+        notes = [slurm.check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
         for note in filter(None, dict.fromkeys(notes)):
             print(f"note: sbatch: {note}")
         wanted, there = max(job.nodes for job in jobs) + self.request.spare_nodes, Counter[str]()

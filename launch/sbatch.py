@@ -16,6 +16,10 @@ from clap_ds.launch import slurm
 from clap_ds.launch.cluster_profile import LAUNCHERS, Site, load_site
 
 TRAINING_TIME = "1-00:00:00"
+GUARD = """\
+# With --no-kill, a job whose first host is lost would go on without its script.
+srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bash -c 'while sleep 10; do
+    case $(sinfo -h -N -n "$0" -o %T) in down*) exec scontrol requeue "$SLURM_JOB_ID";; esac; done' "$SLURMD_NODENAME" &"""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
         f"folder={shlex.quote(str(folder))}",
         "",
         f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
+        *[GUARD] * bool(request.spare_nodes),
         f'exec {python} -m clap_ds.launch.supervisor --folder "$folder" {options} \\\n    -- {" ".join(words).strip()}',
     ]
     return "\n".join(lines) + "\n"

@@ -103,13 +103,17 @@ def submit(path: Path) -> str:
     return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
 
 
-def refusal(text: str) -> str | None:
-    """Return why sbatch would reject a script, or None."""
+def check_script(text: str) -> str:
+    """Check a script with `sbatch --test-only` and return a note or "". UserError if sbatch rejects the script."""
     try:
         ask(["sbatch", "--test-only"], text, tries=1)
     except UserError as error:
-        return str(error).removeprefix("sbatch --test-only: ")
-    return None
+        reason = str(error).removeprefix("sbatch --test-only: ")
+        if "node configuration is not available" not in reason:
+            raise UserError(f"sbatch rejects the job: {reason}") from None
+        # --test-only ignores nodes that are down or drained, but a submitted job would wait for them.
+        return f"{reason}, counting only nodes in service"
+    return ""
 
 
 def states_of(ids: Iterable[str]) -> dict[str, tuple[str, str]]:

@@ -27,7 +27,7 @@ from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
 from clap_ds.distributed.init import SECRET
 from clap_ds.distributed.root_cause import KILLED, SIGNAL
 from clap_ds.launch import slurm
-from clap_ds.launch.attempt import IMPORT, Attempt, AttemptOutcome, conclude, interrupted, run_directory_of, summary_of
+from clap_ds.launch.attempt import IMPORT, Attempt, AttemptOutcome, outcome_of, run_directory_of, summary_of
 from clap_ds.launch.cluster_profile import Site
 from clap_ds.launch.launchers import Launcher
 from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
@@ -49,7 +49,9 @@ class RunningJob:
             raise UserError(f"--spare_nodes {arguments.spare_nodes}: the allocation has {len(self.slots)} hosts")
         self.name = slurm.job_id() or f"p{os.getpid()}"
         self.start = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        self.attempts = self._earlier_attempts()
+        path = self.folder / "job.json"
+        earlier = read_object(path) if path.exists() else {}
+        self.attempts: list[dict[str, Any]] = earlier.get("attempts", []) if earlier.get("job") == self.name else []
         self.stopped: signal.Signals | None = None
         self.began = time.monotonic()
         self.site = Site(**read_object(self.folder / "site.json"))
@@ -58,18 +60,13 @@ class RunningJob:
             "state": "running", "error": None, "started": _now(), "attempts": self.attempts,
         }  # fmt: skip
 
-    def _earlier_attempts(self) -> list[dict[str, Any]]:
-        """Return the attempts before SLURM requeued this job."""
-        path = self.folder / "job.json"
-        earlier = read_object(path) if path.exists() else {}
-        return list(earlier.get("attempts", [])) if earlier.get("job") == self.name else []
-
     def run(self) -> int:
         """Run attempts until no other can help, and return the job's exit code."""
         for number in STOPS:
             signal.signal(number, self._hear)
         if self.attempts and self.attempts[-1]["state"] == "running":  # SLURM ended that start, or its host went down
-            self.note(interrupted(self.attempts[-1]["hosts"]))
+            hosts = self.attempts[-1]["hosts"]
+            self.note(outcome_of(1, self._folder(), hosts, signal.SIGTERM, slurm.lost_nodes(hosts)))
         self._record()
         hosts = self.choose_hosts()
         while True:
@@ -98,18 +95,19 @@ class RunningJob:
         python = self.site.interpreter() if self.site.container() else sys.executable
         return Launcher(self.site, python, f"{self.name}.{len(self.attempts)}")
 
-    def _attempt_folder(self) -> Path:
+    def _folder(self) -> Path:
+        """Return the folder of the last attempt."""
         return self.folder / "attempts" / str(len(self.attempts) - 1)
 
     def _attempt(self, hosts: dict[str, int]) -> AttemptOutcome:
         launcher = self._launcher()
         self.begin(hosts)
-        folder = self._attempt_folder()
-        with own_folder(folder.parent) as attempts:
-            shutil.rmtree(attempts / folder.name, ignore_errors=True)  # left by an earlier job in this folder
-            (attempts / folder.name).mkdir()
-            secret = os.open(attempts / folder.name / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(secret, "w") as file:
+        folder = self._folder()
+        shutil.rmtree(folder, ignore_errors=True)  # left by an earlier job in this folder
+        with (
+            own_folder(folder) as there,
+            open(os.open(there / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+        ):
             file.write(os.urandom(16).hex())
         write_atomically(folder / "hostfile", format_hostfile(hosts))
         words = [*self.arguments.command]
@@ -135,21 +133,24 @@ class RunningJob:
             message = f"{outcome.message}; as before on {', '.join(before)}: not a host's fault"
             outcome = replace(outcome, hosts=[], message=message)
         self.expect(outcome)
-        conclude(self._attempt_folder(), outcome)
+        run = run_directory_of(self._folder())
+        if run and (outcome.state == "failed" or run.summary().get("state") != outcome.state):
+            run.update_summary(state=outcome.state, error=outcome.message or None, finished=_now())
         return outcome
 
     def expect(self, outcome: AttemptOutcome) -> None:
         """Record an outcome of the last attempt."""
+        saved = any(each.get("saved") for each in summary_of(self._folder()).get("checkpoints") or [])
         self.attempts[-1].update(
             finished=_now(), state=outcome.state, error=outcome.message or None, kind=outcome.kind, at_fault=outcome.hosts,
-            saved=any(each.get("saved") for each in summary_of(self._attempt_folder()).get("checkpoints") or []),
+            saved=saved,
         )  # fmt: skip
         self._record()
 
     def _finish(self, outcome: AttemptOutcome) -> int:
         """Report and record the outcome, requeue the job if that helps, and return the exit code."""
         self.attempts[-1]["requeued"] = again = self.asks_for_another_start(outcome)
-        run = run_directory_of(self._attempt_folder())
+        run = run_directory_of(self._folder())
         self._record(
             state=outcome.state, error=outcome.message or None, exit_code=outcome.code, finished=_now(),
             run_directory=str(run.path) if run else None, seconds=round(time.monotonic() - self.began, 1),

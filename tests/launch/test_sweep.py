@@ -111,7 +111,14 @@ def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.Capt
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("cluster", "x.json"), ("exclude", "a\nevil"), ("gpus", "1; evil"), ("train_options", [1]), ("folder", "..")],
+    [
+        ("cluster", "x.json"),
+        ("exclude", 1),
+        ("name", "a/b"),
+        ("gpus", "1; evil"),
+        ("train_options", [1]),
+        ("folder", ".."),
+    ],
 )
 def test_a_sweep_that_others_wrote_runs_nothing_of_theirs(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], name: str, value: Any
