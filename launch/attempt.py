@@ -31,18 +31,23 @@ _IMPORT_ERROR = re.compile(r"ModuleNotFoundError|ImportError")
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt ended. `hosts` are the suspects if a host and not the program may have caused the failure."""
+    """How an attempt ended. `at_fault` are the suspects if a host and not the program may have caused the failure."""
 
     state: State
-    message: str
-    code: int
-    hosts: list[str] = field(default_factory=list)
+    error: str
+    exit_code: int
+    at_fault: list[str] = field(default_factory=list)
     kind: str = ""  # of the root cause, if any
+
+    @property
+    def is_a_hosts(self) -> bool:
+        """Whether another attempt without the suspects may succeed."""
+        return self.state == "failed" and bool(self.at_fault)
 
     @property
     def is_unclear(self) -> bool:
         """Whether no rank reported a cause other than an unresponsive peer."""
-        return self.state == "failed" and not self.hosts and self.kind in ("", LOST_PEER, STALL, UNREACHABLE)
+        return self.state == "failed" and not self.at_fault and self.kind in ("", LOST_PEER, STALL, UNREACHABLE)
 
 
 def run_directory_of(folder: Path) -> RunDirectory | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -79,31 +79,36 @@ class Site:
         return (work_folder() / self.run_root).resolve()
 
 
+T = TypeVar("T")
 _EXPECTED = {str: "a string", int: "a whole number", list: "a list of strings", dict: "an object of strings"}
 _FROM_ZERO = ("requeues", "spare_nodes")  # other numbers are at least 1
 
 
-def wrong_fields(kind: type, content: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each field that a dataclass doesn't have, or that has another type."""
-    hints = get_type_hints(kind)
+def typed(kind: type[T], content: dict[str, Any]) -> T:
+    """Build a dataclass from JSON. UserError has a line for each field that doesn't exist or has another type."""
+    hints, problems = get_type_hints(kind), []
     for name, value in content.items():
         if name not in hints:
-            yield f"{name}: no such field{did_you_mean(name, hints)}"
+            problems.append(f"{name}: no such field{did_you_mean(name, hints)}")
             continue
         types = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
-        low = int(name not in _FROM_ZERO)
+        low, first = int(name not in _FROM_ZERO), get_origin(types[0]) or types[0]
         if not any(_is_a(each, value, low) for each in types):
-            words = _EXPECTED.get(get_origin(types[0]) or types[0], str(types[0]))
-            words += " or null" * (len(types) > 1) + f", at least {low}" * (types[0] is int)
-            yield f"{name}: expected {words}, found {json.dumps(value)}"
+            words = (
+                _EXPECTED.get(first, str(first)) + " or null" * (len(types) > 1) + f", at least {low}" * (first is int)
+            )
+            problems.append(f"{name}: expected {words}, found {json.dumps(value)}")
+    if problems:
+        raise UserError("\n".join(problems))
+    return kind(**content)
 
 
 def _is_a(hint: Any, value: Any, low: int) -> bool:
-    if type(value) is not (get_origin(hint) or hint):
-        return False
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    texts = all(isinstance(each, str) for each in items) or Any in get_args(hint)
-    return texts and value != "" and not (type(value) is int and value < low)
+    texts = Any in get_args(hint) or all(isinstance(each, str) for each in items)
+    return (
+        type(value) is (get_origin(hint) or hint) and texts and value != "" and (type(value) is not int or value >= low)
+    )
 
 
 def load_site(name: str, launcher: str | None = None) -> Site:
@@ -115,10 +120,13 @@ def load_site(name: str, launcher: str | None = None) -> Site:
         raise UserError(f"site {name!r}: {path}: no such file{did_you_mean(name, known)}")
     content = read_object(path)
     content.update({"launcher": launcher} if launcher else {})
-    problems = [*wrong_fields(Site, content)] or [*_wrong_values(Site(**content))]
-    if problems:
-        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
-    return Site(**content)
+    try:
+        site = typed(Site, content)
+        if problems := [*_wrong_values(site)]:
+            raise UserError("\n".join(problems))
+    except UserError as error:
+        raise UserError("\n".join(f"{path}: {problem}" for problem in str(error).splitlines())) from None
+    return site
 
 
 def _wrong_values(site: Site) -> Iterator[str]:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
 from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
-from clap_ds.launch.cluster_profile import check_environment, wrong_fields
+from clap_ds.launch.cluster_profile import check_environment, typed
 from clap_ds.launch.sbatch import Request, script
 
 RECORD = "jobs.json"
-T = TypeVar("T", "Job", Request)
 _NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
 ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
 """`run_records.metrics_schema.State` by SLURM's state, for jobs that recorded no outcome; others count as failed."""
@@ -61,13 +60,6 @@ class Job:
         return sizes.fill(content) if self.global_batch else content
 
 
-def _checked(kind: type[T], content: dict[str, Any]) -> T:
-    """Build a dataclass from JSON. ValueError if a field has the wrong type."""
-    if problems := [*wrong_fields(kind, content)]:
-        raise ValueError("; ".join(problems))
-    return kind(**content)
-
-
 class JobStatus(NamedTuple):
     """A job's state, a note, and whether it is queued or running.
 
@@ -91,8 +83,9 @@ class Jobs:
             raise UserError(f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}")
         content = read_object(folder / RECORD)
         try:
-            return cls(folder, _checked(Request, content["request"]), [_checked(Job, job) for job in content["jobs"]])
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            jobs = [typed(Job, job) for job in content["jobs"]]
+            return cls(folder, typed(Request, content["request"]), jobs)
+        except (UserError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{folder / RECORD}: malformed record: {error}") from None
 
     def save(self) -> None:
@@ -128,12 +121,6 @@ class Jobs:
         notes = [slurm.check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
         for note in filter(None, dict.fromkeys(notes)):
             print(f"note: sbatch: {note}")
-        wanted, there = max(job.nodes for job in jobs) + self.request.spare_nodes, Counter[str]()
-        for nodes in slurm.nodes_of(site.partition) if any(notes) else ():
-            there[nodes.partition] += nodes.total
-        if there and wanted > (most := max(there.values())):
-            where = site.partition or "the default"
-            raise UserError(f"--nodes: the job needs {wanted} nodes, but the partition has {most} ({where})")
         runs = [str(self.folder / job.folder / "run.json") for job in jobs]
         print(f"python: {check_environment(site, runs, train=self.request.train)}")
 
@@ -167,15 +154,13 @@ class Jobs:
 
 def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str) -> JobStatus:
     """Return a job's status from its `job.json`, and its state and reason in SLURM; empty if SLURM no longer knows the job."""
-    try:
+    record: dict[str, Any] = {}
+    with suppress(UserError):  # not written yet
         record = read_object(folder / "job.json")
-    except UserError:  # not written yet
-        record = {}
-    state, attempts = str(record.get("state") or "running"), record.get("attempts") or [{}]
-    error = str(record.get("error") or attempts[-1].get("error") or "")
+    state, error = str(record.get("state") or "running"), str(record.get("error") or "")
     if slurm_id is None:
         return JobStatus("not_submitted", "")
-    if slurm_state in ("REQUEUE_HOLD", "SPECIAL_EXIT") or (slurm_state == "PENDING" and "held" in reason.lower()):
+    if "HOLD" in slurm_state or (slurm_state == "PENDING" and "held" in reason.lower()):
         return JobStatus("held", f"to release it: scontrol release {slurm_id}", True)
     if slurm_state in slurm.WAITING:
         return JobStatus("requeued" if record else "pending", error or reason, True)
@@ -183,6 +168,5 @@ def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str)
         return JobStatus(state, slurm_state.lower(), True)
     if state != "running":
         return JobStatus(state, error)
-    return JobStatus(
-        ENDS.get(slurm_state, "failed"), error or f"SLURM: {slurm_state or 'no longer known'}; see its log"
-    )
+    unsaid = f"SLURM: {slurm_state or 'no longer known'}; see its log"
+    return JobStatus(ENDS.get(slurm_state, "failed"), error or unsaid)

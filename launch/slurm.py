@@ -40,24 +40,23 @@ def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
 # --- partitions and nodes
 
 
-class Nodes(NamedTuple):
-    """Nodes of one kind in a partition, in any state."""
-
-    partition: str
-    gpus: int
+class Partition(NamedTuple):
+    gpus: int  # of the nodes with most
+    nodes: int  # in any state
     limit: str | None  # time limit of jobs; None for none
-    total: int
 
 
-def nodes_of(partition: str | None) -> list[Nodes]:
-    """Return the nodes of one or more partitions (`a,b`), or of the default."""
-    names, found = partition.split(",") if partition else [], []
+def partitions(names: str | None) -> list[Partition]:
+    """Return one or more partitions (`a,b`), or the default."""
+    wanted, found = names.split(",") if names else [], dict[str, Partition]()
     for line in ask(["sinfo", "-h", "-e", "-o", "%P|%G|%l|%D"]).splitlines():
         name, gres, limit, count = line.split("|")
-        if name.rstrip("*") in names if names else name.endswith("*"):
-            gpus = sum(map(int, _GPUS.findall(gres)))
-            found.append(Nodes(name, gpus, limit if _TIME.fullmatch(limit) else None, int(count)))
-    return found
+        if name.rstrip("*") in wanted if wanted else name.endswith("*"):
+            gpus, nodes = sum(map(int, _GPUS.findall(gres))), int(count)
+            if same := found.get(name):
+                gpus, nodes = max(gpus, same.gpus), nodes + same.nodes
+            found[name] = Partition(gpus, nodes, limit if _TIME.fullmatch(limit) else None)
+    return [*found.values()]
 
 
 def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:

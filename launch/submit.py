@@ -23,7 +23,7 @@ from clap_ds.launch.sbatch import add_request, request_of
 
 def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
-    request, config = request_of(arguments), find_config(arguments.config).resolve()
+    request, config = request_of(arguments, arguments.nodes), find_config(arguments.config).resolve()
     site = request.load_site()
     content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
     output = content["clap"]["output"]

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -71,10 +71,10 @@ class RunningJob:
         hosts = self.choose_hosts()
         while True:
             outcome = self._attempt(hosts)
-            hosts = self.choose_hosts() if is_mended_without(outcome) and not self.stopped else {}
+            hosts = self.choose_hosts() if outcome.is_a_hosts and not self.stopped else {}
             if not hosts:
                 return self._finish(outcome)
-            _say(f"error: {outcome.message}\nrestarting without {', '.join(outcome.hosts)}")
+            _say(f"error: {outcome.error}\nrestarting without {', '.join(outcome.at_fault)}")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.stopped = self.stopped or signal.Signals(number)
@@ -104,11 +104,9 @@ class RunningJob:
         self.begin(hosts)
         folder = self._folder()
         shutil.rmtree(folder, ignore_errors=True)  # left by an earlier job in this folder
-        with (
-            own_folder(folder) as there,
-            open(os.open(there / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
-        ):
-            file.write(os.urandom(16).hex())
+        with own_folder(folder) as there:
+            (there / SECRET).touch(0o600, exist_ok=False)
+            (there / SECRET).write_text(os.urandom(16).hex())
         write_atomically(folder / "hostfile", format_hostfile(hosts))
         words = [*self.arguments.command]
         if CONFIG in words:
@@ -118,8 +116,8 @@ class RunningJob:
     def begin(self, hosts: dict[str, int]) -> None:
         """Record an attempt as running."""
         self.attempts.append({
-            "hosts": [*hosts], "started": _now(), "finished": None, "state": "running", "error": None, "kind": "",
-            "at_fault": [], "start": self.start, "requeued": False, "saved": False,
+            "hosts": [*hosts], "started": _now(), "finished": None, "state": "running", "error": "", "at_fault": [],
+            "start": self.start, "requeued": False, "saved": False,
         })  # fmt: skip
         self._record()
 
@@ -127,66 +125,53 @@ class RunningJob:
         """Record the outcome of the last attempt, and return it without hosts if it isn't their fault."""
         before = [
             host for each in self.attempts[:-1] for host in each["at_fault"]
-            if each.get("kind") == outcome.kind in FOLLOW_THE_PROGRAM and host not in outcome.hosts
+            if each.get("kind") == outcome.kind in FOLLOW_THE_PROGRAM and host not in outcome.at_fault
         ]  # fmt: skip
-        if before and outcome.hosts:
-            message = f"{outcome.message}; as before on {', '.join(before)}: not a host's fault"
-            outcome = replace(outcome, hosts=[], message=message)
+        if before and outcome.at_fault:
+            message = f"{outcome.error}; as before on {', '.join(before)}: not a host's fault"
+            outcome = replace(outcome, at_fault=[], error=message)
         self.expect(outcome)
         run = run_directory_of(self._folder())
         if run and (outcome.state == "failed" or run.summary().get("state") != outcome.state):
-            run.update_summary(state=outcome.state, error=outcome.message or None, finished=_now())
+            run.update_summary(state=outcome.state, error=outcome.error or None, finished=_now())
         return outcome
 
     def expect(self, outcome: AttemptOutcome) -> None:
         """Record an outcome of the last attempt."""
         saved = any(each.get("saved") for each in summary_of(self._folder()).get("checkpoints") or [])
-        self.attempts[-1].update(
-            finished=_now(), state=outcome.state, error=outcome.message or None, kind=outcome.kind, at_fault=outcome.hosts,
-            saved=saved,
-        )  # fmt: skip
-        self._record()
+        self.attempts[-1].update(asdict(outcome), finished=_now(), saved=saved)
+        self._record(error=outcome.error)
 
     def _finish(self, outcome: AttemptOutcome) -> int:
         """Report and record the outcome, requeue the job if that helps, and return the exit code."""
         self.attempts[-1]["requeued"] = again = self.asks_for_another_start(outcome)
         run = run_directory_of(self._folder())
-        self._record(
-            state=outcome.state, error=outcome.message or None, exit_code=outcome.code, finished=_now(),
-            run_directory=str(run.path) if run else None, seconds=round(time.monotonic() - self.began, 1),
-        )  # fmt: skip
-        if outcome.message:
-            _say(f"{'error: ' if outcome.code else ''}{outcome.message}")
+        seconds = round(time.monotonic() - self.began, 1)
+        self._record(**asdict(outcome), finished=_now(), run_directory=str(run.path) if run else None, seconds=seconds)
+        if outcome.error:
+            _say(f"{'error: ' if outcome.exit_code else ''}{outcome.error}")
         if again:
-            self._start_anew()
-        return outcome.code
+            for number in STOPS:
+                signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
+            without = self.excluded()
+            _say(f"requeueing this job{' without ' * bool(without)}{', '.join(without)}")
+            if problem := slurm.requeue(without):
+                _say(f"warning: {problem}")
+        return outcome.exit_code
 
     def asks_for_another_start(self, outcome: AttemptOutcome) -> bool:
         if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
             return False
-        if self.arguments.auto_requeue and outcome.state == "timeout" and outcome.code == 0:
+        if self.arguments.auto_requeue and outcome.state == "timeout" and outcome.exit_code == 0:
             return True
         since = max((index for index, attempt in enumerate(self.attempts) if attempt.get("saved")), default=0)
         done = sum(attempt["requeued"] for attempt in self.attempts[since:])
-        return is_mended_without(outcome) and done < self.site.requeues
-
-    def _start_anew(self) -> None:
-        for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
-        without = self.excluded()
-        _say(f"requeueing this job{' without ' * bool(without)}{', '.join(without)}")
-        if problem := slurm.requeue(without):
-            _say(f"warning: {problem}")
+        return outcome.is_a_hosts and done < self.site.requeues
 
     def _record(self, **fields: object) -> None:
         """Merge fields into `job.json`."""
         self._recorded.update(fields)
         RunDirectory(self.folder).write_json("job.json", self._recorded)
-
-
-def is_mended_without(outcome: AttemptOutcome) -> bool:
-    """Return whether another attempt without the blamed hosts may succeed."""
-    return outcome.state == "failed" and bool(outcome.hosts)
 
 
 def _say(text: str) -> None:

@@ -48,7 +48,7 @@ def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
 
 def start(arguments: argparse.Namespace) -> None:
     """Plan a sweep, write and check its jobs, then submit them."""
-    request = request_of(arguments)
+    request = request_of(arguments, max(arguments.nodes))
     name = f"{arguments.config[0].stem}-{stamp()}"
     folder = (arguments.folder or request.load_site().root() / "sweeps" / name).resolve()
     if (folder / RECORD).exists():

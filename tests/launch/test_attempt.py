@@ -56,13 +56,13 @@ def ended(tmp_path: Path) -> Ended:
 )
 def test_state_and_code(ended: Ended, code: int, summary: Any, more: Any, state: str, exit_code: int) -> None:
     outcome = ended(code, summary, **more)
-    assert (outcome.state, outcome.code, outcome.hosts) == (state, exit_code, [])
-    assert bool(outcome.message) == (state != "completed")
+    assert (outcome.state, outcome.exit_code, outcome.at_fault) == (state, exit_code, [])
+    assert bool(outcome.error) == (state != "completed")
 
 
 def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
     outcome = ended(137, {"state": "running"}, {0: GONE}, stopped=signal.SIGTERM, lost={"n2": "down*"})
-    assert (outcome.message, outcome.hosts) == ("lost n2: down*", ["n2"])
+    assert (outcome.error, outcome.at_fault) == ("lost n2: down*", ["n2"])
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,9 @@ def test_what_ranks_said(
 ) -> None:
     """The first cause counts; SLURM is asked about hosts only if no rank reported a cause."""
     outcome = ended(code, {"state": "failed", "error": "a consequence" if errors else None}, errors)
-    assert (outcome.state, outcome.code, outcome.hosts, outcome.is_unclear) == (state, exit_code, hosts, is_unclear)
+    assert (outcome.state, outcome.exit_code, outcome.at_fault, outcome.is_unclear) == (
+        state,
+        exit_code,
+        hosts,
+        is_unclear,
+    )

@@ -3,7 +3,7 @@
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.slurm import Nodes, ask, nodes_of, requeue, seconds_of, states_of
+from clap_ds.launch.slurm import Partition, ask, partitions, requeue, seconds_of, states_of
 from tests.launch.conftest import FakeSlurm
 
 
@@ -18,9 +18,9 @@ def test_times() -> None:
 def test_partitions(slurm: FakeSlurm) -> None:
     kinds = "a*|gpu:h100:4(S:0-1),nvme:1|1-00:00:00|6\na*|gpu:2|1-00:00:00|1\nb|(null)|infinite|3\n"
     slurm.write("partitions", kinds)
-    assert nodes_of(None) == [Nodes("a*", 4, "1-00:00:00", 6), Nodes("a*", 2, "1-00:00:00", 1)]
-    assert nodes_of("b") == [Nodes("b", 0, None, 3)]
-    assert len(nodes_of("b,a")) == 3
+    assert partitions(None) == [Partition(4, 7, "1-00:00:00")]
+    assert partitions("b") == [Partition(0, 3, None)]
+    assert len(partitions("b,a")) == 2
 
 
 def test_accounting_is_asked_for_what_the_queue_forgot(slurm: FakeSlurm) -> None:

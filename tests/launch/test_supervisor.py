@@ -105,11 +105,11 @@ def test_failure_that_follows_the_program_is_no_second_hosts(tmp_path: Path, kin
     for host in ("n2", "n3", "n4"):
         job.begin(job.slots)
         told.append(job.note(AttemptOutcome("failed", error, 1, [host], kind)))
-    assert [outcome.hosts for outcome in told] == [["n2"], [], []]
-    assert told[1].message == f"{error}; as before on n2: not a host's fault"
+    assert [outcome.at_fault for outcome in told] == [["n2"], [], []]
+    assert told[1].error == f"{error}; as before on n2: not a host's fault"
     assert json.loads((tmp_path / "job.json").read_text())["attempts"][1]["at_fault"] == []
     job.begin(job.slots)
-    assert job.note(LOST).hosts == ["n2"]  # not such a failure
+    assert job.note(LOST).at_fault == ["n2"]  # not such a failure
 
 
 def test_start_that_slurm_ended_is_in_the_record(
