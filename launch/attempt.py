@@ -7,11 +7,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from clap_ds.config.errors import USER_ERROR
 from clap_ds.distributed.error_file import LOST_PEER, STALL, UNREACHABLE, read_errors
@@ -25,6 +27,7 @@ from clap_ds.run_records.run_dir import RunDirectory  # imports only the standar
 SAVE_S = 300.0  # grace period for ranks to save after a signal
 LINGER_S = 45.0  # grace period for the launcher to exit after its run: it would wait for an unreachable host
 LOOK_S = 0.5
+COPY_S = 5.0  # for the last lines, if a process that outlives the launcher keeps its output open
 IMPORT = "import"  # kind of an outcome: a package is missing
 _IMPORT_ERROR = re.compile(r"ModuleNotFoundError|ImportError")
 
@@ -128,8 +131,13 @@ class Attempt:
         """Run the launcher until it exits, and return the outcome."""
         command = self.launcher.command(self.hosts, self.folder / "hostfile", free_port(), words)
         # A new session: signals to this process group must not kill the launcher, whose ranks would keep running.
-        child = subprocess.Popen(command, env=environment(), start_new_session=True)
+        child = subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        copying = threading.Thread(target=copy, args=(child.stdout, sys.stdout.fileno()), daemon=True)
+        copying.start()
         code = self._wait(child)
+        copying.join(COPY_S)
         outcome = self._outcome(code)
         if code and slurm.job_id() and outcome.is_unclear and (silent := slurm.silent_nodes([*self.hosts])):
             outcome = lost(dict.fromkeys(silent, "srun can't reach it"), code)
@@ -157,6 +165,13 @@ class Attempt:
                     os.killpg(child.pid, signal.SIGKILL)
             time.sleep(LOOK_S)
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def copy(source: IO[bytes], log: int) -> None:
+    """Copy the launcher's output to the log. If the disk is full, some is lost; srun would never write to the log again."""
+    while text := os.read(source.fileno(), 2**16):
+        with contextlib.suppress(OSError):
+            os.write(log, text)
 
 
 def _group_lives(group: int) -> bool:

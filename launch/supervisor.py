@@ -22,7 +22,8 @@ from typing import Any
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of, printable
-from clap_ds.config.files import own_folder, read_object, write_atomically
+from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
+from clap_ds.config.redaction import redacted_all
 from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
 from clap_ds.distributed.init import SECRET
 from clap_ds.distributed.root_cause import KILLED, SIGNAL
@@ -30,7 +31,7 @@ from clap_ds.launch import slurm
 from clap_ds.launch.attempt import IMPORT, Attempt, AttemptOutcome, outcome_of, run_directory_of, summary_of
 from clap_ds.launch.cluster_profile import Site
 from clap_ds.launch.launchers import Launcher
-from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
+from clap_ds.run_records.jsonl import warn_on_disk_full
 
 CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -171,7 +172,8 @@ class RunningJob:
     def _record(self, **fields: object) -> None:
         """Merge fields into `job.json`."""
         self._recorded.update(fields)
-        RunDirectory(self.folder).write_json("job.json", self._recorded)
+        with warn_on_disk_full(path := self.folder / "job.json"):
+            write_object(path, redacted_all(self._recorded))
 
 
 def _say(text: str) -> None:

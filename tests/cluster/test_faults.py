@@ -86,10 +86,10 @@ def test_lost_host_without_a_spare_left(submit: Submit, cluster: SlurmCluster, c
     spared = submit(1, asks={"train": True, "spare_nodes": 1}, **more)
     spared.wait_for_steps()
     plain = submit(2, asks={"train": True}, **more)
+    plain.wait_for_steps()
     assert cluster.job(plain.number)["NodeList"] == cluster.job(spared.number)["NodeList"] == "node[1-2]"
     cluster.run("node1", "kill", "-9", min(spared.ranks("node1")))
     spared.wait_for_steps(2)
-    plain.wait_for_steps()
     cluster.wait_until(lambda: len(_steps(spared.runs[1])) >= 20, LONGEST_S, "a checkpoint, and some steps more")
     cut("node2")
     spared.wait_for_steps(3)

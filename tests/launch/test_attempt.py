@@ -1,6 +1,7 @@
 """Outcomes of attempts on two hosts with two ranks each, from error files and SLURM's answers."""
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from clap_ds.distributed.error_file import RankError
-from clap_ds.launch.attempt import AttemptOutcome, outcome_of
+from clap_ds.launch.attempt import AttemptOutcome, copy, outcome_of
 
 RANKS = ["n1", "n1", "n2", "n2"]
 GONE, STOPPED = ("lost_peer", "closed by peer"), ("stopped", "stopped by SIGTERM")
@@ -90,3 +91,14 @@ def test_what_ranks_said(
         hosts,
         is_unclear,
     )
+
+
+def test_log_goes_on_after_the_disk_was_full(tmp_path: Path) -> None:
+    (tmp_path / "output").write_bytes(b"lost" * 2**14 + b"kept")
+    number, full = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), os.open("/dev/full", os.O_WRONLY)
+    with (tmp_path / "output").open("rb") as file:
+        copy(file, full)
+        assert file.read() == b""  # nothing blocks the ranks
+        file.seek(2**16)
+        copy(file, number)
+    assert (tmp_path / "log").read_bytes() == b"kept"
