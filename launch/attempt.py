@@ -27,7 +27,6 @@ from clap_ds.run_records.run_dir import RunDirectory  # imports only the standar
 SAVE_S = 300.0  # grace period for ranks to save after a signal
 LINGER_S = 45.0  # grace period for the launcher to exit after its run: it would wait for an unreachable host
 LOOK_S = 0.5
-COPY_S = 5.0  # for the last lines, if a process that outlives the launcher keeps its output open
 IMPORT = "import"  # kind of an outcome: a package is missing
 _IMPORT_ERROR = re.compile(r"ModuleNotFoundError|ImportError")
 
@@ -136,8 +135,7 @@ class Attempt:
         )
         copying = threading.Thread(target=copy, args=(child.stdout, sys.stdout.fileno()), daemon=True)
         copying.start()
-        code = self._wait(child)
-        copying.join(COPY_S)
+        code = self._wait(child, copying)
         outcome = self._outcome(code)
         if code and slurm.job_id() and outcome.is_unclear and (silent := slurm.silent_nodes([*self.hosts])):
             outcome = lost(dict.fromkeys(silent, "srun can't reach it"), code)
@@ -149,10 +147,10 @@ class Attempt:
         ranks = [host for host, count in self.hosts.items() for _ in range(count)]
         return outcome_of(code, self.folder, ranks, stopped, down)
 
-    def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Wait until the launcher and its local children have exited, and return its exit code."""
+    def _wait(self, child: subprocess.Popen[bytes], copying: threading.Thread) -> int:
+        """Wait until the launcher and its children, which share its output, have exited, and return its exit code."""
         told = over = None
-        while child.poll() is None or _group_lives(child.pid):
+        while child.poll() is None or copying.is_alive():
             now_s, number = time.monotonic(), self.stopped()
             if number is not None and told is None:
                 told = now_s
@@ -172,10 +170,3 @@ def copy(source: IO[bytes], log: int) -> None:
     while text := os.read(source.fileno(), 2**16):
         with contextlib.suppress(OSError):
             os.write(log, text)
-
-
-def _group_lives(group: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, 0)
-        return True
-    return False

@@ -84,8 +84,8 @@ _EXPECTED = {str: "a string", int: "a whole number", list: "a list of strings", 
 _FROM_ZERO = ("requeues", "spare_nodes")  # other numbers are at least 1
 
 
-def typed(kind: type[T], content: dict[str, Any]) -> T:
-    """Build a dataclass from JSON. UserError has a line for each field that doesn't exist or has another type."""
+def typed(kind: type[T], content: dict[str, Any], where: Path) -> T:
+    """Build a dataclass from the JSON of a file. UserError has a line for each field that doesn't exist or has another type."""
     hints, problems = get_type_hints(kind), []
     for name, value in content.items():
         if name not in hints:
@@ -94,21 +94,23 @@ def typed(kind: type[T], content: dict[str, Any]) -> T:
         types = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
         low, first = int(name not in _FROM_ZERO), get_origin(types[0]) or types[0]
         if not any(_is_a(each, value, low) for each in types):
-            words = (
-                _EXPECTED.get(first, str(first)) + " or null" * (len(types) > 1) + f", at least {low}" * (first is int)
-            )
+            words = f"{_EXPECTED.get(first, first)}{' or null' * (len(types) > 1)}"
+            words += f", at least {low}" * (first is int)
             problems.append(f"{name}: expected {words}, found {json.dumps(value)}")
-    if problems:
-        raise UserError("\n".join(problems))
+    _reject(where, problems)
     return kind(**content)
+
+
+def _reject(where: Path, problems: Iterable[str]) -> None:
+    if lines := [f"{where}: {problem}" for problem in problems]:
+        raise UserError("\n".join(lines))
 
 
 def _is_a(hint: Any, value: Any, low: int) -> bool:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    texts = Any in get_args(hint) or all(isinstance(each, str) for each in items)
-    return (
-        type(value) is (get_origin(hint) or hint) and texts and value != "" and (type(value) is not int or value >= low)
-    )
+    if type(value) is not (get_origin(hint) or hint) or value == "" or (type(value) is int and value < low):
+        return False
+    return Any in get_args(hint) or all(isinstance(each, str) for each in items)
 
 
 def load_site(name: str, launcher: str | None = None) -> Site:
@@ -120,12 +122,8 @@ def load_site(name: str, launcher: str | None = None) -> Site:
         raise UserError(f"site {name!r}: {path}: no such file{did_you_mean(name, known)}")
     content = read_object(path)
     content.update({"launcher": launcher} if launcher else {})
-    try:
-        site = typed(Site, content)
-        if problems := [*_wrong_values(site)]:
-            raise UserError("\n".join(problems))
-    except UserError as error:
-        raise UserError("\n".join(f"{path}: {problem}" for problem in str(error).splitlines())) from None
+    site = typed(Site, content, path)
+    _reject(path, _wrong_values(site))
     return site
 
 

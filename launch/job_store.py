@@ -81,12 +81,13 @@ class Jobs:
         if not folder.is_dir():
             names = [each.name for each in folder.parent.glob("*")]
             raise UserError(f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}")
-        content = read_object(folder / RECORD)
+        content = read_object(record := folder / RECORD)
         try:
-            jobs = [typed(Job, job) for job in content["jobs"]]
-            return cls(folder, typed(Request, content["request"]), jobs)
-        except (UserError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{folder / RECORD}: malformed record: {error}") from None
+            return cls(
+                folder, typed(Request, content["request"], record), [typed(Job, job, record) for job in content["jobs"]]
+            )
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{record}: malformed record: {error}") from None
 
     def save(self) -> None:
         jobs = [asdict(job) for job in self.jobs]
