@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,12 +43,14 @@ FOLLOW_THE_PROGRAM = (KILLED, SIGNAL, IMPORT)
 class RunningJob:
     """One start of a job."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.folder = arguments, arguments.folder.resolve()
+    def __init__(
+        self, folder: Path, command: Sequence[str], spare_nodes: int = 0, *, auto_requeue: bool = False
+    ) -> None:
+        self.folder, self.command, self.auto_requeue = folder.resolve(), [*command], auto_requeue
         self.slots = read_hostfile(self.folder / "hostfile")
-        self.wanted = len(self.slots) - arguments.spare_nodes
+        self.wanted = len(self.slots) - spare_nodes
         if self.wanted < 1:
-            raise UserError(f"--spare_nodes {arguments.spare_nodes}: the allocation has {len(self.slots)} hosts")
+            raise UserError(f"--spare_nodes {spare_nodes}: the allocation has {len(self.slots)} hosts")
         self.name = slurm.job_id() or f"p{os.getpid()}"
         self.start = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         path = self.folder / "job.json"
@@ -57,7 +60,7 @@ class RunningJob:
         self.began = time.monotonic()
         self.site = Site(**read_object(self.folder / "site.json"))
         self._recorded: dict[str, Any] = {
-            "job": self.name, "command": arguments.command, "launcher": self._launcher().name, "hosts": self.slots,
+            "job": self.name, "command": self.command, "launcher": self._launcher().name, "hosts": self.slots,
             "state": "running", "error": None, "started": _now(), "attempts": self.attempts,
         }  # fmt: skip
 
@@ -109,9 +112,8 @@ class RunningJob:
             (there / SECRET).touch(0o600, exist_ok=False)
             (there / SECRET).write_text(os.urandom(16).hex())
         write_atomically(folder / "hostfile", format_hostfile(hosts))
-        words = [*self.arguments.command]
-        if CONFIG in words:
-            words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
+        own = ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
+        words = self.command + own * (CONFIG in self.command)
         return self.note(Attempt(launcher, hosts, folder, lambda: self.stopped, self.expect).run(words))
 
     def begin(self, hosts: dict[str, int]) -> None:
@@ -163,7 +165,7 @@ class RunningJob:
     def asks_for_another_start(self, outcome: AttemptOutcome) -> bool:
         if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
             return False
-        if self.arguments.auto_requeue and outcome.state == "timeout" and outcome.exit_code == 0:
+        if self.auto_requeue and outcome.state == "timeout" and outcome.exit_code == 0:
             return True
         since = max((index for index, attempt in enumerate(self.attempts) if attempt.get("saved")), default=0)
         done = sum(attempt["requeued"] for attempt in self.attempts[since:])
@@ -184,7 +186,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("launch/supervisor.py", description=summary, allow_abbrev=False)
     add = parser.add_argument
@@ -193,12 +195,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept as hot spares (default: 0)")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    return exit_code_of(lambda: RunningJob(arguments).run())
+    arguments = parser.parse_args(argv)
+    return exit_code_of(lambda: RunningJob(**vars(arguments)).run())
 
 
 if __name__ == "__main__":

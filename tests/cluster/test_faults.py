@@ -82,7 +82,7 @@ def test_lost_host_without_a_spare_left(submit: Submit, cluster: SlurmCluster, c
     """One job has used its spare and requeues itself; SLURM requeues the other. Both record every attempt's cause."""
     train = {"max_samples": 10**9, "log_every_steps": 1}
     clap = {**TRAINING, "train": train, "checkpoint": {"every_steps": 15}}
-    more: dict[str, Any] = {"clap": clap, "site": {"requeues": 1}, "sbatch": ("--cpus-per-task=2",)}
+    more: dict[str, Any] = {"clap": clap, "site": {"requeues": 1}, "sbatch": ("--cpus-per-task=2", "--time=40")}
     spared = submit(1, asks={"train": True, "spare_nodes": 1}, **more)
     spared.wait_for_steps()
     plain = submit(2, asks={"train": True}, **more)

@@ -13,7 +13,7 @@ from clap_ds.config.errors import UserError
 from clap_ds.distributed.init import SECRET, Ranks
 from clap_ds.distributed.root_cause import KILLED
 from clap_ds.launch.attempt import IMPORT, Attempt, AttemptOutcome
-from clap_ds.launch.supervisor import RunningJob, parse_arguments
+from clap_ds.launch.supervisor import RunningJob
 from tests.launch.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,12 +71,11 @@ def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
 # --- decisions
 
 
-def _job(folder: Path, hosts: int, *options: str) -> RunningJob:
+def _job(folder: Path, hosts: int, spare_nodes: int = 0) -> RunningJob:
     """Return a job on n1, n2, … before its start."""
     (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
     (folder / "site.json").write_text('{"requeues": 1}')
-    words = ["--folder", str(folder), *options, "--", "bench.py"]
-    return RunningJob(parse_arguments(words))
+    return RunningJob(folder, ["bench.py"], spare_nodes, auto_requeue=True)
 
 
 LOST = AttemptOutcome("failed", "lost n2: down*", 1, ["n2"])
@@ -84,8 +83,8 @@ LOST = AttemptOutcome("failed", "lost n2: down*", 1, ["n2"])
 
 def test_spare_hosts_take_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--spare_nodes 4: the allocation has 4 hosts"):
-        _job(tmp_path, 4, "--spare_nodes", "4")
-    job = _job(tmp_path, 4, "--spare_nodes", "2")
+        _job(tmp_path, 4, 4)
+    job = _job(tmp_path, 4, 2)
     for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
         assert [*job.choose_hosts()] == hosts.split()
         job.begin(job.choose_hosts())
@@ -118,12 +117,12 @@ def test_start_that_slurm_ended_is_in_the_record(
     """Even if the host of this process went down."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(Attempt, "run", lambda *_: AttemptOutcome("completed", "", 0))
-    _job(tmp_path, 3, "--spare_nodes", "1").begin({"n1": 4, "n2": 4})
+    _job(tmp_path, 3, 1).begin({"n1": 4, "n2": 4})
     slurm.write("partitions", "n1 down*\nn2 idle\n")
     (tmp_path / "attempts" / "0").mkdir(parents=True)
     (tmp_path / "attempts" / "0" / "run_directory").write_text(str(tmp_path))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert _job(tmp_path, 3, "--spare_nodes", "1").run() == 0
+    assert _job(tmp_path, 3, 1).run() == 0
     first, second = json.loads((tmp_path / "job.json").read_text())["attempts"]
     assert (first["state"], first["error"], first["at_fault"]) == ("failed", "lost n1: down*", ["n1"])
     assert (second["state"], second["hosts"], second["start"]) == ("completed", ["n2", "n3"], 1)
@@ -148,7 +147,7 @@ def test_when_slurm_is_asked_for_another_start(
     stopped: signal.Signals | None, asks: bool,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job = _job(tmp_path, 2, "--auto_requeue")
+    job = _job(tmp_path, 2)
     first = {"requeued": "requeued" in earlier, "saved": "saved" in earlier}
     job.attempts, job.stopped = [first, {"requeued": False, "saved": "saved-now" in earlier}], stopped
     assert job.asks_for_another_start(outcome) == asks
