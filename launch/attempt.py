@@ -77,7 +77,7 @@ def outcome_of(
     """Determine how an attempt ended.
 
     Args:
-        code: the launcher's exit code; DeepSpeed's is 0 if its srun was killed.
+        code: the launcher's exit code; DeepSpeed's may be 0 if its srun was killed or lost all hosts.
         hosts: host of each rank.
         stopped: the signal that this job received.
         down: hosts that SLURM considers down, with their SLURM states.
@@ -137,13 +137,14 @@ class Attempt:
         copying.start()
         code = self._wait(child, copying)
         outcome = self._outcome(code)
-        if code and slurm.job_id() and outcome.is_unclear and (silent := slurm.silent_nodes([*self.hosts])):
+        if slurm.job_id() and outcome.is_unclear and (silent := slurm.silent_nodes([*self.hosts])):
             outcome = lost(dict.fromkeys(silent, "srun can't reach it"), code)
         return outcome
 
     def _outcome(self, code: int) -> AttemptOutcome:
-        stopped = self.stopped()
-        down = slurm.lost_nodes([*self.hosts]) if code and slurm.job_id() and stopped != signal.SIGUSR1 else {}
+        stopped, is_complete = self.stopped(), code == 0 and summary_of(self.folder).get("state") == "completed"
+        asks = slurm.job_id() and not is_complete and stopped != signal.SIGUSR1
+        down = slurm.lost_nodes([*self.hosts]) if asks else {}
         ranks = [host for host, count in self.hosts.items() for _ in range(count)]
         return outcome_of(code, self.folder, ranks, stopped, down)
 
