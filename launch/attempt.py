@@ -85,10 +85,10 @@ def outcome_of(
     run, summary = run_directory_of(folder), summary_of(folder)
     state, error = summary.get("state"), summary.get("error")
     found = find_root_cause(run.path if run else None, folder, hosts)
-    if code == 0 and (state == "completed" or (run is None and found is None)) and stopped is None:
-        return AttemptOutcome("completed", "", 0)
     if down:
         return lost(down, code)
+    if code == 0 and (state == "completed" or (run is None and found is None)) and stopped is None:
+        return AttemptOutcome("completed", "", 0)
     if state == "timeout" or stopped == signal.SIGUSR1 or code == 128 + signal.SIGUSR1:
         saved = state != "failed" and any(each.get("saved") for each in (summary.get("checkpoints") or [])[-1:])
         at = f", and saved at step {summary.get('step')}" if saved else ""

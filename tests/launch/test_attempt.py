@@ -61,8 +61,9 @@ def test_state_and_code(ended: Ended, code: int, summary: Any, more: Any, state:
     assert bool(outcome.error) == (state != "completed")
 
 
-def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
-    outcome = ended(137, {"state": "running"}, {0: GONE}, stopped=signal.SIGTERM, lost={"n2": "down*"})
+@pytest.mark.parametrize("code", [0, 137])
+def test_lost_host_comes_before_what_the_others_say(ended: Ended, code: int) -> None:
+    outcome = ended(code, {"state": "running"}, {0: GONE}, stopped=signal.SIGTERM, lost={"n2": "down*"})
     assert (outcome.error, outcome.at_fault) == ("lost n2: down*", ["n2"])
 
 
