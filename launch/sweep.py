@@ -92,9 +92,7 @@ def resume(arguments: argparse.Namespace) -> None:
         if status.state == "held":
             print(f"{name} is held; {status.note}")
     if missing:
-        changes = {
-            name: getattr(arguments, name) for name in ("cluster", "time", "exclude") if getattr(arguments, name)
-        }
+        changes = {name: value for name, value in vars(arguments).items() if name != "folder" and value}
         cluster = sweep.request.cluster
         if not arguments.cluster and ("/" in cluster or cluster.endswith(".json")):
             what = "names a profile, which can run any command: inspect the file, then pass it"
