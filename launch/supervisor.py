@@ -68,9 +68,10 @@ class RunningJob:
         """Run attempts until no other can help, and return the job's exit code."""
         for number in STOPS:
             signal.signal(number, self._hear)
-        if self.attempts and self.attempts[-1]["state"] == "running":  # SLURM ended that start, or its host went down
-            hosts = self.attempts[-1]["hosts"]
-            self.note(outcome_of(1, self._folder(), hosts, signal.SIGTERM, slurm.lost_nodes(hosts)))
+        if self.attempts and not self.attempts[-1]["finished"]:  # SLURM ended that start, or its host went down
+            hosts, at_fault = self.attempts[-1]["hosts"], self.attempts[-1]["at_fault"]
+            down = slurm.lost_nodes(hosts) or dict.fromkeys(at_fault, "down")
+            self.note(outcome_of(1, self._folder(), hosts, signal.SIGTERM, down))
         self._record()
         hosts = self.choose_hosts()
         while True:
@@ -133,6 +134,7 @@ class RunningJob:
         if before and outcome.at_fault:
             message = f"{outcome.error}; as before on {', '.join(before)}: not a host's fault"
             outcome = replace(outcome, at_fault=[], error=message)
+        self.attempts[-1]["finished"] = _now()
         self.expect(outcome)
         run = run_directory_of(self._folder())
         if run and (outcome.state == "failed" or run.summary().get("state") != outcome.state):
@@ -142,7 +144,7 @@ class RunningJob:
     def expect(self, outcome: AttemptOutcome) -> None:
         """Record an outcome of the last attempt."""
         saved = any(each.get("saved") for each in summary_of(self._folder()).get("checkpoints") or [])
-        self.attempts[-1].update(asdict(outcome), finished=_now(), saved=saved)
+        self.attempts[-1].update(asdict(outcome), saved=saved)
         self._record(error=outcome.error)
 
     def _finish(self, outcome: AttemptOutcome) -> int:
