@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, CollectiveUserError, UserError, printable
-from clap_ds.distributed import error_file, watchdog
+from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.distributed.accelerator import choose_device
 from clap_ds.distributed.error_file import some, write_error_file
@@ -159,7 +159,8 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
         # As DeepSpeed does when it creates the group.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None
-        meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound, ranks.run)
+        flight_recorder.prepare()
+        meet(ranks, backend, bound, _give_up)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
     # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of its own.
@@ -175,7 +176,6 @@ def prepare_debugging(settings: DebugSettings) -> None:
         os.environ.setdefault("NCCL_DEBUG", "INFO")
         os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET,GRAPH,ENV")
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def keep_freed_memory() -> None:
@@ -191,6 +191,12 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     leave(128 + number)
 
 
+def _give_up(error: UnreachableError) -> NoReturn:
+    write_error_file(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
+    print("error:", printable(str(error)), file=sys.stderr, flush=True)
+    leave(FAILED)
+
+
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
     """Run a command's main function and record what ends it.
     User errors exit with code 2 and one message, printed by rank 0 if it can."""
@@ -201,9 +207,7 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
             signal.signal(signal.SIGTERM, _end)  # until a run exists and records its end
         main(ranks)
     except UnreachableError as error:
-        write_error_file(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
-        print("error:", printable(str(error)), file=sys.stderr, flush=True)
-        leave(FAILED)
+        _give_up(error)
     except UserError as error:
         write_error_file(error_file.USER, str(error), USER_ERROR)
         told = printable(str(error), "\n")

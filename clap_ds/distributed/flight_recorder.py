@@ -1,0 +1,64 @@
+"""Read torch's Flight Recorder: the collectives that this process, or one that dumped a file, has started and completed.
+
+Only collectives of one process group are compared, as all ranks start them in the same order. Standard library only,
+except in a rank.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from clap_ds.config.files import read_bytes
+
+Progress = dict[str, tuple[int, int]]
+"""Last started and last completed collective by process group, such as `nccl 0`."""
+DUMP = "nccl_rank"
+"""Stem of the files that NCCL's own watchdog writes if a collective times out; it works while Python is blocked."""
+
+
+def prepare() -> None:
+    """Make NCCL record when collectives start and dump them at a timeout. Call before creating a process group."""
+    for name in ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+
+
+def dump_to(folder: Path) -> None:
+    os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(folder / DUMP)
+
+
+def own_progress() -> Progress:
+    """Return this process's progress. The device's counts for NCCL, the host's for gloo."""
+    from torch._C import _distributed_c10d as c10d
+
+    found: Progress = {}
+    for backend, name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
+        if dump := getattr(c10d, name, None):
+            found |= _progress(backend, dump(False, False, False))
+    return found
+
+
+def dumped_progress(folder: Path, rank: int) -> Progress:
+    """Return the progress in a rank's dump; empty if there is none."""
+    with suppress(OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, EOFError):
+        return _progress("nccl", read_bytes(folder / f"{DUMP}{rank}"))
+    return {}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"expected plain values, found {module}.{name}")
+
+
+def _progress(backend: str, dump: bytes) -> Progress:
+    """Return the progress in a dump. Queued collectives of gloo count as started, those of NCCL don't."""
+    begun = "last_started_collective" if backend == "nccl" else "last_enqueued_collective"
+    return {
+        f"{backend} {group}": (max(status[begun], status["last_completed_collective"]), status["last_completed_collective"])
+        for group, status in _PlainUnpickler(io.BytesIO(dump)).load()["pg_status"].items()
+    }
