@@ -14,16 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clap_ds.config.files import parse_json, read_bytes
-from clap_ds.distributed.error_file import (
-    ERROR,
-    LOST_PEER,
-    STALL,
-    STOPPED,
-    UNREACHABLE,
-    RankError,
-    read_errors,
-    some,
-)
+from clap_ds.distributed.error_file import ERROR, LOST_PEER, STALL, STOPPED, UNREACHABLE, RankError, read_errors, some
 from clap_ds.distributed.flight_recorder import Progress, dumped_progress
 
 SIGNAL, KILLED = "signal", "killed"
@@ -62,43 +53,40 @@ _Cause = tuple[int, float, RootCause]  # rank in the order above, time, verdict
 
 @dataclass(frozen=True)
 class ProgressFile:
-    """Content of one rank's progress file.
+    """Content of one rank's progress file, and its modification time.
 
     Attributes:
         step: completed steps, on a GPU those that the device has completed.
         limit_s: seconds without progress after which the rank counts as hung.
-        hung_at: when it hung, if it does; then `collectives` is its progress.
-        text: stacks.
-        at: the file's modification time.
+        hung_at: when it hung, if it does and Python could run; then `collectives` is its progress.
     """
 
     rank: int
     host: str
-    pid: int
     activity: str
     step: int
     limit_s: float
     hung_at: float | None
     collectives: Progress
-    text: str
+    stacks: str
     at: float
 
     @property
     def responds(self) -> bool:
-        """Whether it reported its hang; faulthandler does so even if Python's lock is held."""
-        return self.hung_at is not None or self.text.startswith("Timeout")
+        """Whether it reported that it hangs."""
+        return self.hung_at is not None or self.stacks.startswith("Timeout")
 
     @property
     def fatal(self) -> str | None:
         """Fatal signal, such as Segmentation fault."""
-        found = _FATAL.search(self.text)
+        found = _FATAL.search(self.stacks)
         return found[1] if found else None
 
     @property
     def where(self) -> str:
         """The innermost Python function of the thread with a fatal signal or else of the main thread, the last."""
-        thread = self.text.find("Current thread") if self.fatal else self.text.rfind("Thread 0x")
-        found = _FRAME.search(self.text, max(thread, 0))
+        thread = self.stacks.find("Current thread") if self.fatal else self.stacks.rfind("Thread 0x")
+        found = _FRAME.search(self.stacks, max(thread, 0))
         return f" in {found[3]} ({found[1]}:{found[2]})" if found else ""
 
     def waits_in(self, group: str) -> bool:
@@ -111,10 +99,10 @@ def read_progress(run_directory: Path) -> list[ProgressFile]:
     folder, found = run_directory / STACKS, []
     for path in folder.glob("rank*.txt"):
         with suppress(OSError, ValueError, TypeError, KeyError):
-            first, _, text = read_bytes(path).decode(errors="replace").partition("\n")
+            first, _, stacks = read_bytes(path).decode(errors="replace").partition("\n")
             header = parse_json(first)
             header["collectives"] = header["collectives"] or dumped_progress(folder, header["rank"])
-            found.append(ProgressFile(**header, text=text, at=path.stat().st_mtime))
+            found.append(ProgressFile(**header, stacks=stacks.strip(), at=path.stat().st_mtime))
     return sorted(found, key=lambda each: each.rank)
 
 
@@ -124,12 +112,16 @@ def find_root_cause(run_directory: Path | None, job_folder: Path | None, hosts: 
     errors = [error for folder in (job_folder, run_directory) if folder for error in read_errors(folder)]
     files = read_progress(run_directory) if run_directory else []
     causes = [_of_error(error, hosts) for error in sorted(errors, key=lambda error: error.rank)]
-    causes += [_of_signal(file, file.fatal) for file in files if file.fatal]
+    for file in files:
+        if file.fatal:
+            message, aborted = f"rank {file.rank} on {file.host}: {file.fatal}{file.where}", file.fatal == "Aborted"
+            cause = RootCause(message, SIGNAL, [file.rank], [] if aborted else [file.host])
+            causes.append((_ABORTED if aborted else _CAUSE, file.at, cause))
     if hung := [file for file in files if file.responds]:
         causes.append((_CAUSE, min(file.hung_at or file.at for file in hung), _of_hang(files)))
     # Ranks that end in order remove their file; before files exist, every rank without an error file counts as silent.
     watched = run_directory is not None and (run_directory / STACKS).is_dir()
-    silent = {file.rank: file.host for file in files if not file.text.strip()} if watched else dict(enumerate(hosts))
+    silent = {file.rank: file.host for file in files if not file.stacks} if watched else dict(enumerate(hosts))
     killed = sorted(silent.keys() - {error.rank for error in errors})
     if causes and killed:
         # A link's error points to its other end.
@@ -153,43 +145,30 @@ def _of_error(error: RankError, hosts: Sequence[str]) -> _Cause:
     return {LOST_PEER: _LOST_PEER, STOPPED: _STOPPED}.get(error.kind, _CAUSE), error.at, told
 
 
-def _of_signal(file: ProgressFile, name: str) -> _Cause:
-    message, aborted = f"rank {file.rank} on {file.host}: {name}{file.where}", name == "Aborted"
-    told = RootCause(message, SIGNAL, [file.rank], [] if aborted else [file.host])
-    return (_ABORTED if aborted else _CAUSE), file.at, told
-
-
 def _of_hang(files: list[ProgressFile]) -> RootCause:
-    found = _least_progress(files)
-    ranks, hosts = [file.rank for file in found], [file.host for file in found]
+    """Name the rank that doesn't respond, or else the one with the least progress, if there is one."""
+    silent, behind = [file for file in files if not file.responds], _behind([file for file in files if file.responds])
+    found = files if len(files) == 1 else behind if len(silent) != 1 else silent if not behind else []
     said = "no rank made less progress than all others"
     for file in found:
         how = f"blocks the others{file.where}" if file.responds else "doesn't respond"
         said = f"rank {file.rank} on {file.host} {how}, {file.activity} after step {file.step}"
     limit_s = min(file.limit_s for file in files if file.responds)
-    return RootCause(f"no step for {limit_s:.0f} s: {said}", STALL, ranks, hosts)
-
-
-def _least_progress(files: list[ProgressFile]) -> list[ProgressFile]:
-    """Return the rank that blocks the others: the one that doesn't respond, or the one that is behind in the collectives and
-    waits in none. Empty if progress doesn't single it out."""
-    silent = [file for file in files if not file.responds]
-    behind = _behind([file for file in files if file.responds])
-    if len(files) == 1:
-        return files
-    return behind if len(silent) != 1 else silent if not behind else []
+    message = f"no step for {limit_s:.0f} s: {said}"
+    return RootCause(message, STALL, [file.rank for file in found], [file.host for file in found])
 
 
 def _behind(files: list[ProgressFile]) -> list[ProgressFile]:
+    """Return the one rank that started the fewest collectives, without waiting in one, while others wait in more."""
     known, unknown = [file for file in files if file.collectives], [file for file in files if not file.collectives]
     groups = {group for file in known for group in file.collectives}
     for group in sorted(groups, key=lambda group: (not group.startswith("nccl"), group)):  # the device's come first
-        if not any(file.waits_in(group) for file in known):
-            continue
-        started = {file.rank: file.collectives.get(group, (0, 0))[0] for file in known}
-        least = [file for file in known if started[file.rank] == min(started.values())]
-        if len(least) == len(known):  # gloo waits without Python's lock, which a launch on a full GPU queue may hold
-            least = unknown if group.startswith("gloo") else []
-        return least if len(least) == 1 and not least[0].waits_in(group) else []
+        if any(file.waits_in(group) for file in known):
+            started = {file.rank: file.collectives.get(group, (0, 0))[0] for file in known}
+            least = [file for file in known if started[file.rank] == min(started.values())]
+            if len(least) == len(known):
+                # A rank that holds Python's lock. On a GPU it may be launching behind a full queue, as all others do.
+                least = unknown if group.startswith("gloo") else []
+            return least if len(least) == 1 and not least[0].waits_in(group) else []
     # A device that completed all it got, while its host made no progress.
-    return known if len(known) == 1 else []
+    return known if len(known) == 1 and any(group.startswith("nccl") for group in groups) else []

@@ -36,8 +36,7 @@ LEAST_S, PAUSES = 60.0, 5.0
 """A rank hangs if it makes no step for `LEAST_S` seconds and `PAUSES` times its longest gap between steps so far."""
 UNTIMED_S = 600.0  # limit before a step has been timed
 DOING_S = 1800.0  # limit while starting, saving, evaluating, compiling …
-LOOK_S = 1.0
-PUBLISH_S = 10.0  # between updates of the progress file
+LOOK_S, PUBLISH_S = 1.0, 10.0  # between checks, and updates of the progress file
 GRACE_S = 8.0  # for the other ranks to write their stacks
 SPEAK_S = 20.0  # for writing to the record and the terminal
 HEADER_BYTES = 800
@@ -48,16 +47,15 @@ if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under `nohup`
 
 
 class Watch:
-    """Watches this process's rank once started.
+    """Watches this process's rank once started; until then its methods do nothing.
 
     Attributes:
-        armed: the time of its last sign of life, and the limit until the next.
-        phase: what its main thread does within a step.
+        armed: time of the last sign of life, and the limit until the next.
+        phase: what the main thread does within a step.
     """
 
     def __init__(self) -> None:
         self._run: Path | None = None
-        self._thread: threading.Thread | None = None
         self.activity = self.phase = ""
 
     def start(self, run_directory: Path, rank: int, host: str) -> None:
@@ -71,33 +69,34 @@ class Watch:
         except OSError as error:
             print(f"warning: {host}: no hang detection for rank {rank}: {error}", file=sys.stderr, flush=True)
             return
-        flight_recorder.dump_to(self._path.parent)
         torch = sys.modules.get("torch")
         self._cuda: Any = torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+        flight_recorder.dump_to(self._path.parent)
         self._steps, self._longest_s = 0, 0.0
         self._last_step = 0.0  # 0: another task precedes the next step
         self._queued: deque[tuple[int, Any]] = deque()  # steps that the device hasn't completed, and events after them
         self._others_busy = 0.0  # when another rank was last busy
         self.armed = (time.monotonic(), math.inf)
-        self.activity, self._run = "", run_directory
+        self._run = run_directory
         self.begin(STARTING)
         faulthandler.enable(self._file)
         self._signalled, sender = os.pipe()
         os.set_blocking(sender, False)
         self._wakeup_fd = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._attend, daemon=True, name="clap.watch")
-        self._thread.start()
+        threading.Thread(target=self._attend, args=[run_directory], daemon=True, name="clap.watch").start()
 
     def begin(self, activity: str) -> None:
         """Record a sign of life, and the task that starts now."""
         if self._run is None:
             return
-        self._last_step = 0.0
-        changed, self.activity, self.phase = activity != self.activity, activity, ""
+        changed, self.activity, self.phase, self._last_step = activity != self.activity, activity, "", 0.0
         self._arm()
         if changed:
             self._note()
-            self._limit_collectives()
+        if changed and self._cuda is not None:
+            # If all hosts hold Python's lock in launches, NCCL's own watchdog ends the run and dumps its progress.
+            limit = timedelta(seconds=UNTIMED_S if activity == STEPPING else DOING_S)
+            sys.modules["torch.distributed"].distributed_c10d._set_pg_timeout(limit)
 
     def step(self, number: int) -> None:
         """Record that the main thread has made training step `number`. On a GPU the device completes it later."""
@@ -114,15 +113,14 @@ class Watch:
             self._queued.append((number, event))
 
     def _complete(self, number: int) -> None:
-        now, self._steps = time.monotonic(), number
+        self._steps = number
         if self.activity == STEPPING:
-            if self._last_step:
-                self._longest_s = max(self._longest_s, now - self._last_step)
-            self._last_step = now
+            now, before = time.monotonic(), self._last_step
+            self._longest_s, self._last_step = max(self._longest_s, now - (before or now)), now
             self._arm()
 
     def alive(self) -> None:
-        """Record that the current task makes progress."""
+        """Record that the current task, not a step, makes progress."""
         if self.activity != STEPPING:
             self.begin(self.activity)
 
@@ -143,79 +141,56 @@ class Watch:
 
     def stop(self) -> None:
         """Stop watching after an orderly end, and remove the file unless it has stacks."""
-        if self._run is None:
-            return
         self.ending()
+        if self._run is not None and os.fstat(self._file).st_size <= HEADER_BYTES:
+            with suppress(OSError), own_folder(self._path.parent) as folder:
+                (folder / self._path.name).unlink()
         self.forget()
-        with suppress(OSError):
-            if os.fstat(self._file).st_size <= HEADER_BYTES:
-                with own_folder(self._path.parent) as folder:
-                    (folder / self._path.name).unlink()
 
     def forget(self) -> None:
         """Stop watching, also in a forked process: its crashes and signals aren't the rank's."""
         if self._run is not None:
-            self._run = self._thread = None
+            self._run = None
             faulthandler.disable()
             with suppress(ValueError):  # not the main thread
                 signal.set_wakeup_fd(self._wakeup_fd)
 
-    @property
-    def _limit_s(self) -> float:
-        if self.activity != STEPPING:
-            return math.inf if self.activity == ENDING else DOING_S
-        return max(LEAST_S, PAUSES * self._longest_s) if self._longest_s else UNTIMED_S
-
     def _arm(self) -> None:
-        now = time.monotonic()
-        stood_still = now - self.armed[0] > self.armed[1]
-        self.armed = (now, self._limit_s)
+        now, limit = time.monotonic(), DOING_S
+        if self.activity == STEPPING:
+            limit = max(LEAST_S, PAUSES * self._longest_s) if self._longest_s else UNTIMED_S
+        (last, before), self.armed = self.armed, (now, limit if self.activity != ENDING else math.inf)
         if self.activity == ENDING:  # keep written stacks: they may show why
             faulthandler.cancel_dump_traceback_later()
             return
-        if stood_still:  # it has recovered
+        if now - last > before:  # it has recovered
             os.ftruncate(self._file, HEADER_BYTES)
         os.lseek(self._file, HEADER_BYTES, os.SEEK_SET)
-        faulthandler.dump_traceback_later(self.armed[1], file=self._file)
-
-    def _limit_collectives(self) -> None:
-        """Let NCCL end a step's collectives in time even if Python's lock is held: `launch/` finds the cause in its dumps."""
-        if self._cuda is not None and self.activity != ENDING:
-            from torch.distributed import distributed_c10d as c10d
-
-            c10d._set_pg_timeout(timedelta(seconds=UNTIMED_S if self.activity == STEPPING else DOING_S))
+        faulthandler.dump_traceback_later(limit, file=self._file)
 
     def _note(self, hung_at: float | None = None) -> None:
         """Write the file's header, of constant length."""
+        content = {"rank": this_rank.rank, "host": this_rank.host, "activity": self.phase or self.activity}
         progress: flight_recorder.Progress = {}
         if hung_at is not None:
             with suppress(Exception):
                 progress = flight_recorder.own_progress()
-        content = {
-            "rank": this_rank.rank,
-            "host": this_rank.host,
-            "pid": os.getpid(),
-            "activity": self.phase or self.activity,
-            "step": self._steps,
-            "limit_s": min(self._limit_s, DOING_S),
-            "hung_at": hung_at,
-            "collectives": dict(sorted(progress.items(), reverse=True)[:8]),
-        }
+        header = {**content, "step": self._steps, "limit_s": min(self.armed[1], DOING_S), "hung_at": hung_at}
+        text = json.dumps({**header, "collectives": dict(sorted(progress.items(), reverse=True)[:8])})
         self._noted = time.monotonic()
         with suppress(OSError):  # a full disk
-            os.pwrite(self._file, f"{json.dumps(content):<{HEADER_BYTES - 1}}\n".encode(), 0)
-            if threading.current_thread() is self._thread:  # for other hosts
-                os.fsync(self._file)
+            os.pwrite(self._file, f"{text:<{HEADER_BYTES - 1}}\n".encode(), 0)
+            os.fsync(self._file)  # for other hosts
 
-    def _attend(self) -> None:
-        while self._thread is threading.current_thread():
+    def _attend(self, run: Path) -> None:
+        while self._run == run:
             self._look(LOOK_S)
             armed = self.armed
             if time.monotonic() > sum(armed) + LOOK_S / 2:
                 self._note(time.time())
                 self._look(GRACE_S)
                 while self.armed == armed:
-                    self._leave_together(*armed)
+                    self._leave_together(RunDirectory(run), *armed)
                     self._look(LOOK_S)
                 self._note()  # it has recovered
             elif time.monotonic() - self._noted > PUBLISH_S:
@@ -231,31 +206,30 @@ class Watch:
             while self._queued and self._queued[0][1].query():
                 self._complete(self._queued.popleft()[0])
 
-    def _leave_together(self, since: float, limit_s: float) -> None:
+    def _leave_together(self, run: RunDirectory, since: float, limit_s: float) -> None:
         """Exit if the run's end is recorded, or if this rank has to record it."""
-        assert self._run is not None
-        files, now = read_progress(self._run), time.monotonic()
-        limit_s += GRACE_S + (limit_s - LEAST_S) / 4  # other ranks' limits may be longer
+        files, now = read_progress(run.path), time.monotonic()
         if any(not file.responds and file.limit_s >= DOING_S for file in files):
             self._others_busy = now  # a rank that was busy gets the whole limit to step
         is_lowest = not any(file.hung_at is not None and file.rank < this_rank.rank for file in files)
+        limit_s += GRACE_S + (limit_s - LEAST_S) / 4  # other ranks' limits may be longer
         if is_lowest and (now - max(since, self._others_busy) > limit_s or now - since > DOING_S + GRACE_S):
             with suppress(Exception):
-                within(SPEAK_S, self._speak)
+                within(SPEAK_S, lambda: _speak(run))
             os._exit(1)
         with suppress(OSError, ValueError):
-            if RunDirectory(self._run).summary().get("state") != "running":
+            if run.summary().get("state") != "running":
                 os._exit(1)
 
-    def _speak(self) -> None:
-        assert self._run is not None
-        if not (cause := find_root_cause(self._run, None, ())):
-            return
-        if cause.kind == STALL:
-            # Keep this verdict: a stopped rank may write its stacks after the others have exited.
-            write_error_file(STALL, cause.message, 1, ranks=cause.ranks, hosts=cause.hosts)
-        RunDirectory(self._run).finish("failed", cause.message)
-        print(f"error: {printable(cause.message)}; stacks: {self._run / STACKS}", file=sys.stderr, flush=True)
+
+def _speak(run: RunDirectory) -> None:
+    if not (cause := find_root_cause(run.path, None, ())):
+        return
+    if cause.kind == STALL:
+        # Keep this verdict: a stopped rank may write its stacks after the others have exited.
+        write_error_file(STALL, cause.message, 1, ranks=cause.ranks, hosts=cause.hosts)
+    run.finish("failed", cause.message)
+    print(f"error: {printable(cause.message)}; stacks: {run.path / STACKS}", file=sys.stderr, flush=True)
 
 
 watch = Watch()  # a process is one rank

@@ -16,8 +16,8 @@ from torch import Tensor
 from clap_ds.config.settings import RunSettings
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
-from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import reduce_on_rank0
+from clap_ds.distributed.watchdog import watch
 from clap_ds.engine.ema import WeightAverage
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import wrap
@@ -85,7 +85,7 @@ class ClapEngine:
                 self.average.update()
         self.steps += 1
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
-        watchdog.step(self.steps)
+        watch.step(self.steps)
         return loss_mean
 
     def accumulate(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
@@ -100,8 +100,10 @@ class ClapEngine:
             return self._cached_micro_steps(batches, number, timer)
         loss_sum = torch.zeros((), device=self.device)
         for left in reversed(range(number)):
+            watch.phase = "data"
             with timer("data_wait"):
                 batch = next(batches)
+            watch.phase = "forward and backward"
             self.deepspeed.set_gradient_accumulation_boundary(left == 0)
             loss_sum += self.forward_backward(batch, timer).detach()
             self._count_micro_batch(timer)
@@ -118,8 +120,10 @@ class ClapEngine:
         return loss
 
     def _cached_micro_steps(self, batches: Iterator[Batch], number: int, timer: PhaseTimer) -> Tensor:
+        watch.phase = "data"
         with timer("data_wait"):
             micro_batches = [next(batches) for _ in range(number)]
+        watch.phase = "forward and backward"
         with timer("forward"):
             leaves, states = first_pass(self.deepspeed, self.model, micro_batches)
         with timer("loss"):
@@ -153,6 +157,7 @@ class ClapEngine:
         if self.norm_wanted and not by_deepspeed and not self.deepspeed.gradient_clipping() > 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+        watch.phase = "optimizer"
         with timer("optimizer"):
             self.deepspeed.step()
         if self.norm_wanted and by_deepspeed:

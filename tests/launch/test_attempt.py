@@ -32,7 +32,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
             (tmp_path / "run").mkdir()
             (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
             (tmp_path / "run_directory").write_text(f"{tmp_path / 'run'}\n")
-        monkeypatch.setattr(error_file, "_place", None)
+        monkeypatch.setattr(error_file.this_rank, "folder", None)
         for rank, (kind, text) in (errors or {}).items():
             error_file.set_error_dir(tmp_path, rank, RANKS[rank])
             error_file.write_error_file(kind, text, 1)

@@ -32,7 +32,7 @@ def test_verdict(
     if wrong is not None:
         ranks = [{"wrong": wrong * rank, "tflops": 1.0, "links": []} for rank in range(2)]
         (tmp_path / "measured.json").write_text(json.dumps({"bus_gb_per_s": 1.5, "ranks": ranks}))
-    monkeypatch.setattr(error_file, "_place", None)
+    monkeypatch.setattr(error_file.this_rank, "folder", None)
     error_file.set_error_dir(tmp_path, 1, "n2")
     error_file.write_error_file(error_file.ERROR, "CUDA error: ECC", 1)
     problems, shown = evaluate({"n1": 1, "n2": 1}, 1, tmp_path)
