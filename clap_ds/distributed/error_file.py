@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from clap_ds.config.files import own_folder, read_json, write_atomically
@@ -24,17 +24,17 @@ SHOWN = 8  # ranks or hosts listed per line
 
 @dataclass(frozen=True)
 class RankError:
-    """Why and when a rank ended; `ranks` and `hosts` are others that are missing or at fault."""
+    """Why and when a rank ended; `ranks` and `hosts` are missing or at fault."""
 
     at: float
     rank: int
     host: str
     kind: str
     message: str
-    code: int
-    stack: str
-    ranks: list[int]
-    hosts: list[str]
+    code: int = 1
+    stack: str = ""
+    ranks: list[int] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
 
 
 class ThisRank:
@@ -78,4 +78,3 @@ def read_errors(folder: Path) -> list[RankError]:
 def some(names: Sequence[object]) -> str:
     """Join as many names as fit in a line."""
     return ", ".join(map(str, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")
-

@@ -1,7 +1,6 @@
-"""Read torch's Flight Recorder: the collectives that this process, or one that dumped a file, has started and completed.
+"""Read torch's Flight Recorder: the collectives that a rank has started and completed.
 
-Only collectives of one process group are compared, as all ranks start them in the same order. Standard library only,
-except in a rank.
+Standard library only, except in a rank.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from typing import Any
 from clap_ds.config.files import read_bytes
 
 Progress = dict[str, tuple[int, int]]
-"""Last started and last completed collective by process group, such as `nccl 0`."""
+"""Last started and last completed collective by process group, such as `nccl 0`; all ranks start them in the same order."""
 DUMP = "nccl_rank"
-"""Stem of the files that NCCL's own watchdog writes if a collective times out; it works while Python is blocked."""
+"""Stem of the files that NCCL's own watchdog writes if a collective times out; it needs no Python."""
 
 
 def prepare() -> None:
-    """Make NCCL record when collectives start and dump them at a timeout. Call before creating a process group."""
-    for name in ("TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
-        os.environ.setdefault(name, "1")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    """Make NCCL record when the device starts collectives. Call before creating a process group."""
+    defaults = {"TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
+    os.environ.update({**defaults, **os.environ})
 
 
 def dump_to(folder: Path) -> None:
@@ -33,7 +31,6 @@ def dump_to(folder: Path) -> None:
 
 
 def own_progress() -> Progress:
-    """Return this process's progress. The device's counts for NCCL, the host's for gloo."""
     from torch._C import _distributed_c10d as c10d
 
     found: Progress = {}
@@ -45,7 +42,7 @@ def own_progress() -> Progress:
 
 def dumped_progress(folder: Path, rank: int) -> Progress:
     """Return the progress in a rank's dump; empty if there is none."""
-    with suppress(OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError, EOFError):
+    with suppress(OSError, ValueError, LookupError, TypeError, EOFError, pickle.UnpicklingError):
         return _progress("nccl", read_bytes(folder / f"{DUMP}{rank}"))
     return {}
 
@@ -57,8 +54,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _progress(backend: str, dump: bytes) -> Progress:
     """Return the progress in a dump. Queued collectives of gloo count as started, those of NCCL don't."""
-    begun = "last_started_collective" if backend == "nccl" else "last_enqueued_collective"
-    return {
-        f"{backend} {group}": (max(status[begun], status["last_completed_collective"]), status["last_completed_collective"])
-        for group, status in _PlainUnpickler(io.BytesIO(dump)).load()["pg_status"].items()
-    }
+    begun, done = f"last_{'started' if backend == 'nccl' else 'enqueued'}_collective", "last_completed_collective"
+    status = _PlainUnpickler(io.BytesIO(dump)).load()["pg_status"]
+    return {f"{backend} {group}": (max(of[begun], of[done]), of[done]) for group, of in status.items()}

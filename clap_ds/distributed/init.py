@@ -99,9 +99,8 @@ def _adopt_slurm_step() -> tuple[str, ...]:
     os.environ["LOCAL_WORLD_SIZE"] = str(counts[int(os.environ["SLURM_NODEID"])])
     if int(tasks) > 1:  # single ranks need no rendezvous, and an interactive step may hold several
         os.environ.setdefault("MASTER_ADDR", hosts[0])
-        os.environ.setdefault(
-            "MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"))
-        )
+        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+        os.environ.setdefault("MASTER_PORT", str(port_of(step)))
     return tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
 
 
@@ -115,8 +114,8 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
     """Return the parser of a command that launchers start on every rank."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
-    config = "read this run: a JSON file or packaged name"
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=config)
+    what = "read this run: a JSON file or packaged name"
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=what)
     add_rank_options(parser)
     return parser
 
@@ -173,17 +172,15 @@ def prepare_debugging(settings: DebugSettings) -> None:
     Call before CUDA lists GPUs. Keeps variables that are set."""
     if settings.enabled:
         faulthandler.enable(all_threads=True)
-        os.environ.setdefault("NCCL_DEBUG", "INFO")
-        os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET,GRAPH,ENV")
-        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
+        verbose = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV", "TORCH_DISTRIBUTED_DEBUG": "INFO"}
+        os.environ.update({**verbose, **os.environ})
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep large freed blocks: clearing new pages takes a seventh of a CPU training step."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-        mallopt(m_trim_threshold, 2**31 - 1)
-        mallopt(m_mmap_max, 0)
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        mallopt(-4, 0)  # M_MMAP_MAX
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -43,16 +43,14 @@ class UnreachableError(RuntimeError):
 class RollCall(threading.Thread):
     """While ranks start, reports those that haven't connected or don't respond: rank 0 all others, and others rank 0."""
 
-    def __init__(
-        self, rank: int, world_size: int, hosts: Sequence[str], give_up: Callable[[UnreachableError], object]
-    ) -> None:
+    def __init__(self, ranks: Ranks, give_up: Callable[[UnreachableError], object]) -> None:
         super().__init__(daemon=True, name="clap.roll_call")
-        self._rank, self._world_size, self._hosts, self._give_up = rank, world_size, hosts, give_up
+        self._ranks, self._give_up = ranks, give_up
         self.store: Any = None  # once connected
         self.is_complete = False  # whether the process group exists
         self._began = self._said = time.monotonic()
         self._beats: dict[int, bytes] = {}
-        self._heard = dict.fromkeys(range(1, world_size) if rank == 0 else [0], self._began)
+        self._heard = dict.fromkeys(range(1, ranks.world_size) if ranks.rank == 0 else [0], self._began)
         self.start()
 
     def run(self) -> None:
@@ -62,27 +60,27 @@ class RollCall(threading.Thread):
             if self.store is not None:
                 with suppress(RuntimeError, TimeoutError):  # rank 0 is gone or doesn't respond
                     within(SAY_S, partial(self._exchange, str(beat)))
-            self._report(time.monotonic())
+            now = time.monotonic()
+            if missing := [rank for rank, at in self._heard.items() if rank not in self._beats or now - at > SAY_S]:
+                self._report(missing, now)
 
     def _exchange(self, beat: str) -> None:
-        self.store.set(f"here/{self._rank}", beat)
+        self.store.set(f"here/{self._ranks.rank}", beat)
         there = [rank for rank in self._heard if rank in self._beats or self.store.check([f"here/{rank}"])]
         for rank, value in zip(there, self.store.multi_get([f"here/{rank}" for rank in there]), strict=True):
             if self._beats.get(rank) != value:
                 self._beats[rank], self._heard[rank] = value, time.monotonic()
 
-    def _report(self, now: float) -> None:
-        missing = [rank for rank, at in self._heard.items() if rank not in self._beats or now - at > SAY_S]
-        if not missing:
-            return
-        hosts = list(dict.fromkeys(self._hosts[rank] for rank in missing)) if self._hosts else []
-        who = f"rank{'s' if len(missing) > 1 else ''} {some(missing)}" + (f" ({some(hosts)})" if hosts else "")
-        here = f"{self._world_size - len(missing)} of {self._world_size} ranks"
-        problem = UnreachableError(f"{who} didn't connect within {START_LIMIT_S:.0f} s", hosts)
-        if self._rank > 0:
-            here = f"{socket.gethostname()}: rank {self._rank}"
-            problem = UnreachableError(f"{here} can't reach rank 0 at {_address()}: no answer for {START_LIMIT_S:.0f} s")
-        if now - self._said >= SAY_S and (self._rank <= 1 or os.environ.get("LOCAL_RANK") == "0"):
+    def _report(self, missing: list[int], now: float) -> None:
+        own, size, names = self._ranks.rank, self._ranks.world_size, self._ranks.hosts
+        hosts = list(dict.fromkeys(names[rank] for rank in missing)) if names else []
+        who = f"rank{'s' * (len(missing) > 1)} {some(missing)}" + f" ({some(hosts)})" * bool(hosts)
+        here, limit = f"{size - len(missing)} of {size} ranks", f"{START_LIMIT_S:.0f} s"
+        problem = UnreachableError(f"{who} didn't connect within {limit}", hosts)
+        if own > 0:
+            here = f"{socket.gethostname()}: rank {own}"
+            problem = UnreachableError(f"{here} can't reach rank 0 at {_address()}: no answer for {limit}")
+        if now - self._said >= SAY_S and (own <= 1 or self._ranks.local_rank == 0):
             self._said = now
             print(f"{here} after {now - self._began:.0f} s, missing: {who}", file=sys.stderr, flush=True)
         if now - min(self._heard[rank] for rank in missing) >= START_LIMIT_S and not self.is_complete:
@@ -112,7 +110,7 @@ def meet(
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limit = timedelta(seconds=1.2 * START_LIMIT_S)  # longer than the roll call's, which names who is missing
     here, what = f"{socket.gethostname()}: rank {rank}", f"rank 0 at {_address()}"
-    roll_call = RollCall(rank, world_size, ranks.hosts, give_up)
+    roll_call = RollCall(ranks, give_up)
     try:
         fd = _listener(address, port, world_size) if rank == 0 else None
         tcp = dist.TCPStore(address, port, world_size, rank == 0, limit, False, True, fd)

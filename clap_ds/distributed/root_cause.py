@@ -18,7 +18,7 @@ from clap_ds.distributed.error_file import ERROR, LOST_PEER, STALL, STOPPED, UNR
 from clap_ds.distributed.flight_recorder import Progress, dumped_progress
 
 SIGNAL, KILLED = "signal", "killed"
-"""Kinds of verdict in addition to those of error files."""
+"""Kinds of error that ranks can't record themselves."""
 STACKS = "stacks"  # folder of progress files in the run directory
 _OF_THE_HOST = re.compile(
     r"NCCL|CUDA error|uncorrectable|\bECC\b|\bXid\b|Input/output error|Bus error|Stale file handle"
@@ -33,22 +33,6 @@ _OF_THE_LINK = re.compile("NCCL|gloo", re.IGNORECASE)
 # faulthandler's format.
 _FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?:.*/)?(.*?)", line (\d+) in (.*)$', re.MULTILINE)
-
-# From causes to consequences; the earliest of equals counts. Libraries abort a rank that lost a peer as well as a broken one.
-_JUDGED, _CAUSE, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(6)
-
-
-@dataclass(frozen=True)
-class RootCause:
-    """Why a run ended, in one line; the ranks concerned and the hosts at fault."""
-
-    message: str
-    kind: str
-    ranks: list[int]
-    hosts: list[str]
-
-
-_Cause = tuple[int, float, RootCause]  # rank in the order above, time, verdict
 
 
 @dataclass(frozen=True)
@@ -76,16 +60,8 @@ class ProgressFile:
         """Whether it reported that it hangs."""
         return self.hung_at is not None or self.stacks.startswith("Timeout")
 
-    @property
-    def fatal(self) -> str | None:
-        """Fatal signal, such as Segmentation fault."""
-        found = _FATAL.search(self.stacks)
-        return found[1] if found else None
-
-    @property
-    def where(self) -> str:
-        """The innermost Python function of the thread with a fatal signal or else of the main thread, the last."""
-        thread = self.stacks.find("Current thread") if self.fatal else self.stacks.rfind("Thread 0x")
+    def where(self, thread: int) -> str:
+        """The innermost Python function of a thread, whose stack begins at a position."""
         found = _FRAME.search(self.stacks, max(thread, 0))
         return f" in {found[3]} ({found[1]}:{found[2]})" if found else ""
 
@@ -106,56 +82,68 @@ def read_progress(run_directory: Path) -> list[ProgressFile]:
     return sorted(found, key=lambda each: each.rank)
 
 
-def find_root_cause(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> RootCause | None:
-    """Return the root cause, or None without any files; before a run directory exists they are in the job's folder.
-    `hosts` are of every rank, if known."""
+def find_root_cause(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> RankError | None:
+    """Return the error that ended a run, with the ranks and hosts at fault and a message that names them; None without any
+    files. Before a run directory exists they are in the job's folder. `hosts` are of every rank, if known."""
     errors = [error for folder in (job_folder, run_directory) if folder for error in read_errors(folder)]
+    for error in errors:
+        if error.kind == STALL:
+            return error  # the ranks' own verdict: stopped ones also write stacks when they are woken to be ended
     files = read_progress(run_directory) if run_directory else []
-    causes = [_of_error(error, hosts) for error in sorted(errors, key=lambda error: error.rank)]
-    for file in files:
-        if file.fatal:
-            message, aborted = f"rank {file.rank} on {file.host}: {file.fatal}{file.where}", file.fatal == "Aborted"
-            cause = RootCause(message, SIGNAL, [file.rank], [] if aborted else [file.host])
-            causes.append((_ABORTED if aborted else _CAUSE, file.at, cause))
-    if hung := [file for file in files if file.responds]:
-        causes.append((_CAUSE, min(file.hung_at or file.at for file in hung), _of_hang(files)))
+    found = [_blamed(error, hosts) for error in errors] + [_crash(file) for file in files if _FATAL.search(file.stacks)]
+    if any(file.responds for file in files):
+        found.append(_hang(files))
     # Ranks that end in order remove their file; before files exist, every rank without an error file counts as silent.
     watched = run_directory is not None and (run_directory / STACKS).is_dir()
     silent = {file.rank: file.host for file in files if not file.stacks} if watched else dict(enumerate(hosts))
     killed = sorted(silent.keys() - {error.rank for error in errors})
-    if causes and killed:
+    if found and killed:
         # A link's error points to its other end.
-        causes = [cause for cause in causes if cause[2].kind != ERROR or not _OF_THE_LINK.search(cause[2].message)]
+        found = [error for error in found if error.kind != ERROR or not _OF_THE_LINK.search(error.message)]
         theirs = list(dict.fromkeys(silent[rank] for rank in killed))
         who = f"rank{'s' if len(killed) > 1 else ''} {some(killed)} on {some(theirs)}"
         message = f"{who} exited without reporting an error: killed (out of memory?) or node lost"
-        causes.append((_KILLED, 0.0, RootCause(message, KILLED, killed, theirs)))
-    return min(causes, key=lambda cause: cause[:2])[2] if causes else None
+        found.append(RankError(0.0, killed[0], theirs[0], KILLED, message, ranks=killed, hosts=theirs))
+    return min(found, key=lambda error: (_order(error), error.at, error.rank), default=None)
 
 
-def _of_error(error: RankError, hosts: Sequence[str]) -> _Cause:
-    told = RootCause(f"rank {error.rank} on {error.host}: {error.message}", error.kind, [error.rank], [])
-    if error.kind == STALL:
-        return _JUDGED, error.at, RootCause(error.message, STALL, error.ranks, error.hosts)
+def _order(error: RankError) -> int:
+    """Sort causes before consequences. Libraries abort a rank that lost a peer as well as a broken one."""
     if error.kind == UNREACHABLE:
-        blamed = error.hosts or [*hosts[:1]] * (error.rank != 0)
-        return (_CAUSE if error.hosts else _LOST_PEER), error.at, replace(told, message=error.message, hosts=blamed)
-    if error.kind == ERROR and _OF_THE_HOST.search(error.message) and not _OF_THE_PROGRAM.search(error.message):
-        told = replace(told, hosts=[error.host])
-    return {LOST_PEER: _LOST_PEER, STOPPED: _STOPPED}.get(error.kind, _CAUSE), error.at, told
+        return 3 if "can't reach" in error.message else 0  # rank 0 lists those that are missing
+    aborted = error.kind == SIGNAL and not error.hosts
+    return 2 if aborted else {KILLED: 1, LOST_PEER: 3, STOPPED: 4}.get(error.kind, 0)
 
 
-def _of_hang(files: list[ProgressFile]) -> RootCause:
+def _blamed(error: RankError, hosts: Sequence[str]) -> RankError:
+    """Add the ranks and hosts at fault to a rank's own error."""
+    if error.kind == UNREACHABLE:
+        return replace(error, ranks=[error.rank], hosts=error.hosts or [*hosts[:1]] * (error.rank != 0))
+    is_hosts = error.kind == ERROR and _OF_THE_HOST.search(error.message) and not _OF_THE_PROGRAM.search(error.message)
+    message = f"rank {error.rank} on {error.host}: {error.message}"
+    return replace(error, message=message, ranks=[error.rank], hosts=[error.host] if is_hosts else [])
+
+
+def _crash(file: ProgressFile) -> RankError:
+    (name,) = _FATAL.findall(file.stacks)[:1]
+    message = f"rank {file.rank} on {file.host}: {name}{file.where(file.stacks.find('Current thread'))}"
+    hosts = [] if name == "Aborted" else [file.host]
+    return RankError(file.at, file.rank, file.host, SIGNAL, message, ranks=[file.rank], hosts=hosts)
+
+
+def _hang(files: list[ProgressFile]) -> RankError:
     """Name the rank that doesn't respond, or else the one with the least progress, if there is one."""
-    silent, behind = [file for file in files if not file.responds], _behind([file for file in files if file.responds])
+    silent, hung = [file for file in files if not file.responds], [file for file in files if file.responds]
+    behind = _behind(hung)
     found = files if len(files) == 1 else behind if len(silent) != 1 else silent if not behind else []
     said = "no rank made less progress than all others"
     for file in found:
-        how = f"blocks the others{file.where}" if file.responds else "doesn't respond"
+        how = f"blocks the others{file.where(file.stacks.rfind('Thread 0x'))}" if file.responds else "doesn't respond"
         said = f"rank {file.rank} on {file.host} {how}, {file.activity} after step {file.step}"
-    limit_s = min(file.limit_s for file in files if file.responds)
-    message = f"no step for {limit_s:.0f} s: {said}"
-    return RootCause(message, STALL, [file.rank for file in found], [file.host for file in found])
+    message = f"no step for {min(file.limit_s for file in hung):.0f} s: {said}"
+    first, at = (found or hung)[0], min(file.hung_at or file.at for file in hung)
+    ranks, hosts = [file.rank for file in found], [file.host for file in found]
+    return RankError(at, first.rank, first.host, STALL, message, ranks=ranks, hosts=hosts)
 
 
 def _behind(files: list[ProgressFile]) -> list[ProgressFile]:

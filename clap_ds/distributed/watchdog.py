@@ -233,5 +233,12 @@ def _speak(run: RunDirectory) -> None:
 
 
 watch = Watch()  # a process is one rank
-start, step, alive, activity, ending, stop = watch.start, watch.step, watch.alive, watch.during, watch.ending, watch.stop
+start, step, alive, activity, ending, stop = (
+    watch.start,
+    watch.step,
+    watch.alive,
+    watch.during,
+    watch.ending,
+    watch.stop,
+)
 os.register_at_fork(after_in_child=watch.forget)

@@ -66,7 +66,7 @@ ENDS: list[tuple[Any, ...]] = [
         f"error: {AT}: 20 MiB\n",
     ),
     (RuntimeError(LOST), 1, "failed", f"rank 0: {LOST}", error_file.LOST_PEER, GONE),
-    (KeyError("x"), 1, "failed", "rank 0: 'x'", error_file.ERROR, "Traceback"),
+    (KeyError("x"), 1, "failed", "rank 0: KeyError: 'x'", error_file.ERROR, "Traceback"),
 ]
 """Exception, exit code, state, error in the summary, kind in the error file, and printed text."""
 
