@@ -114,7 +114,8 @@ def meet(
     try:
         fd = _listener(address, port, world_size) if rank == 0 else None
         tcp = dist.TCPStore(address, port, world_size, rank == 0, limit, False, True, fd)
-        store, roll_call.store = dist.PrefixStore(ranks.run, tcp), dist.PrefixStore(ranks.run, tcp.clone())
+        store, own = dist.PrefixStore(ranks.run, tcp), tcp.clone()  # type: ignore[attr-defined]
+        roll_call.store = dist.PrefixStore(ranks.run, own)
         store.set(f"here/{rank}", "")
         if rank == 0:
             while not store.check([f"here/{each}" for each in range(world_size)]):

@@ -90,7 +90,7 @@ def find_root_cause(run_directory: Path | None, job_folder: Path | None, hosts: 
         if error.kind == STALL:
             return error  # the ranks' own verdict: stopped ones also write stacks when they are woken to be ended
     files = read_progress(run_directory) if run_directory else []
-    found = [_blamed(error, hosts) for error in errors] + [_crash(file) for file in files if _FATAL.search(file.stacks)]
+    found = [_blamed(error) for error in errors] + [_crash(file) for file in files if _FATAL.search(file.stacks)]
     if any(file.responds for file in files):
         found.append(_hang(files))
     # Ranks that end in order remove their file; before files exist, every rank without an error file counts as silent.
@@ -115,13 +115,13 @@ def _order(error: RankError) -> int:
     return 2 if aborted else {KILLED: 1, LOST_PEER: 3, STOPPED: 4}.get(error.kind, 0)
 
 
-def _blamed(error: RankError, hosts: Sequence[str]) -> RankError:
-    """Add the ranks and hosts at fault to a rank's own error."""
+def _blamed(error: RankError) -> RankError:
+    """Add the ranks and hosts at fault to a rank's own error; rank 0's list of missing ranks has them."""
     if error.kind == UNREACHABLE:
-        return replace(error, ranks=[error.rank], hosts=error.hosts or [*hosts[:1]] * (error.rank != 0))
+        return error
     is_hosts = error.kind == ERROR and _OF_THE_HOST.search(error.message) and not _OF_THE_PROGRAM.search(error.message)
     message = f"rank {error.rank} on {error.host}: {error.message}"
-    return replace(error, message=message, ranks=[error.rank], hosts=[error.host] if is_hosts else [])
+    return replace(error, message=message, ranks=[error.rank], hosts=[error.host] * bool(is_hosts))
 
 
 def _crash(file: ProgressFile) -> RankError:

@@ -143,8 +143,8 @@ STALLED: dict[int, tuple[Any, ...]] = {0: (WAITS, 7, 60), 1: (WAITS, 7, 60), 2: 
         ({}, {1: (USER, "CUDA error: launch failure")}, (USER, [1], [], "CUDA error: launch failure")),
         ({}, {1: (OUT_OF_MEMORY, "CUDA error: x")}, (OUT_OF_MEMORY, [1], [], "CUDA error: x")),
         # A list of missing ranks outweighs a rank that can't reach rank 0.
-        ({}, {1: (UNREACHABLE, "can't reach a peer")}, (UNREACHABLE, [1], ["n1"], "can't reach a peer")),
-        ({}, {1: (UNREACHABLE, "x", 0), 0: (UNREACHABLE, LATE, 1, ["n2"])}, (UNREACHABLE, [0], ["n2"], LATE)),
+        ({}, {1: (UNREACHABLE, "can't reach a peer")}, (UNREACHABLE, [], [], "can't reach a peer")),
+        ({}, {1: (UNREACHABLE, "can't reach rank 0", 0), 0: (UNREACHABLE, LATE, 1, ["n2"])}, (UNREACHABLE, [], ["n2"], LATE)),
         # Silent ranks were killed; a link's error points to its other end.
         (EVERYONE, {0: (LOST_PEER,), 1: (STOPPED,)}, (KILLED, [2, 3], ["n2"], LOST)),
         (EVERYONE, {0: (LOST_PEER,), 1: (ERROR, "[gloo] broken in a new way"), 3: (STOPPED,)}, (KILLED, [2], ["n2"], LOST)),
