@@ -75,7 +75,8 @@ def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -
     last.kill()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["state"] == "failed"
-    assert "rank 2 on node blocks the others in hold_the_lock" in summary["error"]
+    assert "rank 2 on node blocks the others: " in summary["error"]
+    assert " in hold_the_lock " in summary["error"]
     assert summary["error"] in first.stderr
     assert "no step" not in second.stderr, "only one rank reports"
     cause = find_root_cause(tmp_path, None, ())
