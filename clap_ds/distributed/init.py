@@ -155,10 +155,10 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     # Otherwise each gloo group connects all pairs of ranks: sockets grow with the square of the ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo" if device.type == "cpu" else "nccl"
+    flight_recorder.prepare()
     if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
         # As DeepSpeed does when it creates the group.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None
-        flight_recorder.prepare()
         meet(ranks, backend, bound, _give_up)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))

@@ -51,7 +51,6 @@ class RollCall(threading.Thread):
         self._began = self._said = time.monotonic()
         self._beats: dict[int, bytes] = {}
         self._heard = dict.fromkeys(range(1, ranks.world_size) if ranks.rank == 0 else [0], self._began)
-        self.start()
 
     def run(self) -> None:
         for beat in itertools.count():
@@ -111,6 +110,8 @@ def meet(
     limit = timedelta(seconds=1.2 * START_LIMIT_S)  # longer than the roll call's, which names who is missing
     here, what = f"{socket.gethostname()}: rank {rank}", f"rank 0 at {_address()}"
     roll_call = RollCall(ranks, give_up)
+    if world_size > 1:
+        roll_call.start()
     try:
         fd = _listener(address, port, world_size) if rank == 0 else None
         tcp = dist.TCPStore(address, port, world_size, rank == 0, limit, False, True, fd)

@@ -139,8 +139,8 @@ def _hang(files: list[ProgressFile]) -> RankError:
     said = "no rank made less progress than all others"
     for file in found:
         how = "blocks the others" if file.responds else "doesn't respond"
-        where = f"{file.activity} after step {file.step}{file.where(file.stacks.rfind('Thread 0x'))}"
-        said = f"rank {file.rank} on {file.host} {how}: {where}"
+        where = file.where(file.stacks.rfind("Thread 0x")) if file.responds else " at its last report"
+        said = f"rank {file.rank} on {file.host} {how}: {file.activity} after step {file.step}{where}"
     message = f"no step for {min(file.limit_s for file in hung):.0f} s: {said}"
     first, at = (found or hung)[0], min(file.hung_at or file.at for file in hung)
     ranks, hosts = [file.rank for file in found], [file.host for file in found]

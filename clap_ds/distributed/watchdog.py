@@ -170,12 +170,11 @@ class Watch:
 
     def _note(self, hung_at: float | None = None) -> None:
         """Write the file's header, of constant length."""
-        content = {"rank": this_rank.rank, "host": this_rank.host, "activity": self.phase or self.activity}
         progress: flight_recorder.Progress = {}
-        if hung_at is not None:
-            with suppress(Exception):
-                progress = flight_recorder.own_progress()
-        header = {**content, "step": self._steps, "limit_s": min(self.armed[1], DOING_S), "hung_at": hung_at}
+        with suppress(Exception):
+            progress = flight_recorder.own_progress() if hung_at is not None else {}
+        header = {"rank": this_rank.rank, "host": this_rank.host, "activity": self.phase or self.activity}
+        header |= {"step": self._steps, "limit_s": min(self.armed[1], DOING_S), "hung_at": hung_at}
         text = json.dumps({**header, "collectives": dict(sorted(progress.items(), reverse=True)[:8])})
         self._noted = time.monotonic()
         with suppress(OSError):  # a full disk
@@ -233,12 +232,6 @@ def _speak(run: RunDirectory) -> None:
 
 
 watch = Watch()  # a process is one rank
-start, step, alive, activity, ending, stop = (
-    watch.start,
-    watch.step,
-    watch.alive,
-    watch.during,
-    watch.ending,
-    watch.stop,
-)
+start, step, alive, activity = watch.start, watch.step, watch.alive, watch.during
+ending, stop = watch.ending, watch.stop
 os.register_at_fork(after_in_child=watch.forget)
