@@ -13,7 +13,7 @@ import pytest
 
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.error_file import read_errors
-from clap_ds.distributed.root_cause import find_root_cause
+from clap_ds.distributed.root_cause import find_root_cause, read_progress
 from tests import processes
 from tests.training.training_commands import wait_until
 
@@ -139,3 +139,19 @@ def test_limit_by_the_steps_so_far(
         monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now + 10_000))
     watchdog.step(2)
     assert limits[-1] == limit_s, "the task in between is no step"
+
+
+def test_a_step_counts_once_the_device_has_completed_it(limits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[bool] = []
+    event = SimpleNamespace(record=lambda: None, query=lambda: bool(done))
+    monkeypatch.setattr(watchdog.watch, "_cuda", SimpleNamespace(Event=lambda: event))
+    monkeypatch.setattr("torch.distributed.distributed_c10d._set_pg_timeout", lambda limit: None)
+    steps = lambda: [file.step for file in read_progress(watchdog.watch._path.parents[1])]  # noqa: E731
+    watchdog.step(7)
+    watchdog.watch._look(0)
+    watchdog.watch._note()
+    assert steps() == [0]
+    done.append(True)
+    watchdog.watch._look(0)
+    watchdog.watch._note()
+    assert steps() == [7]
