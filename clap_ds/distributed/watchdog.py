@@ -69,8 +69,9 @@ class Watch:
         except OSError as error:
             print(f"warning: {host}: no hang detection for rank {rank}: {error}", file=sys.stderr, flush=True)
             return
-        torch = sys.modules.get("torch")
-        self._cuda: Any = torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+        import torch
+
+        self._cuda: Any = torch.cuda if torch.cuda.is_initialized() else None
         flight_recorder.dump_to(self._path.parent)
         self._steps, self._longest_s = 0, 0.0
         self._last_step = 0.0  # 0: another task precedes the next step
@@ -93,10 +94,11 @@ class Watch:
         self._arm()
         if changed:
             self._note()
-        if changed and self._cuda is not None:
+        if changed and self._cuda is not None and activity != ENDING:
+            from torch.distributed.distributed_c10d import _set_pg_timeout
+
             # If all hosts hold Python's lock in launches, NCCL's own watchdog ends the run and dumps its progress.
-            limit = timedelta(seconds=UNTIMED_S if activity == STEPPING else DOING_S)
-            sys.modules["torch.distributed"].distributed_c10d._set_pg_timeout(limit)
+            _set_pg_timeout(timedelta(seconds=UNTIMED_S if activity == STEPPING else DOING_S))
 
     def step(self, number: int) -> None:
         """Record that the main thread has made training step `number`. On a GPU the device completes it later."""
