@@ -85,7 +85,7 @@ class Ranks:
         if self.job_folder is not None:
             with contextlib.suppress(OSError):  # preflight starts ranks without one
                 secret = (self.job_folder / SECRET).read_text()
-        ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
+        ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
         return " ".join([f"{secret}{self.job_folder}", *(os.environ.get(name, "") for name in ids)])
 
 
@@ -156,7 +156,7 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo" if device.type == "cpu" else "nccl"
     flight_recorder.prepare()
-    if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized():
         # As DeepSpeed does when it creates the group.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None
         meet(ranks, backend, bound, _give_up)

@@ -113,8 +113,9 @@ def meet(
     if world_size > 1:
         roll_call.start()
     try:
-        fd = _listener(address, port, world_size) if rank == 0 else None
-        tcp = dist.TCPStore(address, port, world_size, rank == 0, limit, False, True, fd)
+        listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+        fd = _listener(address, port, world_size) if listens else None
+        tcp = dist.TCPStore(address, port, world_size, listens, limit, False, True, fd)
         store, own = dist.PrefixStore(ranks.run, tcp), tcp.clone()  # type: ignore[attr-defined]
         roll_call.store = dist.PrefixStore(ranks.run, own)
         store.set(f"here/{rank}", "")
