@@ -74,20 +74,13 @@ class RollCall(threading.Thread):
         own, size, names = self._ranks.rank, self._ranks.world_size, self._ranks.hosts
         hosts = list(dict.fromkeys(names[rank] for rank in missing)) if names else []
         who = f"rank{'s' * (len(missing) > 1)} {some(missing)}" + f" ({some(hosts)})" * bool(hosts)
-        here, limit = f"{size - len(missing)} of {size} ranks", f"{START_LIMIT_S:.0f} s"
-        problem = UnreachableError(f"{who} didn't connect within {limit}", hosts)
-        if own > 0:
-            here = f"{socket.gethostname()}: rank {own}"
-            problem = UnreachableError(f"{here} can't reach rank 0 at {_address()}: no answer for {limit}")
         if now - self._said >= SAY_S and (own <= 1 or self._ranks.local_rank == 0):
             self._said = now
+            here = f"{size - len(missing)} of {size} ranks" if own == 0 else f"{socket.gethostname()}: rank {own}"
             print(f"{here} after {now - self._began:.0f} s, missing: {who}", file=sys.stderr, flush=True)
-        if now - min(self._heard[rank] for rank in missing) >= START_LIMIT_S and not self.is_complete:
-            self._give_up(problem)
-
-
-def _address() -> str:
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        silent_s = now - min(self._heard[rank] for rank in missing)
+        if own == 0 and not self.is_complete and silent_s >= START_LIMIT_S:
+            self._give_up(UnreachableError(f"{who} didn't connect within {START_LIMIT_S:.0f} s", hosts))
 
 
 def meet(
@@ -97,7 +90,7 @@ def meet(
 
     Args:
         device: this rank's GPU, which makes NCCL connect now instead of in the first collective.
-        give_up: called in a thread, with what to report, if a rank doesn't connect in time.
+        give_up: called in a thread of rank 0, with what to report, if a rank doesn't connect in time.
 
     Raises:
         UnreachableError: if this rank can't connect.
@@ -108,7 +101,7 @@ def meet(
     rank, world_size = ranks.rank, ranks.world_size
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limit = timedelta(seconds=1.2 * START_LIMIT_S)  # longer than the roll call's, which names who is missing
-    here, what = f"{socket.gethostname()}: rank {rank}", f"rank 0 at {_address()}"
+    here, what = f"{socket.gethostname()}: rank {rank}", f"rank 0 at {address}:{port}"
     roll_call = RollCall(ranks, give_up)
     if world_size > 1:
         roll_call.start()
