@@ -36,6 +36,9 @@ def crash():
 def hold_the_lock():
     ctypes.PyDLL(None).usleep(60_000_000)
 
+def read():
+    time.sleep(60)
+
 def compile():
     with watchdog.activity("compiling"):
         time.sleep(6)
@@ -69,14 +72,15 @@ def _run(folder: Path, what: str, world_size: int = 2) -> list[processes.Command
     return processes.ranks(arguments, world_size, env={**os.environ, "OMP_NUM_THREADS": "1"}, constants=BRIEF)
 
 
-def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -> None:
-    first, second, last = _run(tmp_path, "hold_the_lock", 3)
+@pytest.mark.parametrize("what", ["hold_the_lock", "read"])
+def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path, what: str) -> None:
+    first, second, last = _run(tmp_path, what, 3)
     assert [first.wait(), second.wait()] == [1, 1]
     last.kill()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["state"] == "failed"
     assert "rank 2 on node blocks the others: " in summary["error"]
-    assert " in hold_the_lock " in summary["error"]
+    assert f" in {what} " in summary["error"]
     assert summary["error"] in first.stderr
     assert "no step" not in second.stderr, "only one rank reports"
     cause = find_root_cause(tmp_path, None, ())
