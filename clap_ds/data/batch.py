@@ -72,11 +72,6 @@ class Batch:
         audio, input_ids, mask = map(function, self.tensors())
         return Batch(audio, input_ids, mask, self.num_tokens, packed)
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Mark these tensors as used on `stream` for the allocator."""
-        for tensor in (*self.tensors(), *((self.packed[0], self.packed[1].bounds) if self.packed else ())):
-            tensor.record_stream(stream)
-
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:

@@ -1,4 +1,5 @@
-"""Move a rank's batches to its device. On a GPU, the next batch is copied during the current step on its own stream."""
+"""Move a rank's batches to its device. On a GPU, the next batch is copied during the current step on its own stream, after
+the step before, whose batch's memory it may take."""
 
 from __future__ import annotations
 
@@ -35,9 +36,7 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         batch, done, self._state = self._ahead or self._take()
         self._ahead = None
         if done:
-            compute_stream = torch.cuda.current_stream(self._device)
-            compute_stream.wait_event(done)
-            batch.record_stream(compute_stream)
+            torch.cuda.current_stream(self._device).wait_event(done)
             done.synchronize()  # started a step ago; then the source may reuse its host memory
             self._ahead = self._take()
         return batch
@@ -52,6 +51,8 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     def _take(self) -> _Ahead:
         pieces, stream = next(self._pieces), self._copy_stream
         done = torch.cuda.Event() if stream else None
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream) if stream else nullcontext():
             batch = join(pieces, self._device, pack_captions=self._pack_captions)
             if done:

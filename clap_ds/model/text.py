@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.clap_json import TEXT
 from clap_ds.config.model import TextConfig
+from clap_ds.model.dropout import Dropout
 from clap_ds.model.packed import Layout, Packing, lay_out
 from clap_ds.model.text_attention import attend
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
@@ -37,7 +38,7 @@ class TextLayer(nn.Module):
 
         def end(wide: int) -> nn.ModuleDict:
             norm = nn.LayerNorm(width, config.layer_norm_eps)
-            return nn.ModuleDict({"dense": nn.Linear(wide, width), "LayerNorm": norm, "dropout": nn.Dropout(dropout)})
+            return nn.ModuleDict({"dense": nn.Linear(wide, width), "LayerNorm": norm, "dropout": Dropout(dropout)})
 
         mixing: dict[str, nn.Module] = {name: nn.Linear(width, width) for name in ("query", "key", "value")}
         mixing["dropout"] = nn.Dropout(dropout)
@@ -151,7 +152,7 @@ def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
         "word_embeddings": nn.Embedding(config.vocab_size, width, padding),
         "token_type_embeddings": nn.Embedding(2 if config.architecture == "bert" else 1, width),
         "LayerNorm": nn.LayerNorm(width, config.layer_norm_eps),
-        "dropout": nn.Dropout(dropout),
+        "dropout": Dropout(dropout),
         "position_embeddings": nn.Embedding(config.max_positions, width, padding or None),
     }
     ends = [False] * (config.num_layers - 1) + [config.ends_with_first_token]
