@@ -207,14 +207,15 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         _give_up(error)
     except UserError as error:
         write_error_file(error_file.USER, str(error), USER_ERROR)
-        told = printable(str(error), "\n")
-        if os.environ.get("RANK", "0") in ("", "0"):
-            print(f"error: {told}", file=sys.stderr, flush=True)
-        else:
-            # Launchers end a job when its first process exits: let rank 0 report first.
-            time.sleep(RANK_0_SPEAKS_S)
-            if not isinstance(error, CollectiveUserError):
-                print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {told}", file=sys.stderr, flush=True)
+        who, is_first = (
+            f"{socket.gethostname()}: rank {os.environ.get('RANK')}: ",
+            os.environ.get("RANK", "0") in ("", "0"),
+        )
+        if not is_first:
+            time.sleep(RANK_0_SPEAKS_S)  # launchers end a job when its first process exits: let rank 0 report first
+        if is_first or not isinstance(error, CollectiveUserError):
+            told = printable(str(error), "\n")
+            print(f"error: {'' if is_first else who}{told}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
     except Exception as error:
         write_error_file(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)
