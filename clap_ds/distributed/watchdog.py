@@ -103,6 +103,7 @@ class Watch:
     def step(self, number: int) -> None:
         """Record that the main thread has made training step `number`. On a GPU the device completes it later."""
         this_rank.started.set()
+        self.phase = ""
         if self._run is None:
             return
         if self.activity != STEPPING:
