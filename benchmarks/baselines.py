@@ -156,12 +156,9 @@ def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
         for number in range(len(mel_B1TF)):
             clip = mel_B1TF[number]
             for _ in range(NUM_STRIPES):
-                width = torch.randint(0, limit, (1,))[0]
-                start = torch.randint(0, mel_B1TF.shape[dim] - int(width), (1,))[0]
-                if dim == 2:
-                    clip[:, start : start + width] = 0
-                else:
-                    clip[:, :, start : start + width] = 0
+                width = int(torch.randint(0, limit, (1,)))
+                start = int(torch.randint(0, mel_B1TF.shape[dim] - width, (1,)))
+                clip.narrow(dim - 1, start, width).zero_()
     return mel_B1TF.transpose(1, 3)
 
 
