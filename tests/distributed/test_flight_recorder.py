@@ -13,28 +13,25 @@ from clap_ds.distributed.flight_recorder import dumped_progress, own_progress
 from tests.rank_pool import RankPool
 
 
-def _start_alone() -> list[tuple[int, int]]:
-    """Return the default group's counts after a collective, and after another that only rank 0 has started so far."""
-    counts = lambda: own_progress()["gloo 0"]  # noqa: E731
+def _start_alone() -> tuple[int, int]:
+    """Return the default group's counts while only rank 0 has started a collective."""
+    store = dist.distributed_c10d._get_default_store()
     dist.barrier()
-    found = [counts()]
-    if dist.get_rank() == 0:
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-        time.sleep(0.2)
-        found.append(counts())
-        dist.distributed_c10d._get_default_store().set("counted", "")
-        work.wait()
-    else:
-        dist.distributed_c10d._get_default_store().get("counted")
-        found.append(counts())
+    work = dist.all_reduce(torch.ones(1), async_op=True) if dist.get_rank() == 0 else None
+    time.sleep(0.5)
+    found = own_progress()["gloo 0"]
+    store.set(f"counted {dist.get_rank()}", "")
+    store.get(f"counted {1 - dist.get_rank()}")
+    if work is None:
         dist.all_reduce(torch.ones(1))
+    else:
+        work.wait()
     return found
 
 
 def test_a_rank_that_waits_has_started_more_than_it_completed(two_ranks: RankPool) -> None:
-    (begun, waiting), (_, behind) = two_ranks.run(_start_alone)
-    number = begun[0]
-    assert (begun, waiting, behind) == ((number, number), (number + 1, number), (number, number))
+    waiting, behind = two_ranks.run(_start_alone)
+    assert (waiting, behind) == ((waiting[0], waiting[0] - 1), (waiting[0] - 1, waiting[0] - 1))
 
 
 def _sleep_before_a_collective() -> list[tuple[int, int]]:
