@@ -83,7 +83,7 @@ class BatchSpec:
     rank: int = 0
     world_size: int = 1
     seed: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
 
 
 class MicroBatchStream(Protocol):

@@ -25,6 +25,7 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch, join
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
+from clap_ds.engine.loss import build_loss
 from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.model import text
 from clap_ds.model.packed import lay_out, pack
@@ -32,7 +33,7 @@ from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import faked_by, rank_of
 from clap_ds.planning.inductor import fused_kernels, is_fusible
 from clap_ds.planning.tracing import Operation, Recorded, trace
-from clap_ds.run_records.timers import PhaseTimer
+from clap_ds.run_records.timers import StepTimer
 
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,7 +82,8 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     num_traced = number if cached else min(number, 2)  # later ones are like the second
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
-        model = build_model(run, torch.device("cuda" if cuda else "cpu"))
+        device = torch.device("cuda" if cuda else "cpu")
+        model = build_model(run.clap.model, run.clap.loss, device, run.clap.train.freeze)
     with fakes:
         model.to_empty(device="cpu")
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
@@ -93,21 +95,22 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
         mock.patch.object(text, "lay_out", return_value=layout),  # the engine's layout depends on values
         faked_by(fakes),
     ):
-        engine = ClapEngine(run, model, CPU)
+        loss = build_loss(run.clap.loss, run.precision)
+        engine = ClapEngine(model, loss, run.deepspeed, run.clap, run.clap.train)
         batches = _batches(run, micro_batch, sum(lengths), packed, cuda=cuda)
         with trace(parts) as recorded, like_cuda() if cuda else nullcontext():
-            timer = cast("PhaseTimer", lambda phase: recorded.part(PARTS[phase]))
+            engine.timer = cast("StepTimer", lambda phase: recorded.part(PARTS[phase]))
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(lambda each: recorded.hold([each.grad], "gradients"))
             engine.set_accumulation_steps(1)
             with engine.sync.off():  # after a synchronized step, torch's reducer reorders its buckets by values
-                engine.step(batches, timer)
+                engine.step(batches)
             recorded.hold([*model.parameters(), *model.buffers()], "weights")
             average = engine.average.tensors if engine.average is not None else []
             recorded.hold([*_state(engine.deepspeed.optimizer), *average], "optimizer state")
             recorded.restart()
             engine.set_accumulation_steps(num_traced)
-            engine.step(batches, timer)
+            engine.step(batches)
     num_parameters = sum(each.numel() for each in trained)
     return Step(recorded, micro_batch * number, number / num_traced, (number * (1 + cached), number), num_parameters)
 
@@ -116,7 +119,11 @@ def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
     """Return Inductor's own kernels, on a GPU, of one forward and backward pass of the mel front end and both towers."""
     run, lengths = _without_side_effects(run, micro_batch), caption_lengths(run, micro_batch)
     with torch.device("meta"):
-        model = build_model(run, torch.device("cuda")).to(DTYPES.get(run.precision, torch.float32)).train()
+        model = (
+            build_model(run.clap.model, run.clap.loss, torch.device("cuda"), run.clap.train.freeze)
+            .to(DTYPES.get(run.precision, torch.float32))
+            .train()
+        )
     model.to_empty(device="cpu")
     packed, _ = _packed(run, lengths)
     audio, *text = next(_batches(run, micro_batch, sum(lengths), packed, cuda=True)).model_inputs()
