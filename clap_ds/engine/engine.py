@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from clap_ds.config.schema import EngineSettings, ModelSettings, TrainSettings
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import BatchSource
-from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import reduce_on_rank0
+from clap_ds.distributed.watchdog import watch
 from clap_ds.engine.compile import compile_towers, set_compile_cache, what_to_compile
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import wrap
@@ -122,12 +123,17 @@ class ClapEngine:
         timer.synchronized = before
         self._bound_logit_scale()
         if self.average is not None:
-            with self.timer("optimizer"):
+            with self._phase("optimizer"):
                 self.average.update()
         self.steps += 1
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
-        watchdog.step(self.steps)
+        watch.step(self.steps)
         return loss_mean
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        """Time a phase of the step, and name it to the watchdog."""
+        watch.phase = name
+        return self.timer(name)
 
     def accumulate(self, batches: Iterator[Batch]) -> Tensor:
         """Run forward and backward of a step's micro-batches, without the update.
@@ -141,7 +147,7 @@ class ClapEngine:
             return self._cached_micro_steps(batches, number)
         loss_sum = torch.zeros((), device=self.device)
         for left in reversed(range(number)):
-            with self.timer("data_wait"):
+            with self._phase("data_wait"):
                 batch = next(batches)
             self.deepspeed.set_gradient_accumulation_boundary(left == 0)
             loss_sum += self.forward_backward(batch).detach()
@@ -150,27 +156,27 @@ class ClapEngine:
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Return the loss of one micro-batch, scalar fp32, and add its gradients to the parameters'."""
-        with self.timer("forward"):
+        with self._phase("forward"):
             features = self.deepspeed(*batch.model_inputs())
-        with self.timer("loss"):
+        with self._phase("loss"):
             loss = self.loss(*features)
-        with self.timer("backward"):
+        with self._phase("backward"):
             self.sync.backward(loss)
         return loss
 
     def _cached_micro_steps(self, batches: Iterator[Batch], number: int) -> Tensor:
-        with self.timer("data_wait"):
+        with self._phase("data_wait"):
             micro_batches = [next(batches) for _ in range(number)]
-        with self.timer("forward"):
+        with self._phase("forward"):
             leaves, states = first_pass(self.deepspeed, self.model, micro_batches)
-        with self.timer("loss"):
+        with self._phase("loss"):
             loss = self.loss(*leaves)
             gradients = torch.autograd.grad(loss, leaves)
         for i, (batch, state) in enumerate(zip(micro_batches, states, strict=True)):
-            with self.timer("forward"):
+            with self._phase("forward"):
                 self.deepspeed.set_gradient_accumulation_boundary(i == number - 1)
                 surrogate = second_pass(self.deepspeed, batch, state, gradients, i, number)
-            with self.timer("backward"):
+            with self._phase("backward"):
                 self.sync.backward(surrogate, scale_wrt_gas=False)
             self._count_micro_batch()
         return loss.detach()
@@ -178,7 +184,7 @@ class ClapEngine:
     def _count_micro_batch(self) -> None:
         """Make DeepSpeed count a micro-batch unless it is the step's last."""
         if not self.deepspeed.is_gradient_accumulation_boundary():
-            with self.timer("optimizer"):
+            with self._phase("optimizer"):
                 self.deepspeed.step()
 
     def set_accumulation_steps(self, number: int) -> None:
@@ -194,7 +200,7 @@ class ClapEngine:
         if self.norm_wanted and not by_deepspeed and not self.deepspeed.gradient_clipping() > 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
-        with self.timer("optimizer"):
+        with self._phase("optimizer"):
             self.deepspeed.step()
         if self.norm_wanted and by_deepspeed:
             norm = self.deepspeed.get_global_grad_norm()
