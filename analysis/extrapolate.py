@@ -89,8 +89,8 @@ def main() -> None:
     options = parser.parse_args()
     curves = plot_scaling.read_curves(options).values()
     # Folders may also contain strong scaling and single scales.
-    swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1] or curves
-    found = [series_of(rows) for rows in swept]
+    swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1]
+    found = [series_of(rows) for rows in swept or curves]
     print("\n".join(render(series) for series in found), end="")
     if options.output:
         plot_scaling.draw_projection(found).save(options.output, ".pdf", ".svg")
