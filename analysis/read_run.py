@@ -40,14 +40,7 @@ def read_record(path: Path) -> Run:
 def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], environment: Mapping[str, Any]) -> Run:
     summary = {name: value for name, value in summary.items() if value is not None}
     clap, notes = config.get("clap") or {}, []
-    known = {
-        **config,
-        "context_length": clap.get("text_tokens"),
-        **clap,
-        **(clap.get("model") or {}),
-        **environment,
-        **summary,
-    }
+    known = {**config, **clap, **(clap.get("model") or {}), **environment, **summary}
     rates, parts, step = (summary.get(name, {}) for name in ("samples_per_s_per_gpu", "breakdown_s", "step_time_s"))
     accumulation = known.get("gradient_accumulation_steps") or 1
     micro_batch = summary.get("micro_batch_per_gpu") or config.get("train_micro_batch_size_per_gpu")
@@ -61,7 +54,8 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
         notes.append("no complete window was measured")
     elif batch and step_s:
         notes += uneven_steps(rate, batch, step_s)
-    gpus, device, tokens = known.get("world_size", 0), known.get("device_name", ""), known.get("context_length")
+    gpus, device = known.get("world_size", 0), known.get("device_name", "")
+    tokens = known.get("context_length") or known.get("text_tokens")  # of older configurations
     engine, memory = summary.get("deepspeed_samples_per_s"), summary.get("memory_peak_bytes")
     if engine and not summary.get("deepspeed_timer_synchronized", True) and unit(device) == "GPU":
         notes.append(HOST_ALONE)
