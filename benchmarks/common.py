@@ -20,7 +20,6 @@ from clap_ds.config.files import read_json, write_atomically, write_object
 from clap_ds.config.overrides import parse_assignment, read_config, with_field
 from clap_ds.config.paths import commit, work_folder
 
-K = TypeVar("K")
 T = TypeVar("T")
 LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL
 
@@ -63,9 +62,9 @@ def changed(config: Path, assignments: Iterable[str]) -> dict[str, Any]:
     )
 
 
-def in_turns(actions: Mapping[K, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[K, list[T]]:
+def in_turns(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[str, list[T]]:
     """Run the actions interleaved, alternating their order, and return their results per round after `warm_up` rounds."""
-    found: dict[K, list[T]] = {name: [] for name in actions}
+    found: dict[str, list[T]] = {name: [] for name in actions}
     for number in range(warm_up + rounds):
         for name in list(actions)[:: -1 if number % 2 else 1]:
             found[name].append(actions[name]())
