@@ -54,15 +54,8 @@ def _scaling(series: Series) -> list[str]:
         known.append(f"{series.efficiency_percent(rate):.1f}" if rate else "")
         first, *others = (f"{series.percent_by(law, nodes):.1f}" for law in laws)
         rows.append([str(nodes), str(nodes * series.gpus_per_node), *known, first, _band(series, nodes), *others])
-    header = [
-        "nodes",
-        "GPUs",
-        "samples/s/GPU",
-        "measured %",
-        f"{best} %",
-        "95% band",
-        *(f"{law} %" for law in laws[1:]),
-    ]
+    columns = [f"{law} %" for law in laws]
+    header = ["nodes", "GPUs", "samples/s/GPU", "measured %", columns[0], "95% band", *columns[1:]]
     return ["### Scaling", markdown_table(header, rows), ABOUT_BAND]
 
 
@@ -89,8 +82,8 @@ def main() -> None:
     options = parser.parse_args()
     curves = plot_scaling.read_curves(options).values()
     # Folders may also contain strong scaling and single scales.
-    swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1] or curves
-    found = [series_of(rows) for rows in swept]
+    swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1]
+    found = [series_of(rows) for rows in swept or curves]
     print("\n".join(render(series) for series in found), end="")
     if options.output:
         plot_scaling.draw_projection(found).save(options.output, ".pdf", ".svg")

@@ -54,16 +54,13 @@ def styled() -> Iterator[None]:
 
 class Picture:
     @styled()
-    def __init__(
-        self, heights: Sequence[float] = (1.7,), columns: int = 1, columns_wide: float = 1, share_x: bool = False
-    ) -> None:
-        """Create empty panels. `heights`: inches per row; with `share_x` they share their x-axis."""
+    def __init__(self, heights: Sequence[float] = (1.7,), columns: int = 1, columns_wide: float = 1) -> None:
+        """Create empty panels. `heights`: inches per row."""
         from matplotlib import figure
 
-        self.figure = figure.Figure(
-            figsize=(COLUMN_WIDTH_INCHES * columns_wide, sum(heights) + 0.6), layout="constrained"
-        )
-        panels = self.figure.subplots(len(heights), columns, sharex=share_x, squeeze=False, height_ratios=heights)
+        size = (COLUMN_WIDTH_INCHES * columns_wide, sum(heights) + 0.6)
+        self.figure = figure.Figure(figsize=size, layout="constrained")
+        panels = self.figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
         self.panels: list[Axes] = list(panels.flat)
 
     def title(self, text: str) -> None:
@@ -95,11 +92,10 @@ def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs", most: int = 8)
     """Make the x-axis logarithmic, with ticks at these counts: at most about `most`, including both ends."""
     counts = sorted(set(gpus))
     gap = (counts[-1] / counts[0]) ** (0.9 / (most - 1))
-    ticks = [counts[-1]]
-    for count in reversed(counts[1:-1]):
-        if ticks[-1] / count >= gap and count / counts[0] >= gap:
+    ticks = [counts[0]]
+    for count in counts[1:]:
+        if count / ticks[-1] >= gap and (counts[-1] / count >= gap or count == counts[-1]):
             ticks.append(count)
-    ticks = sorted({*ticks, counts[0]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()

@@ -79,7 +79,7 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a horizontal bar per scale in ms; the legend shows the last scale's shares."""
     import pandas as pd
 
-    parts = 1000 * pd.DataFrame([row.breakdown_s for row in rows], [str(row.gpus) for row in rows])
+    parts = 1000 * pd.DataFrame([row.breakdown_s for row in rows], [str(row.gpus) for row in rows]).fillna(0.0)
     total = parts.sum(axis=1)
     shares = 100 * parts.iloc[-1] / total.iloc[-1]
     colors = [PART_COLORS[part] for part in parts]

@@ -56,7 +56,7 @@ def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2) -> Picture:
     values at each curve's largest scale."""
     import pandas as pd
 
-    picture = Picture((2.1,) * (3 - columns), columns, columns, share_x=columns == 1)
+    picture = Picture((2.1,) * (3 - columns), columns, columns)
     efficiency, speedup = picture.panels
     names, common = short_names([*curves])
     all_rows = [row for rows in curves.values() for row in rows]
@@ -74,7 +74,6 @@ def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2) -> Picture:
     for axes, quantity in ((efficiency, "scaling efficiency (%)"), (speedup, "speed-up")):
         gpu_axis(axes, [row.gpus for row in all_rows], f"{unit(*(row.device for row in all_rows))}s")
         axes.set_ylabel("\n".join(filter(None, [quantity, relative])))
-    efficiency.set_xlabel(efficiency.get_xlabel() if columns == 2 else "")
     efficiency.margins(y=0.1)
     efficiency.locator_params(axis="y", steps=(1, 2, 5, 10))
     log_axis(speedup)

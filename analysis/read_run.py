@@ -55,6 +55,7 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     elif batch and step_s:
         notes += uneven_steps(rate, batch, step_s)
     gpus, device = known.get("world_size", 0), known.get("device_name", "")
+    tokens = known.get("context_length") or known.get("text_tokens")  # of older configurations
     engine, memory = summary.get("deepspeed_samples_per_s"), summary.get("memory_peak_bytes")
     if engine and not summary.get("deepspeed_timer_synchronized", True) and unit(device) == "GPU":
         notes.append(HOST_ALONE)
@@ -65,7 +66,7 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     return Run(
         source=str(path), state=summary.get("state", "unknown"), error=summary.get("error", ""),
         model=FORMER_PRESETS.get(name, name) if summary and (schema or 0) < 4 else name, device=device,
-        precision=summary.get("precision", ""), context_length=known.get("context_length"), nodes=known.get("num_nodes", 0),
+        precision=summary.get("precision", ""), context_length=tokens, nodes=known.get("num_nodes", 0),
         gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, samples_per_s_per_gpu=rate, windows=tuple(windows),
         **fields, engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step_s,
         slowest_rank_step_time_s=step.get("slowest_rank_median"), memory_peak_gib=memory and memory / 1024**3,
@@ -95,7 +96,8 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if damaged."""
     file = path / f"{name}.json"
-    return current(name, files.read_object(file)) if file.is_file() else {}
+    found = files.read_object(file) if file.is_file() else {}
+    return current(found) if name == "summary" else found
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from clap_ds.analysis.aggregate import combine_repeats, run_spreads
@@ -35,7 +36,7 @@ _COLUMNS = {
 
 def scaling_table(runs: Sequence[Run]) -> list[Scale]:
     """Return one row per series (`group_runs.py`) and scale, in ascending order of scale."""
-    scale = lambda run: (run.nodes, run.gpus)  # noqa: E731
+    scale = attrgetter("nodes", "gpus")
     series = by_series(split_series(runs))
     scales = [[*found] for members in series for _, found in groupby(sorted(members, key=scale), scale)]
     rows = map(combine_repeats, scales, run_spreads(scales))

@@ -15,9 +15,8 @@ from clap_ds.config.errors import UserError
 LAWS = {"a + b·log n": 0.0, "a + b·√n": 0.5, "a + b·n": 1.0}
 """Shape of the step time's growth on n nodes, by law."""
 USUAL = "a + b·√n"
-BOUNDED = "a growth that ends"
-"""Included in bands, never used for projection."""
-SHAPES: Mapping[str, float] = {BOUNDED: -1.0, **LAWS}
+SHAPES: Mapping[str, float] = {"a growth that ends": -1.0, **LAWS}
+"""Laws of bands. The first is never used for projection."""
 NOISE = 0.01
 """Minimum relative noise of a measurement."""
 UNEXPLAINED = 0.003

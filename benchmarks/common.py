@@ -11,17 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.files import read_json, write_atomically, write_object
 from clap_ds.config.overrides import parse_assignment, read_config, with_field
 from clap_ds.config.paths import commit, work_folder
 
-K = TypeVar("K")
-T = TypeVar("T")
 LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL
 
 
@@ -61,15 +59,6 @@ def changed(config: Path, assignments: Iterable[str]) -> dict[str, Any]:
     return functools.reduce(
         lambda run, text: with_field(run, *parse_assignment(text)), assignments, read_config(config)
     )
-
-
-def in_turns(actions: Mapping[K, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[K, list[T]]:
-    """Run the actions interleaved, alternating their order, and return their results per round after `warm_up` rounds."""
-    found: dict[K, list[T]] = {name: [] for name in actions}
-    for number in range(warm_up + rounds):
-        for name in list(actions)[:: -1 if number % 2 else 1]:
-            found[name].append(actions[name]())
-    return {name: results[warm_up:] for name, results in found.items()}
 
 
 def exit_on_sigterm() -> None:

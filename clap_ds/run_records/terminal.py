@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from clap_ds.config.errors import printable
 from clap_ds.run_records.intervals import range_label
@@ -32,9 +32,7 @@ class Progress:
 
 def print_summary(summary: Summary) -> None:
     """Print the final table."""
-    table = Table(show_header=False)
-    table.add_column("quantity")
-    table.add_column("value", justify="right")
+    table = Table("quantity", Column("value", justify="right"), show_header=False)
     for name, value in rows(summary):
         table.add_row(name, value)
     nodes, lacks_peak = summary["num_nodes"], "flops" in summary and summary["peak_tflops"] is None

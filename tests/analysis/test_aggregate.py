@@ -60,12 +60,8 @@ def test_the_spread_is_of_what_counts() -> None:
     assert pooled_spread([[run(1, 98.0)]]) is None
 
 
-def test_single_runs_have_no_plus_minus_and_their_slow_windows_are_counted() -> None:
-    stated = {"windows": (100.0, 101.0, 99.0, 50.0)}
-    rows = scaling_table([run(1, 100.0, **stated), run(2, 90.0)])
-    spreads = [(row.samples_per_s_per_gpu_2sigma, row.scaling_efficiency_2sigma_percent) for row in rows]
-    assert spreads == [(None, None)] * 2
-    assert ["not repeated" in row.notes for row in rows] == [True, True]
+def test_slow_windows_are_counted() -> None:
+    rows = scaling_table([run(1, 100.0, windows=(100.0, 101.0, 99.0, 50.0)), run(2, 90.0)])
     assert "range of 4 windows, 1 of them slow: 50 – 101" in rows[0].notes
     assert "slow" not in rows[1].notes
 
