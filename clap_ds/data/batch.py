@@ -85,10 +85,10 @@ class BatchSpec:
     model: ClapConfig
     context_length: int
     micro_batch: int
-    rank: int = 0
-    world_size: int = 1
-    seed: int = 0
-    device: torch.device = torch.device("cpu")
+    rank: int
+    world_size: int
+    seed: int
+    device: torch.device
 
 
 class MicroBatchStream(Protocol):

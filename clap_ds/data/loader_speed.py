@@ -51,7 +51,7 @@ def run_measure(options: argparse.Namespace) -> None:
     tokenizer = options.tokenizer or tokenizer_beside(options.shards[0])
     model = load_preset(options.preset)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
-    spec = BatchSpec(model, min(_CONTEXT_LENGTH, model.text.max_tokens), _MICRO_BATCH, device=device)
+    spec = BatchSpec(model, min(_CONTEXT_LENGTH, model.text.max_tokens), _MICRO_BATCH, 0, 1, 0, device)
     measured: list[LoaderThroughput] = []
     try:
         shards = expand_shards(options.shards)

@@ -30,8 +30,15 @@ from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.shard_writer import Member, Named
 from clap_ds.data.clip import CLIP_FORMATS, FEATURES, captions_of, choose_clip
-from clap_ds.data.decoding import AUDIO_FORMATS, BrokenItemError, check_peak, check_samples, decode_audio, open_audio
-from clap_ds.data.resampling import resampling_ratio
+from clap_ds.data.decoding import (
+    AUDIO_FORMATS,
+    BrokenItemError,
+    check_peak,
+    check_samples,
+    decode_audio,
+    open_audio,
+    resampling_ratio,
+)
 from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FrontEnd, expand_shards, folder_of, read_manifest, tokenizer_beside
 from clap_ds.data.tar_samples import fetch, list_items
