@@ -23,7 +23,7 @@ from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.clip import Broken, monotony
 from clap_ds.data.loader_throughput import LoaderThroughput
-from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources, split_by_worker
+from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources
 from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FIELD, kind_of, samples_of
 from clap_ds.data.shard_reader import START, Chunk, ShardReader
@@ -114,12 +114,9 @@ class WebDatasetStream:
             "num_workers": data.num_workers,
         }
         contents: Any = [[source.shards, source.weight] for source in sources]
-        if samples and self._described["epoch_samples"]:
-            shuffled = data.shuffle_buffer > 0
-            shares = split_by_worker(sources[0], samples, spec, max(data.num_workers, 1), piece_size, shuffled=shuffled)
-            contents = [contents, samples]
-        else:
-            shares = assign_shards(sources, data.resampled, spec.rank, spec.world_size, data.num_workers)
+        has_epochs = bool(self._described["epoch_samples"])
+        shares = assign_shards(sources, data, spec, samples if has_epochs else None, piece_size)
+        contents = [contents, samples] if has_epochs else contents
         return shares, {
             "ranks": spec.world_size,
             "workers per rank": len(shares),
