@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import make_parser, show, table
-from clap_ds.benchmark.matmul_peak import measure_matmul_tflops
+from clap_ds.benchmark.bandwidth import measure_matmul_tflops
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.model.window_attention import attend_windows
@@ -31,7 +30,6 @@ COLUMNS = (
     " | error {error:.1e} | torch's error {torch_error:.1e} | note {note}"
 )
 ITEM = 2  # bytes of a bf16
-PROGRAMS = (3, 12, 24, 48)  # per multiprocessor: the more, the fewer windows each has
 Row = dict[str, Any]
 Size = tuple[float, float]
 
@@ -102,8 +100,6 @@ def noise(*shape: int) -> Tensor:
 
 
 def attention_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
-    from clap_ds.model import window_attention_triton
-
     for grid, heads, dim in zip(audio.stage_grids, audio.num_heads, audio.stage_dims, strict=True):
         window = min(audio.attention_window, grid)
         for shift in (0, window // 2) if grid > window else (0,):
@@ -124,9 +120,6 @@ def attention_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:
             both = [ways(kernel, (qkv, bias), d_output) for kernel in (sdpa, triton)]
             shape = f"{grid}² × {dim}, {heads} heads, shift {shift}"
             yield from compared("attention", shape, sizes, *both, **found)
-            for number in PROGRAMS:
-                with mock.patch.object(window_attention_triton, "PROGRAMS_PER_MULTIPROCESSOR", number):
-                    yield timed(f"attention backward, {number} programs", shape, both[1]["backward"], sizes["backward"])
 
 
 def mlp_rows(audio: AudioConfig, clips: int) -> Iterator[Row]:

@@ -72,11 +72,6 @@ class Batch:
         audio, input_ids, mask = map(function, self.tensors())
         return Batch(audio, input_ids, mask, self.num_tokens, packed)
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Mark these tensors as used on `stream` for the allocator."""
-        for tensor in (*self.tensors(), *((self.packed[0], self.packed[1].bounds) if self.packed else ())):
-            tensor.record_stream(stream)
-
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
@@ -85,10 +80,10 @@ class BatchSpec:
     model: ClapConfig
     context_length: int
     micro_batch: int
-    rank: int
-    world_size: int
-    seed: int
-    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
 
 
 class MicroBatchStream(Protocol):

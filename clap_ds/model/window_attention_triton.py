@@ -30,9 +30,10 @@ FORWARD, BACKWARD = Launch(4, 1), Launch(4, 1, 168)
 """Maximize resident programs without spills on sm_80, sm_90a and sm_100 (`results/triton`)."""
 MASKED = tl.constexpr(MASKED_SCORE)
 LOG2_E = tl.constexpr(math.log2(math.e))
-PROGRAMS_PER_MULTIPROCESSOR = 6
-"""Programs of the backward pass, which loop over windows to sum the bias gradient in registers. With two or three resident
-programs, 6 gives whole rounds."""
+PROGRAMS_PER_MULTIPROCESSOR = 48
+"""Programs of the backward pass, which loop over windows to sum the bias gradient in registers. Heads of 24 channels share
+32-byte memory sectors. Short programs keep a window's heads together in time, so that the L2 cache merges their writes: on an
+H200, 48 take 1.7 ms where 6 take 2.7 (`results/h200`)."""
 
 
 @triton.jit

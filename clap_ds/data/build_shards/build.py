@@ -32,7 +32,7 @@ from clap_ds.data.clip import monotony
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_io import KINDS
 from clap_ds.data.shard_manifest import HUB_TOKENIZER
-from clap_ds.model.tokenizer import train_tokenizer
+from clap_ds.weights.tokenizer import train_tokenizer
 
 TRAIN = ("train", "training")
 HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")
