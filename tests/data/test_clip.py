@@ -130,9 +130,7 @@ def test_evaluation_and_training_fuse_shards(tmp_path: Path, tokenizer_dir: str)
     options: dict[str, Any] = {"tokenizer": tokenizer_dir, "num_workers": 0, "shuffle_buffer": 0}
     for audio_dtype, dtype in (("int16", torch.float16), ("float32", torch.float32)):
         data = ShardData(source="webdataset", shards=tar, audio_dtype=audio_dtype, **options)
-        with contextlib.closing(
-            WebDatasetStream(data, BatchSpec(model, 12, 4, 0, 1, 0, torch.device("cpu")))
-        ) as pieces:
+        with contextlib.closing(WebDatasetStream(data, BatchSpec(model, 12, 4))) as pieces:
             (piece,) = next(pieces)
         assert (piece.audio.dtype, tuple(piece.audio.shape)) == (dtype, (4, 4, 101, 16))
         audio = join([piece], torch.device("cpu")).audio

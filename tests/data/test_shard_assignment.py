@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,7 +113,7 @@ def test_every_shard_goes_to_one_worker(micro: ClapConfig, num_shards: int, worl
     """If there are too few for all workers, each worker still has one."""
     sources, readers = [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)], world_size * (num_workers or 1)
     data = ShardData(source="webdataset", shards="", tokenizer="", num_workers=num_workers)
-    specs = [BatchSpec(micro, 12, 4, rank, world_size, 0, torch.device("cpu")) for rank in range(world_size)]
+    specs = [BatchSpec(micro, 12, 4, rank, world_size) for rank in range(world_size)]
     shared = [assign_shards(sources, data, spec) for spec in specs]
     assert [len(workers) for workers in shared] == [num_workers or 1] * world_size
     for source, assigned in zip(sources, zip(*chain(*shared), strict=True), strict=True):
