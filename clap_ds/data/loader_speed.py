@@ -11,7 +11,7 @@ import torch
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import load_preset, preset_argument
+from clap_ds.config.model import CONTEXT_LENGTH, load_preset, preset_argument
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.loader_throughput import MARGIN, LoaderThroughput, describe
@@ -20,7 +20,7 @@ from clap_ds.data.webdataset import WebDatasetStream
 
 RATES = (624, 3300, 4500)
 """Samples per second per GPU: the published throughput, and this project's goals for an H200."""
-_CONTEXT_LENGTH, _MICRO_BATCH = 77, 64
+_MICRO_BATCH = 64
 
 
 def measure(data: ShardData, spec: BatchSpec, seconds: float) -> LoaderThroughput:
@@ -51,7 +51,7 @@ def run_measure(options: argparse.Namespace) -> None:
     tokenizer = options.tokenizer or tokenizer_beside(options.shards[0])
     model = load_preset(options.preset)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
-    spec = BatchSpec(model, min(_CONTEXT_LENGTH, model.text.max_tokens), _MICRO_BATCH, device=device)
+    spec = BatchSpec(model, min(CONTEXT_LENGTH, model.text.max_tokens), _MICRO_BATCH, device=device)
     measured: list[LoaderThroughput] = []
     try:
         shards = expand_shards(options.shards)

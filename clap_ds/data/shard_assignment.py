@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_manifest import expand_shards
 
@@ -75,26 +76,25 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
 
 
 def assign_shards(
-    sources: list[Source], resampled: bool, rank: int, world_size: int, num_workers: int
+    sources: list[Source], data: ShardData, spec: BatchSpec, samples: list[int] | None = None, piece_size: int = 1
 ) -> list[list[Source]]:
-    """Assign whole tars of every source to each worker of a rank; if `resampled`, each worker draws from all tars."""
-    readers = world_size * max(num_workers, 1)
-    if resampled:
+    """Assign to each worker of a rank its part of every source.
+
+    With `samples`, the numbers in each tar of the only source, it is a part of every epoch, in an order of tars drawn once.
+    Otherwise it is whole tars; if `data.resampled`, each worker draws from all tars.
+    """
+    workers = max(data.num_workers, 1)
+    readers = spec.world_size * workers
+    if samples:
+        tars = list(zip(sources[0].shards, samples, strict=True))
+        if data.shuffle_buffer:
+            random.Random(f"seed {spec.seed}, tars").shuffle(tars)
+        shards, counts = [shard for shard, _ in tars], tuple(count for _, count in tars)
+        of_rank = range(spec.rank * workers, (spec.rank + 1) * workers)
+        deals = [EpochPartition(counts, sum(counts), spec.world_size, workers, piece_size, own) for own in of_rank]
+        return [[replace(sources[0], shards=shards, deal=deal)] for deal in deals]
+    if data.resampled:
         numbers = [max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources]
-        drawn = [replace(source, shards_per_pass=number) for source, number in zip(sources, numbers, strict=True)]
-        return [drawn] * max(num_workers, 1)
-    own = range(rank, readers, world_size)
+        return [[replace(s, shards_per_pass=k) for s, k in zip(sources, numbers, strict=True)]] * workers
+    own = range(spec.rank, readers, spec.world_size)
     return [[replace(s, shards=s.shards[reader % len(s.shards) :: readers]) for s in sources] for reader in own]
-
-
-def split_by_worker(
-    source: Source, samples: list[int], spec: BatchSpec, num_workers: int, piece_size: int, *, shuffled: bool
-) -> list[list[Source]]:
-    """Assign to each worker of a rank its samples of a source (`samples` per tar), in an order drawn once."""
-    tars = list(zip(source.shards, samples, strict=True))
-    if shuffled:
-        random.Random(f"seed {spec.seed}, tars").shuffle(tars)
-    shards, counts = [shard for shard, _ in tars], tuple(count for _, count in tars)
-    of_rank = range(spec.rank * num_workers, (spec.rank + 1) * num_workers)
-    deals = [EpochPartition(counts, sum(counts), spec.world_size, num_workers, piece_size, own) for own in of_rank]
-    return [[replace(source, shards=shards, deal=deal)] for deal in deals]

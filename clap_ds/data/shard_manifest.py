@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -166,8 +165,3 @@ def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int]
         return None
     counted = {tar: sum(map(is_sample, list_items(tar, lambda name, reason: None))) for tar in unknown}
     return [record.items if record else counted[tar] for tar, record in zip(shards, records, strict=True)]
-
-
-def digest(path: Path) -> str:  # SHA-256 of a file, in hex
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -19,12 +19,11 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from clap_ds.config.errors import printable
-from clap_ds.config.model import AudioConfig
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
 from clap_ds.data.clip import Broken, monotony
 from clap_ds.data.loader_throughput import LoaderThroughput
-from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources, split_by_worker
+from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources
 from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FIELD, kind_of, samples_of
 from clap_ds.data.shard_reader import START, Chunk, ShardReader
@@ -38,14 +37,6 @@ PIECE_SIZE = 32  # rows
 
 def note(text: str) -> None:
     print(f"{FIELD}: {printable(text)}", file=sys.stderr, flush=True)
-
-
-def _row(kind: Kind, audio: AudioConfig, audio_dtype: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype of a clip in the workers' memory."""
-    if kind == "mel":
-        return audio.feature_shape, torch.float16
-    is_half = audio.fusion and audio_dtype == "int16"
-    return audio.clip_shape, torch.float16 if is_half else getattr(torch, audio_dtype)
 
 
 class _Readers(IterableDataset[Chunk]):
@@ -75,7 +66,10 @@ class WebDatasetStream:
         # Two micro-batches wait ahead of the one in use. Each worker also keeps its part of that, and fills another.
         ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self._num_workers else 0
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
-        row, dtype = _row(self._kind, spec.model.audio, data.audio_dtype)
+        audio, is_mel = spec.model.audio, self._kind == "mel"
+        in_16_bits = is_mel or (audio.fusion and data.audio_dtype == "int16")
+        dtype = torch.float16 if in_16_bits else getattr(torch, data.audio_dtype)
+        row = audio.feature_shape if is_mel else audio.clip_shape
         self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
         text = spec.model.text
         tokenizer = load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
@@ -120,12 +114,9 @@ class WebDatasetStream:
             "num_workers": data.num_workers,
         }
         contents: Any = [[source.shards, source.weight] for source in sources]
-        if samples and self._described["epoch_samples"]:
-            shuffled = data.shuffle_buffer > 0
-            shares = split_by_worker(sources[0], samples, spec, max(data.num_workers, 1), piece_size, shuffled=shuffled)
-            contents = [contents, samples]
-        else:
-            shares = assign_shards(sources, data.resampled, spec.rank, spec.world_size, data.num_workers)
+        has_epochs = bool(self._described["epoch_samples"])
+        shares = assign_shards(sources, data, spec, samples if has_epochs else None, piece_size)
+        contents = [contents, samples] if has_epochs else contents
         return shares, {
             "ranks": spec.world_size,
             "workers per rank": len(shares),

@@ -46,8 +46,8 @@ def test_a_newcomer_can_train_on_the_result(
     assert f"train: {len(train)} items in 3 shard(s)" in printed
     settings = json.JSONDecoder().raw_decode(printed.partition('"data": ')[2])[0]
     data = ShardData.model_validate({**settings, "num_workers": 0})
-    place = {"rank": 0, "world_size": 1, "seed": 0, "device": torch.device("cpu")}
-    with build_batches(data, model=micro, context_length=12, micro_batch=15, **place) as source:
+    cpu = torch.device("cpu")
+    with build_batches(data, model=micro, context_length=12, micro_batch=15, device=cpu) as source:
         next(source)
         assert (source.statistics()["epoch_samples"], source.statistics()["num_broken_items"]) == (len(train), 0)
     manifest = json.loads((out / "manifest.json").read_text())["shards"]

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clap_ds.config.model import ClapConfig
+from clap_ds.config.schema import ShardData
+from clap_ds.data.batch import BatchSpec
 from clap_ds.data.shard_assignment import EpochPartition, Part, Source, assign_shards
 from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
 from tests.data.conftest import OpenSource
@@ -106,10 +109,12 @@ def numbered(count: int) -> list[str]:
 @pytest.mark.parametrize(
     ("num_shards", "world_size", "num_workers"), [(12, 2, 3), (13, 2, 3), (5, 2, 2), (9, 4, 0), (3, 2, 4)]
 )
-def test_every_shard_goes_to_one_worker(num_shards: int, world_size: int, num_workers: int) -> None:
+def test_every_shard_goes_to_one_worker(micro: ClapConfig, num_shards: int, world_size: int, num_workers: int) -> None:
     """If there are too few for all workers, each worker still has one."""
     sources, readers = [Source(numbered(num_shards), 1.0), Source(numbered(50), 3.0)], world_size * (num_workers or 1)
-    shared = [assign_shards(sources, False, rank, world_size, num_workers) for rank in range(world_size)]
+    data = ShardData(source="webdataset", shards="", tokenizer="", num_workers=num_workers)
+    specs = [BatchSpec(micro, 12, 4, rank, world_size) for rank in range(world_size)]
+    shared = [assign_shards(sources, data, spec) for spec in specs]
     assert [len(workers) for workers in shared] == [num_workers or 1] * world_size
     for source, assigned in zip(sources, zip(*chain(*shared), strict=True), strict=True):
         sizes = [len(each.shards) for each in assigned]

@@ -130,9 +130,8 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                raise UserError(
-                    f"{source}:{reader.line_num}: expected {len(row)} fields: {', '.join(filter(None, row))}"
-                )
+                names = ", ".join(filter(None, row))
+                raise UserError(f"{source}:{reader.line_num}: expected {len(row)} fields: {names}")
             if any(row.values()):
                 yield reader.line_num, {name.strip(): cell for name, cell in row.items() if name}
     except csv.Error as error:
@@ -162,7 +161,9 @@ def path_in(row: Row, audio: str) -> str:
 
 def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[list[str], Row]:
     """Split a row into captions and metadata; class columns are both. Text in columns of `lists` is split into a list."""
-    row = {name: _names_in(cell) if name in lists and isinstance(cell, str) else cell for name, cell in row.items()}
+    for name in row.keys() & set(lists):
+        if isinstance(cell := row[name], str):
+            row[name] = [part.strip() for part in re.split("[,;|]", cell) if part.strip()]
     texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
     more = {name: value for name, value in row.items() if name not in columns or not _CAPTION_COLUMN.fullmatch(name)}
     return list(dict.fromkeys(filter(None, map(in_words, texts)))), more
@@ -171,10 +172,6 @@ def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[li
 def in_words(name: str) -> str:
     """Convert a class name to caption words: `low_hum` becomes "low hum". Text with spaces is unchanged."""
     return name.strip() if " " in name else name.replace("_", " ").strip()
-
-
-def _names_in(cell: str) -> list[str]:
-    return [name for part in re.split(r"[,;|]", cell) if (name := part.strip())]
 
 
 def audio_files_in(folder: Path) -> list[Path]:

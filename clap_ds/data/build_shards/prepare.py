@@ -27,11 +27,11 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.files import own_folder, read_bytes, replacing
 from clap_ds.config.model import PRESETS, AudioConfig, load_preset, preset_argument
 from clap_ds.cpu_kernels.patch_model import convert
+from clap_ds.data import decoding
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.shard_writer import Member, Named
 from clap_ds.data.clip import CLIP_FORMATS, FEATURES, captions_of, choose_clip
 from clap_ds.data.decoding import AUDIO_FORMATS, BrokenItemError, check_peak, check_samples, decode_audio, open_audio
-from clap_ds.data.resampling import resampling_ratio
 from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FrontEnd, expand_shards, folder_of, read_manifest, tokenizer_beside
 from clap_ds.data.tar_samples import fetch, list_items
@@ -69,7 +69,7 @@ class Preparation:
         """Convert an audio file. Raises BrokenItemError."""
         rate = self.audio.sample_rate
         with open_audio(content) as file:
-            num_samples = math.ceil(file.frames * resampling_ratio(file.samplerate, rate))
+            num_samples = math.ceil(file.frames * decoding.resampling_ratio(file.samplerate, rate))
             row = torch.from_numpy(np.empty(num_samples, np.int16))  # torch's error isn't a MemoryError
         waveform = row[: decode_audio(content, row, sample_rate=rate, rng=random.Random(0))].numpy()
         if not waveform.any():

@@ -26,7 +26,7 @@ from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError, printable
 from clap_ds.config.files import own_folder, read_bytes, read_json, replacing, write_atomically
 from clap_ds.data.shard_io import Kind
-from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, digest, write_manifest
+from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, write_manifest
 
 RECORDS = ".build"  # subfolder of finished shards' records
 BROKEN = "broken.jsonl"
@@ -140,7 +140,9 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
             if stop.is_set():
                 raise InterruptedError
     if num_items:
-        record = ShardRecord(num_items, (folder / name).stat().st_size, round(seconds, 3), digest(folder / name))
+        with (folder / name).open("rb") as tar:
+            digest = hashlib.file_digest(tar, "sha256").hexdigest()
+        record = ShardRecord(num_items, (folder / name).stat().st_size, round(seconds, 3), digest)
     else:
         (folder / name).unlink()
     built = {"record": asdict(record) if record else None, "broken": broken}
