@@ -21,7 +21,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
 from clap_ds.planning.cuda_operations import cuda_functions
-from clap_ds.planning.tracing import Operation
+from clap_ds.planning.tracing import TOWERS, Operation
 
 H100 = DeviceProperties(
     type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
@@ -31,7 +31,7 @@ H100 = DeviceProperties(
 
 def is_fusible(operation: Operation) -> bool:
     """Return whether an operation becomes part of Inductor's own kernels if towers are compiled."""
-    return operation.part in ("audio", "text") and not operation.flops and operation.name.startswith("aten.")
+    return operation.part in TOWERS and not operation.flops and operation.name.startswith("aten.")
 
 
 class _ScheduledError(Exception):
