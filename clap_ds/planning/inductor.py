@@ -76,7 +76,8 @@ def fused_kernels(function: Callable[..., Any], *inputs: Any) -> list[tuple[bool
             (DeviceProperties, "create", lambda _: H100),
             (TensorVariable, "method_attr_is_cuda", lambda _, translator: VariableTracker.build(translator, True)),
         ):
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+            # PyTorch below 2.13 lacks `_is_gpu_triton_backend`, and then a few reductions are counted apart.
+            stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
         stack.enter_context(config.patch(cpu_backend="triton", fx_graph_cache=False))
         stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False))
         stack.enter_context(cuda_functions())
