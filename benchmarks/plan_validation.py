@@ -13,6 +13,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,7 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import Ranks, run_command
 from clap_ds.engine.open_run import open_run_dir
 from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
-from clap_ds.planning.roofline import rates_of
-from clap_ds.planning.roofline_shares import FUSED, TABLE, class_of
+from clap_ds.planning.roofline import FUSED, TABLE, class_of, ideal_s
 from clap_ds.planning.step import compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation
 from clap_ds.run_parts import engine_of, joined_ranks, loader_of, model_of
@@ -79,9 +79,9 @@ def join(
     seconds of an operation at the data sheet's rates."""
     known, ideal = defaultdict[Any, list[Operation]](list), defaultdict[str, float](float)
     for operation, times in planned:
-        if operation.launches and class_of(operation) == FUSED:
+        if class_of(operation) == FUSED:
             ideal[FUSED] += STEPS * times * ideal_s(operation)
-        elif operation.launches:
+        else:
             known[operation.name, operation.shapes].append(operation)
     owners: list[Any] = []
     took, calls = defaultdict[str, float](float), defaultdict[str, set[int]](set)
@@ -137,7 +137,7 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
         run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
         fused = compiled_kernels(run, run.micro_batch) if is_compiled else []
         work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(fused)
-        if not (found := join(read_json(path), work, rates_of(known, "middle").ideal_s)):
+        if not (found := join(read_json(path), work, partial(ideal_s, gpu=known))):
             raise UserError(f"{path}: no kernel times; check that torch.profiler can use CUPTI")
         rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]
         texts += [f"## {path.parent}\n\n{table(CLASSES, rows)}"]
