@@ -10,6 +10,8 @@ import torch.distributed as dist
 from clap_ds.training import signal_handler
 from tests.rank_pool import RankPool
 
+LIMIT = timedelta(seconds=60)
+
 
 def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
     """Return the agreed signal after each of four steps, and whether signal handlers are restored. Signals arrive after ranks
@@ -19,13 +21,15 @@ def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
         store, key = request._store, request._key
         for step in range(4):
             if dist.get_rank() != step % 2:
-                store.wait([f"{key} {step}"], timedelta(seconds=20))
+                store.wait([f"{key} {step}"], LIMIT)
             request.ask()
             store.set(f"{key} {step}", "")
+            store.set(f"{key} {step} {dist.get_rank()}", "")
             if dist.get_rank() == signalled and step in (1, 2):
+                store.wait([f"{key} {step} {rank}" for rank in range(2)], LIMIT)
                 os.kill(os.getpid(), number if step == 1 else signal.SIGINT)
             if step == 1:
-                store.wait([key], timedelta(seconds=20))
+                store.wait([key], LIMIT)
             answers.append(request.wait())
     return answers, before == list(map(signal.getsignal, signal_handler.STOP_SIGNALS))
 
