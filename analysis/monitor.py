@@ -1,6 +1,6 @@
 """Summarize the samples of `clap_ds/run_records/gpu_monitor.py` to show what limited a run's GPUs.
 
-Samples during checkpoint saves aren't counted. `docs/benchmarking.md` explains each column.
+Samples during checkpoint saves aren't counted. `docs/watching.md` explains each column.
 """
 
 from __future__ import annotations
