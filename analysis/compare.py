@@ -65,8 +65,8 @@ def main() -> None:
         raise UserError(f"expected two inputs, A and B; found {len(options.inputs)}")
     for a, b, spread in pairs(*(read_runs([path], options) for path in options.inputs)):
         titles = dict.fromkeys(f"{row.title}, {row.scale}" for row in (a, b))
-        rates = [row.cell("samples_per_s_per_gpu", "samples_per_s_per_gpu_2sigma") for row in (a, b)]
-        told = f"A {rates[0]} and B {rates[1]} samples/s/{a.unit[:-1]}. {verdict(a, b, spread)}."
+        rates = [row.cell("samples_per_s_per_gpu") for row in (a, b)]
+        told = f"A {rates[0]} and B {rates[1]} samples/s/{a.unit}. {verdict(a, b, spread)}."
         print(f"### {' and '.join(titles)}\n\n{told}\n")
 
 

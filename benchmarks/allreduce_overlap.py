@@ -1,23 +1,16 @@
-"""Measure the exposed time of gradient all-reduce with DeepSpeed's default and with this project's overlap.
+"""Measure the exposed time of gradient all-reduce with DeepSpeed's default and with this project's overlap, on CPU ranks.
 
-    python -m benchmarks.allreduce_overlap [--rates_mbit 500 1000 2000] [--output FILE.md]
+    DS_ACCELERATOR=cpu deepspeed --hostfile hosts --module benchmarks.allreduce_overlap [--output FILE.md]
 
-Uses two network namespaces as hosts (needs root and iproute2), with links shaped to each rate. Both methods are interleaved in
-one process. The model has HTSAT-tiny's parameters, scaled down. Its layers sleep in proportion to their FLOPs, which leaves the
-cores to communication, as on a GPU. The total sleep is 1.5 times one all-reduce of all gradients.
+Both methods are interleaved in one process. The model has HTSAT-tiny's parameters, scaled down. Its layers sleep in proportion
+to their FLOPs, which leaves the cores to communication, as on a GPU. The sleep of a step is 1.5 times one all-reduce.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.common import exit_on_sigterm, in_turns, make_parser, show, table
-from clap_ds.config.errors import UserError, run_alone
+from benchmarks.common import in_turns, make_parser, show, table
+from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset
-from clap_ds.config.paths import PACKAGE
 from clap_ds.config.settings import ClapSettings
 from clap_ds.distributed import init
 from clap_ds.model.clap import ClapModel
@@ -38,20 +30,13 @@ from clap_ds.run_records.timers import seconds
 SCALE = 12
 """Parameters of HTSAT-tiny per parameter of the emulated model."""
 COMPUTE_PER_ALLREDUCE = 1.5
-METHODS, KINDS = ("deepspeed", "overlapped"), ("sending", "silent")
+METHODS = ("deepspeed", "overlapped")
 COLUMNS = (
-    "link, Mbit/s {rate_mbit:g} | gradients, MB {megabytes:.1f}"
+    "ranks {ranks} | gradients, MB {megabytes:.1f} | all-reduce alone {allreduce_ms:.0f}"
     " | DeepSpeed as it is {deepspeed[median]:.0f} [{deepspeed[low]:.0f}, {deepspeed[high]:.0f}]"
     " | overlapped {overlapped[median]:.0f} [{overlapped[low]:.0f}, {overlapped[high]:.0f}]"
     " | overlapped / DeepSpeed {ratio:.0%}"
 )
-SUBNET = "10.98.0"
-VARIABLES = (
-    *["WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "OMP_NUM_THREADS=1", "DS_ACCELERATOR=cpu"],
-    *f"MASTER_ADDR={SUBNET}.1 MASTER_PORT=29555 GLOO_SOCKET_IFNAME=eth0".split(),
-    f"PYTHONPATH={PACKAGE.parent}",
-)
-"""Variables that a launcher sets, except the rank."""
 
 
 class _Layer(torch.autograd.Function):
@@ -117,80 +102,30 @@ def _seconds(action: Callable[[], object]) -> float:
     return seconds(lambda: (action(), dist.barrier()), torch.device("cpu"))
 
 
-def _worker(rounds: int) -> None:
-    """Run one rank. Rank 0 prints seconds of steps with and without sending, by method, as JSON."""
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("allreduce_overlap", __doc__)
+    rounds = "timed steps of each method, with and without sending (default: 9)"
+    parser.add_argument("--rounds", type=int, default=9, help=rounds)
+    parser.add_argument("--local_rank", type=int, help="ignored; from DeepSpeed's launcher")
+    arguments = parser.parse_args(argv)
     init.initialize(init.Ranks.from_environment())
     gradients = torch.cat([weight.detach() for weight in EmulatedModel().parameters()])
     took_s = torch.tensor(min(_seconds(lambda: dist.all_reduce(gradients)) for _ in range(4)))
     dist.broadcast(took_s, src=0)
-    actions = {}
+    steps = {name: _step_by(name, EmulatedModel(COMPUTE_PER_ALLREDUCE / 3 * float(took_s))) for name in METHODS}
+    actions = {
+        (name, sent): partial(_seconds, partial(steps[name], sent)) for name in METHODS for sent in (True, False)
+    }
+    times = in_turns(actions, arguments.rounds, warm_up=2)
+    row: dict[str, Any] = {"ranks": dist.get_world_size(), "megabytes": gradients.nbytes / 1e6}
     for name in METHODS:
-        step = _step_by(name, EmulatedModel(COMPUTE_PER_ALLREDUCE / 3 * float(took_s)))
-        for kind in KINDS:
-            actions[f"{name} {kind}"] = partial(_seconds, partial(step, kind == "sending"))
-    found = {"num_bytes": gradients.nbytes, "seconds": in_turns(actions, rounds, warm_up=2)}
-    if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
-    init.leave(0)
-
-
-def _run(command: str) -> None:
-    subprocess.run(command.split(), check=True)
-
-
-@contextmanager
-def shaped_hosts() -> Iterator[list[str]]:
-    """Connect two namespaces through interfaces `eth0` and yield their names. UserError without root or iproute2."""
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        raise UserError("network namespaces need root, and `ip` and `tc`: run as root and install iproute2")
-    hosts = [f"clap{os.getpid()}-{number}" for number in (1, 2)]
-    try:
-        for host in hosts:
-            _run(f"ip netns add {host}")
-        _run(f"ip link add eth0 netns {hosts[0]} type veth peer name eth0 netns {hosts[1]}")
-        for number, host in enumerate(hosts, start=1):
-            for change in (f"addr add {SUBNET}.{number}/24 dev eth0", "link set eth0 up", "link set lo up"):
-                _run(f"ip -n {host} {change}")
-        yield hosts
-    finally:
-        for host in hosts:
-            subprocess.run(["ip", "netns", "del", host], capture_output=True)
-
-
-def _measure(hosts: Sequence[str], rate_mbit: float, rounds: int) -> dict[str, Any]:
-    """Run all methods at one rate, with one rank per host, pinned to a core. Return each one's exposed ms with an interval."""
-    processes = []
-    for rank, host in enumerate(hosts):
-        _run(f"tc -n {host} qdisc replace dev eth0 root tbf rate {rate_mbit}mbit burst 512kbit latency 200ms")
-        words = f"ip netns exec {host} taskset -c {rank % (os.cpu_count() or 1)} env RANK={rank}".split()
-        worker = [sys.executable, "-m", "benchmarks.allreduce_overlap", "--worker", "--rounds", str(rounds)]
-        processes.append(subprocess.Popen([*words, *VARIABLES, *worker], stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate()[0] for process in processes]
-    if any(codes := [process.returncode for process in processes]):
-        raise UserError(f"ranks failed with exit codes {codes}")
-    found = json.loads(outputs[0].splitlines()[-1])
-    row: dict[str, Any] = {"rate_mbit": rate_mbit, "megabytes": found["num_bytes"] / 1e6}
-    for name in METHODS:
-        pairs = zip(*(found["seconds"][f"{name} {kind}"] for kind in KINDS), strict=True)
+        pairs = zip(times[name, True], times[name, False], strict=True)
         row[name] = vars(median_interval([1000 * (sending - silent) for sending, silent in pairs]))
-    return {**row, "ratio": row["overlapped"]["median"] / row["deepspeed"]["median"]}
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("allreduce_overlap", __doc__)
-    parser.add_argument("--rates_mbit", type=float, nargs="+", default=[500, 1000, 2000], help="link rates in Mbit/s")
-    parser.add_argument(
-        "--rounds", type=int, default=9, help="timed steps of each method, with and without sending (9)"
-    )
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.worker:
-        _worker(arguments.rounds)
-    exit_on_sigterm()
-    with shaped_hosts() as hosts:
-        rows = [_measure(hosts, rate_mbit, arguments.rounds) for rate_mbit in arguments.rates_mbit]
-    title = "Exposed communication in ms: step time with sending gradients minus without; median and interval"
-    show(arguments.output, f"{title}\n\n{table(COLUMNS, rows)}", rows)
+    row |= {"allreduce_ms": 1000 * float(took_s), "ratio": row["overlapped"]["median"] / row["deepspeed"]["median"]}
+    if dist.get_rank() == 0:
+        title = "Exposed communication in ms: step time with sending gradients minus without; median and interval"
+        show(arguments.output, f"{title}\n\n{table(COLUMNS, [row])}", [row])
+    init.leave(0)
 
 
 if __name__ == "__main__":

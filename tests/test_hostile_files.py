@@ -21,12 +21,12 @@ from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
 from clap_ds.launch.job_store import Job, Jobs
 from clap_ds.launch.sbatch import Request
-from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.run_dir import start_log
 from clap_ds.training.remote_sync import RemoteFolder
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
+from clap_ds.weights.tokenizer import load_tokenizer
 from tests.weights.fake_checkpoints import make_checkpoint
 
 BOMBS: dict[str, Callable[[Path], object]] = {
@@ -65,7 +65,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "rank0.log": lambda run: start_log(run / "rank0.log"),
     "errors": lambda run: error_file.write_error_file("error", "message", 1),
     "stacks": lambda run: Watch(run, 0, "host"),
-    "tensorboard": lambda run: Scalars(_engine(), {}, run),
+    "tensorboard": lambda run: Scalars(_engine(), run),
     ".probe": lambda folder: RemoteFolder(str(folder)).try_writing(),
     "n001": lambda folder: _sweep(folder).write_scripts(_sweep(folder).jobs),
     ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),
@@ -74,7 +74,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 def _engine() -> Any:
     monitor = SimpleNamespace(tb_monitor=None, enabled=True, write_events=print)
-    return SimpleNamespace(monitor=monitor, global_samples=0)
+    return SimpleNamespace(deepspeed=SimpleNamespace(monitor=monitor, global_samples=0), config={"tensorboard": {}})
 
 
 def _sweep(folder: Path) -> Jobs:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from clap_ds.config.model import INT16_SCALE
 from clap_ds.data.batch import to_int16
-from clap_ds.data.broken import BrokenItemError
 from clap_ds.data.resampling import resample, resampling_ratio
 
 AUDIO_FORMATS = ("flac", "wav", "ogg", "mp3")
@@ -38,6 +37,10 @@ _RATES = range(1000, 10**6 + 1)  # Hz; at lower rates, a few samples would becom
 
 Encoded = bytes | str
 """A file's content or path."""
+
+
+class BrokenItemError(ValueError):
+    """Raised for an item that can't be used."""
 
 
 def decode_audio(encoded: Encoded, row: Tensor, *, sample_rate: int, rng: random.Random) -> int:
@@ -127,13 +130,6 @@ def check_peak(samples: NDArray[np.float32]) -> float:
     return peak
 
 
-def clip_peaks(samples: NDArray[np.float32]) -> None:
-    """Clip samples to ±1 in place, as in LAION-CLAP's training, and warn once per process if a peak exceeds `LOUD`."""
-    if check_peak(samples) > LOUD:
-        warnings.warn(f"audio peaks above {LOUD}: samples are clipped to full scale ±1", stacklevel=2)
-    np.clip(samples, -1, 1, out=samples)
-
-
 def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[Any]:
     """Read frames `start` to `start + num_frames`, or as many as can be decoded: (frames, channels)."""
     # After a seek in an MP3, libmpg123 lacks bits of earlier frames: it first returns zeros and logs to stderr.
@@ -149,9 +145,8 @@ def _about_loudest(file: soundfile.SoundFile, num_frames: int) -> NDArray[np.flo
     """Read `num_frames` around the loudest of the first `_MOST_SEARCHED` frames: (frames, channels)."""
     file.seek(0)
     samples: NDArray[np.float32] = file.read(min(file.frames, _MOST_SEARCHED), "float32", always_2d=True)
-    loudest = int(np.abs(samples).max(axis=1).argmax())
-    start = min(max(0, loudest - num_frames // 2), max(0, len(samples) - num_frames))
-    return samples[start : start + num_frames]
+    start = int(np.abs(samples).max(axis=1).argmax()) - num_frames // 2
+    return samples[max(0, min(start, len(samples) - num_frames)) :][:num_frames]
 
 
 def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
@@ -163,15 +158,14 @@ def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
         scale = frames.shape[1] * (INT16_SCALE if frames.dtype == np.int16 else 1)
         # Much faster than a mean over such a short axis.
         mean = functools.reduce(np.add, frames.astype(np.float32, copy=False).T) / np.float32(scale)
-        clip_peaks(mean)
+        if check_peak(mean) > LOUD:
+            warnings.warn(f"audio peaks above {LOUD}: samples are clipped to full scale ±1", stacklevel=2)
+        np.clip(mean, -1, 1, out=mean)  # as in LAION-CLAP's training
         target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
     return len(frames), not frames.any()
 
 
 def repeat(target: NDArray[Any], length: int) -> None:
     whole = len(target) // length * length
-    while length < whole:
-        step = min(length, whole - length)
-        target[length : length + step] = target[:step]
-        length += step
+    target[length:whole] = np.tile(target[:length], whole // length - 1)
     target[whole:] = 0

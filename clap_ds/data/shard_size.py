@@ -8,7 +8,7 @@ import tarfile
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.model import AudioConfig, load_preset, preset_argument
-from clap_ds.data.front_end import KINDS, Kind
+from clap_ds.data.shard_io import KINDS, Kind
 
 ENCODED = {"flac": 105_600, "wav": 192_000, "mp3": 16_000, "ogg": 14_000}
 """Typical bytes per second: 48 kHz 16-bit stereo (FLAC: 55% of WAV), MP3 at 128 and Ogg at 112 kbit/s."""

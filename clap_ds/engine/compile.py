@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -110,27 +110,29 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-_failed = set[Callable[..., Any]]()
-
-
-def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that changes none of its arguments, compiled if the first one, a tensor, is on a GPU.
+def compiled_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function that changes none of its arguments: if the first one, a tensor, is on a GPU, it runs compiled.
 
     Without Triton or a C compiler it runs uncompiled, and rank 0 warns once.
     """
-    if arguments[0].is_cuda and function not in _failed:
+    on_gpu: Callable[..., T] | None = None
+
+    @wraps(function)
+    def call(*arguments: Any) -> T:
+        nonlocal on_gpu
+        if not arguments[0].is_cuda:
+            return function(*arguments)
+        if on_gpu is None:
+            _note_compilations()
+            on_gpu = torch.compile(function)
         try:
-            return _compiled(function)(*arguments)
+            return on_gpu(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
-            _failed.add(function)
             _say(f"warning: {function.__name__} can't be compiled, so the loss runs slower: {reason_of(error)}")
-    return function(*arguments)
+            on_gpu = function
+            return function(*arguments)
 
-
-@cache
-def _compiled(function: Callable[..., T]) -> Callable[..., T]:
-    _note_compilations()
-    return torch.compile(function)
+    return call
 
 
 def set_compile_cache() -> None:

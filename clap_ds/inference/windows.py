@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.data.broken import Broken, BrokenItemError
-from clap_ds.data.decoding import Encoded, check_samples, mix, open_audio, repeat
+from clap_ds.data.clip import Broken, read_clip
+from clap_ds.data.decoding import BrokenItemError, Encoded, check_samples, mix, open_audio, repeat
 from clap_ds.data.resampling import resample_blocks, resampling_ratio
-from clap_ds.data.samples import read_clip
 from clap_ds.data.shard_io import open_shard
 from clap_ds.data.tar_samples import DAMAGE, words
 from clap_ds.data.workers import Loader

@@ -17,20 +17,28 @@ from clap_ds.model import text_attention
 
 MASK_ALIGNMENT = 16
 """Elements to which PyTorch pads the last dimension of memory-efficient attention's bias."""
+COMPILED = ("_row_sums", "_weights")
+"""Functions of `tiled_logits` that run as one compiled kernel."""
 _layer_norm, _softmax = F.layer_norm, Tensor.softmax
 
 
 @contextmanager
 def like_cuda() -> Iterator[None]:
-    """Replace operations by CUDA's, for fake CPU tensors only."""
+    """Replace operations by CUDA's, for fake CPU tensors that say they are CUDA's."""
+    with mock.patch.object(Tensor, "is_cuda", True), cuda_functions():
+        yield
+
+
+@contextmanager
+def cuda_functions() -> Iterator[None]:
+    """Replace functions by those that CUDA tensors run."""
     replaced = [
-        (Tensor, "is_cuda", True),
         (F, "scaled_dot_product_attention", efficient_attention),
         (F, "dropout", _dropout),
         (F, "layer_norm", _autocast_layer_norm),
         (Tensor, "softmax", _autocast_softmax),
         (text_attention, "_attend_padded", efficient_attention),
-        (tiled_logits, "compiled_on_gpu", lambda function, *arguments: _one_kernel(function)(*arguments)),
+        *((tiled_logits, name, _one_kernel(getattr(tiled_logits, name).__wrapped__)) for name in COMPILED),
     ]
     with ExitStack() as stack:
         for owner, name, stand_in in replaced:

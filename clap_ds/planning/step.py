@@ -6,7 +6,7 @@ It is the second step, when the optimizer has its state and torch's reducer its 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from torch.utils._triton import has_triton_package
 
 from clap_ds.config.batch_sizes import ACCUMULATION, MICRO_BATCH
 from clap_ds.config.errors import UserError
@@ -26,17 +25,18 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch, join
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
-from clap_ds.engine.kernels import FIELDS
+from clap_ds.engine.loss import build_loss
 from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.model import text
 from clap_ds.model.packed import lay_out, pack
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import faked_by, rank_of
-from clap_ds.planning.roofline import fused
+from clap_ds.planning.inductor import fused_kernels, is_fusible
 from clap_ds.planning.tracing import Operation, Recorded, trace
-from clap_ds.run_records.timers import PhaseTimer
+from clap_ds.run_records.timers import StepTimer
 
 CPU = torch.device("cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
 """DeepSpeed's sections that affect a step's computation and memory."""
 PARTS = {
@@ -47,19 +47,22 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Step:
-    """Hold a recorded step, its samples per rank, the repetitions of its recorded micro-batches, and the number of trained
-    parameters."""
+    """Hold a recorded step, its samples per rank, the repetitions of its recorded micro-batches, the forward and backward
+    passes per step, and the number of trained parameters."""
 
     recorded: Recorded
     num_samples: int
     repeats: float
+    passes: tuple[int, int]
     num_parameters: int
 
-    def work(self, *, compiled: bool) -> list[tuple[Operation, float]]:
-        """Return the operations except collectives with their repetitions per step, fused if `compiled`."""
-        own = [each for each in self.recorded.operations if not each.is_collective]
-        operations = fused(own) if compiled else own
-        return [(each, 1 if each.part in ("gradients", "optimizer") else self.repeats) for each in operations]
+    def work(self, kernels: Iterable[Operation] = ()) -> list[tuple[Operation, float]]:
+        """Return the operations except collectives with their repetitions per step. `kernels`: a pass's fused kernels, if
+        towers are compiled."""
+        fused = [(each, float(self.passes[each.backward])) for each in kernels]
+        launched = [each for each in self.recorded.operations if each.launches and not each.is_collective]
+        own = [each for each in launched if not (fused and is_fusible(each))]
+        return [(each, 1 if each.part in ("gradients", "optimizer") else self.repeats) for each in own] + fused
 
 
 def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
@@ -79,37 +82,61 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     num_traced = number if cached else min(number, 2)  # later ones are like the second
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
-        model = build_model(run, torch.device("cuda" if cuda else "cpu"))
+        device = torch.device("cuda" if cuda else "cpu")
+        model = build_model(run.clap.model, run.clap.loss, device, run.clap.train.freeze)
     with fakes:
         model.to_empty(device="cpu")
-    for field in FIELDS:
-        if cuda and getattr(run.clap.model, f"{field}_impl") == "auto" and has_triton_package():
-            model.audio.use_triton(field)
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     lengths = caption_lengths(run, micro_batch)
-    packed, layout = _packed(run, lengths, fakes)
+    packed, layout = tree_map_only(Tensor, fakes.from_tensor, _packed(run, lengths))
     with (
         rank_of(world_size),
         mock.patch.object(text, "lay_out", return_value=layout),  # the engine's layout depends on values
         faked_by(fakes),
     ):
-        engine = ClapEngine(run, model, CPU)
+        loss = build_loss(run.clap.loss, run.precision)
+        engine = ClapEngine(model, loss, run.deepspeed, run.clap, run.clap.train)
         batches = _batches(run, micro_batch, sum(lengths), packed, cuda=cuda)
         with trace(parts) as recorded, like_cuda() if cuda else nullcontext():
-            timer = cast("PhaseTimer", lambda phase: recorded.part(PARTS[phase]))
+            engine.timer = cast("StepTimer", lambda phase: recorded.part(PARTS[phase]))
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(lambda each: recorded.hold([each.grad], "gradients"))
             engine.set_accumulation_steps(1)
             with engine.sync.off():  # after a synchronized step, torch's reducer reorders its buckets by values
-                engine.step(batches, timer)
+                engine.step(batches)
             recorded.hold([*model.parameters(), *model.buffers()], "weights")
             average = engine.average.tensors if engine.average is not None else []
             recorded.hold([*_state(engine.deepspeed.optimizer), *average], "optimizer state")
             recorded.restart()
             engine.set_accumulation_steps(num_traced)
-            engine.step(batches, timer)
-    return Step(recorded, micro_batch * number, number / num_traced, sum(each.numel() for each in trained))
+            engine.step(batches)
+    num_parameters = sum(each.numel() for each in trained)
+    return Step(recorded, micro_batch * number, number / num_traced, (number * (1 + cached), number), num_parameters)
+
+
+def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
+    """Return Inductor's own kernels, on a GPU, of one forward and backward pass of the mel front end and both towers."""
+    run, lengths = _without_side_effects(run, micro_batch), caption_lengths(run, micro_batch)
+    with torch.device("meta"):
+        model = (
+            build_model(run.clap.model, run.clap.loss, torch.device("cuda"), run.clap.train.freeze)
+            .to(DTYPES.get(run.precision, torch.float32))
+            .train()
+        )
+    model.to_empty(device="cpu")
+    packed, _ = _packed(run, lengths)
+    audio, *text = next(_batches(run, micro_batch, sum(lengths), packed, cuda=True)).model_inputs()
+    inputs: dict[str, list[Any]] = {"audio": [audio], "text": text}
+    if audio.ndim == 2:
+        inputs |= {"mel": [audio], "audio": [torch.empty(micro_batch, *model.config.audio.feature_shape)]}
+    kernels = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=run.precision.startswith("torch_autocast")):
+        for name, tensors in inputs.items():
+            part = "text" if name == "text" else "audio"
+            for backward, num_bytes in fused_kernels(model.get_submodule(name), *tensors):
+                kernels.append(Operation("fused", part, backward, 0, ((0, num_bytes),), (), True, None))
+    return kernels
 
 
 def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
@@ -135,14 +162,13 @@ def _state(optimizer: Any) -> Iterator[Tensor]:
         yield from state.values()
 
 
-def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tuple[Any, Any]:
+def _packed(run: RunSettings, lengths: list[int]) -> tuple[Any, Any]:
     """Return a batch's packed row with packing, and their layout, if the run packs captions."""
     if not run.clap.text_packing:
         return None, None
     mask = (torch.arange(run.clap.context_length) < torch.tensor(lengths)[:, None]).long()
     row, packing = pack([(torch.ones_like(mask), mask)])
-    layout = lay_out(packing, len(row), run.clap.preset().text.first_position)
-    return tree_map_only(Tensor, fakes.from_tensor, ((row, packing), layout))
+    return (row, packing), lay_out(packing, len(row), run.clap.preset().text.first_position)
 
 
 def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *, cuda: bool) -> Iterator[Batch]:

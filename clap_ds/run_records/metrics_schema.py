@@ -86,8 +86,6 @@ class Rates(TypedDict, total=False):
     windows: list[float]
     window_s: list[float]
     """Duration of each window on the slowest rank."""
-    median: float
-    """Median of the windows; before schema 3, instead of `mean`."""
 
 
 class StepTime(TypedDict, total=False):
@@ -123,7 +121,6 @@ class Summary(TypedDict, total=False):
     error: str | None
     finished: str
     command: str
-
     preset: str
     num_nodes: int
     world_size: int
@@ -140,7 +137,7 @@ class Summary(TypedDict, total=False):
     compiled: dict[str, str | None]
     """Per part (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
     compile_s: float
-
+    # Throughput
     samples_per_s_per_gpu: Rates
     samples_per_s: float
     deepspeed_samples_per_s: float | None
@@ -159,7 +156,7 @@ class Summary(TypedDict, total=False):
     stragglers_cost_samples_per_s: float
     data: dict[str, Any]
     warnings: list[str]
-
+    # FLOPs
     flops: dict[str, Any]
     """GFLOPs per sample: forward (`published_gflops`, `model_gflops`), forward and backward (`training_gflops`)."""
     mfu_published_percent: float | None
@@ -169,7 +166,7 @@ class Summary(TypedDict, total=False):
     hardware_tflops: float
     peak_tflops: float | None
     peak_source: str
-
+    # Training
     step: int
     samples: int
     epoch: float | None

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import extrapolate
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.extrapolate import headline, render
 from clap_ds.analysis.scaling import scaling_table
+from clap_ds.analysis.table import read_table_runs
 from clap_ds.analysis.weak_scaling import LAWS, series_of
 from tests.analysis import samples
 

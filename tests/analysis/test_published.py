@@ -3,9 +3,8 @@
 import csv
 import re
 
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.scaling import scaling_table
-from clap_ds.analysis.table import format_cell
+from clap_ds.analysis.table import format_cell, read_table_runs
 from tests.analysis.samples import BASE, TINY
 from tests.conftest import ROOT
 

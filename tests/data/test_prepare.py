@@ -16,10 +16,9 @@ from clap_ds import shards as command
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.model import INT16_SCALE, load_preset
 from clap_ds.data.build_shards import prepare
+from clap_ds.data.clip import read_mel
 from clap_ds.data.decoding import decode_audio
-from clap_ds.data.features import read_mel
-from clap_ds.data.front_end import FrontEnd
-from clap_ds.data.shard_manifest import digest, read_manifest
+from clap_ds.data.shard_manifest import FrontEnd, digest, read_manifest
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
 from tests.data.tars import items_in, wav, write_tar

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from clap_ds.run_records.intervals import rates
-from clap_ds.run_records.terminal import Progress, rows, title
+from clap_ds.run_records.terminal import Progress, print_summary, rows
 
 SUMMARY: Any = {
     "preset": "micro", "world_size": 8, "device_name": "H200", "num_nodes": 2, "precision": "bf16", "micro_batch_per_gpu": 4,
@@ -18,9 +18,11 @@ SUMMARY: Any = {
 }  # fmt: skip
 
 
-def test_lines_and_their_units() -> None:
-    assert title(SUMMARY) == "micro on 8 × H200, 2 nodes, bf16, micro-batch 4, 16 text tokens"
-    assert rows(SUMMARY) == [
+def test_lines_and_their_units(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(SUMMARY)
+    title, *_ = capsys.readouterr().out.splitlines()
+    assert title == "micro on 8 × H200, 2 nodes, bf16, micro-batch 4, 16 text tokens"
+    assert [*rows(SUMMARY)] == [
         ("samples/s/GPU", "666.67"),
         ("  range of 2 windows, 1 of them slow", "500.00 – 1,000.00"),
         ("samples/s (total)", "5,333.00"),

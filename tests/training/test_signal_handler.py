@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from clap_ds.training import signal_handler
 from tests.rank_pool import RankPool
-from tests.training.training_commands import wait_until
 
 
 def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
@@ -26,11 +25,9 @@ def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
             if dist.get_rank() == signalled and step in (1, 2):
                 os.kill(os.getpid(), number if step == 1 else signal.SIGINT)
             if step == 1:
-                wait_until(lambda: request._found if dist.get_rank() == 0 else store.check([key]))
+                store.wait([key], timedelta(seconds=20))
             answers.append(request.wait())
-    return answers, before == list(map(signal.getsignal, signal_handler.STOP_SIGNALS)) and signal.set_wakeup_fd(
-        -1
-    ) == -1
+    return answers, before == list(map(signal.getsignal, signal_handler.STOP_SIGNALS))
 
 
 @pytest.mark.parametrize(
