@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -118,8 +117,9 @@ class ClapEngine:
         statistics = [buffer.clone() for buffer in self.model.audio.running_statistics()]
         loss_mean = self.accumulate(batches)
         timer = self.deepspeed.tput_timer.config
-        with mock.patch.object(timer, "synchronized", timer.synchronized or waits):
-            self._update()
+        before, timer.synchronized = timer.synchronized, timer.synchronized or waits
+        self._update()
+        timer.synchronized = before
         self._bound_logit_scale()
         if self.average is not None:
             with self.timer("optimizer"):

@@ -61,10 +61,9 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield f"samples/s/{unit}", f"{rate['mean']:,.2f}"
     yield f"  {range_label(rate['windows'], rate.get('slow_windows', 0))}", f"{rate['low']:,.2f} – {rate['high']:,.2f}"
     yield "samples/s (total)", f"{summary['samples_per_s']:,.2f}"
-    host_alone = " (host only)" if unit == "GPU" and not summary.get("deepspeed_timer_synchronized", True) else ""
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
     told = "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}"
-    yield f"samples/s (total), DeepSpeed's timer{host_alone}", told
+    yield "samples/s (total), DeepSpeed's timer", told
     yield "step time, median", f"{1000 * step['median']:,.1f} ms"
     yield "step time, 95th percentile", f"{1000 * step['p95']:,.1f} ms"
     yield "step time, slowest rank", f"{1000 * step['slowest_rank_median']:,.1f} ms"
