@@ -51,12 +51,14 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
     import torch.distributed as dist
 
     from clap_ds.benchmark.breakdown import measure_breakdown
+    from clap_ds.benchmark.find_micro_batch import find_micro_batch
     from clap_ds.benchmark.flops_profile import measure_flops
     from clap_ds.benchmark.report import BenchReport
     from clap_ds.distributed.watchdog import ending
     from clap_ds.engine.metric_logger import Scalars
     from clap_ds.engine.open_run import open_run_dir
     from clap_ds.run_parts import engine_of, loader_of, model_of
+    from clap_ds.run_records.run_dir import record_batch_sizes
     from clap_ds.run_records.timers import StepTimer
 
     clap, protocol, profiler = run.clap, run.clap.bench, run.deepspeed.get("flops_profiler", {})
@@ -67,6 +69,10 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
         unprofiled = {name: section for name, section in run.deepspeed.items() if name != "flops_profiler"}
         model = model_of(run, ranks, device)
         engine = engine_of(replace(run, deepspeed=unprofiled), ranks, model, StepTimer(device))
+        if protocol.find_micro_batch:
+            find_micro_batch(engine, run)
+            if ranks.is_main_process:
+                record_batch_sizes(record, run, ranks.world_size)
         loader = loader_of(run, ranks, engine)
         scalars = Scalars(engine, record.path)
         with loader, scalars:

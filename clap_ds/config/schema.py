@@ -150,6 +150,9 @@ class BenchSettings(Section):
     """Timed windows; samples/s is their total samples over their total seconds."""
     steps_per_window: PositiveInt = 5
     """Steps timed together between device synchronizations."""
+    find_micro_batch: bool = False
+    """On a GPU, first replace the micro-batch by the largest multiple of 8 that fits: both towers run eager on batches of
+    growing or shrinking size, from the run's on."""
     breakdown_steps: NonNegativeInt = 5
     """Steps of the instrumented pass that breaks down a step's time; 0 skips it."""
 

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
@@ -24,8 +24,8 @@ from clap_ds.run_records.run_dir import RunDirectory, State
 STOP_SIGNALS = watchdog.SIGNALS
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _LESS_MEMORY = (
-    "reduce train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest that fits)"
-    " or set clap.model.activation_checkpointing"
+    "reduce train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest that fits,"
+    " `clap.bench.find_micro_batch` measures it) or set clap.model.activation_checkpointing"
 )
 _LOST = re.compile(
     r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
@@ -78,11 +78,11 @@ def outcome_of(error: BaseException, rank: int, what: str) -> RunOutcome:
 
 
 @contextmanager
-def record_outcome(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[None]:
+def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) -> Iterator[None]:
     """Record how the body ends, and end this process unless it completes or raises UserError.
 
     Args:
-        what: what was too large if memory is exhausted, such as "micro-batch 616 on NVIDIA H100".
+        what: returns what was too large if memory is exhausted, such as "micro-batch 616 on NVIDIA H100".
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -103,7 +103,7 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[No
         raise
     except (StopSignal, Exception) as error:
         _ignore_signals()  # launchers send them as soon as another rank has ended
-        end = outcome_of(error, ranks.rank, what)
+        end = outcome_of(error, ranks.rank, what())
         write_error_file(end.kind, end.message, end.code)
         of_all = isinstance(error, StopSignal | NonFiniteError)  # raised on all ranks
         if ranks.is_main_process or not of_all:

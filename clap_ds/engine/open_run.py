@@ -40,7 +40,8 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
     error_file.set_error_dir(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:  # a debugger may hold a rank for hours
         watchdog.start(record.path, ranks.rank, ranks.host)
-    with record_outcome(record, ranks, f"micro-batch {run.micro_batch} on {environment.device_name(device)}"):
+    what = lambda: f"micro-batch {run.micro_batch} on {environment.device_name(device)}"  # noqa: E731
+    with record_outcome(record, ranks, what):
         yield record
         if run.deepspeed.get("comms_logger", {}).get("enabled"):
             log_summary()

@@ -81,15 +81,15 @@ def create_run_dir(run: RunSettings, here: Environment, everywhere: list[tuple[s
         here: rank 0's environment.
         everywhere: host and device name of each rank.
     """
-    clap, sizes = run.clap, run.batch_sizes(len(everywhere))
+    clap = run.clap
     per_host, devices = Counter(host for host, _ in everywhere), sorted({name for _, name in everywhere})
     places: Environment = {"world_size": len(everywhere), "num_nodes": len(per_host), "hosts": [*per_host]}
     places |= {"gpus_per_node": [*per_host.values()], "device_names": devices}
     try:
         record = RunDirectory(RunDirectory.create(Path(clap.output.dir), run.run_name).path.resolve())
         start_log(record.path / "rank0.log")
-        record.write_json("config.json", run.resolved())
         record.write_json("environment.json", {**here, **places})
+        record_batch_sizes(record, run, len(everywhere))
     except OSError as error:
         raise ValueError(f"clap.output.dir: {clap.output.dir!r} can't be written: {error.strerror}") from None
     record.update_summary(
@@ -98,9 +98,6 @@ def create_run_dir(run: RunSettings, here: Environment, everywhere: list[tuple[s
         preset=clap.model.sizes.name,
         num_nodes=len(per_host),
         world_size=len(everywhere),
-        micro_batch_per_gpu=sizes.micro_batch,
-        gradient_accumulation_steps=sizes.accumulation_steps,
-        global_batch=sizes.global_batch,
         context_length=clap.context_length,
         text_packing=clap.text_packing,
         precision=run.precision,
@@ -108,6 +105,17 @@ def create_run_dir(run: RunSettings, here: Environment, everywhere: list[tuple[s
         device_type="cpu" if here["device_memory_bytes"] is None else "cuda",
     )
     return record.path
+
+
+def record_batch_sizes(record: RunDirectory, run: RunSettings, world_size: int) -> None:
+    """Write the configuration, and batch sizes to the summary."""
+    sizes = run.batch_sizes(world_size)
+    record.write_json("config.json", run.resolved())
+    record.update_summary(
+        micro_batch_per_gpu=sizes.micro_batch,
+        gradient_accumulation_steps=sizes.accumulation_steps,
+        global_batch=sizes.global_batch,
+    )
 
 
 class Tee(io.TextIOBase):

@@ -92,7 +92,7 @@ def test_every_end_is_recorded_once(
     before = signal.getsignal(signal.SIGTERM)
     record, ended = RunDirectory(tmp_path), None
     try:
-        with record_outcome(record, Ranks(0, 1, 0, 1), "616 on H100"):
+        with record_outcome(record, Ranks(0, 1, 0, 1), lambda: "616 on H100"):
             if error is not None:
                 raise error
     except (SystemExit, CollectiveUserError) as found:
@@ -109,7 +109,7 @@ def test_every_end_is_recorded_once(
 def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     monkeypatch.setattr(init, "leave", left.append)
-    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), ""):
+    with record_outcome(RunDirectory(tmp_path), Ranks(1, 2, 1, 2), str):
         signal.raise_signal(signal.SIGINT)
     assert left == [128 + signal.SIGINT]
     assert RunDirectory(tmp_path).summary()["state"] == "terminated"  # every rank records it
