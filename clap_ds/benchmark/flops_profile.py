@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -91,7 +92,10 @@ def _lengths(batch: Batch) -> TextLengths:
 @torch.no_grad()
 def _profile(engine: ClapEngine, batch: Batch, section: DeepSpeedFlopsProfilerConfig, path: Path) -> Count:
     """Count a forward pass; on rank 0 also write and print the profiler's report."""
-    profiler, model = FlopsProfiler(engine.model), engine.model
+    model, size = engine.model, engine.deepspeed.world_size
+    profiled = SimpleNamespace(world_size=size, dp_world_size=size, mp_world_size=1, has_moe_layers=False)
+    profiled.train_micro_batch_size_per_gpu, profiled.wall_clock_breakdown = lambda: len(batch), lambda: False
+    profiler = FlopsProfiler(model, profiled)  # what its report says of the engine
     with _by_torchs_operations(model, engine.device), autocast_if_enabled(engine.deepspeed):
         with unseen_by_deepspeed() as unseen:
             profiler.start_profile()
