@@ -23,15 +23,17 @@ WriteRun = Callable[..., Path]
 
 @pytest.fixture
 def planned(write_run: WriteRun, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    def run(options: str, **changes: Any) -> Any:
-        plan.main(["--deepspeed_config", str(write_run(**changes)), "--gpu", "h100-sxm", "--json", *options.split()])
+    def run(options: str, compiled: str = "off", **changes: Any) -> Any:
+        path = write_run(clap={"compile": compiled}, **changes)
+        plan.main(["--deepspeed_config", str(path), "--gpu", "h100-sxm", "--json", *options.split()])
         return json.loads(capsys.readouterr().out)
 
     return run
 
 
 def test_a_plan_hangs_together(planned: Callable[..., Any]) -> None:
-    report = planned("--nodes 4 1 --gpus_per_node 2 --find_micro_batch --samples 1e6", gradient_accumulation_steps=None)
+    options = "--nodes 4 1 --gpus_per_node 2 --find_micro_batch --samples 1e6"
+    report = planned(options, "towers", gradient_accumulation_steps=None)
     assert report["predicted"] is report["fits"] is True
     assert report["peak_memory_gib"] == pytest.approx(sum(report["memory_gib"].values()))
     step_s = report["step_s"]

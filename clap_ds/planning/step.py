@@ -26,6 +26,7 @@ from clap_ds.engine.factory import build_model
 from clap_ds.engine.loss import build_loss
 from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.model import text
+from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import lay_out, pack
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import fake_rank
@@ -77,9 +78,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "gradcache"
     num_traced = number if cached else min(number, 2)  # later ones are like the second
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.device("meta"):
-        device = torch.device("cuda" if cuda else "cpu")
-        model = build_model(run.clap.model, run.clap.loss, device, run.clap.train.freeze)
+    model = _meta_model(run, torch.device("cuda" if cuda else "cpu"))
     with fakes:
         model.to_empty(device="cpu")
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
@@ -116,13 +115,8 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
 def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
     """Return Inductor's own kernels, on a GPU, of one forward and backward pass of the mel front end and both towers."""
     run, lengths = _without_side_effects(run, micro_batch), caption_lengths(run, micro_batch)
-    with torch.device("meta"):
-        model = (
-            build_model(run.clap.model, run.clap.loss, torch.device("cuda"), run.clap.train.freeze)
-            .to(DTYPES.get(run.precision, torch.float32))
-            .train()
-        )
-    model.to_empty(device="cpu")
+    model = _meta_model(run, torch.device("cuda")).to(DTYPES.get(run.precision, torch.float32)).train()
+    model.to_empty(device="cpu")  # of untouched memory
     packed, _ = _packed(run, lengths)
     audio, *text = next(_batches(run, micro_batch, sum(lengths), packed, cuda=True)).model_inputs()
     inputs: dict[str, list[Any]] = {"audio": [audio], "text": text}
@@ -135,6 +129,11 @@ def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
             for backward, num_bytes in fused_kernels(model.get_submodule(name), *tensors):
                 kernels.append(Operation("fused", part, backward, 0, num_bytes))
     return kernels
+
+
+def _meta_model(run: RunSettings, device: torch.device) -> ClapModel:
+    with torch.device("meta"):
+        return build_model(run.clap.model, run.clap.loss, device, run.clap.train.freeze)
 
 
 def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
