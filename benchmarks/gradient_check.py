@@ -25,7 +25,7 @@ from clap_ds.data.dataloader import build_batches
 from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.engine.compile import compile_towers
 from clap_ds.engine.factory import build_model
-from clap_ds.engine.kernels import choose_kernels
+from clap_ds.engine.kernel_fallback import fall_back
 from clap_ds.model.clap import ClapModel
 
 OFF = {"drop_path": 0.0, "text_dropout": 0.0, "spec_augment": False}
@@ -57,7 +57,7 @@ def compare(
     expected, eager = gradients(reference, batch), gradients(model, batch)
     del reference
     if device.type == "cuda":
-        choose_kernels(run, model, device)
+        fall_back(run.clap.model, model)
     engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
     problems = compile_towers(engine, batch, what, cached=False, backend=backend)["compiled"]
     if failed := {part: problem for part, problem in problems.items() if problem}:

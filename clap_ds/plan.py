@@ -63,6 +63,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict[str, Any]:
     """Build the JSON report: memory at the largest scale, step time at the smallest."""
+    import torch
+
+    from clap_ds.engine.compile import what_to_compile
+    from clap_ds.model.kernels import kernels_for
     from clap_ds.planning.memory import largest_micro_batch, memory_parts
     from clap_ds.planning.step import trace_step
 
@@ -76,14 +80,14 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     own, parts, found = step_of(run.micro_batch, smallest), memory(run.micro_batch), None
     if arguments.find_micro_batch:
         found = largest_micro_batch(lambda size: sum(memory(size).values()), run.micro_batch, gpu.memory_gib)
-    speed, model = _speed(own, gpu, compiled=run.clap.compile != "off"), run.clap.model
-    ran = {operation.name for operation in own.recorded.operations}
+    cuda = torch.device("cuda")
+    kernels, what = kernels_for(run.clap.model, cuda), what_to_compile(run.clap.compile, cuda)
+    speed = _speed(own, gpu, compiled=what != "off")
     return {
         "predicted": True, "preset": run.clap.preset().name, "precision": run.precision, "gpu": gpu.name,
         "micro_batch": run.micro_batch, "context_length": run.clap.context_length,
         "text": "packed" if run.clap.text_packing else "padded",
-        "attention": "triton" if "clap_ds.window_attention" in ran else model.attention_impl.replace("auto", "sdpa"),
-        "mlp": "triton" if "clap_ds.mlp" in ran else "torch", "compile": run.clap.compile.replace("auto", "towers"),
+        **kernels._asdict(), "compile": what,
         "memory_gpus": largest, "fits": sum(parts.values()) <= gpu.memory_gib, "peak_memory_gib": sum(parts.values()),
         "device_memory_gib": gpu.memory_gib, "largest_micro_batch": found, "memory_gib": parts,
         "step_gpus": smallest, **speed, "parameters": own.num_parameters,

@@ -21,12 +21,12 @@ from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
 from clap_ds.launch.job_store import Job, Jobs
 from clap_ds.launch.sbatch import Request
-from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.run_dir import start_log
 from clap_ds.training.remote_sync import RemoteFolder
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
+from clap_ds.weights.tokenizer import load_tokenizer
 from tests.weights.fake_checkpoints import make_checkpoint
 
 BOMBS: dict[str, Callable[[Path], object]] = {

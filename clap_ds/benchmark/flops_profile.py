@@ -24,7 +24,7 @@ from clap_ds.engine.session import Session
 from clap_ds.flop_count.analytic import TextLengths, backward_flops, forward_flops, published_flops, recomputed_flops
 from clap_ds.flop_count.counters import Count, unseen_by_deepspeed
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.window_attention import default_kernel
+from clap_ds.model.kernels import torch_kernels
 from clap_ds.run_records.timers import PhaseTimer
 
 REPORT = "flops_profile.txt"
@@ -102,9 +102,9 @@ def _by_torchs_operations(model: ClapModel, device: torch.device) -> Iterator[No
     """Run a model uncompiled and without this project's kernels, which the profiler can't count."""
     with reverted(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for block in model.audio.blocks():
-            for part, kernel in ((block.attention, default_kernel(device)), (block.mlp, "torch")):
-                if part.kernel == "triton":
-                    stack.enter_context(mock.patch.object(part, "kernel", kernel))
+            for part, kernel in torch_kernels(device)._asdict().items():
+                if (module := getattr(block, part)).kernel == "triton":
+                    stack.enter_context(mock.patch.object(module, "kernel", kernel))
         yield
 
 

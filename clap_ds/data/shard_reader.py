@@ -28,7 +28,7 @@ from clap_ds.data.samples import choose_clip, read_clip
 from clap_ds.data.shard_assignment import Part, Source
 from clap_ds.data.shard_io import open_ahead
 from clap_ds.data.tar_samples import DAMAGE, Item, Report, fetch, list_items, samples_between, words
-from clap_ds.model.tokenizer import PreTrainedTokenizerBase, tokenize
+from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, tokenize
 
 Position = dict[str, Any]
 """A reader's JSON-serializable state: `samples` read so far, and per source in `passes` the pass and its items drawn."""

@@ -27,7 +27,7 @@ from clap_ds.data.shard_assignment import FIELD, Source, assign_shards, expand_s
 from clap_ds.data.shard_manifest import kind_of, samples_of
 from clap_ds.data.shard_reader import START, Chunk, ShardReader
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
-from clap_ds.model.tokenizer import load_tokenizer
+from clap_ds.weights.tokenizer import load_tokenizer
 
 COUNTED_BYTES = 1e10  # of local tars without a manifest; counting their items takes a second
 NUM_EXAMPLES = 5  # broken items quoted in errors

@@ -17,12 +17,12 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.collectives import run_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity
-from clap_ds.engine.kernels import build_kernels
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.metric_logger import engine_section
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW, scale_rates
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.text import pretrained
+from clap_ds.model.kernels import kernels_for
+from clap_ds.weights.hub import pretrained_text
 
 ADAMS = ("adam", "adamw")
 TOWERS: tuple[Tower, ...] = ("audio", "text")
@@ -37,11 +37,11 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
     def load() -> None:
         text, data = run.clap.preset().text, run.clap.data
         if isinstance(data, ShardData):
-            from clap_ds.model.tokenizer import load_tokenizer
+            from clap_ds.weights.tokenizer import load_tokenizer
 
             load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
         if run.clap.model.pretrained_text:
-            pretrained(text)
+            pretrained_text(text)
 
     run_on_rank0(load)
     if ranks.local_rank == 0 and not ranks.is_main_process:
@@ -53,11 +53,13 @@ def build_model(run: RunSettings, device: torch.device) -> ClapModel:
     options = run.clap.model
     model = ClapModel(
         run.clap.preset(),
-        **options.model_dump(include={"drop_path", "text_dropout", "spec_augment", "pretrained_text"}),
+        **options.model_dump(include={"drop_path", "text_dropout", "spec_augment"}),
         learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
-        **build_kernels(run, device),
+        **kernels_for(options, device)._asdict(),
         activation_checkpointing=tuple(options.activation_checkpointing),
     )
+    if options.pretrained_text:
+        model.text.roberta.load_state_dict(pretrained_text(model.config.text).state_dict())
     freeze(model, run.clap.train.freeze)
     return model
 

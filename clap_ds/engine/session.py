@@ -27,7 +27,7 @@ from clap_ds.distributed.init import Ranks
 from clap_ds.engine.compile import compile_towers, set_compile_cache, what_to_compile
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import record_outcome
-from clap_ds.engine.kernels import choose_kernels
+from clap_ds.engine.kernel_fallback import fall_back
 from clap_ds.engine.metric_logger import Scalars
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records import environment, gpu_monitor
@@ -116,7 +116,8 @@ def build_engine(
         engine = ClapEngine(run, model, device)
     if device.type == "cuda":
         set_compile_cache()
-        kernels = choose_kernels(run, engine.model, device)
+        autocast = run.precision.startswith("torch_autocast")
+        kernels = fall_back(run.clap.model, engine.model, autocast=autocast)
         if ranks.is_main_process:
             record.update_summary(kernels=kernels)
     # Ranks have the same weights, but different dropout and augmentation.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.tokenizer import PreTrainedTokenizerBase, tokenize
+from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, tokenize
 
 T = TypeVar("T")
 

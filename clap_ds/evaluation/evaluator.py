@@ -34,7 +34,7 @@ from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.evaluation.predictions import by_class, of_clips
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.tokenizer import load_tokenizer
+from clap_ds.weights.tokenizer import load_tokenizer
 
 MAX_NOTES = 20  # lines about broken items
 

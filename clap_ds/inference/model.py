@@ -20,9 +20,9 @@ from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text
 from clap_ds.inference.windows import Content, EmbeddingRow, Pooling, Sound, Source, read_windows
-from clap_ds.model.tokenizer import PreTrainedTokenizerBase, load_tokenizer
 from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.load import load_weights
+from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, load_tokenizer
 
 TEMPLATES: Sequence[str] = ZeroShotSettings.model_fields["templates"].default
 MOST_CHANNELS = 8

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from clap_ds.model.mel import LogMel
 from clap_ds.model.packed import Packing
 from clap_ds.model.precision import at_least_fp32
 from clap_ds.model.text import TextTower
-from clap_ds.model.window_attention import Kernel
 
 INITIAL_LOGIT_SCALE = math.log(1 / 0.07)
 
@@ -44,7 +43,6 @@ class ClapModel(nn.Module):
     Args:
         config: sizes; `clap_ds.config.model.load_preset` returns the published ones.
         drop_path: stochastic depth of the last audio block.
-        pretrained_text: start from pretrained weights; ValueError if they are unavailable or don't fit.
         attention: kernel of the audio tower's window attention (`clap_ds.model.window_attention`).
         mlp: kernel of the audio blocks' MLPs; `triton` fuses supported widths (`clap_ds.model.mlp_triton.supports`).
         activation_checkpointing: towers (`audio`, `text`) whose blocks are recomputed in the backward pass.
@@ -64,20 +62,18 @@ class ClapModel(nn.Module):
         drop_path: float = 0.1,
         text_dropout: float = 0.1,
         spec_augment: bool = True,
-        pretrained_text: bool = False,
         learns_bias: bool = False,
-        attention: Kernel = "sdpa",
-        mlp: Literal["torch", "triton"] = "torch",
+        attention: str = "sdpa",
+        mlp: str = "torch",
         activation_checkpointing: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.config = config
         self.mel = LogMel(config.audio)
-        self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment, attention=attention)
-        if mlp == "triton":
-            self.audio.use_triton("mlp")
+        self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment)
+        self.audio.use_kernels(attention, mlp)
         self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
-        self.text = TextTower(config.text, dropout=text_dropout, from_hub=pretrained_text)
+        self.text = TextTower(config.text, dropout=text_dropout)
         self.audio.checkpoint_activations("audio" in activation_checkpointing)
         self.text.checkpoint_activations("text" in activation_checkpointing)
         self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)

@@ -5,8 +5,6 @@ It matches LAION-CLAP's training code. Shape letters: B batch, F mel bins, T fra
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +13,6 @@ from clap_ds.config.model import AudioConfig
 from clap_ds.model.patch_embed import FusedPatchEmbed, PatchEmbed, longer_rows
 from clap_ds.model.precision import Fp32BatchNorm
 from clap_ds.model.swin import INIT_STD, Stage, SwinBlock
-from clap_ds.model.window_attention import Kernel
 
 NUM_STRIPES = 2
 MAX_TIME_STRIPE = 64
@@ -104,9 +101,7 @@ class HTSAT(nn.Module):
     """The audio tower: one vector per log-mel spectrogram. Stochastic depth grows linearly from 0 at the first block to
     `drop_path` at the last. `tscam_conv` and `head`, HTSAT's AudioSet classifier, are loaded and saved but unused."""
 
-    def __init__(
-        self, config: AudioConfig, *, drop_path: float, spec_augment: bool, attention: Kernel = "sdpa"
-    ) -> None:
+    def __init__(self, config: AudioConfig, *, drop_path: float, spec_augment: bool) -> None:
         super().__init__()
         self.batch_norm = MelBatchNorm(config.mel_bins)
         self.spec_augment = SpecAugment() if spec_augment else nn.Identity()
@@ -115,7 +110,7 @@ class HTSAT(nn.Module):
         rates = torch.linspace(0, drop_path, sum(config.depths), device="cpu").tolist()
         self.stages = nn.ModuleList()
         for stage, depth in enumerate(config.depths):
-            self.stages.append(Stage(config, stage, rates[:depth], attention))
+            self.stages.append(Stage(config, stage, rates[:depth]))
             rates = rates[depth:]
         self.norm = nn.LayerNorm(config.output_dim)
         self.apply(_init_weights)
@@ -134,15 +129,11 @@ class HTSAT(nn.Module):
         """Return the blocks of all stages, in order."""
         return [module for module in self.modules() if isinstance(module, SwinBlock)]
 
-    def use_triton(self, part: Literal["attention", "mlp"]) -> None:
-        """Select Triton's kernels in all blocks; for MLPs, only at supported widths."""
-        from clap_ds.model.mlp_triton import supports
-
+    def use_kernels(self, attention: str, mlp: str) -> None:
+        """Set the kernels of all blocks (`kernels.py`). Triton's for MLPs is set only at supported widths."""
         for block in self.blocks():
-            if part == "attention":
-                block.attention.kernel = "triton"
-            elif supports(block.mlp.fc1.in_features, block.mlp.fc1.out_features):
-                block.mlp.kernel = "triton"
+            block.attention.kernel = attention
+            block.mlp.use_kernel(mlp)
 
     def batch_norms(self) -> list[Fp32BatchNorm]:
         """Return the batch norm over mel bins and, with feature fusion, those of its attention."""

@@ -5,15 +5,13 @@ Shape letters: B batch, H and W the token grid, G windows of a clip, N tokens of
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.model.window_attention import Kernel, attend_windows
+from clap_ds.model.window_attention import attend_windows
 from clap_ds.model.windows import relative_position_index, shifted_window_mask
 
 INIT_STD = 0.02
@@ -38,9 +36,9 @@ class WindowAttention(nn.Module):
 
     relative_position_index: Tensor
 
-    def __init__(self, dim: int, window: int, num_heads: int, kernel: Kernel) -> None:
+    def __init__(self, dim: int, window: int, num_heads: int) -> None:
         super().__init__()
-        self.window, self.kernel = window, kernel
+        self.window, self.kernel = window, "sdpa"
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
         self.relative_position_bias = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
@@ -63,9 +61,17 @@ class Mlp(nn.Module):
 
     def __init__(self, dim: int, ratio: int) -> None:
         super().__init__()
-        self.kernel: Literal["torch", "triton"] = "torch"
+        self.kernel = "torch"
         self.fc1 = nn.Linear(dim, ratio * dim)
         self.fc2 = nn.Linear(ratio * dim, dim)
+
+    def use_kernel(self, kernel: str) -> None:
+        """Set the kernel, or torch's if it doesn't support these widths."""
+        if kernel == "triton":
+            from clap_ds.model.mlp_triton import supports
+
+            kernel = kernel if supports(self.fc1.in_features, self.fc1.out_features) else "torch"
+        self.kernel = kernel
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.kernel == "triton":
@@ -78,13 +84,11 @@ class Mlp(nn.Module):
 class SwinBlock(nn.Module):
     """A pre-norm transformer block on a square token grid; `shift` > 0 shifts the grid cyclically under the windows."""
 
-    def __init__(
-        self, dim: int, window: int, shift: int, num_heads: int, mlp_ratio: int, drop_path: float, kernel: Kernel
-    ) -> None:
+    def __init__(self, dim: int, window: int, shift: int, num_heads: int, mlp_ratio: int, drop_path: float) -> None:
         super().__init__()
         self.shift = shift
         self.norm1 = nn.LayerNorm(dim)
-        self.attention = WindowAttention(dim, window, num_heads, kernel)
+        self.attention = WindowAttention(dim, window, num_heads)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = Mlp(dim, mlp_ratio)
         self.drop_path = DropPath(drop_path)
@@ -117,14 +121,15 @@ class Stage(nn.Module):
 
     mask: Tensor | None
 
-    def __init__(self, config: AudioConfig, stage: int, drop_paths: list[float], kernel: Kernel) -> None:
+    def __init__(self, config: AudioConfig, stage: int, drop_paths: list[float]) -> None:
         super().__init__()
         self.checkpoint = False
-        dim, grid = config.stage_dims[stage], config.stage_grids[stage]
+        dim, self.grid = config.stage_dims[stage], config.stage_grids[stage]
+        grid = self.grid
         window = min(config.attention_window, grid)
         shift = window // 2 if grid > window else 0
         self.blocks = nn.ModuleList(
-            SwinBlock(dim, window, shift * (i % 2), config.num_heads[stage], config.mlp_ratio, drop_path, kernel)
+            SwinBlock(dim, window, shift * (i % 2), config.num_heads[stage], config.mlp_ratio, drop_path)
             for i, drop_path in enumerate(drop_paths)
         )
         self.merge = PatchMerging(dim) if stage < config.num_stages - 1 else nn.Identity()

@@ -1,30 +1,19 @@
-"""Define CLAP's text tower: RoBERTa or BERT with pooling to one vector per caption.
-
-`transformers` is imported only for pretrained weights: its models open more files than torch and DeepSpeed.
-"""
+"""Define CLAP's text tower: RoBERTa or BERT with pooling to one vector per caption."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clap_ds.config.clap_json import TEXT
 from clap_ds.config.model import TextConfig
 from clap_ds.model.dropout import Dropout
 from clap_ds.model.packed import Layout, Packing, lay_out
 from clap_ds.model.text_attention import attend
-from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-FIELD = "clap.model.pretrained_text"
-_SIZES = TEXT | {"layer_norm_eps": "layer_norm_eps"}
 
 
 class TextLayer(nn.Module):
@@ -73,19 +62,16 @@ class TextTower(nn.Module):
     Args:
         config: sizes.
         dropout: probability for hidden states and attention weights.
-        from_hub: start from the pretrained weights `config.hub_name`; ValueError if they are unavailable or don't fit.
     """
 
     roberta: Any
     """The encoder, RoBERTa or BERT; checkpoints use this name for both."""
 
-    def __init__(self, config: TextConfig, *, dropout: float, from_hub: bool) -> None:
+    def __init__(self, config: TextConfig, *, dropout: float) -> None:
         super().__init__()
         self.pooling, self.first_position = config.pooling, config.first_position
         self.checkpoint = False
         self.roberta = _encoder(config, dropout)
-        if from_hub:
-            self.roberta.load_state_dict(pretrained(config).state_dict())
 
     def blocks(self) -> list[nn.Module]:
         """Return the layers, in order."""
@@ -169,30 +155,3 @@ def _encoder(config: TextConfig, dropout: float) -> nn.ModuleDict:
         elif isinstance(module, nn.Embedding) and module.padding_idx is not None:
             nn.init.zeros_(module.weight.data[module.padding_idx])
     return encoder
-
-
-def pretrained(config: TextConfig) -> PreTrainedModel:
-    """Load `transformers`' encoder named `config.hub_name`. Raises ValueError if it is unavailable or its architecture or
-    sizes differ."""
-    if not config.hub_name:
-        raise ValueError(f"{FIELD}: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
-    from transformers import AutoModel
-
-    from clap_ds.model.hub import load_by_name
-
-    def load(local_files_only: bool) -> PreTrainedModel:
-        return AutoModel.from_pretrained(
-            config.hub_name, add_pooling_layer=config.pooling == "cls_pooler", local_files_only=local_files_only,
-            dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
-        )  # fmt: skip
-
-    model: PreTrainedModel = load_by_name(config.hub_name, load, field=FIELD, what="weights")
-    found = model.config
-    sizes: list[Any] = [("architecture", found.model_type, config.architecture)]
-    sizes += [(ours, getattr(found, theirs, None), getattr(config, ours)) for ours, theirs in _SIZES.items()]
-    fixed = {"type_vocab_size": 2 if config.architecture == "bert" else 1, "hidden_act": "gelu"}
-    sizes += [(name, getattr(found, name, None), value) for name, value in fixed.items()]
-    wrong = [f"{name} {size} (expected {expected})" for name, size, expected in sizes if size != expected]
-    if wrong:
-        raise ValueError(f"{FIELD}: {config.hub_name!r} doesn't match this preset: {', '.join(wrong)}")
-    return model

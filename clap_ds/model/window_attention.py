@@ -14,7 +14,7 @@ C = A·D.
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +22,14 @@ from torch import Tensor
 
 from clap_ds.model.windows import merge_windows, partition_windows
 
-Kernel = Literal["sdpa", "matmul", "triton"]
-
 MOST_BATCHED = 65_535
 """Largest batch that `_sdpa` gives to PyTorch: the limit of a CUDA grid's third dimension, which its memory-efficient kernels
 use for the batch. PyTorch splits larger batches, but fails to add the parts' gradients of the bias, as shapes differ
 (`_scaled_dot_product_efficient_attention_backward_cuda`)."""
 
 
-def default_kernel(device: torch.device) -> Kernel:
-    """Return the faster kernel of torch operations on a device."""
-    return "matmul" if device.type == "cpu" else "sdpa"
-
-
 def attend_windows(
-    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int, kernel: Kernel
+    qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int, kernel: str
 ) -> Tensor:
     """Apply softmax attention of every token over its window's tokens; return (B, H, W, A·D).
 

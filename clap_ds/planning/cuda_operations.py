@@ -22,9 +22,15 @@ _layer_norm, _softmax = F.layer_norm, Tensor.softmax
 
 @contextmanager
 def like_cuda() -> Iterator[None]:
-    """Replace operations by CUDA's, for fake CPU tensors only."""
+    """Replace operations by CUDA's, for fake CPU tensors that say they are CUDA's."""
+    with mock.patch.object(Tensor, "is_cuda", True), cuda_functions():
+        yield
+
+
+@contextmanager
+def cuda_functions() -> Iterator[None]:
+    """Replace functions by those that CUDA tensors run."""
     replaced = [
-        (Tensor, "is_cuda", True),
         (F, "scaled_dot_product_attention", efficient_attention),
         (F, "dropout", _dropout),
         (F, "layer_norm", _autocast_layer_norm),

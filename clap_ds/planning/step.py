@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from torch.utils._triton import has_triton_package
 
 from clap_ds.config.batch_sizes import ACCUMULATION, MICRO_BATCH
 from clap_ds.config.errors import UserError
@@ -26,7 +25,6 @@ from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch, join
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
-from clap_ds.engine.kernels import FIELDS
 from clap_ds.engine.optimizer import OPTIONS
 from clap_ds.model import text
 from clap_ds.model.packed import lay_out, pack
@@ -82,9 +80,6 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
         model = build_model(run, torch.device("cuda" if cuda else "cpu"))
     with fakes:
         model.to_empty(device="cpu")
-    for field in FIELDS:
-        if cuda and getattr(run.clap.model, f"{field}_impl") == "auto" and has_triton_package():
-            model.audio.use_triton(field)
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     lengths = caption_lengths(run, micro_batch)

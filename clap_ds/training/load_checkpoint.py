@@ -11,11 +11,11 @@ from clap_ds.distributed.collectives import rank, run_on_rank0
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.grad_cache import restore_random_state
 from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
-from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.training.train_state import TrainingProgress
 from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, warn
 from clap_ds.weights.load import check_same_model, differences, load_weights
 from clap_ds.weights.state_file import read_state_file
+from clap_ds.weights.tokenizer import load_tokenizer
 
 PROGRESS = "progress.json"
 _OF_NO_CONSEQUENCE = (

@@ -13,11 +13,11 @@ import safetensors
 
 from clap_ds.config.errors import MISTAKES, run_alone
 from clap_ds.config.files import drafted
-from clap_ds.model.tokenizer import load_tokenizer
 from clap_ds.weights.formats import Checkpoint, save_transformers
 from clap_ds.weights.hf_compat import changes
 from clap_ds.weights.hf_config import feature_extractor
 from clap_ds.weights.load import load_weights
+from clap_ds.weights.tokenizer import load_tokenizer
 
 import transformers  # isort: skip  (after torchaudio_compat)
 

@@ -17,7 +17,7 @@ from clap_ds.config.clap_json import read_clap
 from clap_ds.config.model import ClapConfig, parse_sizes
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.window_attention import default_kernel
+from clap_ds.model.kernels import torch_kernels
 from clap_ds.weights.hf_compat import expressible
 from clap_ds.weights.key_mapping import State, check_not_open_clip, from_names, to_names, transformers_names
 from clap_ds.weights.state_file import write_tensors
@@ -66,7 +66,7 @@ class Checkpoint:
 
     def build_for(self, device: torch.device, dtype: torch.dtype) -> ClapModel:
         """Build a `ClapModel` for inference, with the fastest kernels that need no compilation."""
-        model = self.build(attention=default_kernel(device)).to(device, dtype).eval()
+        model = self.build(**torch_kernels(device)._asdict()).to(device, dtype).eval()
         if device.type == "cpu":
             convert(model)
         return model

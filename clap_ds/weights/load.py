@@ -56,7 +56,7 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tu
         file = path / (RAW if raw and (path / RAW).exists() else WEIGHTS)
         return path, _with_manifest(file, load_safetensors(file))
     if not path.exists() and _HUB_ID.fullmatch(str(path)) and path.suffix not in (*_PICKLES, ".safetensors"):
-        from clap_ds.model.hub import load_by_name
+        from clap_ds.weights.hub import load_by_name
 
         return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
     what = "expected" if path.exists() else "no such file or folder; expected"

@@ -25,7 +25,7 @@ from webdataset.writer import TarWriter
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, run_alone
-from clap_ds.model.tokenizer import train_tokenizer
+from clap_ds.weights.tokenizer import train_tokenizer
 from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, Wordings, class_names
 from examples.synthetic_sounds.signals import SIGNALS, Signal
 

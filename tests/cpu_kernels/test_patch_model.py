@@ -40,12 +40,14 @@ def as_used(model: nn.Module) -> nn.Module:
 
 def audio_tower(attention: str = "matmul", drop_path: float = 0.0) -> Any:
     torch.manual_seed(0)
-    return as_used(HTSAT(DEMO.audio, drop_path=drop_path, spec_augment=False, attention=attention))
+    tower = HTSAT(DEMO.audio, drop_path=drop_path, spec_augment=False)
+    tower.use_kernels(attention, "torch")
+    return as_used(tower)
 
 
 def text_tower(pooling: str = "mean") -> Any:
     config = DEMO.text.model_copy(update={"pooling": pooling})
-    return as_used(TextTower(config, dropout=0.0, from_hub=False))
+    return as_used(TextTower(config, dropout=0.0))
 
 
 def native(model: nn.Module) -> Any:

@@ -14,7 +14,7 @@ from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.factory import fetch_from_hub
 from clap_ds.engine.session import check_deepspeed_sections
-from clap_ds.model import hub
+from clap_ds.weights import hub
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import settings
 

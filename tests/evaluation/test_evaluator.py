@@ -22,7 +22,7 @@ from clap_ds.evaluation import ranking
 from clap_ds.evaluation.evaluator import Evaluator, NonFiniteEmbeddingsError
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
-from clap_ds.model.tokenizer import load_tokenizer, tokenize
+from clap_ds.weights.tokenizer import load_tokenizer, tokenize
 from tests.data.tars import write_tar
 from tests.evaluation.conftest import (
     ALONE,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from clap_ds.model.window_attention import Kernel, attend_windows
+from clap_ds.model.window_attention import attend_windows
 from clap_ds.model.windows import merge_windows, partition_windows, shifted_window_mask
 
 Case = tuple[int, int, int, int]
@@ -51,7 +51,7 @@ def eager(case: Case) -> Compute:
     return attend
 
 
-def by(kernel: Kernel, case: Case) -> Compute:
+def by(kernel: str, case: Case) -> Compute:
     """Return the model's attention with this kernel."""
 
     def attend(*qkv_and_bias: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from clap_ds.config.model import load_preset
 from clap_ds.config.settings import RunSettings
 from clap_ds.distributed.init import Ranks
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.tokenizer import train_tokenizer
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.training.load_checkpoint import compare, tokenizer_problem
 from clap_ds.training.resume import load_pretrained, opened_checkpoints
 from clap_ds.weights.formats import save_safetensors
+from clap_ds.weights.tokenizer import train_tokenizer
 from tests.training import reference_steps as reference
 from tests.weights.fake_checkpoints import checkpoint_of
 

@@ -8,11 +8,11 @@ import torch
 
 from clap_ds.config.model import Activation, ClapConfig, ProjectionConfig, load_preset
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.tokenizer import load_tokenizer, tokenize, train_tokenizer
 from clap_ds.weights import export
 from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.key_mapping import laion_names, to_names
 from clap_ds.weights.load import load_weights
+from clap_ds.weights.tokenizer import load_tokenizer, tokenize, train_tokenizer
 from tests.weights.fake_checkpoints import checkpoint_of
 
 import transformers  # isort: skip

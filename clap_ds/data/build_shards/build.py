@@ -31,7 +31,7 @@ from clap_ds.data.build_shards.splits import SIDES, Numbered, check_columns, div
 from clap_ds.data.captions import monotony
 from clap_ds.data.front_end import KINDS
 from clap_ds.data.shard_assignment import HUB_TOKENIZER
-from clap_ds.model.tokenizer import train_tokenizer
+from clap_ds.weights.tokenizer import train_tokenizer
 
 
 def add_build_options(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from clap_ds.model.tokenizer import SPECIAL_TOKENS, load_tokenizer, tokenize
+from clap_ds.weights.tokenizer import SPECIAL_TOKENS, load_tokenizer, tokenize
 
 
 def test_captions_are_framed_cut_and_padded(tokenizer_dir: str) -> None:

@@ -1,4 +1,4 @@
-"""Load `transformers` models and tokenizers from a folder, the local Hub cache or the Hub, in this order.
+"""Load `transformers` models from a folder, the local Hub cache or the Hub, in this order.
 
 `transformers` itself contacts the Hub first and hangs if a firewall drops packets. Here the Hub comes last, and only if it
 answers within a time limit.
@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from huggingface_hub import constants, get_session
 
+from clap_ds.config.clap_json import TEXT
+from clap_ds.config.model import TextConfig
 from clap_ds.distributed.timeout import within
+from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TEXT_FIELD = "clap.model.pretrained_text"
+_SIZES = TEXT | {"layer_norm_eps": "layer_norm_eps"}
 
 ANSWER_S = 4.0
 """Time limit of the Hub's first answer, in seconds."""
@@ -74,3 +84,28 @@ def problem_with_hub() -> str | None:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def pretrained_text(config: TextConfig) -> PreTrainedModel:
+    """Load `transformers`' encoder named `config.hub_name`. Raises ValueError if it is unavailable or its architecture or
+    sizes differ."""
+    if not config.hub_name:
+        raise ValueError(f"{TEXT_FIELD}: this preset's text tower has no pretrained checkpoint (its hub_name is empty)")
+    from transformers import AutoModel
+
+    def load(local_files_only: bool) -> PreTrainedModel:
+        return AutoModel.from_pretrained(
+            config.hub_name, add_pooling_layer=config.pooling == "cls_pooler", local_files_only=local_files_only,
+            dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+        )  # fmt: skip
+
+    model: PreTrainedModel = load_by_name(config.hub_name, load, field=TEXT_FIELD, what="weights")
+    found = model.config
+    sizes: list[Any] = [("architecture", found.model_type, config.architecture)]
+    sizes += [(ours, getattr(found, theirs, None), getattr(config, ours)) for ours, theirs in _SIZES.items()]
+    fixed = {"type_vocab_size": 2 if config.architecture == "bert" else 1, "hidden_act": "gelu"}
+    sizes += [(name, getattr(found, name, None), value) for name, value in fixed.items()]
+    wrong = [f"{name} {size} (expected {expected})" for name, size, expected in sizes if size != expected]
+    if wrong:
+        raise ValueError(f"{TEXT_FIELD}: {config.hub_name!r} doesn't match this preset: {', '.join(wrong)}")
+    return model

@@ -32,7 +32,7 @@ def load_tokenizer(
     ids or padding don't fit the model."""
     from transformers import AutoTokenizer
 
-    from clap_ds.model.hub import load_by_name
+    from clap_ds.weights.hub import load_by_name
 
     def load(local_files_only: bool) -> PreTrainedTokenizerBase:
         no_code = {"trust_remote_code": False}  # by default transformers prompts for it

@@ -1,0 +1,26 @@
+"""Check which kernels a model is built with."""
+
+import pytest
+import torch
+
+from clap_ds.config.schema import ModelSettings
+from clap_ds.model import kernels
+from clap_ds.model.kernels import Kernels, kernels_for
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_kernels_are_those_asked_for_or_the_devices_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "has_triton_package", lambda: True)
+    assert kernels_for(ModelSettings(), CPU) == ("matmul", "torch")
+    assert kernels_for(ModelSettings(), CUDA) == ("triton", "triton")
+    assert kernels_for(ModelSettings(attention_impl="sdpa"), CUDA) == ("sdpa", "triton")
+    for part in Kernels._fields:
+        asked = ModelSettings(**{f"{part}_impl": "triton"})
+        assert getattr(kernels_for(asked, CUDA), part) == "triton"
+        with pytest.raises(ValueError, match=rf"clap\.model\.{part}_impl: 'triton' needs a GPU"):
+            kernels_for(asked, CPU)
+    monkeypatch.setattr(kernels, "has_triton_package", lambda: False)
+    assert kernels_for(ModelSettings(), CUDA) == ("sdpa", "torch")
+    with pytest.raises(ValueError, match="triton package"):
+        kernels_for(asked, CUDA)
