@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from clap_ds.config.model import ClapConfig
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
 from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, load_safetensors, load_transformers, some
-from clap_ds.weights.laion import load_laion
+from clap_ds.weights.state_dicts import load_laion
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

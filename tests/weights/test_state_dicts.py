@@ -16,7 +16,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import renamed_checkpoint
 from clap_ds.weights.key_mapping import laion_names, to_names, transformers_names
-from clap_ds.weights.laion import load_laion
+from clap_ds.weights.state_dicts import load_laion
 from tests.model.reference_clap import REFERENCES, randomise
 from tests.weights.test_formats import MICRO, assert_same, without_classifier
 
