@@ -10,8 +10,18 @@ from pydantic import TypeAdapter
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
-from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, load_safetensors, load_transformers, some
-from clap_ds.weights.state_dicts import load_laion
+from clap_ds.weights.formats import (
+    LOGIT_BIAS,
+    METADATA_KEY,
+    Checkpoint,
+    from_safetensors,
+    load_safetensors,
+    load_transformers,
+    read_safetensors,
+    some,
+)
+from clap_ds.weights.open_clip import WEIGHTS as OPEN_CLIP_WEIGHTS
+from clap_ds.weights.state_dicts import from_state_dict, read_pickled
 
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -26,7 +36,8 @@ def load_weights(
     Args:
         path: a checkpoint of this project, or a folder of them (the newest good one); a file of
             `clap_ds.weights.formats.save_safetensors`; a folder for `transformers.ClapModel`, or its Hub id (cache
-            first); a LAION-CLAP .pt file.
+            first); a file of LAION-CLAP, or of open_clip (.safetensors, too, or a folder for `local-dir:`).
+            A file of HTSAT alone can only be loaded into a model.
         config: expected sizes (default: the weights' own).
         best: take a folder's best by `best_metric` instead of the newest.
         raw: take a `clap.train.ema_decay` checkpoint's raw weights.
@@ -46,11 +57,18 @@ def load_weights(
 
 def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tuple[Path, Checkpoint]:
     if path.is_file() and path.suffix in _PICKLES:
-        return path, load_laion(path, config)
+        return path, from_state_dict(path, read_pickled(path), config)
     if path.suffix == ".safetensors" and path.is_file():
-        return path, _with_manifest(path, load_safetensors(path))
+        state, metadata = read_safetensors(path)
+        if METADATA_KEY not in metadata:
+            return path, from_state_dict(path, state, config)
+        return path, _with_manifest(path, from_safetensors(path, state, metadata))
     if (path / "config.json").exists():
         return path, load_transformers(path)
+    if (path / OPEN_CLIP_WEIGHTS).exists():
+        tokenizer = str(path) if (path / "tokenizer_config.json").exists() else None
+        _, found = _read(path / OPEN_CLIP_WEIGHTS, config, best=best, raw=raw)
+        return path, replace(found, tokenizer=tokenizer or found.tokenizer)
     if path.is_dir():
         path = find_checkpoint(path, best=best)
         file = path / (RAW if raw and (path / RAW).exists() else WEIGHTS)
@@ -60,7 +78,7 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tu
 
         return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
     what = "expected" if path.exists() else "no such file or folder; expected"
-    raise ValueError(f"{path}: {what} a folder, a .safetensors file or LAION-CLAP's {', '.join(_PICKLES)}")
+    raise ValueError(f"{path}: {what} a folder or a file: .safetensors, {', '.join(_PICKLES)}")
 
 
 def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
