@@ -79,7 +79,9 @@ class Checkpoint:
 
     def build(self, **options: Any) -> ClapModel:
         if self.is_audio_tower:
-            raise ValueError(f"{self.path} contains only an audio tower: start a training run with clap.train.pretrained")
+            raise ValueError(
+                f"{self.path} contains only an audio tower: start a training run with clap.train.pretrained"
+            )
         model = ClapModel(self.config, **{"learns_bias": LOGIT_BIAS in self.state, **options})
         self.load_into(model)
         return model

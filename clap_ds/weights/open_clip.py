@@ -98,4 +98,4 @@ def to_open_clip(model: ClapModel) -> State:
     state["audio.encoder.spectrogram_extractor.stft.conv_real.weight"] = waves_KN.real.float()
     state["audio.encoder.spectrogram_extractor.stft.conv_imag.weight"] = waves_KN.imag.float()
     state["audio.encoder.logmel_extractor.melW"] = mel.mel_filters.T
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    return {name: tensor.detach().contiguous() for name, tensor in state.items()}
