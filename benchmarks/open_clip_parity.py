@@ -1,11 +1,10 @@
 """Compare embeddings with open_clip's own CLAP models, in fp32, on random weights, in both directions.
 
-    PYTHONPATH=/path/to/open_clip/src python -m benchmarks.open_clip_parity --open_clip_commit HASH [--output FILE.md]
+    PYTHONPATH=/path/to/open_clip/src python -m benchmarks.open_clip_parity --commit HASH [--output FILE.md]
 
-Per model: open_clip's weights, saved as by its training, embed sounds of 3 and 10 s from their samples, with feature fusion
-also one of 14 s from its features, and captions of 12 to 77 tokens. Then `clap-export --format open_clip`'s file, loaded by
-`open_clip.create_model`, embeds the same. The audio tower alone, under HTSAT's names, must load without a difference.
-Needs no network. Without open_clip 4 and its requirements (timm, torchvision, torchlibrosa) nothing is compared.
+open_clip's weights, saved as by its training, embed sounds of 3 and 10 s, with feature fusion also the features of one of 14 s,
+and captions of 12 to 77 tokens. Then open_clip loads what `clap-export --format open_clip` writes, and embeds the same. Its
+encoder under HTSAT's names must give an equal audio tower. Needs no network.
 """
 
 from __future__ import annotations
@@ -16,117 +15,83 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 import transformers
-from torch import Tensor
 
 import clap_ds
 from benchmarks.common import make_parser, show, table
 from clap_ds.config.errors import run_alone
 from clap_ds.model.clap import ClapModel
+from clap_ds.weights.formats import htsat_alone
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.open_clip import WEIGHTS, save_open_clip
 
-# open_clip's name, and whether it names this text tower (else base's is set, with which it was published)
-MODELS = {
-    "CLAP-HTSAT-tiny-Roberta-base": True,
-    "CLAP-HTSAT-tiny-Roberta-base-fused": True,
-    "CLAP-HTSAT-base-Roberta-base": True,
-    "CLAP-HTSAT-tiny": False,
-    "CLAP-HTSAT-large": False,
-}
-TEXT = {"hf_model_name": "roberta-base", "hf_pooler_type": "mean_pooler", "hf_model_pretrained": False}
-SHORT_S, CLIP_S, LONG_S = 3, 10, 14
+ROBERTA = {"hf_model_name": "roberta-base", "hf_pooler_type": "mean_pooler", "hf_model_pretrained": False}
+NAMED = ("CLAP-HTSAT-tiny-Roberta-base", "CLAP-HTSAT-tiny-Roberta-base-fused", "CLAP-HTSAT-base-Roberta-base")
+MODELS = {key: {} if key in NAMED else {"text_cfg": ROBERTA} for key in (*NAMED, "CLAP-HTSAT-tiny", "CLAP-HTSAT-large")}
 TOLERANCE = 1e-6
-COLUMNS = (
-    "open_clip's model {name} | text tower {text} | preset {preset} | audio {audio:.1e} | text {caption:.1e}"
-    " | exported: audio {back_audio:.1e} | exported: text {back_caption:.1e} | HTSAT alone {htsat:.1e}"
-    " | least distance {least:.1e}"
-)
+PAIRS = {"audio": "audio", "text": "text", "back_audio": "exported: audio", "back_text": "exported: text"}
+COLUMNS = f"open_clip's model {{name}} | preset {{preset}}{''.join(f' | {PAIRS[key]} {{{key}:.1e}}' for key in PAIRS)}"
+NOTE = """Largest differences of elements of embeddings of length 1. Different inputs differ by the last column or more.
+The last two models have RoBERTa and the kind of head of CLAP-HTSAT-base-Roberta-base, not open_clip's default text tower."""
 
 
-def randomize(model: torch.nn.Module) -> None:
-    """Draw weights and statistics so that each affects the embeddings. The front end stays."""
-    for name, tensor in model.state_dict().items():
-        if not tensor.is_floating_point() or "extractor" in name or "attn_mask" in name:
-            continue
-        noise = torch.randn_like(tensor)
-        if name.endswith("running_mean"):
-            tensor.copy_(-30 + 10 * noise)
-        elif name.endswith("running_var"):
-            tensor.copy_(200 * noise.abs() + 50)
-        elif tensor.ndim > 1:
-            tensor.copy_(noise / (1 if "bias_table" in name else math.sqrt(tensor[0].numel())))
-        else:
-            tensor.copy_(0.2 * noise + (name.endswith("weight") or 2 * (name == "logit_scale")))
+def random_model(open_clip: Any, name: str) -> Any:
+    torch.manual_seed(0)
+    model = open_clip.create_model(name, pretrained_text=False, **MODELS[name]).eval()
+    for key, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and "extractor." not in key and "attn_mask" not in key:
+            tensor.add_(torch.randn_like(tensor), alpha=0.05)
+    model.audio.encoder.bn0.running_mean.fill_(-30)
+    model.audio.encoder.bn0.running_var.fill_(200)
+    return model
 
 
-def captions() -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask of captions of 12, 40 and 77 tokens."""
-    mask = torch.arange(77) < torch.tensor([[12], [40], [77]])
-    ids = torch.randint(4, 50_000, mask.shape)
-    return torch.where(mask, ids, 1), mask.long()
-
-
-def compare(open_clip: Any, name: str, folder: Path) -> dict[str, Any]:
-    """Return the largest differences of a model's embeddings, one row of the table."""
+def compare(open_clip: Any, name: str) -> dict[str, Any]:
+    """Return a row of the table. Files are written to the current folder."""
     from open_clip.audio.transform import audio_transform_v2
 
-    torch.manual_seed(0)
-    is_named = MODELS[name]
-    own = {} if is_named else {"text_cfg": TEXT}
-    theirs = open_clip.create_model(name, pretrained_text=False, **own).eval()
-    randomize(theirs)
-    torch.save(
-        {"epoch": 1, "state_dict": {f"module.{key}": value for key, value in theirs.state_dict().items()}}, "a.pt"
-    )
-    whole = {key: value.contiguous() for key, value in theirs.state_dict().items()}
-    safetensors.torch.save_file(whole, "a.safetensors")
-    clap = clap_ds.load("a.pt", device="cpu")
-    assert load_weights("a.safetensors").fingerprint == clap.fingerprint
+    theirs = random_model(open_clip, name)
+    state = {key: value.contiguous() for key, value in theirs.state_dict().items()}
+    torch.save({"epoch": 1, "state_dict": {f"module.{key}": value for key, value in state.items()}}, "epoch_1.pt")
+    safetensors.torch.save_file(state, "model.safetensors")
+    clap = clap_ds.load("epoch_1.pt", device="cpu")
+    weights = load_weights("model.safetensors")
+    assert weights.fingerprint == clap.fingerprint
     fusion, rate = clap.config.audio.fusion, clap.sample_rate
-    sounds = [0.3 * torch.randn(seconds * rate).clamp(-3, 3) for seconds in (SHORT_S, CLIP_S, *[LONG_S] * fusion)]
-    sounds = [sound * torch.linspace(1, 0.01, len(sound)) for sound in sounds]
-    inputs = [audio_transform_v2(theirs.audio.cfg)((sound[None], rate)) for sound in sounds]
-    batch = {key: torch.stack([torch.as_tensor(each[key]) for each in inputs]) for key in inputs[0]}
-    ids, mask = captions()
-    ours_audio = torch.from_numpy(clap.embed_audio([np.asarray(sound) for sound in sounds[:2]], rate))
+    sounds = [torch.linspace(0.9, 0, n) * (2 * torch.rand(n) - 1) for n in (3 * rate, 10 * rate, *[14 * rate] * fusion)]
+    read = [audio_transform_v2(theirs.audio.cfg)((sound[None], rate)) for sound in sounds]
+    batch = {key: torch.stack([torch.as_tensor(each[key]) for each in read]) for key in read[0]}
+    audio = torch.from_numpy(clap.embed_audio([sound.numpy() for sound in sounds[:2]], rate))
     if fusion:
-        ours_audio = torch.cat([ours_audio, clap.model.encode_audio(batch["mel_fusion"][2:])])
-    ours_caption = clap.model.encode_text(ids, mask)
-    found = {
-        "audio": ours_audio - theirs.encode_audio(batch, True),
-        "caption": ours_caption - theirs.encode_text(ids, True),
-    }
-    htsat = {f"sed_model.{key}": value for key, value in theirs.audio.encoder.state_dict().items()}
-    torch.save({"state_dict": htsat}, "htsat.ckpt")
-    started, whole = ClapModel(clap.config), load_weights("a.pt").state
-    load_weights("htsat.ckpt", clap.config).load_into(started)
-    found["htsat"] = torch.stack(
-        [(tensor - whole[key]).abs().max().float() for key, tensor in started.state_dict().items()
-         if key.startswith("audio.") and not (fusion and (".mel_conv2d." in key or ".fusion_model." in key))]
-    )  # fmt: skip
-    del theirs, started, whole
-    save_open_clip(load_weights("a.pt").build(), folder, 77)
-    back = (name, str(folder / WEIGHTS)) if is_named else (f"local-dir:{folder}",)
-    theirs = open_clip.create_model(*back).eval()
-    found["back_audio"] = ours_audio - theirs.encode_audio(batch, True)
-    found["back_caption"] = ours_caption - theirs.encode_text(ids, True)
-    least = min(float(torch.pdist(each, math.inf).min()) for each in (ours_audio, ours_caption))
-    row = {
-        "name": name,
-        "text": "its own" if is_named else "of CLAP-HTSAT-base-Roberta-base",
-        "preset": clap.config.name,
-    }
-    return row | {"least": least} | {key: float(value.abs().max()) for key, value in found.items()}
+        audio = torch.cat([audio, clap.model.encode_audio(batch["mel_fusion"][2:])])
+    mask = torch.arange(77) < torch.tensor([[12], [40], [77]])
+    ids = torch.where(mask, torch.randint(4, 50_000, mask.shape), 1)
+    text = clap.model.encode_text(ids, mask.long())
+
+    def differences(model: Any) -> list[float]:
+        pairs = ((audio, model.encode_audio(batch, True)), (text, model.encode_text(ids, True)))
+        return [float((ours - found).abs().max()) for ours, found in pairs]
+
+    found = differences(theirs)
+    save_open_clip(weights.build(), Path(), 77)
+    names = {key: key.replace("audio.encoder.", "sed_model.") for key in state if key.startswith("audio.encoder.")}
+    fused = ("mel_conv2d", "fusion_model")
+    alone = {own: state[key] for key, own in names.items() if not any(part in key for part in fused)}
+    torch.save({"state_dict": alone}, "htsat.ckpt")
+    del theirs, state, alone
+    load_weights("htsat.ckpt", clap.config).load_into(started := ClapModel(clap.config))
+    assert all(torch.equal(tensor, weights.state[key]) for key, tensor in htsat_alone(started.state_dict()).items())
+    found += differences(open_clip.create_model(*([name, WEIGHTS] if name in NAMED else ["local-dir:."])).eval())
+    least = min(float(torch.pdist(each, math.inf).min()) for each in (audio, text))
+    return {"name": name, "preset": clap.config.name, **dict(zip(PAIRS, found, strict=True)), "least": least}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser("open_clip_parity", __doc__)
     parser.add_argument(
-        "--open_clip_commit", default="unknown", metavar="HASH", help="commit of the imported copy, to record"
+        "--commit", default="unknown", metavar="HASH", help="open_clip's commit, to record (default: unknown)"
     )
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=[*MODELS], help="open_clip's names (default: all)"
@@ -134,32 +99,21 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         import open_clip
-        import torchlibrosa  # noqa: F401
-
-        assert "CLAP-HTSAT-tiny" in open_clip.list_models(), f"version {open_clip.__version__} has no CLAP"
-    except (ImportError, AssertionError) as error:
-        print(f"skipped: open_clip 4 with audio can't be imported ({error}): put its src on PYTHONPATH")
+        import open_clip.audio.htsat
+    except ImportError as error:
+        print(f"skipped: open_clip 4 with audio, and what it requires, can't be imported: {error}")
         return 0
     rows = []
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), torch.no_grad():
-            sizes = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-            transformers.RobertaConfig(vocab_size=50265, **sizes).save_pretrained(
-                "roberta-base"
-            )  # instead of the Hub's
-            rows.append(compare(open_clip, name, Path(folder)))
-    versions = f"open_clip {open_clip.__version__}, commit {arguments.open_clip_commit}; torch {torch.__version__}"
-    versions += f", transformers {transformers.__version__}"
-    note = (
-        "Largest differences of elements of embeddings of length 1; the least distance is that of two different inputs."
-    )
-    show(
-        arguments.output,
-        f"# Embeddings beside open_clip's own\n\n{versions}.\n\n{note}\n\n{table(COLUMNS, rows)}",
-        rows,
-    )
-    differences = (value for row in rows for key, value in row.items() if isinstance(value, float) and key != "least")
-    return int(max(differences) > TOLERANCE)
+            sizes = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+            transformers.RobertaConfig(**sizes).save_pretrained("roberta-base")  # instead of the Hub's
+            rows.append(compare(open_clip, name))
+    versions = f"open_clip {open_clip.__version__} at commit {arguments.commit}, torch {torch.__version__}"
+    versions += f", transformers {transformers.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    text = table(f"{COLUMNS} | different inputs {{least:.1e}}", rows)
+    show(arguments.output, f"# Embeddings beside open_clip's own\n\n{versions}.\n\n{NOTE}\n\n{text}", rows)
+    return int(max(row[key] for row in rows for key in PAIRS) > TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -150,19 +150,12 @@ def to_safetensors(
     return tensors, metadata | trained
 
 
-def load_safetensors(path: str | Path) -> Checkpoint:
-    """Read a file of `save_safetensors`. Raises ValueError for another file."""
-    return from_safetensors(path, *read_safetensors(Path(path)))
-
-
-def from_safetensors(path: str | Path, state: State, metadata: Mapping[str, str]) -> Checkpoint:
-    """Build a checkpoint from the content of a file of `save_safetensors`. Raises ValueError for another file."""
-    if METADATA_KEY not in metadata:
-        raise ValueError(f"{path}: no {METADATA_KEY} metadata found; expected a file of save_safetensors")
+def from_safetensors(path: Path, state: State, metadata: Mapping[str, str]) -> Checkpoint:
+    """Build a checkpoint from the content of a file of `save_safetensors`. Raises ValueError if it contradicts itself."""
     config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(CONTEXT_LENGTH_KEY, "")
     expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
     _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
-    return Checkpoint(config, state, context_length=int(tokens) if tokens.isdecimal() else None)
+    return _checkpoint(config, state, context_length=int(tokens) if tokens.isdecimal() else None)
 
 
 def renamed_checkpoint(
@@ -170,13 +163,15 @@ def renamed_checkpoint(
 ) -> Checkpoint:
     """Build a checkpoint from tensors with other names, of the whole model or of HTSAT alone. Raises ValueError if they don't
     fit `config`."""
-    learns_bias = LOGIT_BIAS in tensors
-    expected = _expected(config.model_dump_json(), learns_bias=learns_bias)
+    expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in tensors)
     if not any("text" in name for name in tensors):
         expected = htsat_alone(expected)
     _check(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
-    kind = "sigmoid" if learns_bias else "softmax"
-    return Checkpoint(config, from_names(expected, names, tensors), loss_kind=kind)
+    return _checkpoint(config, from_names(expected, names, tensors))
+
+
+def _checkpoint(config: ClapConfig, state: State, **told: Any) -> Checkpoint:
+    return Checkpoint(config, state, loss_kind="sigmoid" if LOGIT_BIAS in state else "softmax", **told)
 
 
 def htsat_alone(state: Mapping[str, Tensor]) -> State:
