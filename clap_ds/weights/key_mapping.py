@@ -66,7 +66,7 @@ def open_clip_names(key: str) -> list[str]:
     """Return open_clip's name for a key, or none for the second logit scale."""
     if key == "logit_scale_text":
         return []
-    return [_renamed(*laion_names(key), _LAION_TO_OPEN_CLIP)]
+    return [_renamed(_renamed(key, _LAION_PARTS), _LAION_TO_OPEN_CLIP)]
 
 
 def from_names(keys: Iterable[str], names: Callable[[str], list[str]], source: Mapping[str, Tensor]) -> State:

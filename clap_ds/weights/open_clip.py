@@ -12,7 +12,6 @@ from clap_ds.model.mel import LogMel
 from clap_ds.weights.key_mapping import State, open_clip_names, to_names
 from clap_ds.weights.state_file import write_tensors
 
-CONFIG = "open_clip_config.json"
 WEIGHTS = "open_clip_model.safetensors"
 _VARIANTS = {"tiny": (96, [2, 2, 6, 2]), "base": (128, [2, 2, 12, 2]), "large": (256, [2, 2, 12, 2])}
 _FIXED = {"num_heads": [4, 8, 16, 32], "image_size": 256, "patch_size": 4, "attention_window": 8, "mlp_ratio": 4}
@@ -29,7 +28,7 @@ def save_open_clip(model: ClapModel, folder: Path, context_length: int) -> None:
     sizes = model_cfg(model.config, context_length)
     if model.logit_bias is not None:
         sizes["init_logit_bias"] = -10.0
-    (folder / CONFIG).write_text(json.dumps({"model_cfg": sizes, "preprocess_cfg": {}}, indent=1))
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": sizes, "preprocess_cfg": {}}, indent=1))
     write_tensors(folder / WEIGHTS, to_open_clip(model), {"format": "pt"})
 
 
@@ -51,7 +50,7 @@ def model_cfg(config: ClapConfig, context_length: int) -> dict[str, Any]:
         raise ValueError(f"{config.name} can't be a model of open_clip: {'; '.join(found)}")
     sizes = {theirs: getattr(audio, ours) for theirs, ours in _RENAMED.items()}
     kind = {"model_type": "HTSAT", "model_name": variant, "proj_act": audio.projection.activation}
-    tower = {"hf_model_name": text.hub_name, "hf_tokenizer_name": text.hub_name, "hf_proj_type": head}
+    tower: dict[str, Any] = {"hf_model_name": text.hub_name, "hf_tokenizer_name": text.hub_name, "hf_proj_type": head}
     tower |= {"hf_pooler_type": "mean_pooler" if text.pooling == "mean" else "cls_pooler"}
     tower |= {"hf_model_config": {"layer_norm_eps": text.layer_norm_eps}, "context_length": context_length}
     return {"embed_dim": width, "audio_cfg": kind | sizes, "text_cfg": tower}
@@ -61,7 +60,8 @@ def to_open_clip(model: ClapModel) -> State:
     """Return a model's fp32 state in open_clip's names, with the constants that it saves as tensors."""
     renamed = to_names(model.state_dict(), open_clip_names)
     state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in renamed.items()}
-    for number, stage in enumerate(model.audio.stages):
+    stages: Any = model.audio.stages
+    for number, stage in enumerate(stages):
         for place, block in enumerate(stage.blocks):
             name = f"audio.encoder.layers.{number}.blocks.{place}"
             state[f"{name}.attn.relative_position_index"] = block.attention.relative_position_index

@@ -32,8 +32,7 @@ _EXPECTED = "expected weights of save_safetensors, LAION-CLAP, HTSAT, or open_cl
 _REBUILT = ("_rebuild_parameter", "_rebuild_tensor", "_rebuild_tensor_v2")
 _OF_TENSORS = {("collections", "OrderedDict"), ("torch", "Size"), *(("torch._utils", name) for name in _REBUILT)}
 _ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")
-_NOT_LOADED = ("pytorch_lightning", "lightning")
-"""Packages whose objects, beside HTSAT's tensors, are skipped."""
+_SKIPPED = ("pytorch_lightning", "lightning")  # packages of objects beside HTSAT's tensors
 _OF_NUMBERS = {("_codecs", "encode"), ("numpy", "dtype"), *((module, "scalar") for module in _ARRAYS)}
 
 
@@ -45,7 +44,7 @@ class _PassedOver:
 
 class _TensorsOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OF_TENSORS | _OF_NUMBERS or module.partition(".")[0] in _NOT_LOADED:
+        if (module, name) in _OF_TENSORS | _OF_NUMBERS or module.partition(".")[0] in _SKIPPED:
             made_by = super().find_class(module, name) if (module, name) in _OF_TENSORS else _PassedOver
             return lambda *arguments: made_by(*arguments)  # wrapped, because a pickle may set attributes
         raise pickle.UnpicklingError(
