@@ -10,6 +10,7 @@ encoder under HTSAT's names must give an equal audio tower. Needs no network.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import tempfile
 from pathlib import Path
@@ -30,6 +31,7 @@ from clap_ds.weights.open_clip import WEIGHTS, save_open_clip
 ROBERTA = {"hf_model_name": "roberta-base", "hf_pooler_type": "mean_pooler", "hf_model_pretrained": False}
 NAMED = ("CLAP-HTSAT-tiny-Roberta-base", "CLAP-HTSAT-tiny-Roberta-base-fused", "CLAP-HTSAT-base-Roberta-base")
 MODELS = {key: {} if key in NAMED else {"text_cfg": ROBERTA} for key in (*NAMED, "CLAP-HTSAT-tiny", "CLAP-HTSAT-large")}
+FUSED = ("sed_model.patch_embed.mel_conv2d", "sed_model.patch_embed.fusion_model")
 TOLERANCE = 1e-6
 PAIRS = {"audio": "audio", "text": "text", "back_audio": "exported: audio", "back_text": "exported: text"}
 COLUMNS = f"open_clip's model {{name}} | preset {{preset}}{''.join(f' | {PAIRS[key]} {{{key}:.1e}}' for key in PAIRS)}"
@@ -39,8 +41,6 @@ The last two models have RoBERTa and the kind of head of CLAP-HTSAT-base-Roberta
 
 def compare(open_clip: Any, name: str) -> dict[str, Any]:
     """Return a row of the table. Files are written to the current folder."""
-    from open_clip.audio.transform import audio_transform_v2
-
     torch.manual_seed(0)
     theirs = open_clip.create_model(name, pretrained_text=False, **MODELS[name]).eval()
     for key, tensor in theirs.state_dict().items():
@@ -56,7 +56,7 @@ def compare(open_clip: Any, name: str) -> dict[str, Any]:
     assert weights.fingerprint == clap.fingerprint
     fusion, rate = clap.config.audio.fusion, clap.sample_rate
     sounds = [torch.linspace(0.9, 0, n) * (2 * torch.rand(n) - 1) for n in (3 * rate, 10 * rate, *[14 * rate] * fusion)]
-    read = [audio_transform_v2(theirs.audio.cfg)((sound[None], rate)) for sound in sounds]
+    read = [open_clip.audio.transform.audio_transform_v2(theirs.audio.cfg)((sound[None], rate)) for sound in sounds]
     batch = {key: torch.stack([torch.as_tensor(each[key]) for each in read]) for key in read[0]}
     audio = torch.from_numpy(clap.embed_audio([sound.numpy() for sound in sounds[:2]], rate))
     if fusion:
@@ -72,9 +72,7 @@ def compare(open_clip: Any, name: str) -> dict[str, Any]:
     found = differences(theirs)
     save_open_clip(weights.build(), Path(), 77)
     parts = {key.replace("audio.encoder.", "sed_model."): each for key, each in state.items()}
-    shared = [
-        key for key in parts if key.startswith("sed_model.") and "mel_conv2d" not in key and "fusion_model" not in key
-    ]
+    shared = (key for key in parts if key.startswith("sed_model.") and not key.startswith(FUSED))
     torch.save({"state_dict": {key: parts[key] for key in shared}}, "htsat.ckpt")
     del theirs, state, parts
     load_weights("htsat.ckpt", clap.config).load_into(started := ClapModel(clap.config))
@@ -86,23 +84,24 @@ def compare(open_clip: Any, name: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser("open_clip_parity", __doc__)
-    parser.add_argument(
-        "--commit", default="unknown", metavar="HASH", help="open_clip's commit, to record (default: unknown)"
-    )
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=[*MODELS], help="open_clip's names (default: all)"
-    )
+    parser.add_argument("--commit", default="unknown", metavar="HASH", help="open_clip's, to record (default: unknown)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="to compare (default: all)")
     arguments = parser.parse_args(argv)
     try:
-        import open_clip
-        import open_clip.audio.htsat
+        open_clip: Any = importlib.import_module("open_clip")
+        importlib.import_module("open_clip.audio.htsat")
     except ImportError as error:
         print(f"skipped: open_clip 4 with audio, and what it requires, can't be imported: {error}")
         return 0
     rows = []
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), torch.no_grad():
-            sizes = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+            sizes: Any = {
+                "vocab_size": 50265,
+                "max_position_embeddings": 514,
+                "type_vocab_size": 1,
+                "layer_norm_eps": 1e-5,
+            }
             transformers.RobertaConfig(**sizes).save_pretrained("roberta-base")  # instead of the Hub's
             rows.append(compare(open_clip, name))
     versions = f"open_clip {open_clip.__version__} at commit {arguments.commit}, torch {torch.__version__}"
