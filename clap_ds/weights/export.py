@@ -56,14 +56,10 @@ FORMATS = {
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("clap-export", description=(__doc__ or "").splitlines()[0])
-    kinds = (
-        "checkpoint, folder of checkpoints (the newest good one), or a file of this project, LAION-CLAP or open_clip"
-    )
+    kinds = "checkpoint, folder of checkpoints (the newest good one), or a file of LAION-CLAP or open_clip"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="new output folder")
-    parser.add_argument(
-        "--format", choices=[*FORMATS], default="transformers", help="who reads it (default: %(default)s)"
-    )
+    parser.add_argument("--format", choices=[*FORMATS], default="transformers", help="target (default: %(default)s)")
     parser.add_argument("--best", action="store_true", help="export a folder's best by best_metric, not the newest")
     raw = "export a clap.train.ema_decay run's raw weights instead of their moving average"
     parser.add_argument("--no_ema", action="store_true", help=raw)

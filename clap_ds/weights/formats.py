@@ -30,7 +30,6 @@ _OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS, "logit_scale_text")
 _FUSION = (".mel_conv2d.", ".fusion_model.")
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
 """Suffixes of constants that other CLAPs save as tensors."""
-_AUDIO = "audio."
 _NUM_SHOWN = 5
 
 
@@ -75,20 +74,17 @@ class Checkpoint:
 
     @property
     def is_audio_tower(self) -> bool:
-        return all(name.startswith(_AUDIO) for name in self.state)
+        return all(name.startswith("audio.") for name in self.state)
 
     def build(self, **options: Any) -> ClapModel:
         if self.is_audio_tower:
-            raise ValueError(
-                f"{self.path} contains only an audio tower: start a training run with clap.train.pretrained"
-            )
+            raise ValueError(f"{self.path} contains only an audio tower: load it with clap.train.pretrained")
         model = ClapModel(self.config, **{"learns_bias": LOGIT_BIAS in self.state, **options})
         self.load_into(model)
         return model
 
     def load_into(self, model: ClapModel) -> None:
-        """Copy the weights, of the whole model or of HTSAT alone, into a model. Raises ValueError for other names or shapes,
-        except missing optional tensors."""
+        """Copy the weights into a model. Raises ValueError for other names or shapes, except missing optional tensors."""
         state = {name: t for name, t in self.state.items() if name != LOGIT_BIAS or model.logit_bias is not None}
         expected = htsat_alone(model.state_dict()) if self.is_audio_tower else model.state_dict()
         _check(state, expected, f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
@@ -161,8 +157,7 @@ def from_safetensors(path: Path, state: State, metadata: Mapping[str, str]) -> C
 def renamed_checkpoint(
     config: ClapConfig, tensors: Mapping[str, Tensor], names: Callable[[str], list[str]], label: str
 ) -> Checkpoint:
-    """Build a checkpoint from tensors with other names, of the whole model or of HTSAT alone. Raises ValueError if they don't
-    fit `config`."""
+    """Build a checkpoint from tensors, maybe of HTSAT alone, with other names. Raises ValueError if they don't fit `config`."""
     expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in tensors)
     if not any("text" in name for name in tensors):
         expected = htsat_alone(expected)
@@ -176,7 +171,7 @@ def _checkpoint(config: ClapConfig, state: State, **told: Any) -> Checkpoint:
 
 def htsat_alone(state: Mapping[str, Tensor]) -> State:
     """Return the audio tower's part of a state that HTSAT's own checkpoints have: without projection and feature fusion."""
-    inside = {name: tensor for name, tensor in state.items() if name.startswith(_AUDIO)}
+    inside = {name: tensor for name, tensor in state.items() if name.startswith("audio.")}
     return {name: tensor for name, tensor in inside.items() if not any(part in name for part in _FUSION)}
 
 

@@ -34,8 +34,7 @@ def load_weights(
     Args:
         path: a checkpoint of this project, or a folder of them (the newest good one); a file of
             `clap_ds.weights.formats.save_safetensors`; a folder for `transformers.ClapModel`, or its Hub id (cache
-            first); a file of LAION-CLAP, or of open_clip (.safetensors, too, or a folder for `local-dir:`).
-            A file of HTSAT alone can only be loaded into a model.
+            first); a file of LAION-CLAP, open_clip (or a folder for its `local-dir:`) or HTSAT.
         config: expected sizes (default: the weights' own).
         best: take a folder's best by `best_metric` instead of the newest.
         raw: take a `clap.train.ema_decay` checkpoint's raw weights.

@@ -25,9 +25,8 @@ _RENAMED |= {"enable_fusion": "fusion"} | {
 def save_open_clip(model: ClapModel, folder: Path, context_length: int) -> None:
     """Write fp32 weights and sizes for `open_clip.create_model("local-dir:FOLDER")`, or for its `pretrained=` a file. Raises
     ValueError if open_clip can't express the model."""
-    sizes = model_cfg(model.config, context_length)
-    if model.logit_bias is not None:
-        sizes["init_logit_bias"] = -10.0
+    bias = {} if model.logit_bias is None else {"init_logit_bias": -10.0}
+    sizes = model_cfg(model.config, context_length) | bias
     (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": sizes, "preprocess_cfg": {}}, indent=1))
     write_tensors(folder / WEIGHTS, to_open_clip(model), {"format": "pt"})
 

@@ -21,8 +21,7 @@ from clap_ds.config.model_names import preset_names
 from clap_ds.weights.formats import Checkpoint, renamed_checkpoint, some
 from clap_ds.weights.key_mapping import laion_names, open_clip_names
 
-_IGNORED = ("audio_transform.", "text_transform.")
-_FRONT_END = (".spectrogram_extractor.", ".logmel_extractor.")
+_IGNORED = ("audio_transform.", "text_transform.", ".spectrogram_extractor.", ".logmel_extractor.")
 _MARKS = {
     laion_names: {"audio_branch.bn0.weight"},
     open_clip_names: {"audio.encoder.bn0.weight", "text.transformer.embeddings.word_embeddings.weight"},
@@ -66,9 +65,8 @@ def from_state_dict(path: str | Path, state: Mapping[str, Any], config: ClapConf
     tensors = {
         name.removeprefix("module.").replace("sed_model.", "audio_branch.", 1): value
         for name, value in state.items()
-        if isinstance(value, Tensor) and not any(part in name for part in _FRONT_END)
+        if isinstance(value, Tensor) and not any(part in name for part in _IGNORED)
     }
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_IGNORED)}
     names = next((names for names, marks in _MARKS.items() if marks <= tensors.keys()), None)
     if names is None:
         raise ValueError(f"{path}: {_EXPECTED}, found {some([*tensors])}")
