@@ -29,7 +29,7 @@ from clap_ds.distributed.init import run_command
 from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
 from clap_ds.planning.roofline import rates_of
 from clap_ds.planning.roofline_shares import FUSED, TABLE, class_of
-from clap_ds.planning.step import trace_step
+from clap_ds.planning.step import compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation
 from clap_ds.run_records.timers import PhaseTimer
 
@@ -81,6 +81,7 @@ def join(
         owners.append((parent is not None and owners[parent]) or own)  # callees belong to it
         for kernel, us in launched:
             plans, call = owners[-1] or ([], number)
+            plans = [] if kernel.startswith("Memcpy HtoD") else plans  # of batches, beside the kernels
             of = class_of(plans[0]) if plans else UNPLANNED + name
             if not plans and ideal[FUSED] and kernel.startswith(INDUCTORS):
                 of = FUSED
@@ -123,7 +124,8 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
             raise UserError(f"{path}: no known rates for {device!r}; pass --gpu with a GPU name of clap-plan")
         kernels = {f"{part}_impl": chosen["kernel"] for part, chosen in summary.get("kernels", {}).items()}
         run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
-        work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(compiled=is_compiled)
+        fused = compiled_kernels(run, run.micro_batch) if is_compiled else []
+        work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(fused)
         if not (found := join(read_json(path), work, rates_of(known, "middle").ideal_s)):
             raise UserError(f"{path}: no kernel times; check that torch.profiler can use CUPTI")
         rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from clap_ds.flop_count.device_specs import Gpu, gpu_named
 
 if TYPE_CHECKING:
     from clap_ds.planning.step import Step
+    from clap_ds.planning.tracing import Operation
 
 MOST_CLASSES = 4  # operation classes printed with their efficiencies
 GROWS_AS = "jupiter_htsat_tiny"
@@ -68,7 +70,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     from clap_ds.engine.compile import what_to_compile
     from clap_ds.model.kernels import kernels_for
     from clap_ds.planning.memory import largest_micro_batch, memory_parts
-    from clap_ds.planning.step import trace_step
+    from clap_ds.planning.step import compiled_kernels, trace_step
 
     nodes = sorted(set(arguments.nodes))
     smallest, largest = (count * arguments.gpus_per_node for count in (nodes[0], nodes[-1]))
@@ -82,7 +84,7 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
         found = largest_micro_batch(lambda size: sum(memory(size).values()), run.micro_batch, gpu.memory_gib)
     cuda = torch.device("cuda")
     kernels, what = kernels_for(run.clap.model, cuda), what_to_compile(run.clap.compile, cuda)
-    speed = _speed(own, gpu, compiled=what != "off")
+    speed = _speed(own, gpu, compiled_kernels(run, run.micro_batch) if what != "off" else [])
     return {
         "predicted": True, "preset": run.clap.preset().name, "precision": run.precision, "gpu": gpu.name,
         "micro_batch": run.micro_batch, "context_length": run.clap.context_length,
@@ -96,12 +98,12 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
     }  # fmt: skip
 
 
-def _speed(step: Step, gpu: Gpu, *, compiled: bool) -> dict[str, Any]:
+def _speed(step: Step, gpu: Gpu, kernels: Sequence[Operation]) -> dict[str, Any]:
     """Predict one GPU's speed at the smallest scale, without communication."""
     from clap_ds.planning.roofline import CASES, rates_of, seconds_by_part
     from clap_ds.planning.roofline_shares import class_of, efficiencies_of
 
-    operations, by_class, middle = step.work(compiled=compiled), defaultdict[str, float](float), rates_of(gpu, "middle")
+    operations, by_class, middle = step.work(kernels), defaultdict[str, float](float), rates_of(gpu, "middle")
     for each, times in operations:
         if seconds := times * middle.seconds(each):
             by_class[class_of(each)] += seconds

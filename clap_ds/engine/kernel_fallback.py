@@ -24,7 +24,8 @@ def fall_back(settings: ModelSettings, model: ClapModel, *, autocast: bool = Fal
         if getattr(settings, f"{part}_impl") != "auto":
             continue
         problems = dict[int, str]()
-        for number, stage in enumerate(model.audio.stages):
+        stages: Any = model.audio.stages
+        for number, stage in enumerate(stages):
             modules = [getattr(block, part) for block in stage.blocks]
             if modules[-1].kernel != "triton":
                 continue
@@ -41,8 +42,8 @@ def fall_back(settings: ModelSettings, model: ClapModel, *, autocast: bool = Fal
         if rank() == 0:
             print(f"kernel of clap.model.{part}_impl: {kernel}", flush=True)
             if problem:
-                stages = ", ".join(map(str, problems))
-                print(f"warning: Triton {part} kernel unavailable ({problem}); stages {stages} run slower", flush=True)
+                where = ", ".join(map(str, problems))
+                print(f"warning: Triton {part} kernel unavailable ({problem}); stages {where} run slower", flush=True)
     return chosen
 
 

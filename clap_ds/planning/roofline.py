@@ -4,8 +4,8 @@ larger of FLOPs and bytes at low, middle and high fractions of the data sheet's 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,7 +19,6 @@ HOST_S = {"low": 12e-6, "middle": 8e-6, "high": 5e-6}
 KERNEL_S = 2e-6
 """Minimum time of a kernel, including the gap before it."""
 TOWERS = ("audio", "text")
-ROW_SUMS = ("aten.sum", "aten.native_layer_norm_backward")
 
 
 @dataclass(frozen=True)
@@ -51,41 +50,6 @@ def rates_of(gpu: Gpu, case: str) -> DeviceRates:
     by_dtype = {torch.bfloat16: fast, torch.float16: fast, torch.float32: slow, torch.float64: slow / 2}
     shares = {name: getattr(each, case) for name, each in efficiencies_of(gpu).items()}
     return DeviceRates(by_dtype, 1e12 * gpu.memory_tbytes_per_s, KERNEL_S, HOST_S[case], shares)
-
-
-def fused(operations: Sequence[Operation], parts: Collection[str] = TOWERS) -> list[Operation]:
-    """Fuse operations of some parts like torch.compile: those between two products, FFTs or custom operations become one
-    kernel that reads each input once and writes only what is used later. Sums over rows, for gradients of biases and
-    norms, are separate kernels that read their inputs again."""
-    last_read = {number: place for place, op in enumerate(operations) for number, _ in op.read}
-    result: list[Operation] = []
-    group: list[Operation] = []
-
-    def close(place: int) -> None:
-        if group:
-            result.append(_merged(group, {number for number, last in last_read.items() if last >= place}))
-            result.extend(replace(each, name="fused") for each in group if each.backward and each.name in ROW_SUMS)
-            group.clear()
-
-    for place, operation in enumerate(operations):
-        if not operation.launches:
-            continue
-        fusible = operation.part in parts and not operation.flops and operation.name.startswith("aten.")
-        if not fusible or (group and (group[0].part, group[0].backward) != (operation.part, operation.backward)):
-            close(place)
-        (group if fusible else result).append(operation)
-    close(len(operations))
-    return result
-
-
-def _merged(group: Sequence[Operation], used_later: Collection[int]) -> Operation:
-    read: dict[int, int] = {}
-    written: dict[int, int] = {}
-    for operation in group:
-        read |= {n: max(read.get(n, 0), size) for n, size in operation.read if n not in written}
-        written |= {n: max(written.get(n, 0), size) for n, size in operation.written}
-    kept = {number: size for number, size in written.items() if number in used_later}
-    return replace(group[0], name="fused", flops=0, read=(*read.items(),), written=(*kept.items(),), shapes=())
 
 
 def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: DeviceRates) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Estimate the fraction of its data sheet's rates that a GPU reaches, by class of operation: low, middle and high.
 
 The fraction is the roofline time, the larger of FLOPs and bytes at the data sheet's rates, over the kernels' time.
-Measurements of a GPU in `results/<device>/efficiencies.json` override the table.
+Measurements in `results/<device>/efficiencies.json` override the table.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ PROCESSORS = {
     "gh200": 132, "gh200-144gb": 132, "b200": 148, "mi300x": 304, "rtx-3090": 82,
 }  # fmt: skip
 """Streaming multiprocessors or compute units."""
+HOPPER = {"h100-sxm", "h100-pcie", "h200", "gh200", "gh200-144gb"}
+"""GPUs with the same processors, for which a measurement of one counts."""
 FUSED = "fused kernel"
 """Inductor's kernels."""
 _NAMES = {
@@ -101,21 +103,23 @@ def class_of(operation: Operation) -> str:
 
 
 def efficiencies_of(gpu: Gpu) -> dict[str, Efficiency]:
-    """Return the table for a GPU, with measurements if available. Time above the data sheet's is due to instructions and
-    latencies, which more bandwidth or larger tensor cores don't reduce."""
-    found = {}
-    for name, each in TABLE.items():
-        of, reference = (
-            (kind.bf16_tflops if name == "wide product" else kind.memory_tbytes_per_s) / PROCESSORS[kind.name]
-            for kind in (gpu, GPUS["h100-sxm"])
-        )
-        low, middle, high = (1 / (1 + (1 / share - 1) * of / reference) for share in (each.low, each.middle, each.high))
-        found[name] = Efficiency(low, middle, high, each.source)
-    for path in sorted((work_folder() / "results").glob("*/efficiencies.json")):
-        measured = read_json(path)
-        if peak_for(measured["device"]) == gpu:
-            for name in TABLE.keys() & measured["classes"].keys():
-                share = measured["classes"][name]["efficiency"]
+    """Return the table for a GPU, with measurements of it or of another Hopper GPU. Time above the data sheet's is due to
+    instructions and latencies, which more bandwidth or larger tensor cores don't reduce."""
+    found = {name: _scaled(each, name, GPUS["h100-sxm"], gpu) for name, each in TABLE.items()}
+    measured = [(path, read_json(path)) for path in sorted((work_folder() / "results").glob("*/efficiencies.json"))]
+    for path, record in sorted(measured, key=lambda each: peak_for(each[1]["device"]) == gpu):  # its own come last
+        if (of := peak_for(record["device"])) == gpu or (of and {of.name, gpu.name} <= HOPPER):
+            for name in TABLE.keys() & record["classes"].keys():
+                share = record["classes"][name]["efficiency"]
                 spread = (1 - SPREAD) * share, share, (1 + SPREAD) * share
-                found[name] = Efficiency(*spread, f"measured, results/{path.parent.name}")
+                source = f"measured on {of.name}, results/{path.parent.name}"
+                found[name] = _scaled(Efficiency(*spread, source), name, of, gpu)
     return found
+
+
+def _scaled(each: Efficiency, name: str, of: Gpu, gpu: Gpu) -> Efficiency:
+    """Convert a class's fractions on one GPU to those on another."""
+    rates = [kind.bf16_tflops if name == "wide product" else kind.memory_tbytes_per_s for kind in (gpu, of)]
+    ratio = rates[0] / PROCESSORS[gpu.name] / (rates[1] / PROCESSORS[of.name])
+    low, middle, high = (1 / (1 + (1 / share - 1) * ratio) for share in (each.low, each.middle, each.high))
+    return Efficiency(low, middle, high, each.source)

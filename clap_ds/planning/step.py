@@ -6,7 +6,7 @@ It is the second step, when the optimizer has its state and torch's reducer its 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,11 +30,12 @@ from clap_ds.model import text
 from clap_ds.model.packed import lay_out, pack
 from clap_ds.planning.cuda_operations import like_cuda
 from clap_ds.planning.fake_ranks import faked_by, rank_of
-from clap_ds.planning.roofline import fused
+from clap_ds.planning.inductor import fused_kernels, is_fusible
 from clap_ds.planning.tracing import Operation, Recorded, trace
 from clap_ds.run_records.timers import PhaseTimer
 
 CPU = torch.device("cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
 """DeepSpeed's sections that affect a step's computation and memory."""
 PARTS = {
@@ -45,19 +46,22 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Step:
-    """Hold a recorded step, its samples per rank, the repetitions of its recorded micro-batches, and the number of trained
-    parameters."""
+    """Hold a recorded step, its samples per rank, the repetitions of its recorded micro-batches, the forward and backward
+    passes per step, and the number of trained parameters."""
 
     recorded: Recorded
     num_samples: int
     repeats: float
+    passes: tuple[int, int]
     num_parameters: int
 
-    def work(self, *, compiled: bool) -> list[tuple[Operation, float]]:
-        """Return the operations except collectives with their repetitions per step, fused if `compiled`."""
-        own = [each for each in self.recorded.operations if not each.is_collective]
-        operations = fused(own) if compiled else own
-        return [(each, 1 if each.part in ("gradients", "optimizer") else self.repeats) for each in operations]
+    def work(self, kernels: Iterable[Operation] = ()) -> list[tuple[Operation, float]]:
+        """Return the operations except collectives with their repetitions per step. `kernels`: a pass's fused kernels, if
+        towers are compiled."""
+        fused = [(each, float(self.passes[each.backward])) for each in kernels]
+        launched = [each for each in self.recorded.operations if each.launches and not each.is_collective]
+        own = [each for each in launched if not (fused and is_fusible(each))]
+        return [(each, 1 if each.part in ("gradients", "optimizer") else self.repeats) for each in own] + fused
 
 
 def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
@@ -83,7 +87,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     lengths = caption_lengths(run, micro_batch)
-    packed, layout = _packed(run, lengths, fakes)
+    packed, layout = tree_map_only(Tensor, fakes.from_tensor, _packed(run, lengths))
     with (
         rank_of(world_size),
         mock.patch.object(text, "lay_out", return_value=layout),  # the engine's layout depends on values
@@ -104,7 +108,28 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
             recorded.restart()
             engine.set_accumulation_steps(num_traced)
             engine.step(batches, timer)
-    return Step(recorded, micro_batch * number, number / num_traced, sum(each.numel() for each in trained))
+    num_parameters = sum(each.numel() for each in trained)
+    return Step(recorded, micro_batch * number, number / num_traced, (number * (1 + cached), number), num_parameters)
+
+
+def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
+    """Return Inductor's own kernels, on a GPU, of one forward and backward pass of the mel front end and both towers."""
+    run, lengths = _without_side_effects(run, micro_batch), caption_lengths(run, micro_batch)
+    with torch.device("meta"):
+        model = build_model(run, torch.device("cuda")).to(DTYPES.get(run.precision, torch.float32)).train()
+    model.to_empty(device="cpu")
+    packed, _ = _packed(run, lengths)
+    audio, *text = next(_batches(run, micro_batch, sum(lengths), packed, cuda=True)).model_inputs()
+    inputs: dict[str, list[Any]] = {"audio": [audio], "text": text}
+    if audio.ndim == 2:
+        inputs |= {"mel": [audio], "audio": [torch.empty(micro_batch, *model.config.audio.feature_shape)]}
+    kernels = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=run.precision.startswith("torch_autocast")):
+        for name, tensors in inputs.items():
+            part = "text" if name == "text" else "audio"
+            for backward, num_bytes in fused_kernels(model.get_submodule(name), *tensors):
+                kernels.append(Operation("fused", part, backward, 0, ((0, num_bytes),), (), True, None))
+    return kernels
 
 
 def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
@@ -130,14 +155,13 @@ def _state(optimizer: Any) -> Iterator[Tensor]:
         yield from state.values()
 
 
-def _packed(run: RunSettings, lengths: list[int], fakes: FakeTensorMode) -> tuple[Any, Any]:
+def _packed(run: RunSettings, lengths: list[int]) -> tuple[Any, Any]:
     """Return a batch's packed row with packing, and their layout, if the run packs captions."""
     if not run.clap.text_packing:
         return None, None
     mask = (torch.arange(run.clap.context_length) < torch.tensor(lengths)[:, None]).long()
     row, packing = pack([(torch.ones_like(mask), mask)])
-    layout = lay_out(packing, len(row), run.clap.preset().text.first_position)
-    return tree_map_only(Tensor, fakes.from_tensor, ((row, packing), layout))
+    return (row, packing), lay_out(packing, len(row), run.clap.preset().text.first_position)
 
 
 def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *, cuda: bool) -> Iterator[Batch]:

@@ -10,9 +10,9 @@ from benchmarks.plan_validation import STEPS, idle_text, main
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import load_run
 from clap_ds.flop_count.device_specs import GPUS
-from clap_ds.planning.roofline import fused, rates_of
+from clap_ds.planning.roofline import rates_of
 from clap_ds.planning.roofline_shares import FUSED, TABLE
-from clap_ds.planning.step import trace_step
+from clap_ds.planning.step import compiled_kernels, trace_step
 from tests.conftest import micro_run
 
 
@@ -21,11 +21,12 @@ def invent(folder: Path, what: str, share: float) -> None:
     folder.mkdir()
     model = {"preset": "micro", "attention_impl": "sdpa", "mlp_impl": "torch"}
     (folder / "config.json").write_text(json.dumps(micro_run(clap={"compile": what, "model": model})))
-    operations = trace_step(load_run(folder / "config.json", 1), 4).recorded.operations
+    run = load_run(folder / "config.json", 1)
+    work = trace_step(run, 4).work(compiled_kernels(run, 4) if what == "towers" else [])
     summary = {"device_name": "NVIDIA H200", "device_type": "cuda"} | ({"compiled": {}} if what == "towers" else {})
     (folder / "summary.json").write_text(json.dumps(summary))
     events: list[Any] = [(None, "Memcpy HtoD", [], [["Memcpy HtoD", 7.0]])]
-    for operation in (fused(operations) if what == "towers" else operations) * STEPS:
+    for operation in [each for each, _ in work] * STEPS:
         us = 1e6 * rates_of(GPUS["h200"], "low").ideal_s(operation) / share
         if operation.name == "fused" or operation.name.startswith("compiled."):
             events.append((None, "## Call CompiledFxGraph", [], [["triton_red_fused_add_3", us]]))

@@ -1,5 +1,6 @@
 """Test classes of dispatched operations, the order of fractions, and measured ones."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,13 +60,22 @@ def test_shares_are_in_order_on_every_gpu() -> None:
 
 def test_a_measured_class_comes_before_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline_shares, "work_folder", lambda: tmp_path)
-    before, other = efficiencies_of(H100), efficiencies_of(GPUS["h200"])
-    path = tmp_path / "results" / "h100" / "efficiencies.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        '{"device": "NVIDIA H100 80GB HBM3", "classes": {"softmax": {"efficiency": 0.5}, "gone": {"efficiency": 0.1}}}'
-    )
+
+    def measure(folder: str, device: str, share: float) -> None:
+        path = tmp_path / "results" / folder / "efficiencies.json"
+        path.parent.mkdir(parents=True)
+        classes = {"softmax": {"efficiency": share}, "gone": {"efficiency": 0.1}}
+        path.write_text(json.dumps({"device": device, "classes": classes}))
+
+    before, other = efficiencies_of(H100), efficiencies_of(GPUS["a100-sxm-80gb"])
+    measure("h200", "NVIDIA H200", 0.5)
     found = efficiencies_of(H100)["softmax"]
-    assert (found.low, found.middle, found.high) == pytest.approx((0.45, 0.5, 0.55))
+    # On an H100 the bytes take 4.8 / 3.35 times as long, and the rest as long as on an H200, as there are as many processors.
+    assert found.middle == pytest.approx(4.8 / (4.8 + 3.35))
+    assert found.source == "measured on h200, results/h200"
+    measure("h100", "NVIDIA H100 80GB HBM3", 0.4)
+    found = efficiencies_of(H100)["softmax"]
+    assert (found.low, found.middle, found.high) == pytest.approx((0.36, 0.4, 0.44))
     assert {**efficiencies_of(H100), "softmax": before["softmax"]} == before
-    assert efficiencies_of(GPUS["h200"]) == other
+    assert efficiencies_of(GPUS["h200"])["softmax"].middle == pytest.approx(0.5)
+    assert efficiencies_of(GPUS["a100-sxm-80gb"]) == other

@@ -81,13 +81,13 @@ def test_cached_accumulation_holds_its_batches_and_goes_forward_twice(traced: Ca
     assert _at_peak(cached, "batches") - _at_peak(plain, "batches") == 2 * (8 * 48000 * 2 + 2 * 8 * 16 * 8)
 
     def forward_flops(step: Step) -> float:
-        work = step.work(compiled=False)
+        work = step.work()
         return sum(times * op.flops for op, times in work if op.part == "audio" and not op.backward)
 
     assert forward_flops(cached) == 2 * forward_flops(plain) == 2 * 3 * forward_flops(traced())
     loss = next(op for op in cached.recorded.operations if op.part == "loss" and op.flops)
     assert loss.flops == 2 * 24 * 24 * 32  # over the whole batch
-    times = [{op.part: times for op, times in step.work(compiled=False)} for step in (plain, cached)]
+    times = [{op.part: times for op, times in step.work()} for step in (plain, cached)]
     assert (times[1]["loss"], times[0]["loss"], times[0]["optimizer"]) == (1, 1.5, 1)  # two were recorded of three
 
 
