@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from statistics import fmean, median
 from typing import Any
@@ -25,6 +25,8 @@ from clap_ds.run_records.metrics_schema import STEP_PHASES
 from clap_ds.run_records.sanity_checks import doubtful_mfu
 
 Floats = NDArray[np.float64]
+OUTLYING = 0.05
+"""A repeat is named if it differs by this share from the median of three or more."""
 GOOD_STATES = ("completed", "published", "unknown")
 """`unknown`: a log without a launcher's last line; its rate counts."""
 _IDENTITY = (
@@ -82,25 +84,7 @@ def run_spreads(scales: Sequence[Sequence[Run]]) -> list[RunSpread | None]:
     return [spread and max(spread, pooled, key=RunSpread.half_width) for spread in own]
 
 
-def outlying_repeat(runs: Sequence[Run], scales: Iterable[Sequence[Run]]) -> str:
-    """Describe the outlier (Student's t at 0.1%) among three or more repeats; empty if there is none.
-
-    The expected spread is that of all `scales`, or of the scale's other repeats if that is larger.
-    """
-    used = counted(runs)
-    if len(used) < 3:
-        return ""
-    far = max(used, key=lambda run: abs(math.log(run.rate or 1) - median(math.log(each.rate or 1) for each in used)))
-    rest = [run for run in used if run is not far]
-    spreads = [pooled_spread([rest]), pooled_spread([rest, *(other for other in scales if other is not runs)])]
-    deviation, degrees = max(spread.deviation for spread in spreads if spread), spreads[1].degrees if spreads[1] else 1
-    off = math.log((far.rate or 1) / math.exp(fmean(math.log(run.rate or 1) for run in rest)))
-    if abs(off) <= max(student_t(0.999, degrees) * deviation * math.sqrt(1 + 1 / len(rest)), 0.005):
-        return ""
-    return f"{far.name} is {100 * math.expm1(off):+.1f}% from the other repeats"
-
-
-def counted(runs: Sequence[Run]) -> list[Run]:
+def counted(runs: Iterable[Run]) -> list[Run]:
     """Return the runs of one scale that count: those that completed, or all with a rate if none did."""
     with_rate = [run for run in runs if run.rate]
     return [run for run in with_rate if run.state in GOOD_STATES] or with_rate
@@ -123,39 +107,38 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
     for name in _AVERAGED:
         values = [value for run in used if (value := getattr(run, name)) is not None]
         known[name] = fmean(values) if values else None
-    rate = known["samples_per_s_per_gpu"]
-    peak = next(filter(None, (run.peak_tflops for run in used)), None)
+    rate, exposed = known["samples_per_s_per_gpu"], known["exposed_communication_s"]
+    peak = next((run.peak_tflops for run in used if run.peak_tflops), None)
     mfu = published_mfu_percent(first.model, rate, peak) if rate else None
     half, half_from = _uncertainty(used, spread)
     states = Counter(run.state for run in runs)
-    row = Scale(
+    return Scale(
         runs=tuple(used), **known, mfu_percent=mfu, peak_tflops=peak,
         samples_per_s=rate and rate * first.gpus, samples_per_s_per_gpu_2sigma=half,
         uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
+        exposed_communication_percent=exposed and 100 * exposed / sum(known[f"{part}_s"] or 0 for part in STEP_PHASES),
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
         state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
         notes="; ".join(dict.fromkeys([*_notes(runs, used), *doubtful_mfu(mfu, known["mfu_model_percent"])])),
     )  # fmt: skip
-    if not (exposed := row.exposed_communication_s):
-        return row
-    return replace(row, exposed_communication_percent=100 * exposed / sum(row.breakdown_s.values()))
 
 
 def _uncertainty(used: Sequence[Run], spread: RunSpread | None) -> tuple[float | None, str]:
     if spread and len(used) > 1:
         return fmean(run.rate or 0.0 for run in used) * spread.half_width(len(used)), spread.label()
-    if used and used[0].kind == "table" and used[0].interval:
-        return (used[0].interval[1] - used[0].interval[0]) / 2, used[0].uncertainty_from
-    return None, ""
+    return (used[0].samples_per_s_per_gpu_2sigma, used[0].uncertainty_from) if used else (None, "")
 
 
 def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         yield from filter(None, run.notes.split("; "))
-    for run in used:
+    rates = [run.rate or 0.0 for run in used]
+    for run, rate in zip(used, rates, strict=True):
         if slow := sum(each < SLOW * median(run.windows) for each in run.windows):
             low, high = min(run.windows), max(run.windows)
-            yield f"{range_label(run.windows, slow)}: {low:,.4g} – {high:,.4g} samples/s/{run.unit.removesuffix('s')}"
+            yield f"{range_label(run.windows, slow)}: {low:,.4g} – {high:,.4g} samples/s/{run.unit}"
+        if len(rates) > 2 and abs(off := rate / median(rates) - 1) > OUTLYING:
+            yield f"{run.name} is {100 * off:+.1f}% from the median repeat"
     if used and used[0].state not in GOOD_STATES:
         yield "rate of a run that did not complete"
     if left_out := sum(bool(run.rate) for run in runs) - len(used):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 
 from clap_ds.analysis.aggregate import RunSpread, pooled_spread
 from clap_ds.analysis.runs import input_parser, read_runs
@@ -31,10 +32,8 @@ def pairs(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Sca
     a_rows, b_rows = ([row for row in rows if row.rate] for rows in sides)
     if len(a_rows) == len(b_rows) == 1:
         return [(a_rows[0], b_rows[0], spread)]
-    names = ("model", "variant", "nodes", "gpus")
-    found = [
-        (a, b, spread) for a in a_rows for b in b_rows if all(getattr(a, name) == getattr(b, name) for name in names)
-    ]
+    key = attrgetter("model", "variant", "nodes", "gpus")
+    found = [(a, b, spread) for a in a_rows for b in b_rows if key(a) == key(b)]
     if not found:
         raise UserError("A and B have no model and scale with a rate in common")
     return found
@@ -65,8 +64,8 @@ def main() -> None:
         raise UserError(f"expected two inputs, A and B; found {len(options.inputs)}")
     for a, b, spread in pairs(*(read_runs([path], options) for path in options.inputs)):
         titles = dict.fromkeys(f"{row.title}, {row.scale}" for row in (a, b))
-        rates = [row.cell("samples_per_s_per_gpu", "samples_per_s_per_gpu_2sigma") for row in (a, b)]
-        told = f"A {rates[0]} and B {rates[1]} samples/s/{a.unit[:-1]}. {verdict(a, b, spread)}."
+        rates = [row.cell("samples_per_s_per_gpu") for row in (a, b)]
+        told = f"A {rates[0]} and B {rates[1]} samples/s/{a.unit}. {verdict(a, b, spread)}."
         print(f"### {' and '.join(titles)}\n\n{told}\n")
 
 

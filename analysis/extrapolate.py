@@ -7,7 +7,6 @@ Uses the one of three laws (`weak_scaling.py`) that best predicts the measured s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -32,32 +31,31 @@ def render(series: Series) -> str:
 def headline(series: Series) -> str:
     """Return the efficiency at `FURTHEST` times the measured nodes, with its band."""
     nodes, first = series.node_counts[-1], series.rates[0][0]
-    band = _band(series.bands([nodes]), nodes)
-    percent = series.efficiency_percent(series.fit(series.select_law()).rate(nodes))
+    band = _band(series, nodes)
     relative = "" if first == 1 else f" relative to {count_of(first, 'node')}"
     around = f" (95% band {band})" if band else ", without a band, which needs three scales"
+    percent = series.percent_by(series.select_law(), nodes)
     return f"{percent:.1f}% efficiency on {nodes * series.gpus_per_node} GPUs{relative}{around}"
 
 
-def _band(bands: Mapping[int, tuple[float, float]], nodes: int) -> str:
-    return "{:.1f}–{:.1f}".format(*bands[nodes]) if bands else ""
+def _band(series: Series, nodes: int) -> str:
+    return "".join(map("{0[0]:.1f}–{0[1]:.1f}".format, series.bands([nodes]).values()))
 
 
 def _scaling(series: Series) -> list[str]:
     """Return a table of all scales: measured, by the best law, and by the others."""
-    best, measured, bands = series.select_law(), dict(series.rates), series.bands(series.node_counts)
+    best, measured = series.select_law(), dict(series.rates)
     halves = dict(zip(measured, series.errors, strict=False))
     laws = [best, *(law for law in LAWS if law != best)]
-    fitted = [series.fit(law) for law in laws]
     rows = []
     for nodes in series.node_counts:
         rate, half = measured.get(nodes), halves.get(nodes)
         known = [f"{rate:.1f}" + (f" ± {rate * half:.1f}" if half else "") if rate else ""]
         known.append(f"{series.efficiency_percent(rate):.1f}" if rate else "")
-        first, *others = (f"{series.efficiency_percent(law.rate(nodes)):.1f}" for law in fitted)
-        rows.append([str(nodes), str(nodes * series.gpus_per_node), *known, first, _band(bands, nodes), *others])
-    by_laws = [f"{law} %" for law in laws]
-    header = ["nodes", "GPUs", "samples/s/GPU", "measured %", by_laws[0], "95% band", *by_laws[1:]]
+        first, *others = (f"{series.percent_by(law, nodes):.1f}" for law in laws)
+        rows.append([str(nodes), str(nodes * series.gpus_per_node), *known, first, _band(series, nodes), *others])
+    columns = [f"{law} %" for law in laws]
+    header = ["nodes", "GPUs", "samples/s/GPU", "measured %", columns[0], "95% band", *columns[1:]]
     return ["### Scaling", markdown_table(header, rows), ABOUT_BAND]
 
 
@@ -65,10 +63,9 @@ def _hold_outs(series: Series) -> list[str]:
     """Return a table of scales as each law predicts them from smaller ones."""
     rows, in_band = [], []
     for small, nodes, actual in series.hold_outs():
-        bands = small.bands([nodes])
-        in_band += [low <= actual <= high for low, high in bands.values()]
-        errors = (f"{small.efficiency_percent(small.fit(law).rate(nodes)) - actual:+.2f}" for law in LAWS)
-        rows.append([str(small.rates[-1][0]), str(nodes), f"{actual:.1f}", _band(bands, nodes), *errors])
+        in_band += [low <= actual <= high for low, high in small.bands([nodes]).values()]
+        errors = (f"{small.percent_by(law, nodes) - actual:+.2f}" for law in LAWS)
+        rows.append([str(small.rates[-1][0]), str(nodes), f"{actual:.1f}", _band(small, nodes), *errors])
     if not rows:
         return ["No hold-outs: they need three scales."]
     header = ["fitted up to", "nodes", "measured %", "95% band", *(f"{law}, error pp" for law in LAWS)]
@@ -82,15 +79,14 @@ def _hold_outs(series: Series) -> list[str]:
 def main() -> None:
     parser = input_parser("Extrapolate the scaling of runs and tables to more GPUs.")
     parser.add_argument("--output", type=Path, help="picture to write; also written as .pdf and .svg")
-    parser.add_argument("--title", default="", help="one-line title (default: none)")
     options = parser.parse_args()
     curves = plot_scaling.read_curves(options).values()
     # Folders may also contain strong scaling and single scales.
-    swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1] or curves
-    found = [series_of(rows) for rows in swept]
+    swept = [rows for rows in curves if rows[0].scaling != "strong" and len({row.nodes for row in rows}) > 1]
+    found = [series_of(rows) for rows in swept or curves]
     print("\n".join(render(series) for series in found), end="")
     if options.output:
-        plot_scaling.draw_projection(found, options.title).save(options.output, ".pdf", ".svg")
+        plot_scaling.draw_projection(found).save(options.output, ".pdf", ".svg")
 
 
 command = partial(run_alone, main)

@@ -7,14 +7,13 @@ or more in CIE L*a*b*, also as color-blind readers see them.
 from __future__ import annotations
 
 import html
-import math
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from clap_ds.config.errors import UserError
 
@@ -55,38 +54,31 @@ def styled() -> Iterator[None]:
 
 class Picture:
     @styled()
-    def __init__(
-        self, heights: Sequence[float] = (1.7,), columns: int = 1, columns_wide: float = 1, share_x: bool = False
-    ) -> None:
-        """Create empty panels. `heights`: inches per row; with `share_x` they share their x-axis."""
+    def __init__(self, heights: Sequence[float] = (1.7,), columns: int = 1, columns_wide: float = 1) -> None:
+        """Create empty panels. `heights`: inches per row."""
         from matplotlib import figure
 
-        self.figure = figure.Figure(
-            figsize=(COLUMN_WIDTH_INCHES * columns_wide, sum(heights) + 0.6), layout="constrained"
-        )
-        panels = self.figure.subplots(len(heights), columns, sharex=share_x, squeeze=False, height_ratios=heights)
+        size = (COLUMN_WIDTH_INCHES * columns_wide, sum(heights) + 0.6)
+        self.figure = figure.Figure(figsize=size, layout="constrained")
+        panels = self.figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
         self.panels: list[Axes] = list(panels.flat)
 
-    def title(self, text: str, most_lines: int | None = None) -> None:
-        """Add a title; the figure grows by its lines. UserError if it needs more than `most_lines`."""
-        width = int(15 * self.figure.get_figwidth())
-        lines = "\n".join(fill(line, width) for line in text.splitlines())
-        if most_lines is not None and lines.count("\n") >= most_lines:
-            raise UserError(f"--title: expected one line of at most {width} letters, found {len(text)}")
-        if not lines:
-            return
-        self._grow(lines.count("\n") + 1)
+    def title(self, text: str) -> None:
+        """Add a title; the figure grows by its lines."""
+        lines = "\n".join(fill(line, int(15 * self.figure.get_figwidth())) for line in text.splitlines())
+        self._grow(lines)
         self.figure.suptitle(lines, x=0.01, ha="left")
 
     def name_below(self, axes: Axes, columns: int = 1, common: str = "") -> None:
         """Add a legend of `axes` below the figure, which grows by its height. `common`: heading of the legend."""
         handles, labels = axes.get_legend_handles_labels()
         heading = fill(common, int(18 * self.figure.get_figwidth()))
-        self._grow(math.ceil(len(labels) / columns) + bool(heading) * (1 + heading.count("\n")))
+        self._grow(*([f"{heading}\n"] if heading else []), *labels[::columns])
         self.figure.legend(handles, labels, loc="outside lower left", ncols=columns, title=heading or None, alignment="left",
                            title_fontsize=7)  # fmt: skip
 
-    def _grow(self, lines: int) -> None:
+    def _grow(self, *texts: str) -> None:
+        lines = sum(text.count("\n") + 1 for text in texts)
         self.figure.set_figheight(self.figure.get_figheight() + LINE_INCHES * lines)
 
     @styled()
@@ -96,63 +88,18 @@ class Picture:
             self.figure.savefig(each)
 
 
-class Figure(NamedTuple):
-    """A picture in a page: its file name, next to the Markdown, and its caption."""
-
-    name: str
-    caption: str
-    picture: Picture
-
-
-Blocks = Iterator[str | Figure]
-
-
 def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs", most: int = 8) -> None:
     """Make the x-axis logarithmic, with ticks at these counts: at most about `most`, including both ends."""
     counts = sorted(set(gpus))
     gap = (counts[-1] / counts[0]) ** (0.9 / (most - 1))
-    ticks = [counts[-1]]
-    for count in reversed(counts[1:-1]):
-        if ticks[-1] / count >= gap and count / counts[0] >= gap:
+    ticks = [counts[0]]
+    for count in counts[1:]:
+        if count / ticks[-1] >= gap and (counts[-1] / count >= gap or count == counts[-1]):
             ticks.append(count)
-    ticks = sorted({*ticks, counts[0]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set(xlim=(counts[0] / 1.25, counts[-1] * 1.25), xlabel=what)
-
-
-def percent_axis(axes: Axes, low: float, high: float, lowest: float | None = None) -> None:
-    """Scale the y-axis so that the measured range, `low` to `high` percent, takes at least half of the height.
-
-    The axis starts at 0 or is marked as cut: at `lowest` if the measured range still gets its half.
-    """
-    high = max(high, 100.0)
-    wanted = [low - 0.5 * (high - low)] if lowest is None else [lowest, low]
-    bottoms = [step * math.floor(each / step) for each in wanted for step in (10, 5, 2, 1, 0.5)]
-    bottom = max(0.0, next((each for each in bottoms if high - low >= 0.54 * (high - each)), bottoms[-1]))
-    bottom *= high > low
-    axes.set_ylim(bottom, high + 0.08 * (high - bottom))
-    axes.locator_params(axis="y", steps=(1, 2, 5, 10))
-    if bottom:
-        for height in (0.03, 0.055):
-            axes.plot((-0.015, 0.015), (height, height + 0.02), "k", linewidth=0.8, transform=axes.transAxes, clip_on=False,
-                      gid="axis cut")  # fmt: skip
-
-
-def label_ends(axes: Axes, ends: Iterable[tuple[float, float, str, str]]) -> None:
-    """Write each text to the right of its point (x, y, text, color) without overlaps. Set the axis limits before."""
-    ordered, apart = sorted(ends, key=lambda end: end[1]), 0.12 / axes.get_window_extent().height * axes.figure.dpi
-    places = [axes.transLimits.transform(axes.transScale.transform(end[:2])) for end in ordered]
-    heights = [height for _, height in places]
-    for number in range(1, len(heights)):
-        heights[number] = max(heights[number], heights[number - 1] + apart)
-    for number in range(len(heights) - 1, -1, -1):  # keep inside the panel
-        heights[number] = min(heights[number], 0.98 if number + 1 == len(heights) else heights[number + 1] - apart)
-    for (x, y, text, color), (across, _), height in zip(ordered, places, heights, strict=True):
-        axes.annotate(
-            text, (x, y), (across + 0.02, height), textcoords="axes fraction", color=color, va="center", fontsize=7
-        )
 
 
 def log_axis(axes: Axes) -> None:
@@ -160,8 +107,7 @@ def log_axis(axes: Axes) -> None:
     from matplotlib.ticker import LogLocator
 
     axes.set_yscale("log", subs=())
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=9))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
     axes.yaxis.set_major_formatter("{x:,g}")
 
 

@@ -6,12 +6,12 @@ Runs that differ in anything else form separate series, named by the difference 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from clap_ds.analysis.table import Run, noted
+from clap_ds.analysis.table import Run
 from clap_ds.config.files import flatten
 
 IGNORED_SETTINGS = (
@@ -24,17 +24,20 @@ separately. Only the last part of a path counts."""
 ACCUMULATION = "gradient_accumulation_steps"
 BATCH, GLOBAL_BATCH = BATCHES = ("batch per GPU", "global batch")
 """Prefixes of the part of `variant` that names the batch that a series keeps constant, not a setting."""
-UNLIKE = 1.1
-"""Logs of one scale aren't repeats if the slowest window of one is faster than the fastest of the other by this factor."""
-PACKAGES = ("clap_ds", "torch", "deepspeed")
+_FOLDERS = re.compile(r'[^\s",\[]*/')
 
 
 def split_series(runs: Sequence[Run]) -> list[Run]:
     """Fill in `scaling` and `variant`, which identify a series with model, GPU, precision and caption length."""
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
-    for run in _unlike_logs_named(_once(runs)):
-        settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCHES))  # of a table
-        groups[run.model, run.device, run.precision, run.context_length or 0, settings].append(run)
+    of_series: dict[tuple[object, ...], str] = {}
+    for run in runs:
+        row = run.source, run.nodes, run.gpus, run.rate, run.batch_per_gpu
+        if (
+            of_series.setdefault(row, run.scaling) == run.scaling
+        ):  # a table may list a run as weak and as strong scaling
+            settings = ", ".join(part for part in run.variant.split(", ") if not part.startswith(BATCHES))  # of a table
+            groups[run.model, run.device, run.precision, run.context_length or 0, settings].append(run)
     found = []
     for (*_, given), group in groups.items():
         for settings, alike in split_settings(group):
@@ -44,29 +47,6 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
                 variant = ", ".join(str(part) for part in (given, settings, batch) if part)
                 found += [replace(run, variant=variant, scaling=scaling) for run in members]
     return found
-
-
-def _once(runs: Sequence[Run]) -> list[Run]:
-    """Drop the second row of a run that a table lists as both weak and strong scaling."""
-    of_series: dict[tuple[object, ...], str] = {}
-    key = lambda run: (run.source, run.nodes, run.gpus, run.rate, run.batch_per_gpu, run.kind == "table")  # noqa: E731
-    return [run for run in runs if of_series.setdefault(key(run), run.scaling) == run.scaling]
-
-
-def _unlike_logs_named(runs: Sequence[Run]) -> list[Run]:
-    """Give logs of one scale their own series, named by their files, if they differ by more than their windows do.
-
-    Logs record no settings that would identify different jobs.
-    """
-    named = list(runs)
-    for place, run in enumerate(runs):
-        for other in runs:
-            is_alike = (run.kind, run.nodes, run.gpus, run.model) == (other.kind, other.nodes, other.gpus, other.model)
-            (low, high), (other_low, other_high) = (each.interval or (each.rate or 0,) * 2 for each in (run, other))
-            if run.kind == "log" and is_alike and max(low, other_low) > UNLIKE * min(high, other_high) > 0:
-                note = f"differs from {other.name} by more than repeats do: treated as a separate series"
-                named[place] = noted(replace(run, variant="/".join(Path(run.source).parts[-2:])), note)
-    return named
 
 
 def _batch_of(scaling: str, run: Run) -> str:
@@ -98,18 +78,17 @@ def _facts(run: Run) -> dict[str, str]:
     """Return settings, code and hardware as text by dotted names, settings first."""
     found = {name: value for name, value in flatten(run.config).items() if not name.startswith(IGNORED_SETTINGS)}
     found[ACCUMULATION] = run.accumulation
-    versions, commit = run.environment.get("versions") or {}, str(run.environment.get("git_commit") or "")
-    told = {name: versions.get(name) for name in PACKAGES}
-    told |= {"cpu_kernels": run.environment.get("cpu_kernels"), "commit": commit[:12] + commit[40:]}
-    told["devices"] = " and ".join(sorted(set(map(str, run.environment.get("device_names") or ()))))
-    found |= {name: value for name, value in told.items() if value}
-    return {name: _text(value) for name, value in found.items()}
+    known = {**(run.environment.get("versions") or {}), **run.environment}
+    found |= {name: known[name] for name in ("clap_ds", "torch", "deepspeed", "cpu_kernels") if known.get(name)}
+    if commit := str(known.get("git_commit") or ""):
+        found["commit"] = commit[:12] + commit[40:]
+    if devices := known.get("device_names"):
+        found["devices"] = " and ".join(sorted(set(map(str, devices))))
+    return {name: _FOLDERS.sub("", _text(value)) for name, value in found.items()}
 
 
 def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value.rstrip("/").rpartition("/")[2]
-    return f"[{','.join(map(_text, value))}]" if isinstance(value, list) else json.dumps(value)
+    return value.rstrip("/") if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
@@ -119,21 +98,19 @@ def split_scaling(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     per GPU with several scales is weak scaling. The rest are strong scaling if their global batch has several scales, including
     runs of that global batch in a weak series.
     """
-    batches = dict.fromkeys(run.batch_per_gpu for run in group)
-    if len(known := [batch for batch in batches if batch]) < 2:  # a failed run may not state it
+    import pandas as pd
+
+    if len(known := {run.batch_per_gpu for run in group if run.batch_per_gpu}) < 2:  # a failed run may not state it
         return [("weak" if known else "", [replace(run, batch_per_gpu=max(known, default=None)) for run in group])]
-    if len({global_batch(run) for run in group}) == 1:
-        return [("strong", list(group))]
-    split = [[run for run in group if run.batch_per_gpu == batch] for batch in batches]
-    weak = [("weak", members) for members in split if len({run.gpus for run in members}) > 1]
-    rest = [members for members in split if len({run.gpus for run in members}) == 1]
-    found, strong = [], dict.fromkeys(global_batch(run) for members in rest for run in members)
-    for total in strong:
-        members = [run for run in group if global_batch(run) == total]
-        if total and len({run.gpus for run in members}) > 1:
-            found.append(("strong", members))
-    named = {global_batch(members[0]) for _, members in found}
-    return [*weak, *found, *(("", members) for members in rest if global_batch(members[0]) not in named)]
+    cells = [(run.batch_per_gpu, global_batch(run), run.gpus) for run in group]
+    table = pd.DataFrame(cells, columns=["batch", "total", "gpus"])
+    weak, has_scales = (table.groupby(by)["gpus"].transform("nunique") > 1 for by in ("batch", "total"))
+    strong = has_scales & table["total"].isin(table["total"][~weak])
+    found = []
+    for scaling, chosen, by in (("weak", weak, "batch"), ("strong", strong, "total"), ("", ~(weak | strong), "batch")):
+        for places in table[chosen].groupby(by, sort=False, dropna=False).groups.values():
+            found.append((scaling, [group[place] for place in places]))
+    return found
 
 
 def global_batch(run: Run) -> int | None:

@@ -31,7 +31,7 @@ CURVES = {
     "speed": "samples/s per step",
 }  # fmt: skip
 NOISY = ("loss", "gradient_norm", "speed")
-PART_COLORS = [COLORS[index] for index in (4, 0, 3, 5, 1, 2)]
+PART_COLORS = dict(zip(STEP_PHASES, [COLORS[index] for index in (4, 0, 3, 5, 1, 2)], strict=True))
 EVALUATED = 4
 
 
@@ -47,20 +47,20 @@ def draw_runs(directories: Sequence[Path], output: Path) -> None:
 @styled()
 def draw_benchmark(directory: Path) -> Picture:
     run = read_record(directory)
-    steps = {phase: _columns(read_steps(directory, phase), "time_s")["time_s"] for phase in ("warmup", "timed")}
-    if not (run.rate and run.step_time_s) or steps["timed"].empty:
+    if not (run.rate and run.step_time_s):
         raise UserError(f"{directory}: no timed windows in this run (state {run.state!r})")
     picture = Picture((1.6, 0.6), columns_wide=2)
     times, parts = picture.panels
-    rate = f"{run.rate:,.2f} samples/s/{run.unit.removesuffix('s')}"
-    if run.interval:
-        rate += " (windows: {:,.2f} – {:,.2f})".format(*run.interval)
+    rate = f"{run.rate:,.2f} samples/s/{run.unit}"
+    if len(run.windows) > 1:
+        rate += f" (windows: {min(run.windows):,.2f} – {max(run.windows):,.2f})"
     told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.context_length} text tokens"
     picture.title(f"{rate}\n{run.model_name} on {run.gpus} × {run.device}, {told}")
     for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("timed", COLORS[0], "o", "timed")):
-        times.plot(1000 * steps[phase], marker, color=color, markersize=3, label=label)
-    median = f"median {1000 * run.step_time_s:,.0f} ms"
-    times.axhline(1000 * run.step_time_s, color="black", linewidth=0.8, linestyle="--", label=median)
+        step_ms = 1000 * _columns(read_steps(directory, phase), "time_s")["time_s"]
+        times.plot(step_ms, marker, color=color, markersize=3, label=label)
+    median_ms = 1000 * run.step_time_s
+    times.axhline(median_ms, color="black", linewidth=0.8, linestyle="--", label=f"median {median_ms:,.0f} ms")
     times.set(xlabel="step", ylabel="step time (ms)", ylim=(0, 1.1 * times.dataLim.ymax))
     times.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     _draw_parts(picture, parts, [run])
@@ -77,19 +77,21 @@ def draw_breakdown(rows: Sequence[Row]) -> Picture:
 
 def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a horizontal bar per scale in ms; the legend shows the last scale's shares."""
-    last, lefts, bars = rows[-1].breakdown_s, [0.0] * len(rows), [str(row.gpus) for row in rows]
-    for part, color in zip(STEP_PHASES, PART_COLORS, strict=True):
-        if any(part in row.breakdown_s for row in rows):
-            name = f"{part.replace('_', ' ')} {100 * last.get(part, 0.0) / (sum(last.values()) or 1):.1f}%"
-            lengths = [1000 * row.breakdown_s.get(part, 0.0) for row in rows]
-            axes.barh(bars, lengths, left=lefts, label=name, color=color, edgecolor="white", linewidth=0.4)
-            lefts = [left + length for left, length in zip(lefts, lengths, strict=True)]
-    between = [max(0.0, 1000 * (row.step_time_s or 0.0) - left) for row, left in zip(rows, lefts, strict=True)]
-    if max(between) > 0.01 * max(lefts):  # up to the median step time without instrumentation
-        axes.barh(bars, between, left=lefts, label=f"between steps {between[-1]:,.0f} ms", color="white", edgecolor="0.5",
-                  hatch="////", linewidth=0.4)  # fmt: skip
+    import pandas as pd
+
+    parts = 1000 * pd.DataFrame([row.breakdown_s for row in rows], [str(row.gpus) for row in rows]).fillna(0.0)
+    total = parts.sum(axis=1)
+    shares = 100 * parts.iloc[-1] / total.iloc[-1]
+    colors = [PART_COLORS[part] for part in parts]
+    between = ([1000 * (row.step_time_s or 0.0) for row in rows] - total).clip(lower=0)
+    parts.columns = [f"{part.replace('_', ' ')} {share:.1f}%" for part, share in shares.items()]
+    if between.max() > 0.01 * total.max():  # up to the median step time without instrumentation
+        parts[f"between steps {between.iloc[-1]:,.0f} ms"] = between
+    parts.plot.barh(
+        ax=axes, stacked=True, width=0.8, color=[*colors, "0.9"], edgecolor="white", linewidth=0.4, legend=False
+    )
     axes.invert_yaxis()
-    axes.set(ylabel=rows[0].unit, xlabel="ms per step")
+    axes.set(ylabel=f"{rows[0].unit}s", xlabel="ms per step")
     picture.name_below(axes, columns=4)
 
 
@@ -113,9 +115,8 @@ def draw_training(directories: Sequence[Path]) -> Picture:
         _draw_evaluations(evaluation, lines, color if len(directories) > 1 else None)
     names = ("preset", "world_size", "device_name", "precision", "global_batch")
     preset, ranks, device, precision, batch = (summary.get(name) or "?" for name in names)
-    picture.title(
-        f"{preset} on {ranks} × {device}, {precision}, global batch {batch}: {steps['samples'].max():,.0f} samples"
-    )
+    done = f"{steps['samples'].max():,.0f} samples"
+    picture.title(f"{preset} on {ranks} × {device}, {precision}, global batch {batch}: {done}")
     for axes, label in zip(picture.panels, [*CURVES.values(), "evaluation, 0 to 1"], strict=True):
         axes.set(xlabel="step", ylabel=label)
     _, rate, _, norm, speed = curves

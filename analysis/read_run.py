@@ -45,55 +45,42 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     accumulation = known.get("gradient_accumulation_steps") or 1
     micro_batch = summary.get("micro_batch_per_gpu") or config.get("train_micro_batch_size_per_gpu")
     batch = micro_batch and micro_batch * accumulation
-    fields: dict[str, Any] = {}
-    if "mean" in rates:
-        fields = {"samples_per_s_per_gpu": rates["mean"], **window_fields(rates.get("windows", ()))}
-    elif batch:  # killed, or a record before schema 3, which measured the parts differently
-        found, step = _windows_of_steps(path, batch, (clap.get("bench") or {}).get("steps_per_window"))
-        fields, parts = rate_fields(found), {}
-        notes += [f"{len(found)} complete windows read from metrics.jsonl"] * bool(found)
-    rate, step_s = fields.get("samples_per_s_per_gpu"), step.get("median")
-    notes += (
-        (uneven_steps(rate, batch, step_s) if batch and step_s else []) if rate else ["no complete window was measured"]
-    )
+    rate, windows, step_s = rates.get("mean"), rates.get("windows", ()), step.get("median")
+    if batch and not rate:  # killed, or a record before schema 3, which measured the parts differently
+        windows, step_s = _windows_of_steps(path, batch, (clap.get("bench") or {}).get("steps_per_window"))
+        rate, parts = mean_rate(windows, [1 / each for each in windows]), {}
+        notes += [f"{len(windows)} complete windows read from metrics.jsonl"] * bool(windows)
+    if not rate:
+        notes.append("no complete window was measured")
+    elif batch and step_s:
+        notes += uneven_steps(rate, batch, step_s)
     gpus, device = known.get("world_size", 0), known.get("device_name", "")
+    tokens = known.get("context_length") or known.get("text_tokens")  # of older configurations
     engine, memory = summary.get("deepspeed_samples_per_s"), summary.get("memory_peak_bytes")
-    notes += [HOST_ALONE] * bool(
-        engine and not summary.get("deepspeed_timer_synchronized", True) and unit(device) == "GPUs"
-    )
+    if engine and not summary.get("deepspeed_timer_synchronized", True) and unit(device) == "GPU":
+        notes.append(HOST_ALONE)
     name, schema = known.get("preset") or "", summary.get("schema")
-    for number in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops"):
-        fields[number] = summary.get(number)
+    fields: dict[str, Any] = {f"{part}_s": parts.get(part) for part in STEP_PHASES}
+    for column in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops"):
+        fields[column] = summary.get(column)
     return Run(
         source=str(path), state=summary.get("state", "unknown"), error=summary.get("error", ""),
         model=FORMER_PRESETS.get(name, name) if summary and (schema or 0) < 4 else name, device=device,
-        precision=summary.get("precision", ""), context_length=known.get("context_length"), nodes=known.get("num_nodes", 0),
-        gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, **fields,
-        **{f"{part}_s": parts.get(part) for part in STEP_PHASES},
-        engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step_s,
+        precision=summary.get("precision", ""), context_length=tokens, nodes=known.get("num_nodes", 0),
+        gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, samples_per_s_per_gpu=rate, windows=tuple(windows),
+        **fields, engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step_s,
         slowest_rank_step_time_s=step.get("slowest_rank_median"), memory_peak_gib=memory and memory / 1024**3,
         notes="; ".join(notes), config=config, environment=environment, finished=summary.get("finished", ""),
     )  # fmt: skip
 
 
-def rate_fields(windows: Sequence[float], window_s: Sequence[float] = ()) -> dict[str, Any]:
-    """Return `Run`'s fields of timed windows: total samples over total time, and the windows' range. Empty without windows.
-
-    Without `window_s` all windows have the same number of samples.
-    """
-    if not windows:
-        return {}
-    found = rates(windows, window_s or [1 / rate for rate in windows])
-    return {"samples_per_s_per_gpu": found["mean"], **window_fields(windows)}
+def mean_rate(windows: Sequence[float], window_s: Sequence[float]) -> float | None:
+    """Return total samples over total time, from samples/s and seconds of each window; None without windows."""
+    return rates(windows, window_s)["mean"] if windows else None
 
 
-def window_fields(windows: Sequence[float]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"windows": tuple(windows)}
-    return fields | {"interval": (min(windows), max(windows))} if len(windows) > 1 else fields
-
-
-def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[float], dict[str, float]]:
-    """Return samples/s/GPU of each complete window in `metrics.jsonl`, and `step_time_s` as in a summary."""
+def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[float], float | None]:
+    """Return samples/s/GPU of each complete window in `metrics.jsonl`, and the median step in seconds."""
     import pandas as pd
 
     names = ["window", "time_s", "slowest_rank_time_s", "window_s"]
@@ -102,16 +89,15 @@ def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[
     windows = slowest.groupby(steps["window"]).agg(["size", "sum"])
     windows["sum"] = steps.groupby("window")["window_s"].first().fillna(windows["sum"])
     windows = windows[windows["size"] == (wanted or windows["size"].max())]
-    if windows.empty:
-        return [], {}
     median = float(steps.loc[steps["window"].isin(windows.index), "time_s"].median())
-    return (batch * windows["size"] / windows["sum"]).tolist(), {"median": median}
+    return (batch * windows["size"] / windows["sum"]).tolist(), None if windows.empty else median
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return a JSON object of a run directory (`summary`, …); empty if missing. UserError if damaged."""
     file = path / f"{name}.json"
-    return current(name, files.read_object(file)) if file.is_file() else {}
+    found = files.read_object(file) if file.is_file() else {}
+    return current(found) if name == "summary" else found
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:

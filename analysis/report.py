@@ -7,51 +7,57 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from clap_ds.analysis import extrapolate, monitor, plot_run, plot_scaling, scaling, stragglers
-from clap_ds.analysis.figure import Blocks, Figure, page
+from clap_ds.analysis import extrapolate, plot_run, plot_scaling, scaling
+from clap_ds.analysis.figure import Picture, page
+from clap_ds.analysis.read_run import read_json
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.paths import VERSION
 from clap_ds.config.redaction import redacted_words
-from clap_ds.run_records.metrics_schema import STEP_PHASES
+from clap_ds.run_records.metrics_schema import STEP_PHASES, Straggler
 
 TITLE = "CLAP training: throughput and scaling"
 PACKAGES = ("torch", "deepspeed", "transformers")
 
 
-def efficiencies(rows: Sequence[Scale]) -> Blocks:
+def figure(path: Path, caption: str, picture: Picture) -> str:
+    """Save a picture next to the report and return its Markdown."""
+    picture.save(path)
+    return f"![]({path.name})\n\n*{caption}*"
+
+
+def efficiencies(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     yield scaling.render(rows)
     if series := by_series([row for row in rows if row.rate]):
         picture = plot_scaling.draw({members[0].title: members for members in series})
-        yield Figure("scaling.png", "Efficiency and throughput by scale", picture)
+        yield figure(folder / "scaling.png", "Efficiency and throughput by scale", picture)
 
 
-def step_times(rows: Sequence[Scale]) -> Blocks:
+def step_times(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     """Yield tables of batch, seconds per step and its parts, at every scale of each series."""
     yield "Parts are from an instrumented pass after the timed one, which synchronizes between them."
     for number, members in enumerate(by_series(rows), start=1):
         columns = {
-            "nodes": "nodes", members[0].unit: "gpus", "batch of each": "batch_per_gpu", "global batch": "global_batch",
+            "nodes": "nodes", f"{members[0].unit}s": "gpus", "batch of each": "batch_per_gpu", "global batch": "global_batch",
             "runs": "repeats", "step s": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
+            **{f"{part.replace('_', ' ')} s": f"{part}_s" for part in STEP_PHASES},
         }  # fmt: skip
-        parts = [part for part in STEP_PHASES if any(part in row.breakdown_s for row in members)]
-        columns |= {f"{part.replace('_', ' ')} s": f"{part}_s" for part in parts}
         yield f"### {members[0].title}"
-        yield markdown_table([*columns], [[row.cell(column) for column in columns.values()] for row in members])
-        if parts:
+        yield markdown_table(columns, [[row.cell(column) for column in columns.values()] for row in members])
+        if any(row.breakdown_s for row in members):
             caption = f"Parts of a step, {members[0].title}, with shares at the largest scale"
-            yield Figure(f"breakdown-{number}.png", caption, plot_run.draw_breakdown(members))
+            yield figure(folder / f"breakdown-{number}.png", caption, plot_run.draw_breakdown(members))
 
 
-def projections(rows: Sequence[Scale]) -> Blocks:
+def projections(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     """Yield each series' projection to four times the measured GPUs, or why there is none."""
     yield "Values are computed by a model fitted to the measurements, except those labeled measured."
     for number, members in enumerate(by_series(rows), start=1):
@@ -62,41 +68,45 @@ def projections(rows: Sequence[Scale]) -> Blocks:
             continue
         yield re.sub("^##", "###", extrapolate.render(series), flags=re.MULTILINE)
         caption = f"Projection of {series.title}: points measured, dashed extrapolated, in the band described above"
-        picture = plot_scaling.draw_projection([series], extrapolate.headline(series))
-        yield Figure(f"projection-{number}.png", caption, picture)
+        yield figure(folder / f"projection-{number}.png", caption, plot_scaling.draw_projection([series]))
 
 
-def summary(rows: Sequence[Scale]) -> Blocks:
+def summary(rows: Sequence[Scale]) -> Iterator[str]:
     """Yield each series' throughput, scaling and projection."""
     for members in by_series(rows):
+        yield f"**{members[0].title}**"
         lines = [f"No rate was measured ({members[0].state})."]
         if measured := [row for row in members if row.rate]:
             last = max(measured, key=lambda row: row.gpus)
             lines = [f"{plot_scaling.answer(measured)}, {last.cell('samples_per_s')} samples/s in total."]
         with suppress(UserError):  # shown in its own section
             lines.append(f"Projected: {extrapolate.headline(series_of(members))}.")
-        yield "\n".join([f"**{members[0].title}**", "", *(f"- {line}" for line in lines)])
+        yield "\n".join(f"- {line}" for line in lines)
 
 
-def provenance(runs: Sequence[Run]) -> str:
-    """Return a table with one line per run, without empty columns, then each known command once."""
+def provenance(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield a table with one line per run, then each known command once."""
     lines, commands = [], dict[str, None]()
     for run in runs:
-        environment = run.environment
-        versions = environment.get("versions") or {}
-        known = {
+        known = {**(run.environment.get("versions") or {}), **run.environment}
+        lines.append({
             "run": run.name, "nodes": run.nodes, "GPUs": run.gpus, "samples/s/GPU": run.cell("samples_per_s_per_gpu"),
-            "state": run.state, "device": run.device, **{name: versions.get(name) for name in PACKAGES},
-            "Python": environment.get("python"), "driver": environment.get("driver"),
-            "commit": (environment.get("git_commit") or "")[:12], "hosts": ", ".join(environment.get("hosts") or ()),
-            "finished": run.finished[:19].replace("T", " "),
-        }  # fmt: skip
-        lines.append({name: str(value or "") for name, value in known.items()})
-        if command := environment.get("command"):
+            "state": run.state, "device": run.device, **{name: known.get(name) for name in PACKAGES},
+            "Python": known.get("python"), "driver": known.get("driver"), "commit": (known.get("git_commit") or "")[:12],
+            "hosts": ", ".join(known.get("hosts") or ()), "finished": run.finished[:19].replace("T", " "),
+        })  # fmt: skip
+        if command := known.get("command"):
             commands[f"- Command: `{shlex.join(redacted_words(command))}`"] = None
-    header = [name for name in lines[0] if any(line[name] for line in lines)]
-    text = markdown_table(header, [[line[name] for name in header] for line in lines])
-    return "\n\n".join([text, *filter(None, ["\n".join(commands)])])
+    yield markdown_table(lines[0], [[str(value or "") for value in line.values()] for line in lines])
+    yield "\n".join(commands)
+
+
+def stragglers(runs: Sequence[Path]) -> str:
+    """Return a table of the ranks that were slow at the end of their run; empty if there are none."""
+    names = list(Straggler.__annotations__)
+    found = [(run.name, slow) for run in runs for slow in read_json(run, "summary").get("stragglers") or ()]
+    rows = [[name, *(str(slow.get(column, "")) for column in names)] for name, slow in found]
+    return markdown_table(["run", *(name.replace("_", " ") for name in names)], rows)
 
 
 def main() -> None:
@@ -106,31 +116,23 @@ def main() -> None:
     options = parser.parse_args()
     runs, folder = read_runs(options.inputs, options), options.output
     rows = scaling.scaling_table(runs)
-    sections: dict[str, Iterable[str | Figure]] = {
-        "Summary": summary(rows),
-        "Efficiency": efficiencies(rows),
-        "Where a step's time goes": step_times(rows),
-        "Projection": projections(rows),
-        "Runs": [provenance(runs)],
-    }
-    sources = [Path(source) for source in dict.fromkeys(run.source for run in runs)]
-    if watched := monitor.table(sources):
-        sections["GPU activity"] = [watched]
-    if waited := [*stragglers.blocks(sources)]:
-        sections["Stragglers"] = waited
     folder.mkdir(parents=True, exist_ok=True)
     for path in filter(Path.is_symlink, folder.iterdir()):
         path.unlink()  # writes would follow it
     write_csv(folder / "table.csv", rows)
-    blocks = [f"# {TITLE}", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}"]
+    sources = [Path(source) for source in dict.fromkeys(run.source for run in runs)]
+    sections: dict[str, Iterable[str]] = {
+        "Summary": summary(rows),
+        "Efficiency": efficiencies(rows, folder),
+        "Where a step's time goes": step_times(rows, folder),
+        "Projection": projections(rows, folder),
+        "Runs": provenance(runs),
+        "Stragglers": [stragglers(sources)],
+    }
+    markdown = f"# {TITLE}\n\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}\n"
     for heading, section in sections.items():
-        blocks.append(f"## {heading}")
-        for block in section:
-            if isinstance(block, Figure):
-                block.picture.save(folder / block.name)
-                block = f"![]({block.name})\n\n*{block.caption}*"
-            blocks.append(block.strip())
-    markdown = "\n\n".join(blocks) + "\n"
+        if blocks := [block.strip() for block in section if block]:
+            markdown += "\n" + "\n\n".join([f"## {heading}", *blocks]) + "\n"
     (folder / "report.md").write_text(markdown, encoding="utf-8")
     (folder / "report.html").write_text(page(TITLE, markdown, folder), encoding="utf-8")
     print(f"wrote {folder / 'report.html'}, with report.md and table.csv")

@@ -11,10 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.published import PUBLISHED_CONTEXT_LENGTH, training_gflops
 from clap_ds.analysis.read_run import BY_TIMER, is_record, read_record
-from clap_ds.analysis.table import Run, noted
+from clap_ds.analysis.table import Run, noted, read_table_runs
 from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError, printable
@@ -56,38 +55,26 @@ def _inputs_in(path: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, given: argparse.Namespace) -> list[Run]:
-    """Read one input. If a log doesn't state nodes or GPUs, its name or folder may: `n2.log`, `nodes_4/slurm.out`."""
     if is_record(path):
-        run = read_record(path)
-        return [_by_own_log(path, run) if given.rate == "engine" else run]
-    if path.suffix == ".csv":
-        return read_table_runs(path)
+        return [read_record(path)]
+    return read_table_runs(path) if path.suffix == ".csv" else [_read_log(path, given)]
+
+
+def _read_log(path: Path, given: argparse.Namespace) -> Run:
+    """Read a log. If it doesn't state nodes or GPUs, its name or folder may: `n2.log`, `nodes_4/slurm.out`."""
     nodes, gpus, per_node = given.nodes or 0, given.gpus or 0, given.gpus_per_node or 0
     match = None if nodes or gpus else _NAMED.search(f"{path.name}/{path.absolute().parent.name}".lower())
-    if match and (match[2] or match[3]).startswith("g"):
-        gpus = int(match[1] or match[4])
-    elif match:
-        nodes = int(match[1] or match[4])
-    of_run = read_record(path.parent) if is_record(path.parent) else None  # the log is in this run directory
-    gpus = gpus or nodes * per_node or (of_run.gpus if of_run else 0)
-    found = read_log(path, gpus)
-    if of_run:
-        names = ("nodes", "gpus", "model", "device", "precision", "context_length", "peak_tflops")
-        found = [replace(run, **{name: getattr(run, name) or getattr(of_run, name) for name in names}) for run in found]
-    if not match or all(run.nodes for run in found):
-        return found
-    scaled = (replace(run, nodes=run.nodes or (0 if per_node else nodes), gpus=run.gpus or gpus) for run in found)
-    return [noted(run, "scale by the log's name") for run in scaled]
-
-
-def _by_own_log(path: Path, run: Run) -> Run:
-    """Return the run with rate and interval from the engine's lines in its own log, if there are any."""
-    names = ("engine_samples_per_s_per_gpu", "interval", "windows")
-    with suppress(UserError):
-        log = read_log(path / "rank0.log", run.gpus)[-1]
-        if log.engine_samples_per_s_per_gpu:
-            return replace(run, **{name: getattr(log, name) for name in names})
-    return replace(run, interval=None, windows=())
+    if match:
+        count, is_gpus = int(match[1] or match[4]), (match[2] or match[3]).startswith("g")
+        nodes, gpus = (0, count) if is_gpus else (count, 0)
+    of_run = read_record(path.parent) if is_record(path.parent) else Run()  # the log is in this run directory
+    gpus = gpus or nodes * per_node or of_run.gpus
+    run = read_log(path, gpus)
+    names = ("nodes", "gpus", "model", "device", "precision", "context_length", "peak_tflops")
+    run = replace(run, **{name: getattr(run, name) or getattr(of_run, name) for name in names})
+    if run.nodes or not match:
+        return run
+    return noted(replace(run, nodes=0 if per_node else nodes, gpus=run.gpus or gpus), "scale by the log's name")
 
 
 def _complete(run: Run, given: argparse.Namespace) -> Run:
@@ -97,9 +84,8 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
     nodes = run.nodes or (gpus / per_node if per_node else given.nodes) or int(gpus == 1)
     if not (gpus >= nodes > 0 and nodes % 1 == 0):
         found = f"found {gpus or 'unknown'} GPUs on {nodes or 'unknown'} nodes"
-        raise UserError(
-            f"{run.source}: {found}; pass --nodes and --gpus, or --gpus_per_node, for inputs that don't state them"
-        )
+        told = "pass --nodes and --gpus, or --gpus_per_node, for inputs that don't state them"
+        raise UserError(f"{run.source}: {found}; {told}")
     batch = run.batch_per_gpu
     of_log = batch / run.rate if run.kind == "log" and run.rate and batch else None
     run = replace(
@@ -123,12 +109,19 @@ def _with_mfu(run: Run, context_length: int | None) -> Run:
 
 
 def _by_engine(run: Run) -> Run:
-    """Replace the measured rate, and what is computed from it, by the engine's."""
-    rate = run.engine_samples_per_s_per_gpu
-    share = rate / run.rate if rate and run.rate else None
+    """Replace the measured rate, and what is computed from it, by the engine's: of a run directory's own log, or else of its
+    summary."""
+    engine, windows = run.engine_samples_per_s_per_gpu, run.windows if run.kind == "log" else ()
+    with suppress(UserError):
+        log = read_log(Path(run.source) / "rank0.log", run.gpus)
+        engine, windows = log.engine_samples_per_s_per_gpu or engine, log.windows
+    share = engine / run.rate if engine and run.rate else None
     tflops, mfu = (share and value and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
-    run = replace(run, samples_per_s_per_gpu=rate, achieved_tflops=tflops, mfu_model_percent=mfu)
-    return noted(run, BY_TIMER) if rate else noted(replace(run, interval=None), "no rate from DeepSpeed's timer")
+    run = replace(
+        run, samples_per_s_per_gpu=engine, engine_samples_per_s_per_gpu=engine, windows=windows, achieved_tflops=tflops,
+        mfu_model_percent=mfu,
+    )  # fmt: skip
+    return noted(run, BY_TIMER if engine else "no rate from DeepSpeed's timer")
 
 
 def input_parser(description: str) -> argparse.ArgumentParser:

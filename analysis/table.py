@@ -1,4 +1,4 @@
-"""Measured runs and rows of the scaling table, written as CSV and Markdown; `csv_table.py` reads them.
+"""Measured runs and rows of the scaling table, written as CSV and Markdown, and read from CSV, this project's or published.
 
 The first columns are those of `published/*.csv`. A missing value is an empty cell (CSV) or a dash (Markdown).
 """
@@ -12,7 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from clap_ds.analysis.published import PUBLISHED_TABLES
 from clap_ds.config.errors import UserError, printable
+from clap_ds.config.files import open_regular
+from clap_ds.config.model_names import preset_of
 from clap_ds.run_records.metrics_schema import STEP_PHASES
 
 
@@ -76,20 +79,20 @@ class Row:
         return None if half is None or not self.rate else half / self.rate
 
     @property
-    def series(self) -> tuple[str, str, str, str, int | None, str]:
+    def series(self) -> tuple[object, ...]:
         return self.model, self.scaling, self.device, self.precision, self.context_length, self.variant
 
     @property
     def title(self) -> str:
         tokens = f"{self.context_length} text tokens" if self.context_length else ""
-        scaling = f"{self.scaling} scaling" if self.scaling else ""
+        scaling = self.scaling and f"{self.scaling} scaling"
         parts = self.model_name, self.device, self.precision, tokens, self.variant, scaling
         return plain_text(", ".join(filter(None, parts)))
 
     @property
     def scale(self) -> str:
         """`2 nodes, 8 GPUs`."""
-        return f"{count_of(self.nodes, 'node')}, {count_of(self.gpus, self.unit.removesuffix('s'))}"
+        return f"{count_of(self.nodes, 'node')}, {count_of(self.gpus, self.unit)}"
 
     @property
     def unit(self) -> str:
@@ -102,13 +105,12 @@ class Row:
     @property
     def breakdown_s(self) -> dict[str, float]:
         """Seconds per step by `STEP_PHASES` in an instrumented pass, without unmeasured parts."""
-        values = {part: getattr(self, f"{part}_s") for part in STEP_PHASES}
-        return {part: value for part, value in values.items() if value is not None}
+        return {part: value for part in STEP_PHASES if (value := getattr(self, f"{part}_s")) is not None}
 
-    def cell(self, column: str, spread: str = "") -> str:
-        """Return a column's text, with ± from the column `spread` to as many decimals; empty for None."""
-        text, error = format_cell(column, getattr(self, column)), getattr(self, spread) if spread else None
-        decimals = max(len(text.partition(".")[2]), 2 * spread.endswith("_percent"))
+    def cell(self, column: str) -> str:
+        """Return a column's text, with its ± to as many decimals; empty for None."""
+        text, error = format_cell(column, getattr(self, column)), getattr(self, SPREADS.get(column, ""), None)
+        decimals = max(len(text.partition(".")[2]), 2 * column.endswith("_percent"))
         return f"{text} ± {error:.{decimals}f}" if text and error is not None else text
 
 
@@ -119,8 +121,6 @@ class Run(Row):
     source: str = ""
     kind: Literal["record", "log", "table"] = "record"
     error: str = ""
-    interval: tuple[float, float] | None = None
-    """The range of a run's windows, or a table row's rate minus and plus its ±."""
     windows: tuple[float, ...] = ()
     accumulation: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -140,31 +140,27 @@ class Scale(Row):
     """The runs that count: those with a rate, and if any completed, only completed ones."""
 
 
+SPREADS = {
+    "samples_per_s_per_gpu": "samples_per_s_per_gpu_2sigma",
+    "scaling_efficiency_percent": "scaling_efficiency_2sigma_percent",
+}
+"""Columns with the ± of others."""
 MOST = 1e15
 """Upper limit of all measured values, in the units of their fields."""
-COLUMNS = tuple(column.name for column in fields(Row))
-COUNTS = {
-    "nodes",
-    "gpus",
-    "repeats",
-    "baseline_nodes",
-    "context_length",
-    "micro_batch",
-    "batch_per_gpu",
-    "global_batch",
-}
-TEXTS = {"uncertainty_from", "model", "scaling", "device", "precision", "variant", "state", "notes"}
+_KINDS = {column.name: str(column.type).partition(" ")[0] for column in fields(Row)}
+COLUMNS = tuple(_KINDS)
+COUNTS, TEXTS = ({name for name, kind in _KINDS.items() if kind == wanted} for wanted in ("int", "str"))
+_EXPECTED = {"str": "text", "int": "a whole number", "float": "a nonnegative number"}
 _Row = TypeVar("_Row", bound=Row)
 
 
 def checked(row: _Row, where: str) -> _Row:
     """Return the row. UserError if a value is not of its column's type: text, a count, or a nonnegative number."""
-    for name in COLUMNS:
-        value, is_text, is_count = getattr(row, name), name in TEXTS, name in COUNTS
-        is_number = isinstance(value, int | float) and 0 <= value < MOST and (value == int(value) or not is_count)
-        if not (value is None or (isinstance(value, str) if is_text else is_number)):
-            expected = "text" if is_text else "a whole number" if is_count else "a nonnegative number"
-            raise UserError(f"{where}: {name} is {value!r}; expected {expected}")
+    for name, kind in _KINDS.items():
+        value = getattr(row, name)
+        is_number = isinstance(value, int | float) and 0 <= value < MOST and (kind == "float" or value == int(value))
+        if not (value is None or (isinstance(value, str) if kind == "str" else is_number)):
+            raise UserError(f"{where}: {name} is {value!r}; expected {_EXPECTED[kind]}")
     return row
 
 
@@ -187,8 +183,8 @@ def count_of(number: int, noun: str) -> str:
 
 
 def unit(*devices: str) -> str:
-    """Return the unit of ranks: "GPUs", or "ranks" if a device is a CPU."""
-    return "ranks" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", " ".join(devices), re.IGNORECASE) else "GPUs"
+    """Return what a rank runs on: "GPU", or "rank" if a device is a CPU."""
+    return "rank" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", " ".join(devices), re.IGNORECASE) else "GPU"
 
 
 def significant(value: float, least_decimals: int = 0) -> str:
@@ -197,18 +193,23 @@ def significant(value: float, least_decimals: int = 0) -> str:
 
 
 def format_cell(column: str, value: Any) -> str:
-    if value is None or column in COUNTS or column in TEXTS:
+    if value is None or _KINDS[column] != "float":
         return "" if value is None else str(value)
     if column.endswith("_percent") or column in ("speedup", "memory_peak_gib"):
         return f"{value:.1f}" if column.endswith("_percent") else f"{value:.2f}"
     return significant(value, 1 if column == "samples_per_s_per_gpu" else 0)
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, padded and right-aligned for terminals, with dashes for empty cells."""
-    cells = [[plain_text(cell) or "–" for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    lines = [header, ["-" * (width - 1) + ":" for width in widths], *cells]
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table, right-aligned for terminals, with dashes for empty cells and without empty columns; empty
+    without rows."""
+    columns = [[name, *map(plain_text, cells)] for name, *cells in zip(header, *rows, strict=True)]
+    columns = [[cell or "–" for cell in column] for column in columns if any(column[1:])]
+    if not columns:
+        return ""
+    widths = [max(map(len, column)) for column in columns]
+    first, *others = zip(*columns, strict=True)
+    lines = [first, ["-" * (width - 1) + ":" for width in widths], *others]
     return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
 
 
@@ -221,5 +222,48 @@ def plain_text(text: str) -> str:
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
     import pandas as pd
 
-    cells = [[getattr(row, column) for column in COLUMNS] for row in rows]
-    pd.DataFrame(cells, columns=list(COLUMNS)).to_csv(path, index=False, float_format="%.7g")
+    pd.DataFrame([vars(row) for row in rows], columns=COLUMNS).to_csv(path, index=False, float_format="%.7g")
+
+
+def read_table_runs(path: Path) -> list[Run]:
+    """Read the rows of a table of this project or of `published/` as runs. Efficiency and MFU are recomputed from them.
+
+    Columns may be separated by semicolons; commas are then decimal commas. UserError names the wrong row or column.
+    """
+    import pandas as pd
+
+    try:
+        with open_regular(path) as file:
+            semicolons = b";" in file.readline()
+            file.seek(0)
+            separators = {"sep": ";", "decimal": ","} if semicolons else {}
+            types = dict.fromkeys(TEXTS, str)
+            frame = pd.read_csv(file, dtype=types, keep_default_na=False, na_values=[""], **separators)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
+    frame = frame.rename(columns={"text_tokens": "context_length"})  # of older tables
+    if missing := [name for name in COLUMNS[:3] if name not in frame]:
+        raise UserError(f"{path}: no column {', '.join(missing)}; found {', '.join(map(str, frame))}")
+    if frame.empty or not isinstance(frame.index, pd.RangeIndex):
+        raise UserError(f"{path}: {'a header and no rows' if frame.empty else 'rows have more cells than the header'}")
+    return [_run(path, f"{path}, row {number}", row) for number, row in enumerate(frame.to_dict("records"), start=1)]
+
+
+def _run(path: Path, where: str, cells: Mapping[Any, Any]) -> Run:
+    values = {"state": "completed", "model": path.stem, **PUBLISHED_TABLES.get(path.stem, {})}
+    values |= {name: value for name, value in cells.items() if name in COLUMNS and value == value}
+    values["model"] = preset_of(values["model"])
+    run = checked(Run(**values, source=str(path), kind="table"), where)
+    if not (run.nodes and run.gpus):
+        raise UserError(f"{where}: nodes or gpus is empty")
+    known: dict[str, Any] = {name: int(count) for name in COUNTS if (count := getattr(run, name)) is not None}
+    if run.rate and run.samples_per_s:
+        known["samples_per_s_per_gpu"] = _middle(run.rate, run.samples_per_s, run.gpus)
+    return replace(run, **known)
+
+
+def _middle(rate: float, total: float, gpus: int) -> float:
+    """Return the rate per GPU: if the columns for one and for all GPUs agree, the middle of what their last digits allow."""
+    half, of_total = (0.5 * 10.0 ** -len(f"{number:.12g}".partition(".")[2]) for number in (rate, total))
+    low, high = max(rate - half, (total - of_total) / gpus), min(rate + half, (total + of_total) / gpus)
+    return (low + high) / 2 if low <= high else rate

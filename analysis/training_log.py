@@ -1,4 +1,4 @@
-"""Read runs from logs of DeepSpeed, open_clip, LAION-CLAP and similar programs.
+"""Read a run from a log of DeepSpeed, open_clip, LAION-CLAP and similar programs.
 
 The rate is total samples over total time after the warm-up, independent of the log's length and printing interval.
 """
@@ -6,155 +6,116 @@ The rate is total samples over total time after the warm-up, independent of the 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from clap_ds.analysis.log_formats import DIALECTS, Dialect, facts_in
-from clap_ds.analysis.read_run import BY_TIMER, HOST_ALONE, rate_fields
+from clap_ds.analysis.read_run import BY_TIMER, HOST_ALONE, mean_rate
 from clap_ds.analysis.table import MOST, Run
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
 
 WARMUP_STEPS = 10
-MAX_WINDOWS = 96
-"""Maximum per start; more are merged with their neighbors."""
 STATES = ("unknown", "completed", "failed", "terminated", "timeout", "out_of_memory")
 """Later ones take precedence: an out-of-memory error also prints a traceback and a nonzero exit code."""
 
 
 @dataclass
-class Start:
+class Log:
     facts: dict[str, Any] = field(default_factory=dict)
-    """Facts from lines other than progress, by their kinds in `dialects.py`."""
+    """Facts from lines other than progress, by their kinds in `log_formats.py`; later ones replace earlier ones."""
     dialect: Dialect | None = None
     state: str = "unknown"
-    points: list[tuple[float, float]] = field(default_factory=list)
-    """For each progress line: position, which only increases, and average rate or seconds per step."""
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        return tuple(self.facts.get(name, 0) for name in ("nodes", "gpus", "micro_batch", "accumulation"))
+    position: float = math.inf
+    """Steps or samples of the last start's furthest progress line; infinite if the next one begins a start."""
+    starts: list[list[tuple[float, float]]] = field(default_factory=list)
+    """For each start and progress line: samples done, or steps if the batch is unknown, and seconds (then in proportion)."""
 
     @property
     def global_batch(self) -> int:
         of_parts = self.facts.get("micro_batch", 0) * self.facts.get("gpus", 0) * self.facts.get("accumulation", 1)
         return of_parts or self.facts.get("global_batch", 0)
 
-    def windows(self) -> tuple[list[float], list[float], float | None]:
-        """Return samples/s of all GPUs and seconds of at most `MAX_WINDOWS` windows after the warm-up, and samples/s since the
-        first timed step. Without a global batch, seconds are only proportional."""
-        if not (self.points and self.dialect and (self.global_batch or self.dialect.is_cumulative)):
-            return [], [], None
-        positions, values = np.array(self.points).T
-        batch, untimed = self.global_batch or 1, self.dialect.untimed
-        if self.dialect.is_cumulative:
-            steps, times = positions, batch * (positions - untimed) / values
-        else:
-            steps = positions / batch if "samples" in self.dialect.pattern.groupindex else positions
-            times = np.cumsum(np.diff(steps, prepend=0) * values)
-        later = np.append(True, times[1:] > np.maximum.accumulate(times)[:-1])
-        steps, times = steps[later], times[later]
-        average = float(batch * (steps[-1] - untimed) / times[-1])
-        begin = int(np.searchsorted(steps, WARMUP_STEPS))
-        steps, times = steps[begin:], times[begin:]
-        if len(steps) < 2:
-            return [], [], average
-        edges = [*range(0, len(steps) - 1, -(-(len(steps) - 1) // MAX_WINDOWS)), len(steps) - 1]
-        window_s = np.diff(times[edges])
-        return (batch * np.diff(steps[edges]) / window_s).tolist(), window_s.tolist(), average
+    def read(self, line: str) -> None:
+        for kind, word in facts_in(line):
+            if kind in STATES:
+                self.state = max(self.state, kind, key=STATES.index)
+            else:
+                self.facts[kind] = int(word) if word.isdigit() else word
+                self.position = math.inf
+        for dialect in DIALECTS.values():
+            for numbers in dialect.numbers(line):
+                self._progress(dialect, numbers)
+
+    def _progress(self, dialect: Dialect, numbers: dict[str, float]) -> None:
+        position = numbers["step"] if "step" in numbers else numbers["samples"]
+        position += numbers.get("epoch", 0) * numbers.get("epoch_samples", 0)
+        value = next(numbers[name] for name in ("average", "step_s", "step_ms") if name in numbers)
+        value /= 1000 if "step_ms" in numbers else 1
+        if not (position > dialect.untimed and 0 < value < MOST):
+            return
+        if position < self.position / 2:
+            self.starts.append([])
+            self.position, self.state = 0.0, "unknown"
+        self.dialect = dialect
+        if "global_batch" in numbers:
+            self.facts["global_batch"] = int(numbers["global_batch"])
+        self.facts["memory_gib"] = max(numbers.get("memory_gib", 0.0), self.facts.get("memory_gib", 0.0))
+        if position <= self.position:  # the line is from another rank
+            return
+        points, batch = self.starts[-1], self.global_batch or 1
+        before, before_s = points[-1] if points else (0.0, 0.0)
+        samples = position * batch if "step" in numbers else position
+        timed = samples - batch * dialect.untimed
+        time_s = timed / value if dialect.is_cumulative else before_s + (samples - before) / batch * value
+        self.position = position
+        if time_s > before_s:
+            points.append((samples, time_s))
 
 
-def _read_line(starts: list[Start], line: str) -> None:
-    """Add a line to the last start or to a new one."""
-    for kind, word in facts_in(line):
-        last = starts[-1]
-        if kind in STATES:
-            last.state = max(last.state, kind, key=STATES.index)
-        else:  # after progress, it belongs to a new start
-            facts = (_restart(starts) if last.points or STATES.index(last.state) > 1 else last).facts
-            facts[kind] = int(word) if word.isdigit() else word
-    for dialect in DIALECTS.values():
-        for numbers in dialect.numbers(line):
-            _progress(starts, dialect, numbers)
+def read_log(path: Path, given_gpus: int = 0) -> Run:
+    """Read a log with all starts of its run. `given_gpus`: number of GPUs if the log doesn't state it.
 
-
-def _restart(starts: list[Start]) -> Start:
-    """Add a start with the size of the previous one, until its lines state another."""
-    own = ("precision", "directory", "memory_gib")
-    starts.append(Start({name: fact for name, fact in starts[-1].facts.items() if name not in own}))
-    return starts[-1]
-
-
-def _progress(starts: list[Start], dialect: Dialect, numbers: dict[str, float]) -> None:
-    position = numbers["step"] if "step" in numbers else numbers["samples"]
-    position += numbers.get("epoch", 0) * numbers.get("epoch_samples", 0)
-    value = next(numbers[name] for name in ("average", "step_s", "step_ms") if name in numbers)
-    value /= 1000 if "step_ms" in numbers else 1
-    if not (position > dialect.untimed and 0 < value < MOST):
-        return
-    start = starts[-1]
-    furthest = start.points[-1][0] if start.points else 0.0
-    if position < furthest / 2:
-        start, furthest = _restart(starts), 0.0
-    start.dialect = dialect
-    if "global_batch" in numbers:
-        start.facts["global_batch"] = int(numbers["global_batch"])
-    start.facts["memory_gib"] = max(numbers.get("memory_gib", 0.0), start.facts.get("memory_gib", 0.0))
-    if position > furthest:  # else the line is from another rank
-        start.points.append((position, value))
-
-
-def read_log(path: Path, gpus: int = 0) -> list[Run]:
-    """Read a log: one run per size (nodes, GPUs, batch), with its restarts, or a run without a rate if the log shows a failure.
-
-    `gpus`: number of GPUs if the log doesn't state it. UserError if there is neither a rate nor a failure.
+    UserError if there is neither a rate nor a failure.
     """
-    starts = [Start()]
+    log = Log()
     try:
         with open_regular(path) as file, io.TextIOWrapper(file, "utf-8", "replace") as text:  # "\r" ends lines, too
             for line in text:
-                _read_line(starts, line)
+                log.read(line)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from error
-    found = [start for start in starts if start.points] or [
-        start for start in starts[-1:] if STATES.index(start.state) > 1
-    ]
-    if not found:
+    starts, facts, batch = [points for points in log.starts if points], log.facts, log.global_batch
+    if not starts and STATES.index(log.state) < 2:
         printed = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
         raise UserError(f"{path}: no usable throughput lines ({printed})")
-    groups: dict[object, list[Start]] = {}
-    for start in found:
-        groups.setdefault(start.size, []).append(start)
-    return [_run(path, starts, gpus) for starts in groups.values()]
-
-
-def _run(path: Path, starts: Sequence[Start], given_gpus: int) -> Run:
-    last, facts = starts[-1], starts[-1].facts
     gpus, accumulation = facts.get("gpus") or given_gpus or 1, facts.get("accumulation", 1)
-    measured = [start.windows() for start in starts]
-    rates = [rate / gpus for of_start, _, _ in measured for rate in of_start]
-    window_s = [seconds for _, of_start, _ in measured for seconds in of_start]
-    averages = [average / gpus for _, _, average in measured if average]
-    fields = rate_fields(rates, window_s) or {"samples_per_s_per_gpu": averages[-1] if averages else None}
-    rate = fields["samples_per_s_per_gpu"]
-    by_timer = bool(last.dialect and not last.dialect.counts_data_wait)
+    rates, window_s, average = list[float](), list[float](), None
+    if starts and log.dialect and (batch or log.dialect.is_cumulative):
+        for points in starts:
+            timed = [point for point in points if point[0] >= WARMUP_STEPS * (batch or 1)]
+            for (before, before_s), (after, after_s) in pairwise(timed):
+                window_s.append(after_s - before_s)
+                rates.append((after - before) / window_s[-1] / gpus)
+        samples, time_s = starts[-1][-1]
+        average = (samples - log.dialect.untimed * (batch or 1)) / time_s / gpus
+    rate = mean_rate(rates, window_s) or average
+    by_timer = bool(log.dialect and not log.dialect.counts_data_wait)
     noted = {
         BY_TIMER: by_timer,
         HOST_ALONE: by_timer and "host_alone" in facts,
-        "too short to drop the warm-up: using the running average": averages and not rates,
-        "no rate, because the log doesn't state its batch": not rate and last.points,
+        "too short to drop the warm-up: using the running average": rate and not rates,
+        "no rate, because the log doesn't state its batch": starts and not rate,
         f"{len(starts)} starts in the log": len(starts) > 1,
     }
-    micro_batch = facts.get("micro_batch") or last.global_batch // gpus // accumulation
+    micro_batch = facts.get("micro_batch") or batch // gpus // accumulation
     names = ("model", "precision", "directory", "nodes", "gpus")
     return Run(
-        source=str(path), kind="log", state=last.state, **{name: facts[name] for name in names if name in facts},
+        source=str(path), kind="log", state=log.state, **{name: facts[name] for name in names if name in facts},
         batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
-        memory_peak_gib=max(start.facts.get("memory_gib", 0.0) for start in starts) or None,
-        engine_samples_per_s_per_gpu=rate if by_timer else None, **fields,
-        notes="; ".join(note for note, holds in noted.items() if holds),
+        memory_peak_gib=facts.get("memory_gib") or None, engine_samples_per_s_per_gpu=rate if by_timer else None,
+        samples_per_s_per_gpu=rate, windows=tuple(rates), notes="; ".join(note for note, holds in noted.items() if holds),
     )  # fmt: skip

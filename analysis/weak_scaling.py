@@ -15,9 +15,8 @@ from clap_ds.config.errors import UserError
 LAWS = {"a + b·log n": 0.0, "a + b·√n": 0.5, "a + b·n": 1.0}
 """Shape of the step time's growth on n nodes, by law."""
 USUAL = "a + b·√n"
-BOUNDED = "a growth that ends"
-"""Included in bands, never used for projection."""
-SHAPES: Mapping[str, float] = {BOUNDED: -1.0, **LAWS}
+SHAPES: Mapping[str, float] = {"a growth that ends": -1.0, **LAWS}
+"""Laws of bands. The first is never used for projection."""
 NOISE = 0.01
 """Minimum relative noise of a measurement."""
 UNEXPLAINED = 0.003
@@ -62,12 +61,12 @@ class Series:
     errors: tuple[float, ...] = ()
     """± of each rate (95%) relative to it; empty if unknown."""
 
-    @property
-    def name(self) -> str:
-        return self.title.partition(",")[0]
-
     def efficiency_percent(self, rate: float) -> float:
         return 100 * rate / self.rates[0][1]
+
+    def percent_by(self, law: str, nodes: int) -> float:
+        """Return the efficiency on `nodes` nodes by a fit of one of `LAWS`."""
+        return self.efficiency_percent(self.fit(law).rate(nodes))
 
     def first(self, count: int) -> Series:
         return replace(self, rates=self.rates[:count], errors=self.errors[:count])
@@ -78,11 +77,9 @@ class Series:
         columns, target = self._equations(SHAPES[law])
         fitted = np.linalg.lstsq(columns, target, rcond=None)[0]
         if fitted.min() < 0:
-            alone = [0] if fitted[1] < 0 else [1]
-            left = np.linalg.lstsq(columns[:, alone], target, rcond=None)[0]
-            fitted = np.zeros(2)
-            fitted[alone] = np.maximum(left, 0.0)
-        return Law(SHAPES[law], float(fitted[0]), float(fitted[1]))
+            columns[:, fitted.argmin()] = 0.0  # the least-norm solution has 0 there
+            fitted = np.linalg.lstsq(columns, target, rcond=None)[0]
+        return Law(SHAPES[law], *fitted.tolist())
 
     def _equations(self, shape: float) -> tuple[Floats, Floats]:
         """Return two columns and a target in relative time, weighted by each scale's ±; weights are 1 on average."""
@@ -145,10 +142,8 @@ class Series:
 
     def holdout_errors(self) -> dict[str, float]:
         """Return each law's mean absolute error over the hold-outs in points, smallest first; empty without hold-outs."""
-        errors: dict[str, list[float]] = {law: [] for law in LAWS}
-        for small, nodes, actual in self.hold_outs():
-            for law, found in errors.items():
-                found.append(abs(small.efficiency_percent(small.fit(law).rate(nodes)) - actual))
+        held = self.hold_outs()
+        errors = {law: [abs(small.percent_by(law, nodes) - actual) for small, nodes, actual in held] for law in LAWS}
         means = {law: float(np.mean(found)) for law, found in errors.items() if found}
         return dict(sorted(means.items(), key=lambda item: item[1]))
 
@@ -168,20 +163,18 @@ def series_of(rows: Sequence[Scale]) -> Series:
     UserError if no projection is possible: strong scaling, fewer than two node counts, nodes of different sizes, rates above
     the smallest scale's by more than their ±, or no law that fits.
     """
-    title, measured = rows[0].title, [row for row in rows if row.rate]
-    per_node = {divmod(row.gpus, row.nodes) for row in measured}
-    if rows[0].scaling == "strong" or len({row.nodes for row in measured}) < 2 or len(per_node) > 1 or max(per_node)[1]:
-        found = (
-            f"found {rows[0].scaling or 'unknown'} scaling on {', '.join(row.scale for row in measured) or 'no scale'}"
-        )
+    title, scaling, measured = rows[0].title, rows[0].scaling, [row for row in rows if row.rate]
+    per_node = {row.gpus / row.nodes for row in measured}
+    if scaling == "strong" or len({row.nodes for row in measured}) < 2 or len(per_node) > 1 or max(per_node) % 1:
+        found = f"found {scaling or 'unknown'} scaling on {', '.join(row.scale for row in measured) or 'no scale'}"
         raise UserError(f"{title}: expected weak scaling on at least two node counts with equal nodes; {found}")
     if above := [row.scale for row in measured if ABOVE_ALL in row.notes]:
         raise UserError(f"{title}: no projection: {ABOVE_ALL} on {above[0]} makes the smallest scale doubtful")
     halves = [row.relative_half or 0.0 for row in measured]
     rates = tuple((row.nodes, row.rate or 0.0) for row in measured)
-    series = Series(title, rates, per_node.pop()[0], tuple(halves) if all(halves) else ())
+    series = Series(title, rates, int(per_node.pop()), tuple(halves) if all(halves) else ())
     best = series.select_law()
-    furthest = max(abs(series.efficiency_percent(series.fit(best).rate(nodes) - rate)) for nodes, rate in rates)
+    furthest = max(abs(series.percent_by(best, nodes) - series.efficiency_percent(rate)) for nodes, rate in rates)
     if furthest > WORST_FIT:
         told = f"the best law, {best}, misses the measurements by up to {furthest:.1f} points"
         raise UserError(f"{title}: no projection: {told}")

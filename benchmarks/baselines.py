@@ -4,7 +4,6 @@ transformers' towers, and the training loops of open_clip and LAION-CLAP."""
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.config.schema import SyntheticData
-from clap_ds.config.settings import ClapSettings, RunSettings
+from clap_ds.config.schema import LossSettings, ModelSettings, SyntheticData
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
@@ -22,7 +20,7 @@ from clap_ds.model.clap import Projection
 from clap_ds.model.htsat import MAX_MEL_STRIPE, MAX_TIME_STRIPE, NUM_STRIPES
 from clap_ds.model.mel import LogMel
 from clap_ds.model.text import mean_over_tokens
-from clap_ds.run_records.timers import PhaseTimer, seconds
+from clap_ds.run_records.timers import StepTimer, seconds
 from clap_ds.weights.formats import to_transformers
 from clap_ds.weights.hf_config import config_to_transformers
 from clap_ds.weights.key_mapping import State
@@ -51,28 +49,25 @@ class EngineSide:
     def __init__(self, arguments: argparse.Namespace, precision: str, batch: Batch, *, spec_augment: bool) -> None:
         from clap_ds.engine.engine import ClapEngine
         from clap_ds.engine.factory import build_model
+        from clap_ds.engine.loss import build_loss
 
         model = {"preset": arguments.preset, "drop_path": 0.0, "text_dropout": 0.0, "spec_augment": spec_augment}
-        settings: dict[str, Any] = {
-            "context_length": arguments.context_length,
-            "text_packing": arguments.text == "packed",
-            "model": model,
-        }
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": arguments.micro_batch, "gradient_clipping": 0.0, "log_level": "error",
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}}, "bf16": {"enabled": precision == "bf16"},
         }  # fmt: skip
-        run = RunSettings(Path("peers"), ClapSettings.model_validate(settings), config)
         torch.manual_seed(0)
-        built = build_model(run, batch.device)
+        built = build_model(ModelSettings.model_validate(model), LossSettings(), batch.device).to(batch.device)
         self.weights = {name: tensor.clone() for name, tensor in to_transformers(built.state_dict()).items()}
-        self.engine, self.losses = ClapEngine(run, built, batch.device), list[float]()
+        self.engine, self.losses = ClapEngine(built, build_loss(LossSettings(), precision), config), list[float]()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Time a step as `Side.step` does; `forward` includes the loss, and `step` all other work of the engine."""
-        timer = PhaseTimer(batch.device, instrumented=True)
-        whole_s = seconds(lambda: self.losses.append(float(self.engine.step(iter([batch]), timer))), batch.device)
-        parts = timer.seconds
+        timer = self.engine.timer
+        timer.start(instrumented=True)
+        whole_s = seconds(lambda: self.losses.append(float(self.engine.step(iter([batch])))), batch.device)
+        timer.mark()
+        (parts,) = timer.stop().phases_s
         return {**parts, "forward": parts["forward"] + parts["loss"], "step": whole_s}
 
 
@@ -129,7 +124,8 @@ class Side:
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run a step and return the seconds of its parts, synchronizing the device between them, and of the whole."""
-        timer = PhaseTimer(batch.device, instrumented=True)
+        timer = StepTimer(batch.device)
+        timer.start(instrumented=True)
         mask = batch.attention_mask if batch.num_tokens < batch.input_ids.numel() else None
         with timer("forward"), torch.autocast(batch.device.type, torch.bfloat16, enabled=self.low == "autocast"):
             features = self.mel(batch.audio)[:, None].to(next(self.model.parameters()).dtype)
@@ -139,7 +135,9 @@ class Side:
         with timer("optimizer"):
             self.optimizer.step()
         self.losses.append(float(loss.detach()))
-        return {**timer.seconds, "step": sum(timer.seconds.values())}
+        timer.mark()
+        (parts,) = timer.stop().phases_s
+        return {**parts, "step": sum(parts.values())}
 
 
 def softmax_loss(audio: Tensor, text: Tensor, scale: Tensor) -> Tensor:
@@ -156,12 +154,9 @@ def mask_in_a_loop(normed_BFT1: Tensor) -> Tensor:
         for number in range(len(mel_B1TF)):
             clip = mel_B1TF[number]
             for _ in range(NUM_STRIPES):
-                width = torch.randint(0, limit, (1,))[0]
-                start = torch.randint(0, mel_B1TF.shape[dim] - int(width), (1,))[0]
-                if dim == 2:
-                    clip[:, start : start + width] = 0
-                else:
-                    clip[:, :, start : start + width] = 0
+                width = int(torch.randint(0, limit, (1,)))
+                start = int(torch.randint(0, mel_B1TF.shape[dim] - width, (1,)))
+                clip.narrow(dim - 1, start, width).zero_()
     return mel_B1TF.transpose(1, 3)
 
 

@@ -11,18 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import psutil
+from typing import Any
 
 from clap_ds.analysis.table import markdown_table
 from clap_ds.config.files import read_json, write_atomically, write_object
 from clap_ds.config.overrides import parse_assignment, read_config, with_field
 from clap_ds.config.paths import commit, work_folder
 
-T = TypeVar("T")
 LAST_WORDS_S = 5.0  # between SIGTERM and SIGKILL
 
 
@@ -64,15 +61,6 @@ def changed(config: Path, assignments: Iterable[str]) -> dict[str, Any]:
     )
 
 
-def in_turns(actions: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[str, list[T]]:
-    """Run the actions interleaved, alternating their order, and return their results per round after `warm_up` rounds."""
-    found: dict[str, list[T]] = {name: [] for name in actions}
-    for number in range(warm_up + rounds):
-        for name in list(actions)[:: -1 if number % 2 else 1]:
-            found[name].append(actions[name]())
-    return {name: results[warm_up:] for name, results in found.items()}
-
-
 def exit_on_sigterm() -> None:
     """Make SIGTERM raise SystemExit, to run cleanup code."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -91,38 +79,23 @@ def run_config(
     output = {"dir": str(folder), "run_name": "run"}
     write_object(folder / "config.json", with_field(content, "clap.output", output))
     log, began_s, row = folder / "output.log", time.monotonic(), dict[str, Any]()
+    given: Any = {"cwd": work_folder(), "env": {**os.environ, **(environment or {})}, "stdin": subprocess.DEVNULL}
     with log.open("wb") as file:
-        process = psutil.Popen(
-            command,
-            cwd=work_folder(),
-            env={**os.environ, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, **given)
     try:
         code = process.wait(limit_s)
         state = f"exit code {code}" if code else "completed"
-    except psutil.TimeoutExpired:
+    except subprocess.TimeoutExpired:
         state = f"stopped after {limit_s:.0f} s"
     finally:
-        family = process.children(recursive=True) if process.is_running() else []
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-            psutil.wait_procs([process], LAST_WORDS_S)
-            os.killpg(process.pid, signal.SIGKILL)
-        for each in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, sent)
+                process.wait(LAST_WORDS_S)
     for path in folder.glob("run-*/summary.json"):
         row = read_json(path)
         row |= {f"{kind}_gb": (row.get(f"memory_{kind}_bytes") or 0) / 1e9 for kind in ("peak", "reserved_peak")}
-    note = "" if state == "completed" else (row.get("error") or _last_error(log)).replace("|", "/")
+    lines = ["no output", *filter(None, map(str.strip, log.read_text(errors="replace").splitlines()))]
+    last = next((line for line in reversed(lines) if re.search(r"\berror: |Error\b", line)), lines[-1])
+    note = "" if state == "completed" else (row.get("error") or last.removeprefix("error: ")[:200]).replace("|", "/")
     return {**row, "state": state, "seconds": time.monotonic() - began_s, "note": note}
-
-
-def _last_error(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\berror: |Error\b", line)]
-    return (errors or lines or ["no output"])[-1].removeprefix("error: ")[:200]

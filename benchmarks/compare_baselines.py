@@ -18,7 +18,6 @@ agree.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 from statistics import median
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.baselines import EngineSide, Side, make_batch
-from benchmarks.common import in_turns, make_parser, show, table
+from benchmarks.common import make_parser, show, table
 from clap_ds.config.errors import run_alone
 from clap_ds.config.model import load_preset, preset_argument
 from clap_ds.cpu_kernels.patch_model import report
@@ -37,6 +36,7 @@ from clap_ds.run_records.intervals import median_interval
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 """Largest relative difference of a loss from ours."""
 KINDS = {"loops": ("open_clip", "LAION-CLAP"), "transformers": ("transformers",)}
+WARM_UP = 2
 PARTS = ("forward", "backward", "optimizer", "step")
 SIDES = (
     f"ms {{side}}{''.join(f' | {part} {{{part}:.1f}}' for part in PARTS)} | first loss {{loss:.5f}}"
@@ -54,12 +54,14 @@ def compare(
     sides: dict[str, Side | EngineSide] = {"ours": ours}
     for kind, low in itertools.product(KINDS[against], lows if precision == "bf16" else ["none"]):
         sides[f"{kind}, {low}"] = Side(config, ours.weights, kind, low, device, spec_augment=spec_augment)
-    actions = {name: functools.partial(side.step, batch) for name, side in sides.items()}
-    times = in_turns(actions, arguments.rounds, warm_up=2)
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for number in range(WARM_UP + arguments.rounds):
+        for name in list(sides)[:: -1 if number % 2 else 1]:
+            times[name].append(sides[name].step(batch))
     rows: list[dict[str, Any]] = []
     for name, steps in times.items():
-        speeds = [its["step"] / own["step"] for its, own in zip(steps, times["ours"], strict=True)]
-        row = {part: 1000 * median(step[part] for step in steps) for part in PARTS}
+        speeds = [its["step"] / own["step"] for its, own in zip(steps, times["ours"], strict=True)][WARM_UP:]
+        row = {part: 1000 * median(step[part] for step in steps[WARM_UP:]) for part in PARTS}
         rows.append({"side": name, "loss": sides[name].losses[0], "speed": vars(median_interval(speeds)), **row})
     difference = max(abs(row["loss"] / rows[0]["loss"] - 1) for row in rows)
     return {

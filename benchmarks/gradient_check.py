@@ -52,7 +52,8 @@ def compare(
         batch = next(batches)
     run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=OFF)})
     torch.manual_seed(0)
-    model = build_model(run, device).to(device, torch.bfloat16 if run.precision == "bf16" else torch.float32).train()
+    model = build_model(run.clap.model, run.clap.loss, device, run.clap.train.freeze)
+    model = model.to(device, torch.bfloat16 if run.precision == "bf16" else torch.float32).train()
     reference = copy.deepcopy(model).float()
     expected, eager = gradients(reference, batch), gradients(model, batch)
     del reference

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import make_parser, show, table
-from clap_ds.benchmark.matmul_peak import measure_matmul_tflops
+from clap_ds.benchmark.bandwidth import measure_matmul_tflops
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.model.window_attention import attend_windows

@@ -8,18 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.container import BarContainer
 
 from clap_ds.analysis.figure import COLORS, Picture, styled
 
 
-def ratios(record: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def ratios(path: Path) -> pd.DataFrame:
     """Return each program's ratio and interval, fastest first: with SpecAugment if measured so, in its faster mode."""
-    found: dict[str, dict[str, float]] = {}
-    for case in sorted(record, key=lambda case: case["spec_augment"]):
-        sides = sorted(case["sides"], key=lambda side: -side["speed"]["median"])
-        found |= {side["side"].split(",")[0]: side["speed"] for side in sides}
-    return dict(sorted(found.items(), key=lambda item: item[1]["median"]))
+    sides = pd.json_normalize(json.loads(path.read_text()), "sides", "spec_augment")
+    sides["program"] = sides["side"].str.partition(",")[0].replace("ours", "clap-ds")
+    sides = sides.sort_values(["spec_augment", "speed.median"], ascending=[False, True]).drop_duplicates("program")
+    return sides.set_index("program").sort_values("speed.median")
 
 
 @styled()
@@ -27,20 +29,18 @@ def draw(paths: list[Path]) -> Picture:
     """Draw a group of bars for each program, with one bar for each record."""
     picture = Picture((1.7,), columns_wide=2)
     (axes,) = picture.panels
-    coverages = set[float]()
-    for number, path in enumerate(paths):
-        speeds = ratios(json.loads(path.read_text()))
-        coverages |= {speed["coverage"] for name, speed in speeds.items() if name != "ours"}
-        middle = [speed["median"] for speed in speeds.values()]
-        errors = [[abs(speed[end] - speed["median"]) for speed in speeds.values()] for end in ("low", "high")]
-        rows, label = [row + 0.4 * number for row in range(len(speeds))], f"{path.stem.split('_')[-1]} captions"
-        bars = axes.barh(rows, middle, 0.36, xerr=errors, color=COLORS[number], label=label)
-        axes.bar_label(bars, [f"{each:.2f}" for each in middle], label_type="center", color="w", fontsize=7)
-        names = ["clap-ds" if name == "ours" else name for name in speeds]
-        axes.set_yticks([row + 0.2 * number for row in range(len(speeds))], names)
+    records = pd.concat({f"{path.stem.split('_')[-1]} captions": ratios(path) for path in paths}, axis=1)
+    speed = {name: records.xs(f"speed.{name}", axis=1, level=1) for name in ("median", "low", "high", "coverage")}
+    medians = speed["median"]
+    errors = np.abs([(speed[end] - medians).to_numpy().T for end in ("low", "high")]).swapaxes(0, 1)
+    medians.plot.barh(ax=axes, xerr=errors, color=COLORS, width=0.8)
+    for bars in axes.containers:
+        if isinstance(bars, BarContainer):
+            axes.bar_label(bars, fmt="%.2f", label_type="center", color="w", fontsize=7)
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
-    axes.set_xlabel(f"time of a training step, clap-ds = 1 (less is faster; {min(coverages):.0%} intervals)")
+    coverage = speed["coverage"].drop("clap-ds").min(axis=None)
+    axes.set(xlabel=f"time of a training step, clap-ds = 1 (less is faster; {coverage:.0%} intervals)", ylabel="")
     axes.legend(loc="upper right")
     return picture
 

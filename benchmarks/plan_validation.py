@@ -13,6 +13,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,18 @@ from typing import Any
 import torch
 
 from benchmarks.common import make_parser, show, table
-from clap_ds.bench import measure_run
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import read_json
 from clap_ds.config.paths import commit
-from clap_ds.config.settings import load_run
-from clap_ds.distributed.init import run_command
+from clap_ds.config.settings import RunSettings, load_run
+from clap_ds.distributed.init import Ranks, run_command
+from clap_ds.engine.open_run import open_run_dir
 from clap_ds.flop_count.device_specs import Gpu, gpu_named, peak_for
-from clap_ds.planning.roofline import rates_of
-from clap_ds.planning.roofline_shares import FUSED, TABLE, class_of
+from clap_ds.planning.roofline import FUSED, TABLE, class_of, ideal_s
 from clap_ds.planning.step import compiled_kernels, trace_step
 from clap_ds.planning.tracing import Operation
-from clap_ds.run_records.timers import PhaseTimer
+from clap_ds.run_parts import engine_of, joined_ranks, loader_of, model_of
+from clap_ds.run_records.timers import StepTimer
 
 WARM_UP, STEPS = 5, 2
 INDUCTORS = ("triton_poi", "triton_red", "triton_per", "triton_for")
@@ -40,24 +41,34 @@ CLASSES = "class {class} | efficiency {efficiency:.1%} | ms per step {ms:.3f} | 
 UNPLANNED = "not in the plan: "
 
 
-def profile(session: Any) -> None:
-    """Profile steps of a session to `profile.json`: each operation's caller (index in the list), name, input shapes, and own
+def profile(run: RunSettings, ranks: Ranks) -> None:
+    """Profile steps of a run to `profile.json`: each operation's caller (index in the list), name, input shapes, and own
     kernels with microseconds (on a CPU its self time)."""
-    timer, on_cpu = PhaseTimer(session.device, instrumented=False), session.device.type == "cpu"
-    for _ in range(WARM_UP):
-        session.engine.step(session.batches, timer)
-    with torch.profiler.profile(record_shapes=True) as profiler:
-        for _ in range(STEPS):
-            session.engine.step(session.batches, timer)
-        float(session.engine.is_skipped)  # waits for the device
+    run.deepspeed.pop("flops_profiler", None)
+    with joined_ranks(run, ranks) as device, open_run_dir(run, ranks, device) as record:
+        engine = engine_of(run, ranks, model_of(run, ranks, device), StepTimer(device))
+        with loader_of(run, ranks, engine) as loader:
+            record.update_summary(engine.optimize_towers(loader, run.clap.model, run.clap.compile))
+            for _ in range(WARM_UP):
+                engine.step(loader)
+            with torch.profiler.profile(record_shapes=True) as profiler:
+                for _ in range(STEPS):
+                    engine.step(loader)
+                float(engine.is_skipped)  # waits for the device
+        events = events_of(profiler, on_cpu=device.type == "cpu")
+        (record.path / "profile.json").write_text(json.dumps({"events": events}))
+        profiler.export_chrome_trace(str(record.path / "trace.json.gz"))
+
+
+def events_of(profiler: torch.profiler.profile, *, on_cpu: bool) -> list[Any]:
+    """Return the profiled operations as in `profile.json`."""
     found = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CPU]
     place: dict[int | None, int] = {id(event): number for number, event in enumerate(found)}
     events = []
     for each in found:
         kernels = [("", each.self_cpu_time_total)] if on_cpu else [(own.name, own.duration) for own in each.kernels]
         events.append((place.get(id(each.cpu_parent)), each.name, each.input_shapes, kernels))
-    (session.record.path / "profile.json").write_text(json.dumps({"events": events}))
-    profiler.export_chrome_trace(str(session.record.path / "trace.json.gz"))
+    return events
 
 
 def join(
@@ -68,9 +79,9 @@ def join(
     seconds of an operation at the data sheet's rates."""
     known, ideal = defaultdict[Any, list[Operation]](list), defaultdict[str, float](float)
     for operation, times in planned:
-        if operation.launches and class_of(operation) == FUSED:
+        if class_of(operation) == FUSED:
             ideal[FUSED] += STEPS * times * ideal_s(operation)
-        elif operation.launches:
+        else:
             known[operation.name, operation.shapes].append(operation)
     owners: list[Any] = []
     took, calls = defaultdict[str, float](float), defaultdict[str, set[int]](set)
@@ -126,7 +137,7 @@ def show_shares(folder: Path, gpu: Gpu | None, output: Path | None) -> None:
         run.clap = run.clap.model_copy(update={"model": run.clap.model.model_copy(update=kernels)})
         fused = compiled_kernels(run, run.micro_batch) if is_compiled else []
         work = trace_step(run, run.micro_batch, cuda=summary["device_type"] == "cuda").work(fused)
-        if not (found := join(read_json(path), work, rates_of(known, "middle").ideal_s)):
+        if not (found := join(read_json(path), work, partial(ideal_s, gpu=known))):
             raise UserError(f"{path}: no kernel times; check that torch.profiler can use CUPTI")
         rows = [{"class": name, "ms": 1000 * each["seconds"], **each} for name, each in found.items()]
         texts += [f"## {path.parent}\n\n{table(CLASSES, rows)}"]
@@ -147,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gpu", type=gpu_named, help="GPU name of clap-plan, if the profile's device is unknown")
     options = parser.parse_args(argv)
     if options.deepspeed_config:
-        run_command(lambda ranks: measure_run(load_run(options.deepspeed_config, 1), ranks, profile))
+        run_command(lambda ranks: profile(load_run(options.deepspeed_config, 1), ranks))
     if options.profiles:
         show_shares(options.profiles, options.gpu, options.output)
 

@@ -8,10 +8,11 @@ does plain python with one rank.
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):
     # Launched by path: sys.path holds the package's folder, not its parent.
@@ -27,6 +28,9 @@ from clap_ds.distributed.init import (
     run_command,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 
 def main(ranks: Ranks) -> None:
     arguments = run_arguments("clap_ds/bench.py", (__doc__ or "").splitlines()[0]).parse_args()
@@ -35,30 +39,66 @@ def main(ranks: Ranks) -> None:
         ranks = check_hostfile(arguments.hostfile, ranks)
     prepare_debugging(run.clap.debug)
     choose_accelerator()
-    measure_run(run, ranks)
+    from clap_ds.run_parts import joined_ranks
+
+    with joined_ranks(run, ranks) as device:
+        measure_run(run, ranks, device)
 
 
-def measure_run(run: RunSettings, ranks: Ranks, protocol: Callable[[Any], object] | None = None) -> None:
-    """Run a validated configuration; `protocol` replaces `measure`."""
-    # Importing torch and DeepSpeed takes seconds: validate first.
-    import torch
+def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
+    """Measure a run: warm-up, timed windows, instrumented steps, and their FLOPs."""
+    # Importing torch and DeepSpeed takes seconds: the settings are validated before.
+    import torch.distributed as dist
 
-    from clap_ds.benchmark.throughput import measure
-    from clap_ds.distributed.collectives import raise_on_all_ranks
-    from clap_ds.engine.factory import build_model, fetch_from_hub
-    from clap_ds.engine.session import build_engine, init_process_group, open_run_dir, train_session
+    from clap_ds.benchmark.breakdown import measure_breakdown
+    from clap_ds.benchmark.find_micro_batch import find_micro_batch
+    from clap_ds.benchmark.flops_profile import measure_flops
+    from clap_ds.benchmark.report import BenchReport
+    from clap_ds.distributed.watchdog import ending
+    from clap_ds.engine.metric_logger import Scalars
+    from clap_ds.engine.open_run import open_run_dir
+    from clap_ds.run_parts import engine_of, loader_of, model_of
+    from clap_ds.run_records.run_dir import record_batch_sizes
+    from clap_ds.run_records.timers import StepTimer
 
-    device = init_process_group(run, ranks)
+    clap, protocol, profiler = run.clap, run.clap.bench, run.deepspeed.get("flops_profiler", {})
+    windows: list[tuple[int | None, int]] = [(None, 1)] * protocol.warmup_steps
+    windows += [(number, protocol.steps_per_window) for number in range(1, protocol.windows + 1)]
     with open_run_dir(run, ranks, device) as record:
-        with raise_on_all_ranks():
-            fetch_from_hub(run, ranks)
-        with raise_on_all_ranks():
-            torch.manual_seed(run.clap.seed)
-            model = build_model(run, device)
-        # The profiler would synchronize in every step: `measure` profiles one extra step after the timed ones.
-        engine = build_engine(run.without("flops_profiler"), model, ranks, device, record)
-        with train_session(run, ranks, record, engine) as session:
-            (protocol or measure)(session)
+        # The profiler would synchronize in every step: `measure_flops` profiles a forward pass after the timed ones.
+        unprofiled = {name: section for name, section in run.deepspeed.items() if name != "flops_profiler"}
+        model = model_of(run, ranks, device)
+        engine = engine_of(replace(run, deepspeed=unprofiled), ranks, model, StepTimer(device))
+        if protocol.find_micro_batch:
+            find_micro_batch(engine, run)
+            if ranks.is_main_process:
+                record_batch_sizes(record, run, ranks.world_size)
+        loader = loader_of(run, ranks, engine)
+        scalars = Scalars(engine, record.path)
+        with loader, scalars:
+            chosen = engine.optimize_towers(loader, clap.model, clap.compile)
+            if ranks.is_main_process:
+                record.update_summary(chosen)
+            total = sum(num_steps for _, num_steps in windows) + protocol.breakdown_steps
+            report = BenchReport(record, engine, loader, scalars, run.batch_sizes(ranks.world_size), ranks, total)
+            gc.collect()
+            gc.freeze()  # later collections, between windows, only scan new objects
+            gc.disable()
+            for number, num_steps in windows:
+                losses = []
+                gc.collect()
+                dist.barrier()
+                engine.timer.start()
+                for left in reversed(range(num_steps)):
+                    losses.append(engine.step(loader, waits=left == 0))
+                    engine.timer.mark()
+                report.add(number, engine.timer.stop(), losses)
+            phases_s = measure_breakdown(engine, loader, protocol.breakdown_steps)
+            gc.enable()
+            gc.unfreeze()
+            flops, warnings = measure_flops(engine, loader, clap.model, profiler, record.path)
+            ending()
+            report.finish(phases_s, flops, warnings, clap.hardware.peak_tflops)
 
 
 def command() -> None:

@@ -50,7 +50,7 @@ def check(paths: list[Path], *, train: bool) -> None:
         elif train:
             from clap_ds.training.checks import problems_for_training
 
-            problems += [f"{path}: {problem}" for problem in problems_for_training(run)]
+            problems += [f"{path}: {problem}" for problem in problems_for_training(run.clap, run.deepspeed)]
     if problems:
         raise UserError("\n".join(problems))
 

@@ -19,7 +19,6 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import MISTAKES, UserError, run_alone
 from clap_ds.config.files import read_bytes
 from clap_ds.inference import options
-from clap_ds.inference.files import find_sources
 from clap_ds.inference.vectors import PARQUET, Block, blocks_of, read_table
 from clap_ds.run_records.csv_text import write_csv
 
@@ -36,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     top = min(arguments.top, len(labels))
     options.check_output(arguments.output)
     tables = {path: read_table(path) for each in arguments.inputs if (path := Path(each)).suffix == PARQUET}
-    sources = find_sources([each for each in arguments.inputs if Path(each).suffix != PARQUET])
+    sources = options.find_sources([each for each in arguments.inputs if Path(each).suffix != PARQUET])
     clap = options.load_model(arguments.checkpoint, arguments)  # imports torch
     for path, (about, _) in tables.items():
         options.check_made_by(path, about, clap)

@@ -15,7 +15,6 @@ from clap_ds.config.errors import MISTAKES, run_alone
 from clap_ds.config.files import replacing
 from clap_ds.config.paths import VERSION
 from clap_ds.inference import options
-from clap_ds.inference.files import find_sources
 from clap_ds.inference.vectors import About, blocks_of, check_suffix, write_table
 
 
@@ -31,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     check_suffix(arguments.output)
     options.check_output(arguments.output)
-    sources = find_sources(arguments.inputs)
+    sources = options.find_sources(arguments.inputs)
     clap = options.load_model(arguments.checkpoint, arguments)  # imports torch
     rows = tqdm(options.embedded(clap, sources, arguments), unit="row", disable=None)
     source = str(Path(clap.source).resolve()) if Path(clap.source).exists() else clap.source

@@ -12,7 +12,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,22 +99,23 @@ def make_plan(run: RunSettings, gpu: Gpu, arguments: argparse.Namespace) -> dict
 
 def _speed(step: Step, gpu: Gpu, kernels: Sequence[Operation]) -> dict[str, Any]:
     """Predict one GPU's speed at the smallest scale, without communication."""
-    from clap_ds.planning.roofline import CASES, rates_of, seconds_by_part
-    from clap_ds.planning.roofline_shares import class_of, efficiencies_of
+    from clap_ds.planning.roofline import CASES, class_of, seconds, seconds_by_part, shares_of
 
-    operations, by_class, middle = step.work(kernels), defaultdict[str, float](float), rates_of(gpu, "middle")
-    for each, times in operations:
-        if seconds := times * middle.seconds(each):
-            by_class[class_of(each)] += seconds
-    shares = efficiencies_of(gpu)
-    by_case = {case: seconds_by_part(operations, rates_of(gpu, case)) for case in CASES}
+    work, shares, by_class = step.work(kernels), shares_of(gpu), defaultdict[str, float](float)
+    for each, times in work:
+        by_class[class_of(each)] += times * seconds(each, gpu, shares, "middle")
+    by_case = {case: seconds_by_part(work, gpu, shares, case) for case in CASES}
     return {
-        "classes": {name: {"kernels_s": seconds, **asdict(shares[name])} for name, seconds in by_class.items()},
+        "classes": {
+            name: {"kernels_s": spent_s, "source": shares[name].source}
+            | {case: shares[name].at(case) for case in CASES}
+            for name, spent_s in by_class.items()
+        },
         "samples_per_s_per_gpu": {case: step.num_samples / parts["step"] for case, parts in by_case.items()},
-        "step_s": {part: {case: parts[part] for case, parts in by_case.items()} for part in by_case["middle"]},
-        "tflop": sum(times * each.flops for each, times in operations) / 1e12,
-        "gigabytes_moved": sum(times * each.bytes_moved for each, times in operations) / 1e9,
-        "kernels": round(sum(times * each.launches for each, times in operations)),
+        "step_s": {part: {case: parts.get(part, 0.0) for case, parts in by_case.items()} for part in by_case["high"]},
+        "tflop": sum(times * each.flops for each, times in work) / 1e12,
+        "gigabytes_moved": sum(times * each.bytes_moved for each, times in work) / 1e9,
+        "kernels": round(sum(times for _, times in work)),
     }
 
 
@@ -159,7 +159,7 @@ def _assumed(gpu: Gpu, classes: dict[str, dict[str, Any]]) -> list[str]:
     return [
         f"{gpu.device_name}: {gpu.bf16_tflops:g} TFLOPS bf16, {gpu.memory_tbytes_per_s:g} TB/s, {gpu.memory_gib:g} GiB,"
         f" {gpu.link_gbytes_per_s:g} GB/s to other GPUs of the node ({gpu.source})",
-        f"share of these peaks reached: {'; '.join(shares)}; others: clap_ds/planning/roofline_shares.py",
+        f"share of these peaks reached: {'; '.join(shares)}; others: clap_ds/planning/roofline.py",
         f"step time grows with nodes as {USUAL}, as in the published runs ({GROWS_AS}): by as many seconds or as large a"
         " share; no waiting for data",
     ]

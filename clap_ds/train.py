@@ -9,15 +9,19 @@ saves and exits. torchrun also works, as does plain python with one rank.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):
     # Launched by path: sys.path holds the package's folder, not its parent.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+# Importing torch and DeepSpeed takes seconds: functions import what needs them, after settings are validated.
 from clap_ds.config.arguments import add_checkpoint_choices
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import CollectiveUserError, UserError
+from clap_ds.config.metrics import best_metric, names
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
@@ -28,6 +32,15 @@ from clap_ds.distributed.init import (
     run_command,
 )
 from clap_ds.training.checks import problems_for_training
+from clap_ds.training.train_state import ResumeOptions, SavedCheckpoint, TrainPlan, TrainState
+
+if TYPE_CHECKING:
+    import torch
+
+    from clap_ds.engine.engine import ClapEngine
+    from clap_ds.evaluation.evaluator import Evaluator
+    from clap_ds.run_records.run_dir import RunDirectory
+    from clap_ds.training.checkpoint import Checkpointer
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,59 +52,162 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(ranks: Ranks) -> None:
     arguments = parse_arguments()
     run = load_run(arguments.deepspeed_config, ranks.world_size)
-    if problems := problems_for_training(run, ranks.world_size):
+    if problems := problems_for_training(run.clap, run.deepspeed, ranks.world_size):
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
     prepare_debugging(run.clap.debug)
     choose_accelerator()
-    train_run(run, ranks, arguments)
+    from clap_ds.run_parts import joined_ranks
+
+    options = {name: getattr(arguments, name) for name in ResumeOptions.__annotations__}
+    with joined_ranks(run, ranks) as device:
+        train_run(run, ranks, device, ResumeOptions(**options))
 
 
-def train_run(run: RunSettings, ranks: Ranks, arguments: argparse.Namespace) -> None:
-    """Run a validated configuration."""
-    # Importing torch and DeepSpeed takes seconds: validate first.
-    import torch
+def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: ResumeOptions) -> None:
+    """Train until the samples are consumed, the target metrics reached, or a signal arrives."""
+    from clap_ds.distributed.collectives import gather, raise_on_all_ranks
+    from clap_ds.distributed.watchdog import ending
+    from clap_ds.engine.loss import LOSSES
+    from clap_ds.engine.metric_logger import Scalars
+    from clap_ds.engine.open_run import open_run_dir
+    from clap_ds.run_parts import engine_of, loader_of, model_of
+    from clap_ds.run_records.timers import StepTimer
+    from clap_ds.training.evaluate import evaluate
+    from clap_ds.training.log import TrainLogger
+    from clap_ds.training.messages import advice_on_non_finite, log_run_start
+    from clap_ds.training.resume import load_pretrained, resume, skip_batches
+    from clap_ds.training.signal_handler import StopRequest
 
+    clap, sizes, signal = run.clap, run.batch_sizes(ranks.world_size), 0
+    with open_run_dir(run, ranks, device) as record, open_checkpointer(run, ranks) as checkpointer:
+        model = model_of(run, ranks, device)
+        with raise_on_all_ranks():
+            load_pretrained(clap.train.pretrained, model, checkpointer.tokenizer, options)
+        engine = engine_of(run, ranks, model, StepTimer(device))
+        with raise_on_all_ranks():
+            state = resume(checkpointer, engine, clap.train.resume, options, ranks, record)
+        begun_at = state.step
+        with loader_of(run, ranks, engine, state.data_of(ranks.rank)) as loader:
+            chosen, data = engine.optimize_towers(loader, clap.model, clap.compile), loader.statistics()
+            with raise_on_all_ranks():
+                of_run = clap.train, clap.evaluation, clap.checkpoint, sizes, ranks.world_size
+                plan = TrainPlan.of(*of_run, data.get("epoch_samples"))
+            evaluator, scalars = build_evaluator(run, ranks, engine), Scalars(engine, checkpointer.path)
+            chance = LOSSES[clap.loss.kind].chance(plan.pairs)
+            logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path, chance)
+            if ranks.is_main_process:
+                record.update_summary(chosen)
+                log_run_start(plan, state, checkpointer.path, data, run.deepspeed)
+            with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
+                while not (signal or plan.is_done(state)):
+                    skip_batches(loader, state, options, sizes.accumulation_steps)
+                    signals.ask()
+                    logger.begin_step()
+                    loss = engine.step(loader)
+                    plan.advance(state)
+                    logger.end_step(loss)
+                    with engine.timer.peer_wait():
+                        signal = signals.wait()
+                    due, metrics = plan.due(state, signal), {}
+                    if due.log:
+                        logger.write()
+                        logger.saved(*checkpointer.poll())
+                    if due.evaluate and evaluator is not None:
+                        metrics = logger.evaluated(*evaluate(evaluator, engine))
+                        due = plan.due(state, signal)  # the target may be reached
+                    if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
+                        state.train_s, state.data, state.saved_step = logger.train_s, gather(loader.state()), state.step
+                        logger.saved(*checkpointer.save(engine, state, metrics | logger.metrics(), wait=due.stop))
+                ending()
+                checkpointer.close()
+                logger.close()
+            loader.record_statistics(record)
+        stop_or_fail(record, ranks, state, signal, checkpointer.last)
+        if ranks.is_main_process and state.step > begun_at:
+            print_end(run, record, engine, state)
+
+
+def open_checkpointer(run: RunSettings, ranks: Ranks) -> Checkpointer:
     from clap_ds.distributed.collectives import raise_on_all_ranks
-    from clap_ds.engine.factory import build_model, fetch_from_hub
-    from clap_ds.engine.session import build_engine, init_process_group, open_run_dir, train_session
+    from clap_ds.training.checkpoint import Checkpointer
     from clap_ds.training.remote_sync import try_target
-    from clap_ds.training.resume import ResumeOptions, load_pretrained, opened_checkpoints, resume
-    from clap_ds.training.trainer import train
 
-    choices = ResumeOptions(**{name: getattr(arguments, name) for name in ResumeOptions.__annotations__})
-    device = init_process_group(run, ranks)
-    with open_run_dir(run, ranks, device) as record:
-        with raise_on_all_ranks():
-            fetch_from_hub(run, ranks)
-            try_target(run.clap.checkpoint.remote_sync)
-        with raise_on_all_ranks():
-            torch.manual_seed(run.clap.seed)
-            model = build_model(run, device)
-            load_pretrained(run, model, resume_weights_only=choices.resume_weights_only)
-        engine = build_engine(run, model, ranks, device, record)
-        with opened_checkpoints(run, ranks) as checkpoints:
-            progress = resume(run, ranks, engine, checkpoints, record, choices)
-            begun_at, state = progress.step, progress.data_of(ranks.rank)
-            with train_session(run, ranks, record, engine, data_state=state, folder=checkpoints.path) as session:
-                train(session, checkpoints, progress, choices)
-            if ranks.is_main_process and progress.step > begun_at:
-                draw(record.path)
-                for text in record.summary().get("warnings", []):
-                    print(f"warning: {text}", flush=True)
+    clap = run.clap
+    with raise_on_all_ranks():
+        try_target(clap.checkpoint.remote_sync)
+    settings = clap.checkpoint.model_copy(update={"best_metric": best_metric(clap.checkpoint, clap.evaluation)})
+    tokenizer, job = getattr(clap.data, "tokenizer", None), ranks.job_folder and ranks.job_folder.parent
+    return Checkpointer(run.checkpoint_folder, settings, tokenizer=tokenizer, config=run.resolved(), job=job)
 
 
-def draw(directory: Path) -> None:
-    """Draw the run's curves if matplotlib is installed."""
+def build_evaluator(run: RunSettings, ranks: Ranks, engine: ClapEngine) -> Evaluator | None:
+    """Return the evaluator of `clap.evaluation`, if it has tasks."""
+    settings = run.clap.evaluation
+    if settings.retrieval is None and settings.zero_shot is None:
+        return None
+    from clap_ds.evaluation.evaluator import Evaluator  # needs audio decoders and tokenizers
+
+    return Evaluator(
+        settings,
+        model_config=engine.model.config,
+        tokenizer_name=settings.tokenizer or getattr(run.clap.data, "tokenizer", None),
+        context_length=run.clap.context_length,
+        micro_batch=settings.batch_size or run.micro_batch,
+        loss_kind=run.clap.loss.kind,
+        ranks=ranks,
+    )
+
+
+def stop_or_fail(
+    record: RunDirectory, ranks: Ranks, state: TrainState, signal: int, saved: SavedCheckpoint | None
+) -> None:
+    """Record the signal that stopped the run and raise StopSignal. Raises CollectiveUserError if the last checkpoint couldn't
+    be saved. A collective."""
+    import torch.distributed as dist
+
+    from clap_ds.engine.exit_handling import StopSignal
+
+    dist.barrier()  # rank 0 has recorded the run's results
+    if not signal:
+        if saved is not None and not saved.saved:
+            raise CollectiveUserError(
+                f"trained to the end, but the last checkpoint could not be saved: {saved.problem}"
+            )
+        return
+    problem = saved.problem if saved is not None and saved.step == state.step else "the loss isn't finite"
+    stop, lost = StopSignal(signal), f", which could not be saved: {problem}" if problem else ""
+    if ranks.is_main_process:
+        said = f"stopped by {stop} after step {state.step}{lost}"
+        record.finish(stop.state, said)
+        print(f"{said}; the same command without --restart resumes", flush=True)
+    dist.barrier()  # the state is recorded before any rank leaves
+    raise stop
+
+
+def print_end(run: RunSettings, record: RunDirectory, engine: ClapEngine, state: TrainState) -> None:
+    """Print what was trained, commands to evaluate and export the model, and warnings; draw the run's curves."""
+    from clap_ds.engine.factory import trained_towers
+
+    folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
+    evaluation = f"--deepspeed_config {path}" if names(run.clap.evaluation) else "--retrieval SHARDS"
+    why, towers = state.reached(run.clap.train.target_metrics) or "done", " and ".join(trained_towers(engine.model))
+    print(
+        f"{why}: trained {towers} on {state.samples:,} samples in {state.step:,} steps. To evaluate and to export:\n"
+        f"  clap-evaluate {folder} {evaluation}\n  clap-export {folder} FOLDER",
+        flush=True,
+    )
     try:
         from clap_ds.analysis.plot_run import draw_runs
 
-        (directory / "run.png").unlink(missing_ok=True)  # matplotlib would follow a link
-        draw_runs([directory], directory / "run.png")
-        print(f"curves: {directory / 'run.png'}", flush=True)
+        (record.path / "run.png").unlink(missing_ok=True)  # matplotlib would follow a link
+        draw_runs([record.path], record.path / "run.png")
+        print(f"curves: {record.path / 'run.png'}", flush=True)
     except (OSError, UserError) as error:
         print(f"warning: curves not drawn: {error}", flush=True)
+    for text in record.summary().get("warnings", []):
+        print(f"warning: {text}", flush=True)
 
 
 def command() -> None:

@@ -1,29 +1,33 @@
-"""Read and validate cluster profiles, which describe clusters.
+"""Read and check cluster profiles, which describe clusters.
 
     python launch/cluster_profile.py check mine     checks python, module lines, partition and account on this cluster
 
-Needs only the standard library, to run before the environment is installed.
+Needs only the standard library, to run before the environment is installed. The checks of a run need packages that a login
+node's Python may lack, so they run with the ranks' Python.
 """
 
 import argparse
 import json
 import os
+import re
 import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
 from clap_ds.config.files import read_object
-from clap_ds.config.paths import CHECKOUT, work_folder
-from clap_ds.launch.check_cluster import show_check
+from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
+from clap_ds.launch import slurm
 from clap_ds.launch.launchers import LAUNCHERS
-from clap_ds.launch.slurm import seconds_of
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
 
@@ -75,10 +79,38 @@ class Site:
         return (work_folder() / self.run_root).resolve()
 
 
-_EXPECTED: dict[Any, str] = {
-    str: "a string", str | None: "a string or null", int: "a whole number", int | None: "a whole number or null",
-    list[str]: "a list of strings", dict[str, str]: "an object of strings",
-}  # fmt: skip
+T = TypeVar("T")
+_EXPECTED = {str: "a string", int: "a whole number", list: "a list of strings", dict: "an object of strings"}
+_FROM_ZERO = ("requeues", "spare_nodes")  # other numbers are at least 1
+
+
+def typed(kind: type[T], content: dict[str, Any], where: Path) -> T:
+    """Build a dataclass from the JSON of a file. UserError has a line for each field that doesn't exist or has another type."""
+    hints, problems = get_type_hints(kind), []
+    for name, value in content.items():
+        if name not in hints:
+            problems.append(f"{name}: no such field{did_you_mean(name, hints)}")
+            continue
+        types = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
+        low, first = int(name not in _FROM_ZERO), get_origin(types[0]) or types[0]
+        if not any(_is_a(each, value, low) for each in types):
+            words = f"{_EXPECTED.get(first, first)}{' or null' * (len(types) > 1)}"
+            words += f", at least {low}" * (first is int)
+            problems.append(f"{name}: expected {words}, found {json.dumps(value)}")
+    _reject(where, problems)
+    return kind(**content)
+
+
+def _reject(where: Path, problems: Iterable[str]) -> None:
+    if lines := [f"{where}: {problem}" for problem in problems]:
+        raise UserError("\n".join(lines))
+
+
+def _is_a(hint: Any, value: Any, low: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if type(value) is not (get_origin(hint) or hint) or value == "" or (type(value) is int and value < low):
+        return False
+    return Any in get_args(hint) or all(isinstance(each, str) for each in items)
 
 
 def load_site(name: str, launcher: str | None = None) -> Site:
@@ -90,25 +122,9 @@ def load_site(name: str, launcher: str | None = None) -> Site:
         raise UserError(f"site {name!r}: {path}: no such file{did_you_mean(name, known)}")
     content = read_object(path)
     content.update({"launcher": launcher} if launcher else {})
-    problems = [*_wrong_fields(content)] or [*_wrong_values(Site(**content))]
-    if problems:
-        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
-    return Site(**content)
-
-
-def _wrong_fields(content: dict[str, Any]) -> Iterator[str]:
-    kinds: dict[str, Any] = {each.name: each.type for each in fields(Site)}
-    for name, value in content.items():
-        if name not in kinds:
-            yield f"{name}: no such field{did_you_mean(name, kinds)}"
-            continue
-        kind, least = kinds[name], 0 if name == "requeues" else 1
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        is_small = value == "" or (type(value) is int and value < least)
-        types = get_args(kind) if type(None) in get_args(kind) else (get_origin(kind) or kind,)
-        if type(value) not in types or is_small or {*map(type, items)} - {str}:
-            at_least = f", at least {least}" if "number" in _EXPECTED[kind] else ""
-            yield f"{name}: expected {_EXPECTED[kind]}{at_least}, found {json.dumps(value)}"
+    site = typed(Site, content, path)
+    _reject(path, _wrong_values(site))
+    return site
 
 
 def _wrong_values(site: Site) -> Iterator[str]:
@@ -121,9 +137,41 @@ def _wrong_values(site: Site) -> Iterator[str]:
         yield f"walltimes: expected time limits by number of nodes, found {json.dumps(site.walltimes)}"
     for bound, limit in site.walltimes.items():
         try:
-            seconds_of(limit)
+            slurm.seconds_of(limit)
         except UserError as error:
             yield f"walltimes.{bound}: {error}"
+
+
+def show_check(site: Site) -> None:
+    """Check what a cluster profile allows without a job, and print it. UserError if a check fails."""
+    print(f"python  {check_environment(site)}")
+    options = {"account": site.account, "partition": site.partition, "time": site.walltime(1)}
+    lines = [*site.sbatch, *(f"--{name}={value}" for name, value in options.items() if value)]
+    note = slurm.check_script("\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "true\n"]))
+    print(f"sbatch  {note or 'accepts the options'}")
+
+
+def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = False) -> str:
+    """Run the site's shell lines and check runs' JSONs with its Python; UserError has a line for each problem.
+    Return the versions, or why Python wasn't run."""
+    python = shlex.join([*site.wrapper, site.interpreter()])
+    if site.container() and not (site.wrapper and shutil.which(site.wrapper[0])):
+        return f"{python}: not checked: it is in a container that is not available here"
+    check = f"{python} -m clap_ds.check_runs {shlex.join([*['--train'] * train, *files])}"
+    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    command = ["bash", "-c", "\n".join(["set -euo pipefail", *site.setup_lines(), "echo clap-ready", check])]
+    kept = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=kept, stdin=subprocess.DEVNULL)
+    said = [line.removeprefix("error: ").strip() for line in done.stderr.splitlines()]
+    answer = re.search(r"^clap-check (\{.*\})$", done.stdout, re.MULTILINE)
+    if not answer:
+        reason = said[-1] if said else f"exit code {done.returncode}"
+        is_ready = "clap-ready\n" in done.stdout
+        raise UserError(f"python: {python} can't run this package: {reason}" if is_ready else f"setup: {reason}")
+    if done.returncode:
+        raise UserError("\n".join(said))
+    versions = json.loads(answer[1])
+    return f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
 
 
 def main(argv: list[str] | None = None) -> int:

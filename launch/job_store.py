@@ -5,24 +5,22 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
-from clap_ds.launch.check_cluster import check_environment, check_script
+from clap_ds.launch.cluster_profile import check_environment, typed
 from clap_ds.launch.sbatch import Request, script
 
 RECORD = "jobs.json"
-T = TypeVar("T", "Job", Request)
 _NAME = re.compile(r"(?!\.\.$)[\w.-]+", re.ASCII)
-_WORDS = re.compile(r"[\w.,:/\[\]-]+", re.ASCII)  # time limits and host lists
 ENDS = {"TIMEOUT": "timeout", "PREEMPTED": "terminated", "DEADLINE": "terminated", "CANCELLED": "terminated"}
 """`run_records.metrics_schema.State` by SLURM's state, for jobs that recorded no outcome; others count as failed."""
 
@@ -43,6 +41,11 @@ class Job:
     folder: str = "."  # relative to the folder of all jobs
     slurm_id: str | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("name", "folder", "slurm_id"):  # parts of paths; others may have written them
+            if not _NAME.fullmatch(getattr(self, name) or "-"):
+                raise ValueError(f"{name}: expected letters, digits, '.', '_' and '-', found {getattr(self, name)!r}")
+
     def run(self, ranks: int) -> dict[str, Any]:
         """Return the run's JSON. UserError if its batch sizes don't fit this number of ranks."""
         content = read_config(Path(self.config))
@@ -57,21 +60,11 @@ class Job:
         return sizes.fill(content) if self.global_batch else content
 
 
-def _checked(kind: type[T], content: dict[str, Any]) -> T:
-    """Build a dataclass from JSON. ValueError or TypeError if a field has the wrong type or characters that are unsafe in
-    paths and scripts."""
-    hints, allowed = get_type_hints(kind), _WORDS if kind is Request else _NAME
-    for name, value in content.items():
-        hint, words = hints[name], value if isinstance(value, list) else [value] * isinstance(value, str)
-        is_of_type = isinstance(value, hint if isinstance(hint, UnionType) else get_origin(hint) or hint)
-        is_plain = all(isinstance(each, str) and allowed.fullmatch(each) for each in words)
-        if not is_of_type or not (is_plain or name in ("config", "cluster")):
-            raise ValueError(f"{name}: expected {hint} of plain words, found {value!r}")
-    return kind(**content)
-
-
 class JobStatus(NamedTuple):
-    """Status of a job: `init` or a `run_records.metrics_schema.State`, a note, and whether it is still queued or running."""
+    """A job's state, a note, and whether it is queued or running.
+
+    The state is a `run_records.metrics_schema.State` or, without a process, `not_submitted`, `pending`, `requeued` or `held`.
+    """
 
     state: str
     note: str
@@ -85,11 +78,16 @@ class Jobs:
     @classmethod
     def read(cls, folder: Path) -> Jobs:
         """Read the record of submitted jobs. UserError if it is malformed; it is not trusted."""
-        content = read_object(folder / RECORD)
+        if not folder.is_dir():
+            names = [each.name for each in folder.parent.glob("*")]
+            raise UserError(f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}")
+        content = read_object(record := folder / RECORD)
         try:
-            return cls(folder, _checked(Request, content["request"]), [_checked(Job, job) for job in content["jobs"]])
+            return cls(
+                folder, typed(Request, content["request"], record), [typed(Job, job, record) for job in content["jobs"]]
+            )
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{folder / RECORD}: malformed record: {error}") from None
+            raise UserError(f"{record}: malformed record: {error}") from None
 
     def save(self) -> None:
         jobs = [asdict(job) for job in self.jobs]
@@ -121,13 +119,9 @@ class Jobs:
     def check(self, jobs: list[Job]) -> None:
         """Check one script per number of nodes, the site and every run's JSON. UserError lists the problems."""
         site = self.request.load_site()
-        notes = [check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
+        notes = [slurm.check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
         for note in filter(None, dict.fromkeys(notes)):
             print(f"note: sbatch: {note}")
-        wanted = max(job.nodes for job in jobs) + self.request.spare_nodes
-        if any(notes) and (most := slurm.most_nodes(site.partition)) is not None and wanted > most:
-            where = site.partition or "the default"
-            raise UserError(f"--nodes: the job needs {wanted} nodes, but the partition has {most} ({where})")
         runs = [str(self.folder / job.folder / "run.json") for job in jobs]
         print(f"python: {check_environment(site, runs, train=self.request.train)}")
 
@@ -154,22 +148,26 @@ class Jobs:
         """Return the status of each job by name."""
         known = slurm.states_of([job.slurm_id for job in self.jobs if job.slurm_id])
         return {
-            job.name: standing_of(self.folder / job.folder, job.slurm_id, known.get(job.slurm_id or ""), self.log(job))
+            job.name: status_of(self.folder / job.folder, job.slurm_id, *known.get(str(job.slurm_id), ("", "")))
             for job in self.jobs
         }
 
 
-def standing_of(folder: Path, slurm_id: str | None, slurm_state: str | None, log: Path) -> JobStatus:
-    """Return a job's status from its `job.json` and its state in SLURM, which is None if SLURM no longer knows the job."""
-    try:
+def status_of(folder: Path, slurm_id: str | None, slurm_state: str, reason: str) -> JobStatus:
+    """Return a job's status from its `job.json`, and its state and reason in SLURM; empty if SLURM no longer knows the job."""
+    record: dict[str, Any] = {}
+    with suppress(UserError):  # not written yet
         record = read_object(folder / "job.json")
-    except UserError:  # not written yet
-        record = {}
-    state = record.get("state")
-    if slurm_state and slurm_state not in slurm.OVER:
-        return JobStatus("init" if slurm_state in slurm.WAITING else str(state or "running"), slurm_state.lower(), True)
-    if state not in (None, "running"):
-        return JobStatus(str(state), str(record.get("error") or ""))
+    state, error = str(record.get("state") or "running"), str(record.get("error") or "")
     if slurm_id is None:
-        return JobStatus("init", "not submitted")
-    return JobStatus(ENDS.get(slurm_state or "", "failed"), f"SLURM: {slurm_state or 'no longer known'}; see {log}")
+        return JobStatus("not_submitted", "")
+    if "HOLD" in slurm_state or (slurm_state == "PENDING" and "held" in reason.lower()):
+        return JobStatus("held", f"to release it: scontrol release {slurm_id}", True)
+    if slurm_state in slurm.WAITING:
+        return JobStatus("requeued" if record else "pending", error or reason, True)
+    if slurm_state and slurm_state not in slurm.OVER:
+        return JobStatus(state, slurm_state.lower(), True)
+    if state != "running":
+        return JobStatus(state, error)
+    unsaid = f"SLURM: {slurm_state or 'no longer known'}; see its log"
+    return JobStatus(ENDS.get(slurm_state, "failed"), error or unsaid)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,47 +38,50 @@ from clap_ds.launch.launchers import LAUNCHERS, Launcher, environment
 
 ARRIVE_S = 120.0  # limit for every rank to write its report, before it imports anything
 SLOW = 0.7  # a rate below this share of the median is slow
-Finding = tuple[str, str]  # where, what
+Findings = list[tuple[str, str]]  # where, what
 
 
 def hosts_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str | None]]:
     """Return GPUs, code and package versions by host; None if a package isn't installed."""
-    found: dict[str, dict[str, str | None]] = {}
+    found: dict[str, dict[str, str | None]] = defaultdict(dict)
     gpus: dict[str, dict[str, str]] = defaultdict(dict)
     for answer in answers:
         gpus[answer["host"]] |= answer["gpus"]
-        found.setdefault(answer["host"], {}).update(answer.get("software", {}))
-    kinds = {host: " and ".join(sorted({*seen.values()})) for host, seen in gpus.items()}
-    return {host: {"GPUs": f"{len(gpus[host])} × {kinds[host]}".rstrip(" ×"), **found[host]} for host in found}
+        found[answer["host"]] |= answer.get("software", {})
+    for host, seen in gpus.items():
+        found[host]["GPUs"] = f"{len(seen)} × {' and '.join(sorted({*seen.values()}))}".rstrip(" ×")
+    return found
 
 
-def odd_hosts(hosts: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding]:
-    """Yield what a host lacks or has in another version than most hosts."""
+def odd_hosts(hosts: Mapping[str, Mapping[str, str | None]]) -> Findings:
+    """Return what a host lacks or has in another version than most hosts."""
+    found = []
     for name in dict.fromkeys(name for values in hosts.values() for name in values):
-        there = [value for values in hosts.values() if (value := values.get(name)) is not None]
-        usual = Counter(there).most_common(1)[0][0] if there else None
+        there = Counter(value for values in hosts.values() if (value := values.get(name)) is not None)
+        usual = max(there, key=there.__getitem__, default=None)
         for host, values in hosts.items():
-            value = values.get(name, usual)
-            if value is None:
-                yield host, f"{name} isn't installed"
+            if (value := values.get(name, usual)) is None:
+                found.append((host, f"{name} isn't installed"))
             elif value != usual:
-                yield host, f"{name}: {value}, elsewhere {usual}"
+                found.append((host, f"{name}: {value}, elsewhere {usual}"))
+    return found
 
 
-def slow_ones(measured: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield links and hosts far below the median rate. `hosts`: host of each rank."""
-    found = [link for rank in measured["ranks"] for link in rank["links"]]
-    links = {f"{hosts[first]}–{hosts[second]}": rate for first, second, rate in found}
+def slow_ones(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Findings:
+    """Return links and hosts far below the median rate. `hosts`: host of each rank."""
+    links = {f"{hosts[first]}–{hosts[second]}": rate for rank in ranks for first, second, rate in rank["links"]}
     compute: dict[str, float] = {}
-    for host, rank in zip(hosts, measured["ranks"], strict=True):
+    for host, rank in zip(hosts, ranks, strict=True):
         compute[host] = min(rank["tflops"], compute.get(host, rank["tflops"]))
-    for unit, rates in (("link, GB/s", links), ("compute, TFLOPS", compute)):
-        for where, rate in rates.items():
-            if rate < SLOW * (usual := statistics.median(rates.values())):
-                yield where, f"slow {unit}: {rate:.2f}, median {usual:.2f}"
+    return [
+        (where, f"slow {unit}: {rate:.2f}, median {usual:.2f}")
+        for unit, rates in (("link, GB/s", links), ("compute, TFLOPS", compute)) if rates
+        for usual in [statistics.median(rates.values())]
+        for where, rate in rates.items() if rate < SLOW * usual
+    ]  # fmt: skip
 
 
-def lines(kind: str, findings: Iterator[Finding] | list[Finding]) -> list[str]:
+def lines(kind: str, findings: Findings) -> list[str]:
     """Return one line per problem, with all places that have it."""
     places: dict[str, list[str]] = defaultdict(list)
     for where, what in dict.fromkeys(findings):
@@ -89,26 +92,21 @@ def lines(kind: str, findings: Iterator[Finding] | list[Finding]) -> list[str]:
 def ask(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> int:
     """Run the ranks, which write their reports to the folder, and return the launcher's exit code."""
     os.environ.update(site.environment)
-    start = Launcher(site, site.interpreter())
     (folder / "hostfile").write_text(format_hostfile(slots))
-    script = PACKAGE / "benchmark" / "preflight_rank.py"
-    words = [str(script), "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
-    command = start.command(slots, folder / "hostfile", free_port(), words)
-    with (folder / "output").open("wb") as output:
-        # A new session: the launcher must receive the signal first and then end the ranks.
-        process = subprocess.Popen(
-            command, env=environment(), start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    script = str(PACKAGE / "benchmark" / "preflight_rank.py")
+    words = [script, "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
+    command = Launcher(site, site.interpreter()).command(slots, folder / "hostfile", free_port(), words)
+    own: dict[str, Any] = {"env": environment(), "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    # A new session: the launcher must receive the signal first and then end the ranks.
+    with (folder / "output").open("wb") as file, subprocess.Popen(
+        command, stdout=file, start_new_session=True, **own
+    ) as process:  # fmt: skip
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(ARRIVE_S)
-            if len(answered(folder)) == sum(slots.values()):
-                return process.wait()
+                process.wait(ARRIVE_S)
+            return process.wait() if len(answered(folder)) == sum(slots.values()) else 1
         finally:
             process.terminate()  # it ends the ranks
-            process.wait()
-    return process.returncode
 
 
 def answered(folder: Path) -> list[Path]:
@@ -120,8 +118,8 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
     """Return lines of problems and lines of other findings from the reports in the folder."""
     answers = [read_object(path) for path in answered(folder)]
     hosts = [answer["host"] for answer in answers]
-    output = (folder / "output").read_text(errors="replace").splitlines()
-    said = {found[1]: found[2] for line in output if (found := re.match(r"(?:srun: error: )?(\S+): (.*)", line))}
+    output = (folder / "output").read_text(errors="replace")
+    said = dict(re.findall(r"^(?:srun: error: )?(\S+): (.*)$", output, re.MULTILINE))
     silent = [host for host in slots if host not in hosts]
     # If one task fails, SLURM terminates all.
     silent = [host for host in silent if not said.get(host, "").endswith("Terminated")] or silent
@@ -135,7 +133,8 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
         for number, (host, rank) in enumerate(zip(hosts, measured["ranks"], strict=True)):
             if rank["wrong"]:
                 problems.append((host, f"rank {number} has {rank['wrong']} wrong elements after an all-reduce"))
-        shown += [f"all-reduce: {measured['bus_gb_per_s']:.2f} GB/s", *lines("warning", slow_ones(measured, hosts))]
+        shown.append(f"all-reduce: {measured['bus_gb_per_s']:.2f} GB/s")
+        shown += lines("warning", slow_ones(measured["ranks"], hosts))
     elif not problems:
         cause = root_cause.find_root_cause(None, folder, [host for host, count in slots.items() for _ in range(count)])
         problems.append(("the ranks failed", cause.message if cause else f"exit code {code}"))
@@ -147,15 +146,11 @@ def check(arguments: argparse.Namespace) -> int:
     site = load_site(arguments.cluster, arguments.launcher)
     slots = slots_from_slurm(os.environ, arguments.slots or site.gpus_per_node)
     site.root().mkdir(parents=True, exist_ok=True)
-    folder, problems = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root())), list[str]()
-    try:
-        code = ask(slots, site, arguments.megabytes, folder)
-        problems, shown = evaluate(slots, code, folder)
-    finally:
-        if not problems:
-            shutil.rmtree(folder, ignore_errors=True)
-    end = [*problems, f"the ranks' output is in {folder}"] if problems else ["no problems found"]
-    print("\n".join([*shown, *end]))
+    folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root()))
+    problems, shown = evaluate(slots, ask(slots, site, arguments.megabytes, folder), folder)
+    print("\n".join([*shown, *problems, f"the ranks' output is in {folder}" if problems else "no problems found"]))
+    if not problems:
+        shutil.rmtree(folder, ignore_errors=True)
     return int(bool(problems))
 
 

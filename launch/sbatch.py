@@ -16,6 +16,10 @@ from clap_ds.launch import slurm
 from clap_ds.launch.cluster_profile import LAUNCHERS, Site, load_site
 
 TRAINING_TIME = "1-00:00:00"
+GUARD = """\
+# With --no-kill, a job whose first host is lost would go on without its script.
+srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bash -c 'while sleep 10; do
+    case $(sinfo -h -N -n "$0" -o %T) in down*) exec scontrol requeue "$SLURM_JOB_ID";; esac; done' "$SLURMD_NODENAME" &"""
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,18 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", metavar="HOSTS", help="hosts to avoid, in SLURM's notation")
 
 
-def request_of(arguments: argparse.Namespace) -> Request:
-    """Return the request of a command's options. UserError if they conflict or the number of GPUs is unknown."""
+def request_of(arguments: argparse.Namespace, most: int) -> Request:
+    """Return the request of a command's options, for at most this many nodes. UserError if they conflict."""
     site = load_site(arguments.cluster, arguments.launcher)
-    nodes = slurm.partition_nodes(site.partition)
-    shown = max((gpus for gpus, _ in nodes), default=0)
+    partitions = slurm.partitions(site.partition)
+    shown = max((each.gpus for each in partitions), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
     if not gpus:
         raise UserError("no gpus_per_node in the cluster profile, and sinfo shows no GPUs: pass --gpus")
+    there, wanted = max((each.nodes for each in partitions), default=0), most + arguments.spare_nodes
+    if partitions and wanted > there:
+        where = site.partition or "the default"
+        raise UserError(f"--nodes: the job needs {wanted} nodes, but the partition has {there} ({where})")
     if not arguments.train and (arguments.auto_requeue or arguments.train_options):
         raise UserError("--auto_requeue and options after -- need --train")
     parser = argparse.ArgumentParser("… --train --", allow_abbrev=False)
@@ -81,11 +89,11 @@ def request_of(arguments: argparse.Namespace) -> Request:
     parser.parse_args(arguments.train_options)
     time = arguments.time
     if arguments.train and time is None:
-        time = min([TRAINING_TIME, *(limit for _, limit in nodes if limit)], key=slurm.seconds_of)
+        time = min([TRAINING_TIME, *(each.limit for each in partitions if each.limit)], key=slurm.seconds_of)
     name = arguments.cluster
     given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
     given["cluster"] = str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name
-    return Request(**given | {"gpus": gpus, "gres": f"gpu:{gpus}" if shown or not nodes else None, "time": time})
+    return Request(**given | {"gpus": gpus, "gres": f"gpu:{gpus}" if shown or not partitions else None, "time": time})
 
 
 def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:
@@ -108,6 +116,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
         f"folder={shlex.quote(str(folder))}",
         "",
         f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
+        *[GUARD] * bool(request.spare_nodes),
         f'exec {python} -m clap_ds.launch.supervisor --folder "$folder" {options} \\\n    -- {" ".join(words).strip()}',
     ]
     return "\n".join(lines) + "\n"

@@ -8,15 +8,14 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from clap_ds.config.errors import UserError
 
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED")
 OVER = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
@@ -41,27 +40,23 @@ def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
 # --- partitions and nodes
 
 
-def partition_nodes(partition: str | None) -> list[tuple[int, str | None]]:
-    """Return GPUs and time limit (None for none) of each kind of node in one or more partitions (`a,b`), or the default."""
-    found = _ask_sinfo(partition, "-e", "-o", "%P|%G|%l")
-    return [(sum(map(int, _GPUS.findall(gres))), limit if _TIME.fullmatch(limit) else None) for _, gres, limit in found]
+class Partition(NamedTuple):
+    gpus: int  # of the nodes with most
+    nodes: int  # in any state
+    limit: str | None  # time limit of jobs; None for none
 
 
-def _ask_sinfo(partition: str | None, *options: str) -> Iterator[list[str]]:
-    """Yield the fields, separated by `|`, of each of sinfo's lines on these partitions; the first field must be `%P`."""
-    names = partition.split(",") if partition else []
-    for line in ask(["sinfo", "-h", *options]).splitlines():
-        name, *rest = line.split("|")
-        if name.rstrip("*") in names if names else name.endswith("*"):
-            yield [name, *rest]
-
-
-def most_nodes(partition: str | None) -> int | None:
-    """Return how many nodes, in any state, the largest of one or more partitions (`a,b`) or the default has."""
-    found = Counter[str]()
-    for name, count in _ask_sinfo(partition, "-o", "%P|%D"):
-        found[name] += int(count)
-    return max(found.values(), default=None)
+def partitions(names: str | None) -> list[Partition]:
+    """Return one or more partitions (`a,b`), or the default."""
+    wanted, found = names.split(",") if names else [], dict[str, Partition]()
+    for line in ask(["sinfo", "-h", "-e", "-o", "%P|%G|%l|%D"]).splitlines():
+        name, gres, limit, count = line.split("|")
+        if name.rstrip("*") in wanted if wanted else name.endswith("*"):
+            gpus, nodes = sum(map(int, _GPUS.findall(gres))), int(count)
+            if same := found.get(name):
+                gpus, nodes = max(gpus, same.gpus), nodes + same.nodes
+            found[name] = Partition(gpus, nodes, limit if _TIME.fullmatch(limit) else None)
+    return [*found.values()]
 
 
 def lost_nodes(hosts: Sequence[str]) -> dict[str, str]:
@@ -107,25 +102,28 @@ def submit(path: Path) -> str:
     return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
 
 
-def refusal(text: str) -> str | None:
-    """Return why sbatch would reject a script, or None."""
+def check_script(text: str) -> str:
+    """Check a script with `sbatch --test-only` and return a note or "". UserError if sbatch rejects the script."""
     try:
         ask(["sbatch", "--test-only"], text, tries=1)
     except UserError as error:
-        return str(error).removeprefix("sbatch --test-only: ")
-    return None
+        reason = str(error).removeprefix("sbatch --test-only: ")
+        if "node configuration is not available" not in reason:
+            raise UserError(f"sbatch rejects the job: {reason}") from None
+        # --test-only ignores nodes that are down or drained, but a submitted job would wait for them.
+        return f"{reason}, counting only nodes in service"
+    return ""
 
 
-def states_of(ids: Iterable[str]) -> dict[str, str]:
-    """Return the state by job id of the user's jobs that SLURM still knows."""
-    shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i %T"])
-    states = dict(line.split()[:2] for line in shown.splitlines())
-    if forgotten := [number for number in ids if number not in states]:
+def states_of(ids: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return state and reason by job id of the user's jobs that SLURM still knows."""
+    shown = ask(["squeue", "--me", "-h", "-r", "-t", "all", "-o", "%i|%T|%r"])
+    lines = [line.split("|", 2) for line in shown.splitlines()]
+    if forgotten := {*ids} - {line[0] for line in lines}:
         with contextlib.suppress(UserError, OSError):  # without accounting
-            for line in ask(["sacct", "-nPX", "-o", "JobID,State", "-j", ",".join(forgotten)], tries=1).splitlines():
-                number, _, state = line.partition("|")
-                states[number] = state.split()[0]
-    return states
+            shown = ask(["sacct", "-nPX", "-o", "JobID,State,Reason", "-j", ",".join(sorted(forgotten))], tries=1)
+            lines += [line.split("|", 2) for line in shown.splitlines()]
+    return {number: (state.split()[0], reason) for number, state, reason in lines}
 
 
 # --- this job, from inside
@@ -145,16 +143,19 @@ def signal_step(name: str, number: signal.Signals) -> None:
 
 
 def requeue(without: Sequence[str]) -> str | None:
-    """Requeue this job without some hosts. Return the error if SLURM doesn't requeue it, else None."""
-    job = str(job_id())
-    # SLURM can change the hosts of pending jobs only.
-    commands = [["requeuehold", job], ["update", f"JobId={job}", f"ExcNodeList={','.join(without)}"], ["release", job]]
-    for command in commands if without else [["requeue", job]]:
-        try:
-            ask(["scontrol", *command])
-        except UserError as error:
-            if command[0] != "update":
-                return str(error)
-            # Continue: the requeued job itself avoids these hosts if it can.
-            print(f"warning: {error}", file=sys.stderr, flush=True)
+    """Requeue this job, if possible without some hosts. Return the error if SLURM doesn't requeue it, else None.
+
+    Requeueing ends this job, so nothing may depend on what follows. SLURM allocates no host that it counts as down, and can
+    exclude others while the job is pending. If that fails, the next start avoids these hosts if it can.
+    """
+    job, lost = str(job_id()), lost_nodes(without) if without else {}
+    try:
+        excluded = ask(["squeue", "-h", "-j", job, "-o", "%x"]).strip() if without else ""
+        ask(["scontrol", "requeue", job])
+    except UserError as error:
+        return str(error)
+    if others := [host for host in without if host not in lost]:
+        with contextlib.suppress(UserError):
+            hosts = ",".join(filter(None, [excluded, *others]))
+            ask(["scontrol", "update", f"JobId={job}", f"ExcNodeList={hosts}"], tries=1)
     return None

@@ -20,18 +20,16 @@ from clap_ds.config.paths import find_config
 from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_request, request_of
 
-NAME = "slurm"  # of the script and the log
-
 
 def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
-    request, config = request_of(arguments), find_config(arguments.config).resolve()
+    request, config = request_of(arguments, arguments.nodes), find_config(arguments.config).resolve()
     site = request.load_site()
     content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
     output = content["clap"]["output"]
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
     folder = site.root() / "jobs" / f"{label}-{stamp()}"
-    job = Job(NAME, arguments.nodes, label, str(config), {"clap.output.dir": output["dir"]})
+    job = Job(label, arguments.nodes, label, str(config), {"clap.output.dir": output["dir"]})
     jobs = Jobs(folder, request, [job])
     jobs.prepare()
     (job,) = jobs.submit([job])

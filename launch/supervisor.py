@@ -14,7 +14,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -22,57 +23,63 @@ from typing import Any
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, exit_code_of, printable
-from clap_ds.config.files import own_folder, read_object, write_atomically
+from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
+from clap_ds.config.redaction import redacted_all
 from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
 from clap_ds.distributed.init import SECRET
+from clap_ds.distributed.root_cause import KILLED, SIGNAL
 from clap_ds.launch import slurm
-from clap_ds.launch.attempt import AttemptOutcome, run_attempt, run_directory_of
+from clap_ds.launch.attempt import IMPORT, Attempt, AttemptOutcome, outcome_of, run_directory_of, summary_of
 from clap_ds.launch.cluster_profile import Site
 from clap_ds.launch.launchers import Launcher
-from clap_ds.run_records.run_dir import RunDirectory  # imports only the standard library
+from clap_ds.run_records.jsonl import warn_on_disk_full
 
 CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+FOLLOW_THE_PROGRAM = (KILLED, SIGNAL, IMPORT)
+"""Kinds of failures that aren't a host's if they recur on another host."""
 
 
 class RunningJob:
     """One start of a job."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.folder = arguments, arguments.folder.resolve()
+    def __init__(
+        self, folder: Path, command: Sequence[str], spare_nodes: int = 0, *, auto_requeue: bool = False
+    ) -> None:
+        self.folder, self.command, self.auto_requeue = folder.resolve(), [*command], auto_requeue
         self.slots = read_hostfile(self.folder / "hostfile")
-        self.wanted = len(self.slots) - arguments.spare_nodes
+        self.wanted = len(self.slots) - spare_nodes
         if self.wanted < 1:
-            raise UserError(f"--spare_nodes {arguments.spare_nodes}: the allocation has {len(self.slots)} hosts")
+            raise UserError(f"--spare_nodes {spare_nodes}: the allocation has {len(self.slots)} hosts")
         self.name = slurm.job_id() or f"p{os.getpid()}"
         self.start = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        self.attempts = self._earlier_attempts()
+        path = self.folder / "job.json"
+        earlier = read_object(path) if path.exists() else {}
+        self.attempts: list[dict[str, Any]] = earlier.get("attempts", []) if earlier.get("job") == self.name else []
         self.stopped: signal.Signals | None = None
         self.began = time.monotonic()
         self.site = Site(**read_object(self.folder / "site.json"))
         self._recorded: dict[str, Any] = {
-            "job": self.name, "command": arguments.command, "launcher": self._launcher().name, "hosts": self.slots,
+            "job": self.name, "command": self.command, "launcher": self._launcher().name, "hosts": self.slots,
             "state": "running", "error": None, "started": _now(), "attempts": self.attempts,
         }  # fmt: skip
-
-    def _earlier_attempts(self) -> list[dict[str, Any]]:
-        """Return the attempts before SLURM requeued this job."""
-        path = self.folder / "job.json"
-        earlier = read_object(path) if path.exists() else {}
-        return list(earlier.get("attempts", [])) if earlier.get("job") == self.name else []
 
     def run(self) -> int:
         """Run attempts until no other can help, and return the job's exit code."""
         for number in STOPS:
             signal.signal(number, self._hear)
+        if self.attempts and not self.attempts[-1]["finished"]:  # SLURM ended that start, or its host went down
+            hosts, at_fault = self.attempts[-1]["hosts"], self.attempts[-1]["at_fault"]
+            down = slurm.lost_nodes(hosts) or dict.fromkeys(at_fault, "down")
+            self.note(outcome_of(1, self._folder(), hosts, signal.SIGTERM, down))
         self._record()
         hosts = self.choose_hosts()
         while True:
             outcome = self._attempt(hosts)
-            hosts = self.choose_hosts() if is_mended_without(outcome) and not self.stopped else {}
+            hosts = self.choose_hosts() if outcome.is_a_hosts and not self.stopped else {}
             if not hosts:
                 return self._finish(outcome)
-            _say(f"error: {outcome.message}\nrestarting without {', '.join(outcome.hosts)}")
+            _say(f"error: {outcome.error}\nrestarting without {', '.join(outcome.at_fault)}")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.stopped = self.stopped or signal.Signals(number)
@@ -93,69 +100,84 @@ class RunningJob:
         python = self.site.interpreter() if self.site.container() else sys.executable
         return Launcher(self.site, python, f"{self.name}.{len(self.attempts)}")
 
+    def _folder(self) -> Path:
+        """Return the folder of the last attempt."""
+        return self.folder / "attempts" / str(len(self.attempts) - 1)
+
     def _attempt(self, hosts: dict[str, int]) -> AttemptOutcome:
-        started, folder = _now(), self.folder / "attempts" / str(len(self.attempts))
-        with own_folder(folder.parent) as attempts:
-            shutil.rmtree(attempts / folder.name, ignore_errors=True)  # left by an earlier job in this folder
-            (attempts / folder.name).mkdir()
-            secret = os.open(attempts / folder.name / SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(secret, "w") as file:
-            file.write(os.urandom(16).hex())
+        launcher = self._launcher()
+        self.begin(hosts)
+        folder = self._folder()
+        shutil.rmtree(folder, ignore_errors=True)  # left by an earlier job in this folder
+        with own_folder(folder) as there:
+            (there / SECRET).touch(0o600, exist_ok=False)
+            (there / SECRET).write_text(os.urandom(16).hex())
         write_atomically(folder / "hostfile", format_hostfile(hosts))
-        words = [*self.arguments.command]
-        if CONFIG in words:
-            words += ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
-        outcome = run_attempt(self._launcher(), hosts, words, folder, lambda: self.stopped)
-        self.note(outcome, hosts, started)
+        own = ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
+        words = self.command + own * (CONFIG in self.command)
+        return self.note(Attempt(launcher, hosts, folder, lambda: self.stopped, self.expect).run(words))
+
+    def begin(self, hosts: dict[str, int]) -> None:
+        """Record an attempt as running."""
+        self.attempts.append({
+            "hosts": [*hosts], "started": _now(), "finished": None, "state": "running", "error": "", "at_fault": [],
+            "start": self.start, "requeued": False, "saved": False,
+        })  # fmt: skip
         self._record()
+
+    def note(self, outcome: AttemptOutcome) -> AttemptOutcome:
+        """Record the outcome of the last attempt, and return it without hosts if it isn't their fault."""
+        before = [
+            host for each in self.attempts[:-1] for host in each["at_fault"]
+            if each.get("kind") == outcome.kind in FOLLOW_THE_PROGRAM and host not in outcome.at_fault
+        ]  # fmt: skip
+        if before and outcome.at_fault:
+            message = f"{outcome.error}; as before on {', '.join(before)}: not a host's fault"
+            outcome = replace(outcome, at_fault=[], error=message)
+        self.attempts[-1]["finished"] = _now()
+        self.expect(outcome)
+        run = run_directory_of(self._folder())
+        if run and (outcome.state == "failed" or run.summary().get("state") != outcome.state):
+            run.update_summary(state=outcome.state, error=outcome.error or None, finished=_now())
         return outcome
 
-    def note(self, outcome: AttemptOutcome, hosts: Iterable[str], started: str) -> None:
-        """Record an attempt."""
-        self.attempts.append({
-            "hosts": [*hosts], "started": started, "finished": _now(), "state": outcome.state, "error": outcome.message or None,
-            "at_fault": outcome.hosts, "start": self.start, "requeued": False,
-        })  # fmt: skip
+    def expect(self, outcome: AttemptOutcome) -> None:
+        """Record an outcome of the last attempt."""
+        saved = any(each.get("saved") for each in summary_of(self._folder()).get("checkpoints") or [])
+        self.attempts[-1].update(asdict(outcome), saved=saved)
+        self._record(error=outcome.error)
 
     def _finish(self, outcome: AttemptOutcome) -> int:
         """Report and record the outcome, requeue the job if that helps, and return the exit code."""
         self.attempts[-1]["requeued"] = again = self.asks_for_another_start(outcome)
-        run = run_directory_of(self.folder / "attempts" / str(len(self.attempts) - 1))
-        self._record(
-            state=outcome.state, error=outcome.message or None, exit_code=outcome.code, finished=_now(),
-            run_directory=str(run.path) if run else None, seconds=round(time.monotonic() - self.began, 1),
-        )  # fmt: skip
-        if outcome.message:
-            _say(f"{'error: ' if outcome.code else ''}{outcome.message}")
+        run = run_directory_of(self._folder())
+        seconds = round(time.monotonic() - self.began, 1)
+        self._record(**asdict(outcome), finished=_now(), run_directory=str(run.path) if run else None, seconds=seconds)
+        if outcome.error:
+            _say(f"{'error: ' if outcome.exit_code else ''}{outcome.error}")
         if again:
-            self._start_anew()
-        return outcome.code
+            for number in STOPS:
+                signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
+            without = self.excluded()
+            _say(f"requeueing this job{' without ' * bool(without)}{', '.join(without)}")
+            if problem := slurm.requeue(without):
+                _say(f"warning: {problem}")
+        return outcome.exit_code
 
     def asks_for_another_start(self, outcome: AttemptOutcome) -> bool:
         if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
             return False
-        if self.arguments.auto_requeue and outcome.state == "timeout" and outcome.code == 0:
+        if self.auto_requeue and outcome.state == "timeout" and outcome.exit_code == 0:
             return True
-        done = sum(attempt["requeued"] for attempt in self.attempts)
-        return is_mended_without(outcome) and done < self.site.requeues
-
-    def _start_anew(self) -> None:
-        for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
-        without = self.excluded()
-        _say(f"requeueing this job{' without ' * bool(without)}{', '.join(without)}")
-        if problem := slurm.requeue(without):
-            _say(f"warning: {problem}")
+        since = max((index for index, attempt in enumerate(self.attempts) if attempt.get("saved")), default=0)
+        done = sum(attempt["requeued"] for attempt in self.attempts[since:])
+        return outcome.is_a_hosts and done < self.site.requeues
 
     def _record(self, **fields: object) -> None:
         """Merge fields into `job.json`."""
         self._recorded.update(fields)
-        RunDirectory(self.folder).write_json("job.json", self._recorded)
-
-
-def is_mended_without(outcome: AttemptOutcome) -> bool:
-    """Return whether another attempt without the blamed hosts may succeed."""
-    return outcome.state == "failed" and bool(outcome.hosts)
+        with warn_on_disk_full(path := self.folder / "job.json"):
+            write_object(path, redacted_all(self._recorded))
 
 
 def _say(text: str) -> None:
@@ -166,26 +188,17 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "launch/supervisor.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+def main(argv: list[str] | None = None) -> int:
+    summary = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser("launch/supervisor.py", description=summary, allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--folder",
-        type=Path,
-        required=True,
-        help="job folder with site.json and hostfile; records and attempts are written there",
-    )
+    folder = "job folder with site.json and hostfile; records and attempts are written there"
+    add("--folder", type=Path, required=True, help=folder)
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help="hosts kept as hot spares (default: 0)")
     add("--auto_requeue", action="store_true", help="requeue training after each time limit")
     add("command", nargs="+", metavar="SCRIPT …", help="after --: script that the ranks run, with its arguments")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    return exit_code_of(lambda: RunningJob(arguments).run())
+    arguments = parser.parse_args(argv)
+    return exit_code_of(lambda: RunningJob(**vars(arguments)).run())
 
 
 if __name__ == "__main__":

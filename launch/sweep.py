@@ -48,7 +48,7 @@ def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
 
 def start(arguments: argparse.Namespace) -> None:
     """Plan a sweep, write and check its jobs, then submit them."""
-    request = request_of(arguments)
+    request = request_of(arguments, max(arguments.nodes))
     name = f"{arguments.config[0].stem}-{stamp()}"
     folder = (arguments.folder or request.load_site().root() / "sweeps" / name).resolve()
     if (folder / RECORD).exists():
@@ -88,10 +88,11 @@ def resume(arguments: argparse.Namespace) -> None:
     missing = [job for job in sweep.jobs if not (standings[job.name].is_under_way or standings[job.name].state in DONE)]
     names = ", ".join(job.name for job in missing)
     print(f"resubmitting {len(missing)} of {len(sweep.jobs)} jobs{': ' if missing else ''}{names}")
+    for name, status in standings.items():
+        if status.state == "held":
+            print(f"{name} is held; {status.note}")
     if missing:
-        changes = {
-            name: getattr(arguments, name) for name in ("cluster", "time", "exclude") if getattr(arguments, name)
-        }
+        changes = {name: value for name, value in vars(arguments).items() if name != "folder" and value}
         cluster = sweep.request.cluster
         if not arguments.cluster and ("/" in cluster or cluster.endswith(".json")):
             what = "names a profile, which can run any command: inspect the file, then pass it"
@@ -102,21 +103,20 @@ def resume(arguments: argparse.Namespace) -> None:
         submit(sweep, missing)
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    if argv[:1] in (["status"], ["resume"]):
-        what = argv.pop(0)
+def main(argv: list[str] | None = None) -> int:
+    what, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if what in ("status", "resume"):
         parser = argparse.ArgumentParser(f"launch/sweep.py {what}", allow_abbrev=False)
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
             parser.add_argument("--cluster", help="profile (default: the sweep's; required if that was a file)")
-        parser.set_defaults(run=show_status if what == "status" else resume)
-        return parser.parse_args(argv)
+        arguments = parser.parse_args(rest)
+        return exit_code_of(lambda: (show_status if what == "status" else resume)(arguments))
     later = "`sweep.py status FOLDER` shows the jobs' states; `sweep.py resume FOLDER` resubmits missing jobs."
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("launch/sweep.py", description=summary, epilog=later, allow_abbrev=False)
     add = parser.add_argument
-    parser.set_defaults(run=start)
     add_request(parser)
     run = "a run's JSON: a path, or the name of a packaged one; repeatable"
     add("--config", type=Path, action="append", required=True, metavar="FILE", help=run)
@@ -126,12 +126,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="values to try of a field; repeatable")
     add("--folder", type=Path, help="folder of the sweep (default: a new one in the site's run_root)")
     add("--dry_run", action="store_true", help="write, check and print the scripts without submitting")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    return exit_code_of(lambda: arguments.run(arguments))
+    arguments = parser.parse_args(argv)
+    return exit_code_of(lambda: start(arguments))
 
 
 if __name__ == "__main__":

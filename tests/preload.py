@@ -12,11 +12,12 @@ import torch.utils.tensorboard  # noqa: F401
 
 import clap_ds.analysis.plot_run
 import clap_ds.benchmark.flops_profile
-import clap_ds.benchmark.throughput
-import clap_ds.engine.session
+import clap_ds.benchmark.report
+import clap_ds.engine.open_run
 import clap_ds.evaluation.evaluator
 import clap_ds.inference.model
-import clap_ds.training.trainer  # noqa: F401
+import clap_ds.run_parts
+import clap_ds.training.log  # noqa: F401
 
 dict(deepspeed.ops.__compatible_ops__)  # calls a compiler
 gc.collect()

@@ -64,8 +64,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: JsonlWriter(run / "metrics.jsonl").append({"step": 1}),
     "rank0.log": lambda run: start_log(run / "rank0.log"),
     "errors": lambda run: error_file.write_error_file("error", "message", 1),
-    "stacks": lambda run: Watch(run, 0, "host"),
-    "tensorboard": lambda run: Scalars(_engine(), {}, run),
+    "stacks": lambda run: Watch().start(run, 0, "host"),
+    "tensorboard": lambda run: Scalars(_engine(), run),
     ".probe": lambda folder: RemoteFolder(str(folder)).try_writing(),
     "n001": lambda folder: _sweep(folder).write_scripts(_sweep(folder).jobs),
     ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),
@@ -74,7 +74,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 def _engine() -> Any:
     monitor = SimpleNamespace(tb_monitor=None, enabled=True, write_events=print)
-    return SimpleNamespace(monitor=monitor, global_samples=0)
+    return SimpleNamespace(deepspeed=SimpleNamespace(monitor=monitor, global_samples=0), config={"tensorboard": {}})
 
 
 def _sweep(folder: Path) -> Jobs:
@@ -87,7 +87,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.M
     (victim / "folder").mkdir(parents=True)
     (victim / "file").write_text("precious")
     run.mkdir()
-    monkeypatch.setattr(error_file, "_place", (run / "errors", 0, "host"))
+    monkeypatch.setattr(error_file.this_rank, "folder", run / "errors")
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     for target in ("folder", "file", "absent"):
         (run / name).unlink(missing_ok=True)

@@ -90,7 +90,7 @@ def test_programs_scripts_and_configurations_are_there(command: str) -> None:
     script, config = next(word for word in words if word.endswith(".py")), words[words.index("--deepspeed_config") + 1]
     assert (ROOT / script).exists()
     run = load_run(ROOT / config)
-    assert not script.endswith("train.py") or problems_for_training(run) == []
+    assert not script.endswith("train.py") or problems_for_training(run.clap, run.deepspeed) == []
 
 
 @pytest.fixture
@@ -124,6 +124,13 @@ def test_commands_run_one_after_the_other(checkout: Path) -> None:
     heavy = "ds_configs/htsat_tiny_shards_cpu.json"
     data: Any = load_run(checkout / heavy).clap.data
     assert list(checkout.glob(data.shards)), f"{heavy} finds no shards where README makes them"
+
+
+@pytest.mark.end_to_end
+def test_the_parts_can_be_built_without_a_run() -> None:
+    (block,) = (each for each in blocks("python", "docs/training.md") if "ClapEngine" in each)
+    losses = processes.run(["-c", block], env=environment(), check=True).stdout.split()[-3:]
+    assert len({*map(float, losses)}) == 3
 
 
 KINDS = ("dog", "chirping_birds", "door_wood_knock")
@@ -180,7 +187,8 @@ def test_the_recipe_of_esc50_leads_to_a_score(tmp_path: Path) -> None:
     (block,) = (each for each in blocks("json", "docs/recipes.md") if "esc50" in each)
     full = merged(template, json.loads(block))
     (tmp_path / "esc50_1.json").write_text(json.dumps(full))
-    assert problems_for_training(load_run(tmp_path / "esc50_1.json"), 1) == []
+    run = load_run(tmp_path / "esc50_1.json")
+    assert problems_for_training(run.clap, run.deepspeed, 1) == []
     (tmp_path / "esc50_1.json").write_text(json.dumps(merged(full, TINY), indent=2))
     recipe = commands(r"(?!.*(fsd50k|us8k|clap-probe)).*esc50.*", "docs/recipes.md")
     said = {command: typed(command, tmp_path) for command in recipe}

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from clap_ds.benchmark.matmul_peak import measure_matmul_tflops
 from clap_ds.distributed.collectives import gather, reduce_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.run_records.timers import seconds
 
 REPEATS = 3
 LARGEST_LINK_BUFFER = 32_000_000
+GPU_SIZE, CPU_SIZE = 8192, 1024  # of matrices
 
 
 def measure(megabytes: float, ranks: Ranks, device: torch.device) -> dict[str, Any]:
@@ -63,3 +63,18 @@ def _links(num_elements: int, ranks: Ranks, device: torch.device) -> list[tuple[
 def _exchange(buffer: torch.Tensor, other: int, sends_first: bool) -> None:
     for sends in (sends_first, not sends_first):
         (dist.send if sends else dist.recv)(buffer, other)
+
+
+def measure_matmul_tflops(
+    device: torch.device, size: int | None = None, *, warm_up_s: float = 1.0, measure_s: float = 2.0
+) -> float:
+    """Measure TFLOPS of square bf16 matmuls, the median over short windows. `size`: rows and columns (None: enough to keep the
+    device busy); `warm_up_s`: time for clocks to settle. Data is random: constant data draws less power and runs faster."""
+    from torch.utils.benchmark import Timer  # imports setuptools
+
+    size = size or (CPU_SIZE if device.type == "cpu" else GPU_SIZE)
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    names = {"matmul": torch.matmul, "a": a, "b": b, "product": torch.empty_like(a)}
+    timer = Timer("matmul(a, b, out=product)", globals=names, num_threads=torch.get_num_threads())
+    timer.blocked_autorange(min_run_time=warm_up_s)
+    return 2 * size**3 / timer.blocked_autorange(min_run_time=measure_s).median / 1e12

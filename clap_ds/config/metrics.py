@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from clap_ds.config.schema import EvaluationSettings
-from clap_ds.config.settings import RunSettings
+from clap_ds.config.schema import CheckpointSettings, EvaluationSettings
 
 _DIRECTIONS, _MEASURES = ("audio_to_text", "text_to_audio"), ("r1", "r5", "r10", "map10")
 LOSS = "retrieval_loss"
@@ -19,9 +18,9 @@ def names(evaluation: EvaluationSettings) -> tuple[str, ...]:
     return (*(ZERO_SHOT if evaluation.zero_shot else ()), *(RETRIEVAL if evaluation.retrieval else ()))
 
 
-def best_metric(run: RunSettings) -> str | None:
+def best_metric(checkpoint: CheckpointSettings, evaluation: EvaluationSettings) -> str | None:
     """Return `clap.checkpoint.best_metric` or the first of `names`, or None if nothing is evaluated."""
-    return run.clap.checkpoint.best_metric or next(iter(names(run.clap.evaluation)), None)
+    return checkpoint.best_metric or next(iter(names(evaluation)), None)
 
 
 def score(name: str, value: float) -> float:

@@ -55,6 +55,10 @@ class ModelSettings(Section):
     activation_checkpointing: list[Tower] = []
     """Towers with activation checkpointing per block, for less memory and about a third more compute."""
 
+    @property
+    def sizes(self) -> ClapConfig:
+        return load_preset(self.preset) if isinstance(self.preset, str) else self.preset
+
     @field_validator("preset", mode="before")
     @classmethod
     def _preset_of(cls, given: Any) -> Any:
@@ -63,6 +67,25 @@ class ModelSettings(Section):
             return parse_sizes(given, "own")
         is_path = isinstance(given, str) and preset_of(given) not in preset_names()
         return load_preset(given) if is_path else preset_of(given) if isinstance(given, str) else given
+
+
+class EngineSettings(Section):
+    """How the engine computes a step."""
+
+    compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
+    """What torch.compile compiles: nothing, or the mel front end and each tower, including backward. `towers-max-autotune`
+    uses Inductor's mode `max-autotune-no-cudagraphs`. `auto`: `towers` on CUDA, else `off`."""
+    cpu_kernels: Literal["auto", "off"] = "auto"
+    """This project's bf16 CPU kernels for both towers, the mel filters and AdamW. `auto`: if the CPU has AMX or AVX-512;
+    `off`: torch's operations."""
+    optimizer_implementation: Literal["torch", "deepspeed"] = "torch"
+    """AdamW implementation: torch's, or DeepSpeed's, which is compiled at first use."""
+    gradient_sync: Literal["overlap", "deepspeed"] = "overlap"
+    """Gradient all-reduce: torch's reducer during the backward pass, or DeepSpeed after it."""
+    bucket_cap_mb: PositiveFloat = 12.0
+    """Bucket size of the overlapped all-reduce in MB; torch's default is 25."""
+    max_logit_scale: PositiveFloat = 100.0
+    """Upper bound of the learned logit scale, as in LAION's training code."""
 
 
 class SyntheticData(Section):
@@ -127,6 +150,9 @@ class BenchSettings(Section):
     """Timed windows; samples/s is their total samples over their total seconds."""
     steps_per_window: PositiveInt = 5
     """Steps timed together between device synchronizations."""
+    find_micro_batch: bool = False
+    """On a GPU, first replace the micro-batch by the largest multiple of 8 that fits: both towers run eager on batches of
+    growing or shrinking size, from the run's on."""
     breakdown_steps: NonNegativeInt = 5
     """Steps of the instrumented pass that breaks down a step's time; 0 skips it."""
 
@@ -153,6 +179,10 @@ class DebugSettings(Section):
     enabled: bool = False
     """Print Python stacks and dump core on crashes, make NCCL verbose and disable hang detection. Collectives time out after 5
     minutes instead of 30."""
+
+    @property
+    def collective_timeout_s(self) -> float:
+        return 300.0 if self.enabled else 1800.0  # must cover one rank's slow start (compiling, downloading)
 
 
 class TrainSettings(Section):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, create_model
 
@@ -16,12 +17,12 @@ from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.check import DEEPSPEED_FIELDS, engine_problems, explain
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import read_object
-from clap_ds.config.model import ClapConfig, load_preset
+from clap_ds.config.model import ClapConfig
 from clap_ds.config.paths import find_config
-from clap_ds.config.schema import NonNegativeInt, PositiveFloat, Section, SyntheticData
+from clap_ds.config.schema import NonNegativeInt, Section, SyntheticData
 
 
-class ClapSettings(Section):
+class ClapSettings(schema.EngineSettings):
     """Settings that DeepSpeed doesn't have."""
 
     model: schema.ModelSettings = schema.ModelSettings()
@@ -30,20 +31,8 @@ class ClapSettings(Section):
     text_packing: bool = False
     """Pack captions without padding in the text tower. Otherwise they are padded to `context_length`, as in the published
     runs. Packing on CUDA in 16 bits disables attention dropout."""
-    compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
-    """What torch.compile compiles: nothing, or the mel front end and each tower, including backward. `towers-max-autotune`
-    uses Inductor's mode `max-autotune-no-cudagraphs`. `auto`: `towers` on CUDA, else `off`."""
-    cpu_kernels: Literal["auto", "off"] = "auto"
-    """This project's bf16 CPU kernels for both towers, the mel filters and AdamW. `auto`: if the CPU has AMX or AVX-512;
-    `off`: torch's operations."""
-    optimizer_implementation: Literal["torch", "deepspeed"] = "torch"
-    """AdamW implementation: torch's, or DeepSpeed's, which is compiled at first use."""
     data: schema.DataSettings = SyntheticData(source="synthetic")
     loss: schema.LossSettings = schema.LossSettings()
-    gradient_sync: Literal["overlap", "deepspeed"] = "overlap"
-    """Gradient all-reduce: torch's reducer during the backward pass, or DeepSpeed after it."""
-    bucket_cap_mb: PositiveFloat = 12.0
-    """Bucket size of the overlapped all-reduce in MB; torch's default is 25."""
     bench: schema.BenchSettings = schema.BenchSettings()
     train: schema.TrainSettings = schema.TrainSettings()
     checkpoint: schema.CheckpointSettings = schema.CheckpointSettings()
@@ -53,13 +42,10 @@ class ClapSettings(Section):
     debug: schema.DebugSettings = schema.DebugSettings()
     seed: NonNegativeInt = 0
     """Random seed of weights, dropout, augmentation and data order."""
-    max_logit_scale: PositiveFloat = 100.0
-    """Upper bound of the learned logit scale, as in LAION's training code."""
 
     def preset(self) -> ClapConfig:
         """Return the model's sizes."""
-        preset = self.model.preset
-        return load_preset(preset) if isinstance(preset, str) else preset
+        return self.model.sizes
 
 
 RunFile = create_model("RunFile", __base__=Section, **DEEPSPEED_FIELDS, clap=(ClapSettings, ClapSettings()))
@@ -105,21 +91,19 @@ class RunSettings:
     @property
     def precision(self) -> str:
         """`bf16`, `fp16`, `torch_autocast_bfloat16` (fp32 parameters) or `fp32`, from DeepSpeed's sections."""
-        autocast = self.deepspeed.get("torch_autocast", {})
-        if autocast.get("enabled"):
-            return "torch_autocast_" + str(autocast.get("dtype", "bfloat16")).removeprefix("torch.")
-        for name in ("bf16", "fp16"):
-            if self.deepspeed.get(name, {}).get("enabled"):
-                return name
-        return "fp32"
-
-    def without(self, *sections: str) -> RunSettings:
-        """Return a copy without some of DeepSpeed's sections."""
-        return replace(self, deepspeed={name: value for name, value in self.deepspeed.items() if name not in sections})
+        return precision_of(self.deepspeed)
 
     def resolved(self) -> dict[str, Any]:
         """Return the JSON with all defaults of `clap` filled in."""
         return {**self.deepspeed, "clap": self.clap.model_dump(mode="json")}
+
+
+def precision_of(deepspeed: Mapping[str, Any]) -> str:
+    """Return the precision that DeepSpeed's sections set."""
+    autocast = deepspeed.get("torch_autocast", {})
+    if autocast.get("enabled"):
+        return "torch_autocast_" + str(autocast.get("dtype", "bfloat16")).removeprefix("torch.")
+    return next((name for name in ("bf16", "fp16") if deepspeed.get(name, {}).get("enabled")), "fp32")
 
 
 def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:

@@ -80,10 +80,10 @@ class BatchSpec:
     model: ClapConfig
     context_length: int
     micro_batch: int
-    rank: int
-    world_size: int
-    seed: int
-    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
 
 
 class MicroBatchStream(Protocol):

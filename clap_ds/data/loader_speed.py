@@ -5,76 +5,65 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
 from contextlib import closing
 
 import torch
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import load_preset, preset_argument
+from clap_ds.config.model import CONTEXT_LENGTH, load_preset, preset_argument
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.loader_throughput import MARGIN, LoaderThroughput, describe
-from clap_ds.data.shard_assignment import expand_shards, tokenizer_beside
-from clap_ds.data.shard_size import RATES
+from clap_ds.data.shard_manifest import expand_shards, tokenizer_beside
 from clap_ds.data.webdataset import WebDatasetStream
 
-_CONTEXT_LENGTH = 77
+RATES = (624, 3300, 4500)
+"""Samples per second per GPU: the published throughput, and this project's goals for an H200."""
+_MICRO_BATCH = 64
 
 
 def measure(data: ShardData, spec: BatchSpec, seconds: float) -> LoaderThroughput:
-    """Measure loading one rank's share for `seconds`, after one untimed micro-batch."""
+    """Load one rank's share for `seconds` or longer, until its throughput is known."""
+    end_s = time.perf_counter() + seconds
     with closing(WebDatasetStream(data, spec)) as pieces:
-        next(pieces)  # starts the workers
-        samples, begun = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - begun) < seconds:
+        while (throughput := pieces.throughput()) is None or time.perf_counter() < end_s:
             next(pieces)
-            samples += spec.micro_batch
-        return LoaderThroughput(samples / elapsed, data.num_workers, pieces.kind, pieces.prepared)
-
-
-def workers_needed(supplies: Sequence[LoaderThroughput], needed: float) -> int:
-    """Return the number of workers for `MARGIN` times the needed samples per second, extrapolating if necessary."""
-    enough = (throughput.num_workers for throughput in supplies if throughput.samples_per_s >= MARGIN * needed)
-    return next(enough, supplies[-1].workers_for(needed))
+        return throughput
 
 
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
-    add, positive, tiny = parser.add_argument, whole_number(), "htsat_tiny_roberta_base"
+    add, tiny = parser.add_argument, "htsat_tiny_roberta_base"
     add("shards", nargs="+", metavar="TARS", help="paths, patterns or URLs, as in clap.data.shards")
     add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"model preset (default: {tiny})")
     beside = "tokenizer folder or Hub name (default: folder tokenizer next to TARS, or RoBERTa's)"
     add("--tokenizer", metavar="T", help=beside)
-    add("--micro_batch", type=positive, default=64, metavar="B", help="samples per micro-batch (default: 64)")
-    add("--max_workers", type=positive, metavar="N", help="most workers to try (default: cores per rank, up to 16)")
+    add("--max_workers", type=whole_number(), metavar="N", help="most workers to try (default: cores, up to 16)")
     add("--seconds", type=number(0.1, 3600), default=10.0, metavar="S", help="seconds per measurement (default: 10)")
-    add("--ranks_per_host", type=positive, default=1, metavar="R", help="ranks per host (default: 1)")
     needed = "throughput per rank to sustain, as measured by a benchmark on synthetic data"
     add("--target_samples_per_s", type=number(0.001, 1e9), metavar="X", help=needed)
 
 
 def run_measure(options: argparse.Namespace) -> None:
     """Measure and print. Raises UserError for unreadable shards."""
-    ranks, cores = options.ranks_per_host, len(os.sched_getaffinity(0))
-    most = options.max_workers or max(1, min(16, cores // ranks))
+    cores = len(os.sched_getaffinity(0))
+    most = options.max_workers or min(16, cores)
     tokenizer = options.tokenizer or tokenizer_beside(options.shards[0])
     model = load_preset(options.preset)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # decides whether memory is pinned
-    spec = BatchSpec(model, min(_CONTEXT_LENGTH, model.text.max_tokens), options.micro_batch, 0, ranks, 0, device)
-    supplies: list[LoaderThroughput] = []
+    spec = BatchSpec(model, min(CONTEXT_LENGTH, model.text.max_tokens), _MICRO_BATCH, device=device)
+    measured: list[LoaderThroughput] = []
     try:
         shards = expand_shards(options.shards)
         print("workers  samples/s  per worker")
         for workers in sorted({2**power for power in range(most.bit_length())} | {most}):
             data = ShardData(source="webdataset", shards=shards, tokenizer=tokenizer, num_workers=workers)
-            supplies.append(throughput := measure(data, spec, options.seconds))
-            rate = throughput.samples_per_s
+            measured.append(measure(data, spec, options.seconds))
+            rate = measured[-1].samples_per_s
             print(f"{workers:7d} {rate:10.1f} {rate / workers:11.1f}", flush=True)
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-    at = ", ".join(f"{workers_needed(supplies, rate):,} at {rate:,.0f}" for rate in RATES)
+    at = ", ".join(f"{measured[-1].workers_for(rate):,} at {rate:,.0f}" for rate in RATES)
     print(f"cores per GPU, including a margin of {MARGIN - 1:.0%}: {at} samples/s")
     if options.target_samples_per_s:
-        best = max(supplies, key=lambda throughput: throughput.samples_per_s)
-        print(describe(best, options.target_samples_per_s, ranks_per_host=ranks, cores=cores))
+        print(describe(max(measured), options.target_samples_per_s, ranks_per_host=1, cores=cores))

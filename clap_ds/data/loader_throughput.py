@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from clap_ds.data.front_end import Kind
+from clap_ds.data.shard_io import Kind
 
 MARGIN = 1.25
 """Factor by which the loader should exceed the step's throughput, so that uneven clips don't make the step wait."""
@@ -29,17 +29,17 @@ def describe(throughput: LoaderThroughput, needed: float, *, ranks_per_host: int
     if throughput.num_workers == 0:
         share = needed / throughput.samples_per_s
         return f"clap.data.num_workers: 0: loading in the training process makes each step {share:.0%} longer"
-    wanted = throughput.workers_for(needed)
     found = (
         f"clap.data: {throughput.num_workers} worker(s) can load {throughput.samples_per_s:,.0f} clips/s,"
         f" their rank's step needs {needed:,.0f}"
     )
-    if wanted <= throughput.num_workers:
+    if (wanted := throughput.workers_for(needed)) <= throughput.num_workers:
         return f"{found}: enough"
     waits = "the step will wait" if needed > throughput.samples_per_s else f"margin below {MARGIN - 1:.0%}"
     in_all = wanted * ranks_per_host
     enough = "enough" if in_all + ranks_per_host <= cores else "NOT enough"
     has = f"{in_all} worker(s) and {ranks_per_host} training process(es) on this host's {cores} cores: {enough}"
-    less = f"; prepared shards need fewer (clap-shards prepare --kind {throughput.prepared})"
-    prepare = "" if throughput.kind == throughput.prepared else less
-    return f"{found}: {waits}. Set clap.data.num_workers to {wanted} ({has}){prepare}"
+    found += f": {waits}. Set clap.data.num_workers to {wanted} ({has})"
+    if throughput.kind != throughput.prepared:
+        found += f"; prepared shards need fewer (clap-shards prepare --kind {throughput.prepared})"
+    return found

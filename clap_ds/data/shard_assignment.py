@@ -1,27 +1,15 @@
-"""Find the tars of a run and assign their items to the workers of each rank."""
+"""Assign the items of tars to the workers of each rank."""
 
 from __future__ import annotations
 
-import glob
 import math
 import random
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-import fsspec
-from braceexpand import braceexpand
-
-from clap_ds.config.errors import printable
-from clap_ds.data import shard_io
-
-if TYPE_CHECKING:
-    from clap_ds.data.batch import BatchSpec
-
-FIELD = "clap.data.shards"
-HUB_TOKENIZER = "FacebookAI/roberta-base"
+from clap_ds.config.schema import ShardData
+from clap_ds.data.batch import BatchSpec
+from clap_ds.data.shard_manifest import expand_shards
 
 _FEWEST_IN_A_PASS = 8  # fewest shards drawn with replacement per pass, after which the shuffle buffer is emptied
 
@@ -87,74 +75,26 @@ def expand_sources(shards: str | list[str] | Mapping[str, float]) -> list[Source
     return [Source(expand_shards(name), weight / total) for name, weight in shards.items()] or expand_sources([])
 
 
-def expand_shards(shards: str | list[str]) -> list[str]:
-    """Expand paths or URLs with braces and wildcards to tar files, in order. Raises ValueError for none."""
-    patterns = [shards] if isinstance(shards, str) else shards
-    names: list[str] = []
-    for pattern in patterns:
-        try:
-            for name in braceexpand(pattern.removeprefix("file://")):
-                names += _matches(name)
-        except ValueError as error:
-            raise ValueError(f"{FIELD}: {error}") from None
-    if not names:
-        raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
-    for name in names:
-        if not (shard_io.is_remote(name) or Path(name).is_file()):
-            what = "is a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "does not exist"
-            raise ValueError(f"{FIELD}: {name} {what} (working folder: {Path.cwd()})")
-    return names
-
-
-def _matches(name: str) -> list[str]:
-    """Expand wildcards, in order. Raises ValueError for no match."""
-    found = [name]
-    if shard_io.is_remote(name):
-        shard_io.check_url(name)
-        if "*" in name or "[" in name:  # not ?, which starts a URL's query
-            fs, path = fsspec.url_to_fs(name)
-            try:
-                found = sorted(str(fs.unstrip_protocol(each)) for each in fs.glob(path))
-            except Exception as error:  # any error of the file system package
-                raise ValueError(f"{name!r} can't be listed: {type(error).__name__}: {error}") from None
-    elif glob.has_magic(name) and not Path(name).exists():
-        found = sorted(glob.glob(name))
-    if not found:
-        raise ValueError(f"no file matches {name!r} (working folder: {Path.cwd()})")
-    return found
-
-
 def assign_shards(
-    sources: list[Source], resampled: bool, rank: int, world_size: int, num_workers: int
+    sources: list[Source], data: ShardData, spec: BatchSpec, samples: list[int] | None = None, piece_size: int = 1
 ) -> list[list[Source]]:
-    """Assign whole tars of every source to each worker of a rank; if `resampled`, each worker draws from all tars."""
-    readers = world_size * max(num_workers, 1)
-    if resampled:
+    """Assign to each worker of a rank its part of every source.
+
+    With `samples`, the numbers in each tar of the only source, it is a part of every epoch, in an order of tars drawn once.
+    Otherwise it is whole tars; if `data.resampled`, each worker draws from all tars.
+    """
+    workers = max(data.num_workers, 1)
+    readers = spec.world_size * workers
+    if samples:
+        tars = list(zip(sources[0].shards, samples, strict=True))
+        if data.shuffle_buffer:
+            random.Random(f"seed {spec.seed}, tars").shuffle(tars)
+        shards, counts = [shard for shard, _ in tars], tuple(count for _, count in tars)
+        of_rank = range(spec.rank * workers, (spec.rank + 1) * workers)
+        deals = [EpochPartition(counts, sum(counts), spec.world_size, workers, piece_size, own) for own in of_rank]
+        return [[replace(sources[0], shards=shards, deal=deal)] for deal in deals]
+    if data.resampled:
         numbers = [max(_FEWEST_IN_A_PASS, math.ceil(len(source.shards) / readers)) for source in sources]
-        drawn = [replace(source, shards_per_pass=number) for source, number in zip(sources, numbers, strict=True)]
-        return [drawn] * max(num_workers, 1)
-    own = range(rank, readers, world_size)
+        return [[replace(s, shards_per_pass=k) for s, k in zip(sources, numbers, strict=True)]] * workers
+    own = range(spec.rank, readers, spec.world_size)
     return [[replace(s, shards=s.shards[reader % len(s.shards) :: readers]) for s in sources] for reader in own]
-
-
-def split_by_worker(
-    source: Source, samples: list[int], spec: BatchSpec, num_workers: int, piece_size: int, *, shuffled: bool
-) -> list[list[Source]]:
-    """Assign to each worker of a rank its samples of a source (`samples` per tar), in an order drawn once."""
-    tars = list(zip(source.shards, samples, strict=True))
-    if shuffled:
-        random.Random(f"seed {spec.seed}, tars").shuffle(tars)
-    shards, counts = [shard for shard, _ in tars], tuple(count for _, count in tars)
-    of_rank = range(spec.rank * num_workers, (spec.rank + 1) * num_workers)
-    deals = [EpochPartition(counts, sum(counts), spec.world_size, num_workers, piece_size, own) for own in of_rank]
-    return [[replace(source, shards=shards, deal=deal)] for deal in deals]
-
-
-def tokenizer_beside(shard: str) -> str:
-    """Return the tokenizer for a tar's captions: the folder `tokenizer` next to it, or RoBERTa's."""
-    beside = Path(shard).parent / "tokenizer"
-    return str(beside) if beside.is_dir() else HUB_TOKENIZER
-
-
-def note(text: str) -> None:
-    print(f"{FIELD}: {printable(text)}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import fsspec
@@ -26,6 +26,11 @@ from clap_ds.config.schema import ShardData
 
 FIRST_WAIT_S = 0.5  # before the first retry; doubled before each of the other three
 CACHE_BYTES = 1e9 * float(ShardData.model_fields["cache_gb"].default)
+
+Kind = Literal["encoded", "waveform", "mel"]
+"""What shards contain: audio files in any supported format, 16-bit mono WAVs at the model's sample rate, or the model's
+log-mel features as NumPy files, (frames, mel_bins) float16."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 T = TypeVar("T")
 
@@ -115,14 +120,16 @@ def _open(opened: Future[OpenFile], shard: str, cache_bytes: float) -> None:
 
 def _open_copy(url: str, cache_bytes: float) -> OpenFile:
     """Open a shard's copy, named by a hash of the remote file's info so that changed shards are fetched again."""
+    from webdataset.cache import LRUCleanup  # imported here because it imports torch
+
     fs, path = fsspec.url_to_fs(url)
     fs.invalidate_cache(path)
     info = again(lambda: fs.info(path))
-    folder = cache_folder() / "shards"
-    folder.mkdir(parents=True, exist_ok=True)
-    copy = folder / f"{hashlib.sha256(repr((url, info)).encode()).hexdigest()[:32]}.tar"
-    part = copy.with_suffix(".part")
-    with copy.with_suffix(".lock").open("w") as lock:
+    name, folder = hashlib.sha256(repr((url, info)).encode()).hexdigest()[:32], cache_folder() / "shards"
+    for each in (folder, locks := cache_folder() / "shard_locks"):
+        each.mkdir(parents=True, exist_ok=True)
+    copy, part = folder / f"{name}.tar", locks / f"{name}.part"
+    with (locks / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that only one process per host fetches it
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -131,14 +138,9 @@ def _open_copy(url: str, cache_bytes: float) -> OpenFile:
             again(lambda: fs.get_file(path, str(part)))
             if info.get("size") not in (None, part.stat().st_size):
                 raise OSError(f"download stopped after {part.stat().st_size:,} bytes")
-            file = OpenFile(part.replace(copy))
+            file = OpenFile(part)  # before the rename, because other processes may delete the copy at once
+            part.replace(copy)
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # needed because forked processes also hold it open
-    with contextlib.suppress(FileNotFoundError):  # another process may delete copies, too
-        copies = sorted((each.stat().st_mtime_ns, each.stat().st_size, each) for each in folder.glob("*.tar"))
-        excess = sum(size for _, size, _ in copies) - cache_bytes
-        for _, size, each in copies:
-            if excess > 0:
-                excess -= size
-                each.unlink()  # the lock file stays, because another process may be waiting for it
+    LRUCleanup(folder, cache_bytes, keyfn=os.path.getmtime, interval=None).cleanup()
     return file

@@ -1,23 +1,24 @@
-"""Read and write a shard folder's `manifest.json`: its kind, and items, bytes, seconds and checksum of each tar."""
+"""Find tars, and read and write the `manifest.json` of their folders: kind, and items, bytes, seconds and checksum per tar."""
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import fsspec
+from braceexpand import braceexpand
 
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
-from clap_ds.config.model import ClapConfig
-from clap_ds.data.front_end import KINDS, FrontEnd, Kind
-from clap_ds.data.shard_assignment import FIELD, Source
-from clap_ds.data.shard_io import again, is_absent, is_remote
-from clap_ds.data.tar_samples import count_samples
+from clap_ds.config.model import AudioConfig, ClapConfig
+from clap_ds.data.shard_io import KINDS, Kind, again, check_url, is_absent, is_remote
+from clap_ds.data.tar_samples import is_sample, list_items
 
+FIELD = "clap.data.shards"
+HUB_TOKENIZER = "FacebookAI/roberta-base"
 MANIFEST = "manifest.json"
 
 
@@ -30,12 +31,76 @@ class ShardRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """Describe the audio processing before the audio tower, with the fields of `AudioConfig`."""
+
+    sample_rate: int
+    num_samples: int
+    stft_window: int
+    hop_size: int
+    mel_bins: int
+    fmin: float
+    fmax: int
+    fusion: bool = False
+
+    @classmethod
+    def of(cls, audio: AudioConfig) -> FrontEnd:
+        return cls(**{name: getattr(audio, name) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True)
 class ShardManifest:
     """Describe a folder's tars by file name, their kind and, for prepared kinds, the front end."""
 
     shards: Mapping[str, ShardRecord]
     kind: Kind = "encoded"
     front_end: FrontEnd | None = None
+
+
+def expand_shards(shards: str | list[str]) -> list[str]:
+    """Expand paths or URLs with braces and wildcards to tar files, in order. Raises ValueError for none."""
+    names: list[str] = []
+    try:
+        for pattern in [shards] if isinstance(shards, str) else shards:
+            for name in braceexpand(pattern.removeprefix("file://")):
+                names += _matches(name)
+    except ValueError as error:
+        raise ValueError(f"{FIELD}: {error}") from None
+    if not names:
+        raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
+    for name in names:
+        if not (is_remote(name) or Path(name).is_file()):
+            what = "is a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "does not exist"
+            raise ValueError(f"{FIELD}: {name} {what} (working folder: {Path.cwd()})")
+    return names
+
+
+def _matches(name: str) -> list[str]:
+    """Expand wildcards, in order. Raises ValueError for no match."""
+    found = [name]
+    if is_remote(name):
+        check_url(name)
+        if "*" in name or "[" in name:  # not ?, which starts a URL's query
+            fs, path = fsspec.url_to_fs(name)
+            try:
+                found = sorted(str(fs.unstrip_protocol(each)) for each in fs.glob(path))
+            except Exception as error:  # any error of the file system package
+                raise ValueError(f"{name!r} can't be listed: {type(error).__name__}: {error}") from None
+    elif glob.has_magic(name) and not Path(name).exists():
+        found = sorted(glob.glob(name))
+    if not found:
+        raise ValueError(f"no file matches {name!r} (working folder: {Path.cwd()})")
+    return found
+
+
+def folder_of(shard: str) -> str:
+    return shard.rpartition("/")[0] or "."
+
+
+def tokenizer_beside(shard: str) -> str:
+    """Return the tokenizer for a tar's captions: the folder `tokenizer` next to it, or RoBERTa's."""
+    beside = Path(shard).parent / "tokenizer"
+    return str(beside) if beside.is_dir() else HUB_TOKENIZER
 
 
 def write_manifest(folder: Path, manifest: ShardManifest) -> None:
@@ -73,16 +138,17 @@ def read_manifest(folder: str) -> ShardManifest:
     return manifest
 
 
-def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
+def kind_of(shards: Iterable[str], model: ClapConfig) -> Kind:
     """Return the kind of these shards from their folders' manifests; `encoded` without one or if mixed with `waveform`.
     Raises ValueError for kinds that can't be mixed and for another model's front end."""
     own, kinds = FrontEnd.of(model.audio), dict[str, str]()  # kind → its last folder
-    for folder in dict.fromkeys(shard.rpartition("/")[0] or "." for source in sources for shard in source.shards):
-        manifest, where = read_manifest(folder), f"{FIELD}: {folder}"
+    for folder in dict.fromkeys(map(folder_of, shards)):
+        manifest = read_manifest(folder)
         matters = {"encoded": (), "waveform": ("sample_rate",), "mel": FrontEnd.__slots__}[manifest.kind]
         pairs = [(name, getattr(manifest.front_end, name), getattr(own, name)) for name in matters]
         if others := [f"{name} is {there}, not {ours}" for name, there, ours in pairs if there != ours]:
-            raise ValueError(f"{where} was prepared for another model than {model.name}: {', '.join(others)}")
+            where = f"{FIELD}: {folder} was prepared for another model than {model.name}"
+            raise ValueError(f"{where}: {', '.join(others)}")
         kinds[manifest.kind] = folder
     if "mel" in kinds and len(kinds) > 1:
         found = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
@@ -90,16 +156,12 @@ def kind_of(sources: Sequence[Source], model: ClapConfig) -> Kind:
     return next(kind for kind in KINDS if kind in kinds)
 
 
-def digest(path: Path) -> str:  # SHA-256 of a file, in hex
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def samples_of(shards: Sequence[str], most_bytes: float = math.inf) -> list[int] | None:
     """Count each tar's samples from manifests or, for up to `most_bytes` of local tars, headers. Return None otherwise."""
-    manifests = {folder: read_manifest(folder or ".").shards for folder in {tar.rpartition("/")[0] for tar in shards}}
-    records = [manifests[folder].get(name) for folder, _, name in (tar.rpartition("/") for tar in shards)]
+    manifests = {folder: read_manifest(folder).shards for folder in set(map(folder_of, shards))}
+    records = [manifests[folder_of(tar)].get(tar.rpartition("/")[2]) for tar in shards]
     unknown = [tar for tar, record in zip(shards, records, strict=True) if record is None]
     if any(map(is_remote, unknown)) or sum(Path(tar).stat().st_size for tar in unknown) > most_bytes:
         return None
-    return [record.items if record else count_samples(tar) for tar, record in zip(shards, records, strict=True)]
+    counted = {tar: sum(map(is_sample, list_items(tar, lambda name, reason: None))) for tar in unknown}
+    return [record.items if record else counted[tar] for tar, record in zip(shards, records, strict=True)]

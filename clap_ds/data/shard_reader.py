@@ -9,7 +9,7 @@ import math
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from typing import Any
@@ -22,12 +22,10 @@ from webdataset.filters import shuffle
 
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
-from clap_ds.data.broken import Broken, BrokenItemError
-from clap_ds.data.captions import captions_of
-from clap_ds.data.samples import choose_clip, read_clip
+from clap_ds.data.clip import Broken, captions_of, choose_clip, read_clip
 from clap_ds.data.shard_assignment import Part, Source
 from clap_ds.data.shard_io import open_ahead
-from clap_ds.data.tar_samples import DAMAGE, Item, Report, fetch, list_items, samples_between, words
+from clap_ds.data.tar_samples import DAMAGE, Item, fetch, list_items, samples_between, words
 from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, tokenize
 
 Position = dict[str, Any]
@@ -49,61 +47,6 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class SourceReader:
-    """Iterate endlessly over one worker's share of a source."""
-
-    source: Source
-    shuffle_buffer: int  # items held for shuffling; 0 keeps the order of files and tars
-    seed: str  # determines order, crops and choice of captions
-    report: Report
-    cache_bytes: float  # for copies of remote shards
-    given: int  # samples so far, if there is no other source
-    pass_number: int
-    drawn: int  # items in this pass
-
-    def captions(self, decode: Callable[[Item, random.Random], str | None]) -> Iterator[str]:
-        """Yield `decode`'s result for each usable item. End only if a whole pass has none."""
-        is_useful = True
-        while is_useful:
-            skipped = self.drawn
-            wanted = self.source.deal.given(self.pass_number + 1) if self.source.deal else math.inf
-            is_useful = skipped > 0 or self.given >= wanted
-            items = self._pass() if self.given < wanted else iter(())
-            for number, item in islice(enumerate(items), skipped, None):
-                self.drawn = number + 1
-                caption = decode(item, random.Random(f"{self.seed}, pass {self.pass_number}, item {number}"))
-                if caption is not None:
-                    is_useful = True
-                    self.given += 1
-                    yield caption
-                    if self.given >= wanted:
-                        break
-            if is_useful:
-                self.pass_number, self.drawn = self.pass_number + 1, 0
-
-    def _pass(self) -> Iterator[Item]:
-        """Yield the items of one pass, then replacements for broken ones."""
-        rng, source = random.Random(f"{self.seed}, pass {self.pass_number}"), self.source
-        own: list[Part] = [(shard, 0, None) for shard in source.shards]
-        others: list[Part] = []
-        if source.deal:
-            own, others = source.deal.parts(source.shards, self.pass_number)
-        elif source.shards_per_pass:
-            own = rng.choices(own, k=source.shards_per_pass)
-        if not self.shuffle_buffer:
-            return chain(self._read(own), self._read(others))
-        if not source.shards_per_pass:
-            own, others = rng.sample(own, len(own)), rng.sample(others, len(others))
-        return chain(shuffle(self.shuffle_buffer, rng=rng)(self._read(own)), self._read(others))
-
-    def _read(self, parts: list[Part]) -> Iterator[Item]:
-        opened = open_ahead((shard for shard, _, _ in parts), self.cache_bytes)
-        for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
-            items = list_items(shard, self.report, open_file)
-            yield from items if (first, end) == (0, None) else samples_between(items, first, end)
-
-
-@dataclass(slots=True)
 class ShardReader:
     """Make one worker's pieces. `memory`, (places, rows, *row shape), is used as a ring buffer of places."""
 
@@ -122,23 +65,23 @@ class ShardReader:
         """Yield pieces endlessly. If a source has no usable item, the last piece gives the reason."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a tar stays open while its items are buffered
-        readers = self._readers()
-        streams, weights = [reader.captions(self._decode) for reader in readers], [each.weight for each in self.sources]
-        places, piece_size = self.memory.shape[:2]
+        passes: list[tuple[int, int]] = [*self.start["passes"]] or [(0, 0)] * len(self.sources)
+        streams = [self._captions(number, *passes[number]) for number in range(len(passes))]
+        weights = [source.weight for source in self.sources]
         place, began_s, chosen = 0, 0.0, 0  # the first piece's time includes starting
         captions: list[str] = []
         for number in count(self.start["samples"]):
             self._row = self.memory[place, len(captions)]
             if len(streams) > 1:
                 (chosen,) = random.Random(f"{self.seed}, mixture {number}").choices(range(len(streams)), weights)
-            caption = next(streams[chosen], None)
-            if caption is not None:
+            found = next(streams[chosen], None)
+            if found is not None:
+                caption, passes[chosen] = found
                 captions.append(caption)
-                if len(captions) < piece_size:
+                if len(captions) < self.memory.shape[1]:
                     continue
-            after = {"samples": number + 1, "passes": [[reader.pass_number, reader.drawn] for reader in readers]}
-            piece = Chunk(self.worker, place, self._broken, after)
-            if caption is None:
+            piece = Chunk(self.worker, place, self._broken, {"samples": number + 1, "passes": [*passes]})
+            if found is None:
                 shards = self.sources[chosen].shards
                 piece.failure = f"no usable item in a whole pass over {len(shards)} shard(s), such as {shards[0]}"
                 yield piece
@@ -148,15 +91,49 @@ class ShardReader:
             piece.made_in_s = time.perf_counter() - began_s if began_s else 0.0
             yield piece
             began_s, captions, self._broken = time.perf_counter(), [], []
-            place = (place + 1) % places
+            place = (place + 1) % len(self.memory)
 
-    def _readers(self) -> list[SourceReader]:
-        readers, starts = [], self.start["passes"] or [[0, 0]] * len(self.sources)
-        for number, (source, start) in enumerate(zip(self.sources, starts, strict=True)):
-            buffer = self.data.shuffle_buffer and max(1, round(self.data.shuffle_buffer * source.weight))
-            name, cache_bytes = f"{self.seed}, source {number}", 1e9 * self.data.cache_gb
-            readers.append(SourceReader(source, buffer, name, self._report, cache_bytes, self.start["samples"], *start))
-        return readers
+    def _captions(self, number: int, pass_number: int, drawn: int) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Decode the items of a source to the next rows. Yield the caption of each usable one, and the pass and items drawn
+        in it so far. End only if a whole pass has none."""
+        source, seed, given = self.sources[number], f"{self.seed}, source {number}", self.start["samples"]
+        is_useful = True
+        while is_useful:
+            wanted = source.deal.given(pass_number + 1) if source.deal else math.inf
+            is_useful = drawn > 0 or given >= wanted
+            in_pass = f"{seed}, pass {pass_number}"
+            items = self._items(source, pass_number, random.Random(in_pass)) if given < wanted else iter(())
+            rest = islice(enumerate(items, start=1), drawn, None)
+            for drawn, item in rest:
+                caption = self._decode(item, random.Random(f"{in_pass}, item {drawn - 1}"))
+                if caption is not None:
+                    is_useful = True
+                    given += 1  # of this source; it is the only one if `wanted` is finite
+                    yield caption, (pass_number, drawn)
+                    if given >= wanted:
+                        break
+            pass_number, drawn = pass_number + 1, 0
+
+    def _items(self, source: Source, pass_number: int, rng: random.Random) -> Iterator[Item]:
+        """Yield the items of one pass, then replacements for broken ones."""
+        own: list[Part] = [(shard, 0, None) for shard in source.shards]
+        others: list[Part] = []
+        if source.deal:
+            own, others = source.deal.parts(source.shards, pass_number)
+        elif source.shards_per_pass:
+            own = rng.choices(own, k=source.shards_per_pass)
+        if not self.data.shuffle_buffer:
+            return chain(self._read(own), self._read(others))
+        if not source.shards_per_pass:
+            own, others = rng.sample(own, len(own)), rng.sample(others, len(others))
+        buffer = max(1, round(self.data.shuffle_buffer * source.weight))
+        return chain(shuffle(buffer, rng=rng)(self._read(own)), self._read(others))
+
+    def _read(self, parts: list[Part]) -> Iterator[Item]:
+        opened = open_ahead((shard for shard, _, _ in parts), 1e9 * self.data.cache_gb)
+        for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
+            items = list_items(shard, self._report, open_file)
+            yield from items if (first, end) == (0, None) else samples_between(items, first, end)
 
     def _decode(self, item: Item, rng: random.Random) -> str | None:
         """Write an item's audio to the next row. Return its caption, or None if it is broken."""
@@ -165,7 +142,7 @@ class ShardReader:
             caption = rng.choice(captions_of(item))
             clip = choose_clip(item, "mel" if self._row.ndim == 2 else "encoded")
             read_clip(clip, self._row, audio=self.spec.model.audio, rng=rng)
-        except (BrokenItemError, *DAMAGE) as error:
+        except DAMAGE as error:
             self._report(f"{item['__url__']}: {item['__key__']}", words(error))
             return None
         return caption

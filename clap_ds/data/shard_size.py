@@ -8,7 +8,7 @@ import tarfile
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.model import AudioConfig, load_preset, preset_argument
-from clap_ds.data.front_end import KINDS, Kind
+from clap_ds.data.shard_io import KINDS, Kind
 
 ENCODED = {"flac": 105_600, "wav": 192_000, "mp3": 16_000, "ogg": 14_000}
 """Typical bytes per second: 48 kHz 16-bit stereo (FLAC: 55% of WAV), MP3 at 128 and Ogg at 112 kbit/s."""
@@ -45,6 +45,8 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=ENCODED, default="flac", help=f"encoded clips' format (default: flac); bytes/s: {rates}")
     add("--shard_mb", type=rate, default=500.0, metavar="MB", help="approximate size of a tar in MB (default: 500)")
     add("--link", type=rate, metavar="GBIT", help="bandwidth of the link for copying, in Gbit/s")
+    opened = "files per second that storage can create, which limits the copy of small files (default: 1000)"
+    add("--files_per_s", type=rate, default=1000.0, metavar="N", help=opened)
     add("--disk_mb_per_s", type=rate, default=1000.0, metavar="MB", help="disk write rate in MB/s (default: 1000)")
     add("--rate", type=rate, nargs="+", default=RATES, metavar="R", help="samples/s per GPU (default: 624 3300 4500)")
     add("--gpus", type=count, default=4, metavar="N", help="total GPUs (default: 4)")
@@ -73,7 +75,9 @@ def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
         f"tars of about {digits(options.shard_mb)} MB": f"{tars:,}",
     }
     if options.link:
-        found[f"copied at {digits(options.link)} Gbit/s in"] = duration(8 * size / (options.link * 1e9))
+        for label, files in ("copied", tars), ("copied as single files", clips):
+            seconds = max(8 * size / (options.link * 1e9), files / options.files_per_s)
+            found[f"{label} at {digits(options.link)} Gbit/s in"] = duration(seconds)
     found[f"written at {digits(options.disk_mb_per_s)} MB/s in"] = duration(size / (options.disk_mb_per_s * 1e6))
     for rate in options.rate:
         in_all, at = rate * gpus * size / clips, f"at {digits(rate)} samples/s per GPU"

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from webdataset.tariterators import group_by_keys
 
-from clap_ds.data.captions import CAPTION_FORMATS
-from clap_ds.data.samples import CLIP_FORMATS
+from clap_ds.data.clip import CAPTION_FORMATS, CLIP_FORMATS
+from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_io import OpenFile, open_shard
 
 Item = dict[str, Any]
@@ -32,14 +32,17 @@ class Place(NamedTuple):
     size: int
 
     def read(self, file: OpenFile) -> bytes:
-        """Read the content. Raises OSError, or EOFError if the tar is truncated."""
-        content = file.read(self.start, self.size)
+        """Read the content. Raises BrokenItemError if the tar is truncated or unreadable."""
+        try:
+            content = file.read(self.start, self.size)
+        except OSError as error:
+            raise BrokenItemError(f"its tar can't be read: {words(error)}") from None
         if len(content) < self.size:
-            raise EOFError("the tar is truncated within it")
+            raise BrokenItemError("its tar is truncated within it")
         return content
 
 
-_remembered: dict[tuple[int, ...], list[Item]] = {}  # by file and version
+_remembered: dict[tuple[str | int, ...], list[Item]] = {}  # by file and version
 
 
 def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | None = None) -> Iterator[Item]:
@@ -47,7 +50,7 @@ def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | N
     try:
         file = open_file() if open_file else open_shard(shard)
         state = os.fstat(file.number)
-        version = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+        version = (shard, state.st_ino, state.st_size, state.st_mtime_ns)  # inodes of deleted copies are reused
         for item in _remembered.get(version) or _read_headers(shard, file, version, report):
             yield {**item, "__file__": file}
     except DAMAGE as error:
@@ -55,18 +58,7 @@ def list_items(shard: str, report: Report, open_file: Callable[[], OpenFile] | N
         report(shard, f"tar can't be read: {words(error)}{expected}")
 
 
-def read_items(shard: str, report: Report) -> Iterator[Item]:
-    """Yield the items of a tar like `list_items`, with their contents."""
-    for item in list_items(shard, report):
-        try:
-            fetch(item)
-        except DAMAGE as error:
-            report(f"{shard}: {item['__key__']}", words(error))
-        else:
-            yield item
-
-
-def _read_headers(shard: str, file: OpenFile, version: tuple[int, ...], report: Report) -> Iterator[Item]:
+def _read_headers(shard: str, file: OpenFile, version: tuple[str | int, ...], report: Report) -> Iterator[Item]:
     """Yield items, and cache them all at the end if nothing was reported."""
     found: list[Item] = []
     problems: list[str] = []
@@ -123,10 +115,6 @@ def fetch(item: Item) -> None:
 def is_sample(item: Item) -> bool:
     """Return whether an item has audio or features, and a member that can hold captions."""
     return all(item.keys() & set(formats) for formats in (CLIP_FORMATS, CAPTION_FORMATS))
-
-
-def count_samples(shard: str) -> int:
-    return sum(map(is_sample, list_items(shard, lambda name, reason: None)))
 
 
 def samples_between(items: Iterator[Item], first: int, end: int | None) -> Iterator[Item]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,14 +18,14 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from clap_ds.config.errors import printable
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
-from clap_ds.data.broken import Broken
-from clap_ds.data.captions import monotony
-from clap_ds.data.front_end import Kind
+from clap_ds.data.clip import Broken, monotony
 from clap_ds.data.loader_throughput import LoaderThroughput
-from clap_ds.data.shard_assignment import FIELD, Source, assign_shards, expand_sources, note, split_by_worker
-from clap_ds.data.shard_manifest import kind_of, samples_of
+from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources
+from clap_ds.data.shard_io import Kind
+from clap_ds.data.shard_manifest import FIELD, kind_of, samples_of
 from clap_ds.data.shard_reader import START, Chunk, ShardReader
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
 from clap_ds.weights.tokenizer import load_tokenizer
@@ -32,6 +33,10 @@ from clap_ds.weights.tokenizer import load_tokenizer
 COUNTED_BYTES = 1e10  # of local tars without a manifest; counting their items takes a second
 NUM_EXAMPLES = 5  # broken items quoted in errors
 PIECE_SIZE = 32  # rows
+
+
+def note(text: str) -> None:
+    print(f"{FIELD}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class _Readers(IterableDataset[Chunk]):
@@ -49,24 +54,22 @@ class WebDatasetStream:
     def __init__(
         self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None, *, needs_epochs: bool = False
     ) -> None:
-        sources = expand_sources(data.shards)
-        self.kind = kind_of(sources, spec.model)
-        self.prepared: Kind = "waveform" if spec.model.audio.fusion else "mel"
-        self._micro_batch, self.num_workers = spec.micro_batch, data.num_workers
-        shares, order = self._share(sources, data, spec, needs_epochs=needs_epochs)
+        self._num_workers, self._micro_batch = data.num_workers, spec.micro_batch
+        self._prepared: Kind = "waveform" if spec.model.audio.fusion else "mel"
+        piece_size = min(spec.micro_batch, PIECE_SIZE)
+        shares, order = self._share(data, spec, piece_size, math.inf if needs_epochs else COUNTED_BYTES)
         # origin: all ranks' samples before this order; samples: this rank's since; rows_taken: of the current piece.
         self._state: dict[str, Any] = {"source": "webdataset", "order": order, "origin": 0, "samples": 0}
         self._state |= {"positions": [START] * len(shares), "next_worker": 0, "rows_taken": 0}
         if state is not None:
             self._restore(state, spec)
-        piece_size = order["rows in a piece"]
         # Two micro-batches wait ahead of the one in use. Each worker also keeps its part of that, and fills another.
-        ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self.num_workers else 0
+        ahead = max(2, math.ceil(2 * spec.micro_batch / (piece_size * len(shares)))) if self._num_workers else 0
         in_use = math.ceil((math.ceil((spec.micro_batch - 1) / piece_size) + 1) / len(shares))
-        audio, is_mel = spec.model.audio, self.kind == "mel"
-        row = audio.feature_shape if is_mel else audio.clip_shape
+        audio, is_mel = spec.model.audio, self._kind == "mel"
         in_16_bits = is_mel or (audio.fusion and data.audio_dtype == "int16")
         dtype = torch.float16 if in_16_bits else getattr(torch, data.audio_dtype)
+        row = audio.feature_shape if is_mel else audio.clip_shape
         self._memory = shared_empty((len(shares), ahead + in_use, piece_size, *row), dtype)
         text = spec.model.text
         tokenizer = load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
@@ -75,11 +78,8 @@ class WebDatasetStream:
             ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)
             for worker, (own, start) in enumerate(zip(shares, self._state["positions"], strict=True))
         ]
-        most = min(1000, self._num_samples // spec.world_size) if self._num_samples else 100
-        self._looks = (
-            sorted({min(100, most), most}) if spec.rank == 0 else []
-        )  # numbers of captions after which to check that they differ
-        self._captions: list[bytes] = []  # the first
+        self._captions: list[bytes] = []  # the first, to check that they differ
+        self._num_checked = 0 if spec.rank else min(1000, self._described["num_samples"] or 100)
         self._made, self._made_in_s = 0, 0.0  # rows, and worker seconds for them
         self._broken: dict[str, Broken] = {}  # by name
         self._piece: tuple[Chunk, Batch] | None = None
@@ -87,8 +87,8 @@ class WebDatasetStream:
         next_worker = self._state["next_worker"]
         self._received: Loader[Chunk] = Loader(
             _Readers(readers[next_worker:] + readers[:next_worker]),
-            num_workers=self.num_workers, section="clap.data", batch_size=None,
-            **({"prefetch_factor": ahead, "multiprocessing_context": "fork"} if self.num_workers else {}),
+            num_workers=self._num_workers, section="clap.data", batch_size=None,
+            **({"prefetch_factor": ahead, "multiprocessing_context": "fork"} if self._num_workers else {}),
         )  # fmt: skip
         if spec.device.type == "cuda":
             if lock_pages(self._memory):
@@ -98,21 +98,25 @@ class WebDatasetStream:
                 note("clap.data: CUDA can't lock the memory of the workers' audio; copies to the GPU block the host")
 
     def _share(
-        self, sources: list[Source], data: ShardData, spec: BatchSpec, *, needs_epochs: bool
+        self, data: ShardData, spec: BatchSpec, piece_size: int, most_bytes: float
     ) -> tuple[list[list[Source]], dict[str, Any]]:
-        """Return each worker's share, and everything that determines the order of samples."""
-        all_shards = [shard for source in sources for shard in source.shards]
-        samples = samples_of(all_shards, math.inf if needs_epochs else COUNTED_BYTES)
-        self._num_shards, self._num_samples = len(all_shards), sum(samples) if samples else None
-        self._has_epochs = data.has_epochs and bool(self._num_samples)
-        piece_size = min(spec.micro_batch, PIECE_SIZE)
+        """Find the shards. Return each worker's share, and everything that determines the order of samples."""
+        sources = expand_sources(data.shards)
+        shards = [shard for source in sources for shard in source.shards]
+        self._kind, samples = kind_of(shards, spec.model), samples_of(shards, most_bytes)
+        num_samples = sum(samples) if samples else None
+        self._described: dict[str, Any] = {
+            "source": "webdataset",
+            "kind": self._kind,
+            "num_shards": len(shards),
+            "num_samples": num_samples,
+            "epoch_samples": num_samples or None if data.has_epochs else None,
+            "num_workers": data.num_workers,
+        }
         contents: Any = [[source.shards, source.weight] for source in sources]
-        if self._has_epochs and samples:
-            shuffled = data.shuffle_buffer > 0
-            shares = split_by_worker(sources[0], samples, spec, max(data.num_workers, 1), piece_size, shuffled=shuffled)
-            contents = [contents, samples]
-        else:
-            shares = assign_shards(sources, data.resampled, spec.rank, spec.world_size, data.num_workers)
+        has_epochs = bool(self._described["epoch_samples"])
+        shares = assign_shards(sources, data, spec, samples if has_epochs else None, piece_size)
+        contents = [contents, samples] if has_epochs else contents
         return shares, {
             "ranks": spec.world_size,
             "workers per rank": len(shares),
@@ -133,8 +137,8 @@ class WebDatasetStream:
         origin = state.get("origin", 0) + state.get("samples", 0) * before.get("ranks", spec.world_size)
         self._state["origin"] = origin
         if spec.rank == 0:
-            values = {name: f" (then {before.get(name)}, now {order[name]})" for name in changed if name != "shards"}
-            other = ", ".join(name + values.get(name, "") for name in changed)
+            values = {name: f" (then {before.get(name)}, now {order[name]})" for name in changed} | {"shards": ""}
+            other = ", ".join(name + values[name] for name in changed)
             note(f"resuming after {origin:,} samples in a new order, because these changed: {other}")
 
     def __next__(self) -> list[Batch]:
@@ -165,11 +169,12 @@ class WebDatasetStream:
             examples = "; ".join(map(str, islice(self._broken.values(), NUM_EXAMPLES)))
             found = f"{len(self._broken)} broken, the first: {examples}" if examples else "they contain no items"
             raise ValueError(f"{FIELD}: {piece.failure}; {found}")
-        self._captions += map(bytes, piece.captions[0]) if self._looks else []
-        while self._looks and len(self._captions) >= self._looks[0]:
-            if few := monotony(self._captions[: self._looks.pop(0)]):
-                note(few)
-                self._looks.clear()
+        if self._num_checked:
+            self._captions += map(bytes, piece.captions[0])
+            if len(self._captions) >= self._num_checked:
+                if few := monotony(self._captions[: self._num_checked]):
+                    note(few)
+                self._num_checked = 0
         ids, mask = map(torch.from_numpy, piece.captions)
         batch = Batch(self._memory[piece.worker, piece.place], ids, mask)
         self._made += len(batch) if piece.made_in_s else 0
@@ -179,24 +184,16 @@ class WebDatasetStream:
     def throughput(self) -> LoaderThroughput | None:
         if not self._made_in_s:
             return None
-        rate = max(self.num_workers, 1) * self._made / self._made_in_s
-        return LoaderThroughput(rate, self.num_workers, self.kind, self.prepared)
+        rate = max(self._num_workers, 1) * self._made / self._made_in_s
+        return LoaderThroughput(rate, self._num_workers, self._kind, self._prepared)
 
     def state(self) -> dict[str, Any]:
         return dict(self._state)
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics that count broken items and damaged tars once each; unknown numbers of samples are None."""
-        return {
-            "source": "webdataset",
-            "kind": self.kind,
-            "num_shards": self._num_shards,
-            "num_samples": self._num_samples,
-            "epoch_samples": self._num_samples if self._has_epochs else None,
-            "num_workers": self.num_workers,
-            "num_broken_items": len(self._broken),
-            "broken_items": [asdict(broken) for broken in self._broken.values()],
-        }
+        broken = [asdict(broken) for broken in self._broken.values()]
+        return {**self._described, "num_broken_items": len(broken), "broken_items": broken}
 
     def close(self) -> None:
         self._received.close()

@@ -52,11 +52,8 @@ def choose_device(rank: int, local_rank: int) -> torch.device:
     if choose_accelerator() == "cpu":
         return torch.device("cpu")
     number, there = local_rank, torch.cuda.device_count()
-    if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
-        number, os.environ["LOCAL_RANK"] = (
-            0,
-            "0",
-        )  # one GPU per rank (`--gpus-per-task`); DeepSpeed's engine reads the variable
+    if there == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):  # `--gpus-per-task`
+        number, os.environ["LOCAL_RANK"] = 0, "0"  # read by DeepSpeed's engine
     if number >= there:
         raise UserError(f"rank {rank} needs GPU {number} of {os.uname().nodename}, which has {there} visible GPUs")
     set_up_cuda()

@@ -69,12 +69,6 @@ def reduce_on_rank0(value: T, reduce: Callable[[list[T]], R]) -> R:
     return run_on_rank0(lambda: reduce(everyone))
 
 
-def sync_error(problem: str | None) -> None:
-    """Raise CollectiveUserError on every rank, with the first rank's problem, if any rank has one."""
-    if said := reduce_on_rank0(problem, _first_problem):
-        raise CollectiveUserError(said)
-
-
 def _first_problem(problems: list[str | None]) -> str | None:
     number, text = next(((number, text) for number, text in enumerate(problems) if text is not None), (0, None))
     return f"rank {number}: {text}" if None in problems and text is not None else text
@@ -95,7 +89,8 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
     except ValueError as error:
         problem = str(error)
-    sync_error(problem)
+    if said := reduce_on_rank0(problem, _first_problem):
+        raise CollectiveUserError(said)
 
 
 def run_on_rank0(task: Callable[[], T]) -> T:

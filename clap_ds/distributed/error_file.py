@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from clap_ds.config.files import own_folder, read_json, write_atomically
@@ -17,54 +18,61 @@ USER, ERROR, OUT_OF_MEMORY, LOST_PEER = "user", "error", "out_of_memory", "lost_
 STOPPED, UNREACHABLE, STALL = "stopped", "unreachable", "stall"
 CONSEQUENCES = (LOST_PEER, STOPPED)
 """Consequences of other failures; these never replace an error file."""
-WORDS = "errors"  # folder of error files in the run directory or the job's
+ERRORS = "errors"  # folder of error files in the run directory or the job's
 SHOWN = 8  # ranks or hosts listed per line
-_place: tuple[Path, int, str] | None = None  # a process is one rank
 
 
 @dataclass(frozen=True)
 class RankError:
-    """Why and when a rank ended; `ranks` and `hosts` are others that are missing or at fault."""
+    """Why and when a rank ended; `ranks` and `hosts` are missing or at fault."""
 
     at: float
     rank: int
     host: str
     kind: str
     message: str
-    code: int
-    stack: str
-    ranks: list[int]
-    hosts: list[str]
+    code: int = 1
+    stack: str = ""
+    ranks: list[int] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
 
 
-def set_error_dir(folder: Path, rank: int, host: str) -> None:
-    """Set the folder of this rank's error files."""
-    global _place
-    _place = folder / WORDS, rank, host
+class ThisRank:
+    """This process's rank, and where it records why it ends: nowhere until it is placed."""
+
+    folder: Path | None = None
+    rank, host = 0, ""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()  # with the first step
+
+    def place(self, folder: Path, rank: int, host: str) -> None:
+        self.folder, self.rank, self.host = folder / ERRORS, rank, host
+
+    def write(
+        self, kind: str, message: str, code: int, *, ranks: Sequence[int] = (), hosts: Sequence[str] = ()
+    ) -> None:
+        """Write why this rank ends, with the current exception's stack; ignore failures to write."""
+        name, line = f"rank{self.rank}.json", "; ".join(message.strip().splitlines())
+        if self.folder is None or (kind in CONSEQUENCES and (self.folder / name).exists()):
+            return
+        now, stack = round(time.time(), 3), traceback.format_exc()
+        error = RankError(now, self.rank, self.host, kind, line, code, stack, [*ranks], [*hosts])
+        with suppress(OSError), own_folder(self.folder) as there:
+            write_atomically(there / name, json.dumps(redacted_all(asdict(error))) + "\n")
 
 
-def write_error_file(
-    kind: str, message: str, code: int, *, ranks: Sequence[int] = (), hosts: Sequence[str] = ()
-) -> None:
-    """Write why this rank ends, with the current exception's stack; ignore failures to write."""
-    if _place is None:
-        return
-    folder, rank, host = _place
-    path, line = folder / f"rank{rank}.json", "; ".join(message.strip().splitlines())
-    if kind in CONSEQUENCES and path.exists():
-        return
-    word = RankError(round(time.time(), 3), rank, host, kind, line, code, traceback.format_exc(), [*ranks], [*hosts])
-    with suppress(OSError), own_folder(folder) as there:
-        write_atomically(there / path.name, json.dumps(redacted_all(asdict(word))) + "\n")
+this_rank = ThisRank()  # a process is one rank
+set_error_dir, write_error_file = this_rank.place, this_rank.write
 
 
 def read_errors(folder: Path) -> list[RankError]:
     """Read all ranks' error files, skipping unreadable ones."""
-    words = []
-    for path in (folder / WORDS).glob("rank*.json"):
+    errors = []
+    for path in (folder / ERRORS).glob("rank*.json"):
         with suppress(OSError, ValueError, TypeError):
-            words.append(RankError(**read_json(path)))
-    return words
+            errors.append(RankError(**read_json(path)))
+    return errors
 
 
 def some(names: Sequence[object]) -> str:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from clap_ds.config.errors import USER_ERROR, CollectiveUserError, UserError, printable
-from clap_ds.distributed import error_file, watchdog
+from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.distributed.accelerator import choose_device
 from clap_ds.distributed.error_file import some, write_error_file
@@ -85,7 +85,7 @@ class Ranks:
         if self.job_folder is not None:
             with contextlib.suppress(OSError):  # preflight starts ranks without one
                 secret = (self.job_folder / SECRET).read_text()
-        ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
+        ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
         return " ".join([f"{secret}{self.job_folder}", *(os.environ.get(name, "") for name in ids)])
 
 
@@ -99,9 +99,8 @@ def _adopt_slurm_step() -> tuple[str, ...]:
     os.environ["LOCAL_WORLD_SIZE"] = str(counts[int(os.environ["SLURM_NODEID"])])
     if int(tasks) > 1:  # single ranks need no rendezvous, and an interactive step may hold several
         os.environ.setdefault("MASTER_ADDR", hosts[0])
-        os.environ.setdefault(
-            "MASTER_PORT", str(port_of(f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"))
-        )
+        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+        os.environ.setdefault("MASTER_PORT", str(port_of(step)))
     return tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
 
 
@@ -115,8 +114,8 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
     """Return the parser of a command that launchers start on every rank."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
-    config = "read this run: a JSON file or packaged name"
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=config)
+    what = "read this run: a JSON file or packaged name"
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=what)
     add_rank_options(parser)
     return parser
 
@@ -156,10 +155,11 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     # Otherwise each gloo group connects all pairs of ranks: sockets grow with the square of the ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "gloo" if device.type == "cpu" else "nccl"
-    if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and not torch.distributed.is_initialized():
+    flight_recorder.prepare()
+    if not torch.distributed.is_initialized():
         # As DeepSpeed does when it creates the group.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None
-        meet(ranks.rank, ranks.world_size, backend, ranks.hosts, bound, ranks.run)
+        meet(ranks, backend, bound, _give_up)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
     # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of its own.
@@ -172,23 +172,26 @@ def prepare_debugging(settings: DebugSettings) -> None:
     Call before CUDA lists GPUs. Keeps variables that are set."""
     if settings.enabled:
         faulthandler.enable(all_threads=True)
-        os.environ.setdefault("NCCL_DEBUG", "INFO")
-        os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET,GRAPH,ENV")
-        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        verbose = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV", "TORCH_DISTRIBUTED_DEBUG": "INFO"}
+        os.environ.update({**verbose, **os.environ})
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep large freed blocks: clearing new pages takes a seventh of a CPU training step."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-        mallopt(m_trim_threshold, 2**31 - 1)
-        mallopt(m_mmap_max, 0)
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        mallopt(-4, 0)  # M_MMAP_MAX
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     write_error_file(error_file.STOPPED, f"stopped by {signal.Signals(number).name}", 128 + number)
     leave(128 + number)
+
+
+def _give_up(error: UnreachableError) -> NoReturn:
+    write_error_file(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
+    print("error:", printable(str(error)), file=sys.stderr, flush=True)
+    leave(FAILED)
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
@@ -201,19 +204,18 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
             signal.signal(signal.SIGTERM, _end)  # until a run exists and records its end
         main(ranks)
     except UnreachableError as error:
-        write_error_file(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
-        print("error:", printable(str(error)), file=sys.stderr, flush=True)
-        leave(FAILED)
+        _give_up(error)
     except UserError as error:
         write_error_file(error_file.USER, str(error), USER_ERROR)
-        told = printable(str(error), "\n")
-        if os.environ.get("RANK", "0") in ("", "0"):
-            print(f"error: {told}", file=sys.stderr, flush=True)
-        else:
-            # Launchers end a job when its first process exits: let rank 0 report first.
-            time.sleep(RANK_0_SPEAKS_S)
-            if not isinstance(error, CollectiveUserError):
-                print(f"error: {socket.gethostname()}: rank {os.environ['RANK']}: {told}", file=sys.stderr, flush=True)
+        who, is_first = (
+            f"{socket.gethostname()}: rank {os.environ.get('RANK')}: ",
+            os.environ.get("RANK", "0") in ("", "0"),
+        )
+        if not is_first:
+            time.sleep(RANK_0_SPEAKS_S)  # launchers end a job when its first process exits: let rank 0 report first
+        if is_first or not isinstance(error, CollectiveUserError):
+            told = printable(str(error), "\n")
+            print(f"error: {'' if is_first else who}{told}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
     except Exception as error:
         write_error_file(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)

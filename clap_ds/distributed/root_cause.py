@@ -1,6 +1,6 @@
-"""Find the root cause of a run's end from the files of its ranks.
+"""Find the root cause of a run's end from the files of its ranks: the earliest error or, in a hang, the least progress.
 
-Ranks write error files (`clap_ds.distributed.error_file`) and a stack file each (`clap_ds.distributed.watchdog`): a
+Ranks write error files (`clap_ds.distributed.error_file`) and a progress file each (`clap_ds.distributed.watchdog`): a
 header line, then stacks if the rank hung or got a fatal signal. The file of a killed rank has only the header. Standard
 library only.
 """
@@ -8,31 +8,18 @@ library only.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from clap_ds.config.files import parse_json, read_bytes
-from clap_ds.distributed.error_file import (
-    ERROR,
-    LOST_PEER,
-    SHOWN,
-    STALL,
-    STOPPED,
-    UNREACHABLE,
-    RankError,
-    read_errors,
-    some,
-)
+from clap_ds.distributed.error_file import ERROR, LOST_PEER, STALL, STOPPED, UNREACHABLE, RankError, read_errors, some
+from clap_ds.distributed.flight_recorder import Progress, dumped_progress
 
 SIGNAL, KILLED = "signal", "killed"
-"""Kinds of verdict in addition to those of error files."""
-STACKS = "stacks"  # folder of stack files in the run directory
-STEPPING, HUNG = "stepping", "blocked"
-"""What a rank does, in its file's header; other values are tasks that may take long."""
+"""Kinds of error that ranks can't record themselves."""
+STACKS = "stacks"  # folder of progress files in the run directory
 _OF_THE_HOST = re.compile(
     r"NCCL|CUDA error|uncorrectable|\bECC\b|\bXid\b|Input/output error|Bus error|Stale file handle"
     r"|was ended by SIG(KILL|BUS|SEGV)"
@@ -44,149 +31,133 @@ _OF_THE_PROGRAM = re.compile(
 """Variants of these errors caused by a kernel, which would fail on any host."""
 _OF_THE_LINK = re.compile("NCCL|gloo", re.IGNORECASE)
 # faulthandler's format.
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_THREAD = re.compile(r"^(Current thread|Thread) .*$", re.MULTILINE)
 _FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)
-_TIMEOUT = re.compile(r"^Timeout \((\d+):(\d+):(\d+)", re.MULTILINE)
-_WAITING = re.compile(
-    r"/torch/(distributed|autograd|_inductor|cuda)/|/triton/|inductor[^/]*/"
-    r"|(^|/)(clap_ds|deepspeed)/.* (wait|synchronize|barrier)$"
-)
-"""File and function of a rank that waits for others. NCCL queues collectives: if one hangs, the host continues until the queue
-is full, then blocks in its next launch."""
-
-# From causes to consequences; the earliest of equals counts. Libraries abort a rank that lost a peer as well as a broken one.
-_JUDGED, _CAUSE, _KILLED, _ABORTED, _LOST_PEER, _STOPPED = range(6)
+_FRAME = re.compile(r'^  File "(?:.*/)?(.*?)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class RootCause:
-    """Why a run ended, in one line; the ranks concerned and the hosts at fault."""
+class ProgressFile:
+    """Content of one rank's progress file, and its modification time.
 
-    message: str
-    kind: str
-    ranks: list[int]
-    hosts: list[str]
-
-
-_Cause = tuple[int, float, RootCause]  # rank in the order above, time, verdict
-
-
-@dataclass(frozen=True)
-class Stacks:
-    """Content of one rank's stack file, and its modification time."""
+    Attributes:
+        step: completed steps, on a GPU those that the device has completed.
+        limit_s: seconds without progress after which the rank counts as hung.
+        hung_at: when it hung, if it does and Python could run; then `collectives` is its progress.
+    """
 
     rank: int
     host: str
-    pid: int
     activity: str
     step: int
-    text: str
+    limit_s: float
+    hung_at: float | None
+    collectives: Progress
+    stacks: str
     at: float
 
     @property
-    def still_s(self) -> float | None:
-        """Seconds it had hung when it wrote its stacks, if it did."""
-        found = _TIMEOUT.search(self.text)
-        return 3600.0 * int(found[1]) + 60 * int(found[2]) + int(found[3]) if found else None
+    def responds(self) -> bool:
+        """Whether it reported that it hangs."""
+        return self.hung_at is not None or self.stacks.startswith("Timeout")
 
-    @property
-    def fatal(self) -> str | None:
-        """Fatal signal, such as Segmentation fault."""
-        found = _FATAL.search(self.text)
-        return found[1] if found else None
+    def where(self, thread: int) -> str:
+        """The innermost Python function of a thread, whose stack begins at a position."""
+        found = _FRAME.search(self.stacks, max(thread, 0))
+        return f" in {found[3]} ({found[1]}:{found[2]})" if found else ""
 
-    @cached_property
-    def frames(self) -> list[tuple[str, str, str]]:
-        """File, line and function, innermost first, of the thread with a fatal signal or else the main one (last)."""
-        _, *parts = _THREAD.split(self.text)
-        threads = dict(zip(parts[::2], parts[1::2], strict=True))
-        return _FRAME.findall(threads.get("Current thread") or threads.get("Thread", ""))
-
-    @property
-    def where(self) -> str:
-        for file, line, function in self.frames[:1]:
-            return f"in {function} ({file.rpartition('/')[2]}:{line})"
-        return "doesn't respond: stopped or gone"
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for other ranks."""
-        return any(_WAITING.search(f"{file} {function}") for file, _, function in self.frames[:4])
+    def waits_in(self, group: str) -> bool:
+        started, completed = self.collectives.get(group, (0, 0))
+        return completed < started
 
 
-def read_stacks(run_directory: Path) -> list[Stacks]:
-    """Read all stack files, sorted by rank."""
-    found = []
-    for path in (run_directory / STACKS).glob("rank*.txt"):
-        with suppress(OSError, ValueError, TypeError):
-            first, _, text = read_bytes(path).decode(errors="replace").partition("\n")
-            found.append(Stacks(**parse_json(first), text=text, at=path.stat().st_mtime))
+def read_progress(run_directory: Path) -> list[ProgressFile]:
+    """Read all progress files, sorted by rank."""
+    folder, found = run_directory / STACKS, []
+    for path in folder.glob("rank*.txt"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            first, _, stacks = read_bytes(path).decode(errors="replace").partition("\n")
+            header = parse_json(first)
+            header["collectives"] = header["collectives"] or dumped_progress(folder, header["rank"])
+            found.append(ProgressFile(**header, stacks=stacks.strip(), at=path.stat().st_mtime))
     return sorted(found, key=lambda each: each.rank)
 
 
-def find_root_cause(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> RootCause | None:
-    """Return the root cause, or None without any files; before a run directory exists they are in the job's folder.
-    `hosts` are of every rank, if known."""
-    words = [word for folder in (job_folder, run_directory) if folder for word in read_errors(folder)]
-    files = read_stacks(run_directory) if run_directory else []
-    causes = [_of_word(word, hosts) for word in sorted(words, key=lambda word: word.rank)]
-    causes += [_of_signal(file) for file in files if file.fatal]
-    if still := [file for file in files if file.still_s is not None]:
-        causes.append((_CAUSE, min(file.at for file in still), _of_stall(still, files)))
+def find_root_cause(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> RankError | None:
+    """Return the error that ended a run, with the ranks and hosts at fault and a message that names them; None without any
+    files. Before a run directory exists they are in the job's folder. `hosts` are of every rank, if known."""
+    errors = [error for folder in (job_folder, run_directory) if folder for error in read_errors(folder)]
+    for error in errors:
+        if error.kind == STALL:
+            return error  # the ranks' own verdict: stopped ones also write stacks when they are woken to be ended
+    files = read_progress(run_directory) if run_directory else []
+    found = [_blamed(error) for error in errors] + [_crash(file) for file in files if _FATAL.search(file.stacks)]
+    if any(file.responds for file in files):
+        found.append(_hang(files))
     # Ranks that end in order remove their file; before files exist, every rank without an error file counts as silent.
     watched = run_directory is not None and (run_directory / STACKS).is_dir()
-    silent = {file.rank: file.host for file in files if not file.text.strip()} if watched else dict(enumerate(hosts))
-    killed = sorted(silent.keys() - {word.rank for word in words})
-    if causes and killed:
+    silent = {file.rank: file.host for file in files if not file.stacks} if watched else dict(enumerate(hosts))
+    killed = sorted(silent.keys() - {error.rank for error in errors})
+    if found and killed:
         # A link's error points to its other end.
-        causes = [cause for cause in causes if cause[2].kind != ERROR or not _OF_THE_LINK.search(cause[2].message)]
+        found = [error for error in found if error.kind != ERROR or not _OF_THE_LINK.search(error.message)]
         theirs = list(dict.fromkeys(silent[rank] for rank in killed))
         who = f"rank{'s' if len(killed) > 1 else ''} {some(killed)} on {some(theirs)}"
         message = f"{who} exited without reporting an error: killed (out of memory?) or node lost"
-        causes.append((_KILLED, 0.0, RootCause(message, KILLED, killed, theirs)))
-    return min(causes, key=lambda cause: cause[:2])[2] if causes else None
+        found.append(RankError(0.0, killed[0], theirs[0], KILLED, message, ranks=killed, hosts=theirs))
+    return min(found, key=lambda error: (_order(error), error.at, error.rank), default=None)
 
 
-def _of_word(word: RankError, hosts: Sequence[str]) -> _Cause:
-    told = RootCause(f"rank {word.rank} on {word.host}: {word.message}", word.kind, [word.rank], [])
-    if word.kind == STALL:
-        return _JUDGED, word.at, RootCause(word.message, STALL, word.ranks, word.hosts)
-    if word.kind == UNREACHABLE:
-        blamed = word.hosts or [*hosts[:1]] * (word.rank != 0)
-        return (_CAUSE if word.hosts else _LOST_PEER), word.at, replace(told, message=word.message, hosts=blamed)
-    if word.kind == ERROR and _OF_THE_HOST.search(word.message) and not _OF_THE_PROGRAM.search(word.message):
-        told = replace(told, hosts=[word.host])
-    return {LOST_PEER: _LOST_PEER, STOPPED: _STOPPED}.get(word.kind, _CAUSE), word.at, told
+def _order(error: RankError) -> int:
+    """Sort causes before consequences. Libraries abort a rank that lost a peer as well as a broken one."""
+    if error.kind == UNREACHABLE:
+        return 3 if "can't reach" in error.message else 0  # rank 0 lists those that are missing
+    aborted = error.kind == SIGNAL and not error.hosts
+    return 2 if aborted else {KILLED: 1, LOST_PEER: 3, STOPPED: 4}.get(error.kind, 0)
 
 
-def _of_signal(file: Stacks) -> _Cause:
-    message = f"rank {file.rank} on {file.host}: {file.fatal}" + f" {file.where}" * bool(file.frames)
-    aborted = file.fatal == "Aborted"
-    told = RootCause(message, SIGNAL, [file.rank], [] if aborted else [file.host])
-    return (_ABORTED if aborted else _CAUSE), file.at, told
+def _blamed(error: RankError) -> RankError:
+    """Add the ranks and hosts at fault to a rank's own error; rank 0's list of missing ranks has them."""
+    if error.kind == UNREACHABLE:
+        return error
+    is_hosts = error.kind == ERROR and _OF_THE_HOST.search(error.message) and not _OF_THE_PROGRAM.search(error.message)
+    message = f"rank {error.rank} on {error.host}: {error.message}"
+    return replace(error, message=message, ranks=[error.rank], hosts=[error.host] * bool(is_hosts))
 
 
-def _of_stall(still: list[Stacks], files: list[Stacks]) -> RootCause:
-    """Name the ranks that block the others, and where the others wait."""
-    found = files if len(files) == 1 else _elsewhere(files)
-    others = [file for file in files if file not in found]
-    shown = [f"rank {file.rank} on {file.host} {file.where}" for file in found[:SHOWN]]
-    for where, number in Counter(file.where for file in others).most_common(1):
-        shown.append(f"{number} of {'the other' if found else 'all'} {len(others)} {where}")
-    message = f"no step for {min(file.still_s or 0.0 for file in still):.0f} s: {'; '.join(shown)}"
-    return RootCause(message, STALL, [file.rank for file in found], list(dict.fromkeys(file.host for file in found)))
+def _crash(file: ProgressFile) -> RankError:
+    (name,) = _FATAL.findall(file.stacks)[:1]
+    message = f"rank {file.rank} on {file.host}: {name}{file.where(file.stacks.find('Current thread'))}"
+    hosts = [] if name == "Aborted" else [file.host]
+    return RankError(file.at, file.rank, file.host, SIGNAL, message, ranks=[file.rank], hosts=hosts)
 
 
-def _elsewhere(files: Sequence[Stacks]) -> list[Stacks]:
-    """Return the ranks that block the others: those without stacks, else a step behind (preferably not waiting), else not
-    waiting. Empty if all are alike."""
-    latest = max(file.step for file in files)
-    behind = [file for file in files if file.step < latest]
-    choices = (
-        [file for file in files if not file.frames],
-        [file for file in behind if not file.waits],
-        behind,
-        [file for file in files if not file.waits],
-    )
-    return next((found for found in choices if 0 < len(found) < len(files)), [])
+def _hang(files: list[ProgressFile]) -> RankError:
+    """Name the rank that doesn't respond, or else the one with the least progress, if there is one."""
+    silent, hung = [file for file in files if not file.responds], [file for file in files if file.responds]
+    behind = _behind(hung)
+    found = files if len(files) == 1 else behind if len(silent) != 1 else silent if not behind else []
+    said = "no rank made less progress than all others"
+    for file in found:
+        how = "blocks the others" if file.responds else "doesn't respond"
+        where = file.where(file.stacks.rfind("Thread 0x")) if file.responds else " at its last report"
+        said = f"rank {file.rank} on {file.host} {how}: {file.activity} after step {file.step}{where}"
+    message = f"no step for {min(file.limit_s for file in hung):.0f} s: {said}"
+    first, at = (found or hung)[0], min(file.hung_at or file.at for file in hung)
+    ranks, hosts = [file.rank for file in found], [file.host for file in found]
+    return RankError(at, first.rank, first.host, STALL, message, ranks=ranks, hosts=hosts)
+
+
+def _behind(files: list[ProgressFile]) -> list[ProgressFile]:
+    """Return the one rank that started the fewest collectives, without waiting in one, while others wait in more."""
+    known, unknown = [file for file in files if file.collectives], [file for file in files if not file.collectives]
+    groups = {group for file in known for group in file.collectives}
+    for group in sorted(groups, key=lambda group: (not group.startswith("nccl"), group)):  # the device's come first
+        if any(file.waits_in(group) for file in known):
+            started = {file.rank: file.collectives.get(group, (0, 0))[0] for file in known}
+            least = [file for file in known if started[file.rank] == min(started.values())]
+            if len(least) == len(known):
+                # A rank that holds Python's lock. On a GPU it may be launching behind a full queue, as all others do.
+                least = unknown if group.startswith("gloo") else []
+            return least if len(least) == 1 and not least[0].waits_in(group) else []
+    # A device that completed all it got, while its host made no progress.
+    return known if len(known) == 1 and any(group.startswith("nccl") for group in groups) else []

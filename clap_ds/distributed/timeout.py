@@ -17,7 +17,7 @@ def within(limit_s: float, task: Callable[[], T]) -> T:
     def work() -> None:
         try:
             future.set_result(task())
-        except BaseException as error:  # handled by the waiting thread
+        except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()

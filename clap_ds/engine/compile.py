@@ -6,9 +6,9 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import cache, partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from clap_ds.config.paths import compile_cache_dir
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import rank, reduce_on_rank0
+from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.metrics_schema import Summary
 
 T = TypeVar("T")
@@ -44,14 +45,9 @@ def compile_towers(
     _note_compilations()
     mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
     model, problems, began_s = engine.module, dict[str, str | None](), time.monotonic()
-    statistics = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
     audio, *text = batch.model_inputs()
-    devices = [batch.device] if batch.device.type == "cuda" else []
-    with watchdog.activity("compiling"), torch.random.fork_rng(devices), autocast_if_enabled(engine):
-        # The whole batch, eager: finds that memory is too small in a second, not after minutes of compiling.
-        _backward(
-            [model.audio(model.mel(audio) if audio.ndim == 2 else audio), model.text(*text)], model.audio, model.text
-        )
+    with watchdog.activity("compiling"), untouched(model, batch.device), autocast_if_enabled(engine):
+        run_eager(engine, batch)  # finds that memory is too small in a second, not after minutes of compiling
         for name in PARTS if audio.ndim == 2 else ("audio", "text"):
             _say(f"compiling {PARTS[name]} …")
             part = model.get_submodule(name)
@@ -63,8 +59,6 @@ def compile_towers(
                 _say(f"warning: {PARTS[name]} can't be compiled and runs slower: {problems[name]}")
             if name == "mel":
                 audio = part(audio)
-        for buffer, value in statistics:
-            buffer.copy_(value)
     _say(f"compiled in {time.monotonic() - began_s:.0f} s")
     return Summary(compiled=problems, compile_s=time.monotonic() - began_s)
 
@@ -79,6 +73,24 @@ def _try(part: nn.Module, inputs: list[Any], *, cached: bool) -> None:
         with torch.no_grad():
             part(*inputs)
     _backward([part(*inputs)], part)
+
+
+@contextmanager
+def untouched(model: ClapModel, device: torch.device) -> Iterator[None]:
+    """Restore random states and the batch norm's statistics afterwards."""
+    statistics = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    for buffer, value in statistics:
+        buffer.copy_(value)
+
+
+def run_eager(engine: Any, batch: Batch) -> None:
+    """Run both towers of DeepSpeed's engine forward and backward on a whole batch, without effects on gradients."""
+    model, (audio, *text) = engine.module, batch.model_inputs()
+    with autocast_if_enabled(engine):
+        outputs = [model.audio(model.mel(audio) if audio.ndim == 2 else audio), model.text(*text)]
+        _backward(outputs, model.audio, model.text)
 
 
 def _backward(outputs: list[Tensor], *parts: nn.Module) -> None:
@@ -110,27 +122,29 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-_failed = set[Callable[..., Any]]()
-
-
-def compiled_on_gpu(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that changes none of its arguments, compiled if the first one, a tensor, is on a GPU.
+def compiled_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function that changes none of its arguments: if the first one, a tensor, is on a GPU, it runs compiled.
 
     Without Triton or a C compiler it runs uncompiled, and rank 0 warns once.
     """
-    if arguments[0].is_cuda and function not in _failed:
+    on_gpu: Callable[..., T] | None = None
+
+    @wraps(function)
+    def call(*arguments: Any) -> T:
+        nonlocal on_gpu
+        if not arguments[0].is_cuda:
+            return function(*arguments)
+        if on_gpu is None:
+            _note_compilations()
+            on_gpu = torch.compile(function)
         try:
-            return _compiled(function)(*arguments)
+            return on_gpu(*arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
-            _failed.add(function)
             _say(f"warning: {function.__name__} can't be compiled, so the loss runs slower: {reason_of(error)}")
-    return function(*arguments)
+            on_gpu = function
+            return function(*arguments)
 
-
-@cache
-def _compiled(function: Callable[..., T]) -> Callable[..., T]:
-    _note_compilations()
-    return torch.compile(function)
+    return call
 
 
 def set_compile_cache() -> None:

@@ -7,26 +7,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clap_ds.config.settings import RunSettings
+from clap_ds.config.schema import EngineSettings, ModelSettings, TrainSettings
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.batch import Batch
-from clap_ds.distributed import watchdog
+from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import reduce_on_rank0
-from clap_ds.engine.ema import WeightAverage
+from clap_ds.distributed.watchdog import watch
+from clap_ds.engine.compile import compile_towers, set_compile_cache, what_to_compile
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import wrap
 from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
-from clap_ds.engine.loss import SoftmaxLoss, build_loss
-from clap_ds.engine.optimizer import FlatStep
+from clap_ds.engine.kernel_fallback import fall_back
+from clap_ds.engine.optimizer import FlatStep, WeightAverage
 from clap_ds.model.clap import ClapModel
-from clap_ds.run_records.timers import PhaseTimer
+from clap_ds.run_records.metrics_schema import Summary
+from clap_ds.run_records.run_dir import quiet_deepspeed
+from clap_ds.run_records.timers import StepTimer
 
 MOST_SKIPPED = 40
 """Consecutive skipped steps that end a run. fp16's loss scale starts at 2^16 and may need to be halved that often."""
@@ -36,7 +40,9 @@ class ClapEngine:
     """Hold a CLAP model wrapped with DeepSpeed and step through batches.
 
     Attributes:
-        deepspeed: DeepSpeed's engine around the model.
+        deepspeed, config: DeepSpeed's engine around the model, and its configuration.
+        timer: times phases of steps.
+        cached: whether gradients are accumulated with GradCache.
         average: moving average of the weights with `clap.train.ema_decay`; every step updates it, including skipped ones.
         steps: number of optimizer steps, including skipped ones.
         is_skipped: whether the last step was skipped because a 16-bit gradient wasn't finite; scalar bool on the device.
@@ -45,50 +51,91 @@ class ClapEngine:
         gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
     """
 
-    def __init__(self, run: RunSettings, model: ClapModel, device: torch.device) -> None:
-        """Wrap `model`. A collective; raises ValueError if DeepSpeed rejects its sections."""
-        self.device, self.model = device, model.to(device)
-        if device.type == "cpu" and run.clap.cpu_kernels == "auto":
-            convert(self.model)
-        self.loss: Any = build_loss(run.clap.loss, run.precision)
-        self._cached = run.clap.train.accumulation == "gradcache"
-        if isinstance(self.loss, SoftmaxLoss) and not self._cached:
-            self.loss.gather_early(self.model)
-        self.deepspeed = wrap(model, run)
-        if self._cached:  # the timer restarts with every forward pass, so it would omit half of them
+    def __init__(
+        self,
+        model: ClapModel,
+        loss: Any,
+        deepspeed: dict[str, Any],
+        settings: EngineSettings = EngineSettings(),
+        train: TrainSettings = TrainSettings(),
+        timer: StepTimer | None = None,
+    ) -> None:
+        """Wrap a model on its device. A collective; raises ValueError if DeepSpeed rejects its sections.
+
+        Args:
+            loss: what `build_loss` returns.
+            deepspeed: DeepSpeed's configuration.
+            train: `freeze` is ignored, as `build_model` has applied it.
+        """
+        self.device, self.model, self.loss, self.config = model.logit_scale.device, model, loss, deepspeed
+        self.timer = timer or StepTimer(self.device)
+        if self.device.type == "cpu" and settings.cpu_kernels == "auto":
+            convert(model)
+        self.cached = train.accumulation == "gradcache"
+        if hasattr(loss, "gather_early") and not self.cached:
+            loss.gather_early(model)
+        with quiet_deepspeed():
+            self.deepspeed = wrap(model, deepspeed, settings, train)
+        if self.cached:  # the timer restarts with every forward pass, so it would omit half of them
             self.deepspeed.tput_timer.config.enabled = False
         optimizer = self.deepspeed.optimizer
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
-        decay = run.clap.train.ema_decay
-        self.average = WeightAverage(self.model, optimizer, decay) if decay is not None else None
+        decay = train.ema_decay
+        self.average = WeightAverage(model, optimizer, decay) if decay is not None else None
         self.deepspeed.clip_fp32_gradients = self._clip_gradients
-        overlapped = run.clap.gradient_sync == "overlap" and dist.get_world_size() > 1
-        self.sync = GradientSync(self.deepspeed, overlapped=overlapped, bucket_mb=run.clap.bucket_cap_mb)
+        self.sync = GradientSync(
+            self.deepspeed,
+            overlapped=settings.gradient_sync == "overlap" and dist.get_world_size() > 1,
+            bucket_mb=settings.bucket_cap_mb,
+            peer_wait=self.timer.peer_wait,
+        )
         self.steps = self.skipped_in_a_row = 0
         self.norm_wanted = False
         self.gradient_norm: Tensor | None = None
-        self._max_log_scale = math.log(run.clap.max_logit_scale)
-        self.is_skipped = torch.zeros((), device=device, dtype=torch.bool)
+        self._max_log_scale = math.log(settings.max_logit_scale)
+        self.is_skipped = torch.zeros((), device=self.device, dtype=torch.bool)
         # On the device: the first bad step or -1; steps skipped since the last count, and consecutive ones.
-        self._first_bad_step = torch.full((1,), -1, device=device, dtype=torch.long)
-        self._skipped = torch.zeros(2, device=device, dtype=torch.long)
+        self._first_bad_step = torch.full((1,), -1, device=self.device, dtype=torch.long)
+        self._skipped = torch.zeros(2, device=self.device, dtype=torch.long)
 
-    def step(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
-        """Take one optimizer step: call `accumulate`, update, and return its loss."""
+    def optimize_towers(self, loader: BatchSource, model: ModelSettings, what: str) -> Summary:
+        """Before the first step, choose kernels on CUDA and compile `what` (`clap.compile`) for the loader's batches.
+        A collective; returns fields to record."""
+        found = Summary()
+        if self.device.type == "cuda":
+            set_compile_cache()
+            autocast = self.deepspeed.torch_autocast_enabled()
+            with torch.random.fork_rng([self.device]):
+                found["kernels"] = fall_back(model, self.model, autocast=autocast)
+        if (what := what_to_compile(what, self.device)) != "off":
+            found |= compile_towers(self.deepspeed, loader.peek(), what, cached=self.cached)
+        return found
+
+    def step(self, batches: Iterator[Batch], *, waits: bool = False) -> Tensor:
+        """Take one optimizer step: call `accumulate`, update, and return its loss. With `waits`, DeepSpeed's throughput timer
+        waits for the device at its end, as the caller will."""
         skipped_before = self.deepspeed.skipped_steps
         statistics = [buffer.clone() for buffer in self.model.audio.running_statistics()]
-        loss_mean = self.accumulate(batches, timer)
-        self._update(timer)
+        loss_mean = self.accumulate(batches)
+        timer = self.deepspeed.tput_timer.config
+        before, timer.synchronized = timer.synchronized, timer.synchronized or waits
+        self._update()
+        timer.synchronized = before
         self._bound_logit_scale()
         if self.average is not None:
-            with timer("optimizer"):
+            with self._phase("optimizer"):
                 self.average.update()
         self.steps += 1
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
-        watchdog.step(self.steps)
+        watch.step(self.steps)
         return loss_mean
 
-    def accumulate(self, batches: Iterator[Batch], timer: PhaseTimer) -> Tensor:
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        """Time a phase of the step, and name it to the watchdog."""
+        watch.phase = name
+        return self.timer(name)
+
+    def accumulate(self, batches: Iterator[Batch]) -> Tensor:
         """Run forward and backward of a step's micro-batches, without the update.
 
         Returns:
@@ -96,48 +143,48 @@ class ClapEngine:
             this rank's pairs against all pairs of the step.
         """
         number = self.deepspeed.gradient_accumulation_steps()
-        if self._cached:
-            return self._cached_micro_steps(batches, number, timer)
+        if self.cached:
+            return self._cached_micro_steps(batches, number)
         loss_sum = torch.zeros((), device=self.device)
         for left in reversed(range(number)):
-            with timer("data_wait"):
+            with self._phase("data_wait"):
                 batch = next(batches)
             self.deepspeed.set_gradient_accumulation_boundary(left == 0)
-            loss_sum += self.forward_backward(batch, timer).detach()
-            self._count_micro_batch(timer)
+            loss_sum += self.forward_backward(batch).detach()
+            self._count_micro_batch()
         return loss_sum / number
 
-    def forward_backward(self, batch: Batch, timer: PhaseTimer) -> Tensor:
+    def forward_backward(self, batch: Batch) -> Tensor:
         """Return the loss of one micro-batch, scalar fp32, and add its gradients to the parameters'."""
-        with timer("forward"):
+        with self._phase("forward"):
             features = self.deepspeed(*batch.model_inputs())
-        with timer("loss"):
+        with self._phase("loss"):
             loss = self.loss(*features)
-        with timer("backward"):
+        with self._phase("backward"):
             self.sync.backward(loss)
         return loss
 
-    def _cached_micro_steps(self, batches: Iterator[Batch], number: int, timer: PhaseTimer) -> Tensor:
-        with timer("data_wait"):
+    def _cached_micro_steps(self, batches: Iterator[Batch], number: int) -> Tensor:
+        with self._phase("data_wait"):
             micro_batches = [next(batches) for _ in range(number)]
-        with timer("forward"):
+        with self._phase("forward"):
             leaves, states = first_pass(self.deepspeed, self.model, micro_batches)
-        with timer("loss"):
+        with self._phase("loss"):
             loss = self.loss(*leaves)
             gradients = torch.autograd.grad(loss, leaves)
         for i, (batch, state) in enumerate(zip(micro_batches, states, strict=True)):
-            with timer("forward"):
+            with self._phase("forward"):
                 self.deepspeed.set_gradient_accumulation_boundary(i == number - 1)
                 surrogate = second_pass(self.deepspeed, batch, state, gradients, i, number)
-            with timer("backward"):
+            with self._phase("backward"):
                 self.sync.backward(surrogate, scale_wrt_gas=False)
-            self._count_micro_batch(timer)
+            self._count_micro_batch()
         return loss.detach()
 
-    def _count_micro_batch(self, timer: PhaseTimer) -> None:
+    def _count_micro_batch(self) -> None:
         """Make DeepSpeed count a micro-batch unless it is the step's last."""
         if not self.deepspeed.is_gradient_accumulation_boundary():
-            with timer("optimizer"):
+            with self._phase("optimizer"):
                 self.deepspeed.step()
 
     def set_accumulation_steps(self, number: int) -> None:
@@ -147,13 +194,13 @@ class ClapEngine:
             self.deepspeed.set_train_batch_size(number * per_micro_step)
             self.deepspeed.tput_timer.batch_size = number * per_micro_step
 
-    def _update(self, timer: PhaseTimer) -> None:
+    def _update(self) -> None:
         """Update the weights, and the gradient norm if wanted."""
         by_deepspeed = hasattr(self.deepspeed.optimizer, "_global_grad_norm")  # in 16 bits
         if self.norm_wanted and not by_deepspeed and not self.deepspeed.gradient_clipping() > 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
-        with timer("optimizer"):
+        with self._phase("optimizer"):
             self.deepspeed.step()
         if self.norm_wanted and by_deepspeed:
             norm = self.deepspeed.get_global_grad_norm()
@@ -194,11 +241,15 @@ class ClapEngine:
         self.deepspeed.skipped_steps += since
         self._skipped[0] = 0
 
-    def loss_not_finite(self, loss: Tensor) -> bool:
-        """Return whether the last step was skipped because the loss isn't finite on some rank, rather than because fp16's loss
-        scale was too large. A collective if a step was skipped."""
+    def may_be_saved(self, loss: Tensor, *, is_last: bool) -> bool:
+        """Return whether the state may be saved: not if the step was skipped because the loss isn't finite on some rank, rather
+        than because fp16's loss scale was too large. Such a state would be resumed forever. Raises NonFiniteError like
+        `check_loss`, `is_last` at once. A collective."""
         self.count_skipped()
-        return self.skipped_in_a_row > 0 and not reduce_on_rank0(bool(loss.isfinite()), all)
+        if not self.skipped_in_a_row or reduce_on_rank0(bool(loss.isfinite()), all):
+            return True
+        self.check_loss(at_once=is_last)
+        return False
 
     def check_loss(self, *, at_once: bool = False) -> None:
         """Raise NonFiniteError on all ranks if any step's loss or, with `norm_wanted`, gradient isn't finite, or if the last

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
@@ -23,7 +23,10 @@ from clap_ds.run_records.run_dir import RunDirectory, State
 
 STOP_SIGNALS = watchdog.SIGNALS
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_LESS_MEMORY = "reduce train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest that fits)"
+_LESS_MEMORY = (
+    "reduce train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest that fits,"
+    " `clap.bench.find_micro_batch` measures it) or set clap.model.activation_checkpointing"
+)
 _LOST = re.compile(
     r"gloo.*(by peer|Broken pipe)|Timed out waiting \d+ms|ncclRemoteError|remote process exit|communicator was aborted"
     "|collective operation timeout",
@@ -45,54 +48,47 @@ class StopSignal(BaseException):
 
 
 class RunOutcome(NamedTuple):
-    """Describe how a run that didn't complete ended."""
+    """How a run that didn't complete ended. `said` is printed (None: the traceback)."""
 
     state: State
-    error: str  # in the summary
-    kind: str  # in this rank's error file, like `word`
-    word: str
-    said: str | None  # printed; None: the traceback
+    kind: str  # in this rank's error file
+    message: str
+    said: str | None
     code: int = 1
 
 
 def outcome_of(error: BaseException, rank: int, what: str) -> RunOutcome:
     """Return how a run ends after an exception on a rank; `what` is what was too large if memory is exhausted."""
-    text = str(error)
-    first_line, failed = text.partition("\n")[0], f"rank {rank}: {text}"
+    text, who = str(error), f"error: rank {rank}:"
+    first_line = text.partition("\n")[0]
     if isinstance(error, StopSignal):
         stopped = f"stopped by {text}"
-        return RunOutcome(
-            error.state, stopped, error_file.STOPPED, stopped, f"rank {rank}: {stopped}", 128 + error.number
-        )
-    if isinstance(error, NonFiniteError):
-        return RunOutcome("failed", text, error_file.ERROR, text, f"error: {failed}")
+        return RunOutcome(error.state, error_file.STOPPED, stopped, f"rank {rank}: {stopped}", 128 + error.number)
     if is_out_of_memory(error):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
-        said = f"error: rank {rank}: {at}: {first_line}\n{_LESS_MEMORY} or set clap.model.activation_checkpointing"
-        return RunOutcome("out_of_memory", f"rank {rank}: {at}", error_file.OUT_OF_MEMORY, at, said)
+        said = f"{who} {at}: {first_line}\n{_LESS_MEMORY}"
+        return RunOutcome("out_of_memory", error_file.OUT_OF_MEMORY, at, said)
     if is_connection_lost(error):
-        said = f"error: rank {rank}: another rank is gone: its connection to this one was lost ({first_line})"
-        return RunOutcome("failed", failed, error_file.LOST_PEER, first_line, said)
-    if isinstance(error, ValueError | StopIteration):  # in settings or data
-        return RunOutcome("failed", failed, error_file.ERROR, text, f"error: {failed}")
-    return RunOutcome("failed", failed, error_file.ERROR, f"{type(error).__name__}: {text}", None)
+        said = f"{who} another rank is gone: its connection to this one was lost ({first_line})"
+        return RunOutcome("failed", error_file.LOST_PEER, first_line, said)
+    if isinstance(error, NonFiniteError | ValueError | StopIteration):  # in settings or data
+        return RunOutcome("failed", error_file.ERROR, text, f"{who} {text}")
+    return RunOutcome("failed", error_file.ERROR, f"{type(error).__name__}: {text}", None)
 
 
 @contextmanager
-def record_outcome(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[None]:
+def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) -> Iterator[None]:
     """Record how the body ends, and end this process unless it completes or raises UserError.
 
     Args:
-        what: what was too large if memory is exhausted, such as "micro-batch 616 on NVIDIA H100".
+        what: returns what was too large if memory is exhausted, such as "micro-batch 616 on NVIDIA H100".
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         _ignore_signals()  # the first one counts, and recording it must not be interrupted
         stop = StopSignal(number)
-        record.finish(
-            stop.state, f"stopped by {stop}"
-        )  # on every rank, as a later one sees the others' end as a failure
+        record.finish(stop.state, f"stopped by {stop}")  # every rank: later ones see the others' end as a failure
         raise stop
 
     previous = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
@@ -107,10 +103,11 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: str) -> Iterator[No
         raise
     except (StopSignal, Exception) as error:
         _ignore_signals()  # launchers send them as soon as another rank has ended
-        end = outcome_of(error, ranks.rank, what)
-        write_error_file(end.kind, end.word, end.code)
-        if ranks.is_main_process or not isinstance(error, StopSignal | NonFiniteError):  # raised on all ranks
-            record.finish(end.state, end.error)
+        end = outcome_of(error, ranks.rank, what())
+        write_error_file(end.kind, end.message, end.code)
+        of_all = isinstance(error, StopSignal | NonFiniteError)  # raised on all ranks
+        if ranks.is_main_process or not of_all:
+            record.finish(end.state, end.message if of_all else f"rank {ranks.rank}: {end.message}")
             print(printable(end.said or traceback.format_exc(), "\n"), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):
             dist.barrier()  # if another rank left, a launcher would end rank 0 before it has printed

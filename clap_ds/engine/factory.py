@@ -1,4 +1,4 @@
-"""Build a run's model, and DeepSpeed's engine around it with CLAP's optimizer groups."""
+"""Build a model, and DeepSpeed's engine around it with CLAP's optimizer groups."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
-from clap_ds.config.schema import ShardData, Tower, TrainSettings
-from clap_ds.config.settings import RunSettings
+from clap_ds.config.check import missing_monitors
+from clap_ds.config.schema import (
+    EngineSettings,
+    LossSettings,
+    ModelSettings,
+    ShardData,
+    SyntheticData,
+    Tower,
+    TrainSettings,
+)
 from clap_ds.distributed.collectives import run_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.loss import LOSSES
-from clap_ds.engine.metric_logger import engine_section
 from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW, scale_rates
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernels import kernels_for
@@ -30,17 +38,17 @@ _KINDS = ("decay", "no_decay", "fp32", "logit_scale")  # optimizer groups in ord
 
 
 @activity("asking the hub")
-def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
+def fetch_from_hub(model: ModelSettings, data: SyntheticData | ShardData, ranks: Ranks) -> None:
     """Fetch tokenizer and text tower weights to every host: first with rank 0, then with one rank of each other host.
     A collective; raises ValueError if they aren't available or don't fit the model."""
 
     def load() -> None:
-        text, data = run.clap.preset().text, run.clap.data
+        text = model.sizes.text
         if isinstance(data, ShardData):
             from clap_ds.weights.tokenizer import load_tokenizer
 
             load_tokenizer(data.tokenizer, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id)
-        if run.clap.model.pretrained_text:
+        if model.pretrained_text:
             pretrained_text(text)
 
     run_on_rank0(load)
@@ -48,19 +56,20 @@ def fetch_from_hub(run: RunSettings, ranks: Ranks) -> None:
         load()
 
 
-def build_model(run: RunSettings, device: torch.device) -> ClapModel:
-    """Build a new model, with the towers in `clap.train.freeze` frozen. Raises ValueError if the device can't run it."""
-    options = run.clap.model
+def build_model(
+    settings: ModelSettings, loss: LossSettings, device: torch.device, frozen: Collection[Tower] = ()
+) -> ClapModel:
+    """Build a new model for a device, with `frozen` towers. Raises ValueError if the device can't run it."""
     model = ClapModel(
-        run.clap.preset(),
-        **options.model_dump(include={"drop_path", "text_dropout", "spec_augment"}),
-        learns_bias=LOSSES[run.clap.loss.kind].needs_bias,
-        **kernels_for(options, device)._asdict(),
-        activation_checkpointing=tuple(options.activation_checkpointing),
+        settings.sizes,
+        **settings.model_dump(include={"drop_path", "text_dropout", "spec_augment"}),
+        learns_bias=LOSSES[loss.kind].needs_bias,
+        **kernels_for(settings, device)._asdict(),
+        activation_checkpointing=tuple(settings.activation_checkpointing),
     )
-    if options.pretrained_text:
+    if settings.pretrained_text:
         model.text.roberta.load_state_dict(pretrained_text(model.config.text).state_dict())
-    freeze(model, run.clap.train.freeze)
+    freeze(model, frozen)
     return model
 
 
@@ -79,23 +88,35 @@ def trained_towers(model: ClapModel) -> list[str]:
     return [each for each in TOWERS if model.get_parameter(f"{each}_projection.linear1.weight").requires_grad]
 
 
-def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
+def check_deepspeed_sections(deepspeed: dict[str, Any]) -> None:
+    """Raise ValueError for mistakes that DeepSpeed would find later on one rank alone, while the others wait."""
+    for problem in missing_monitors(deepspeed):
+        raise ValueError(problem)
+    try:
+        DeepSpeedConfig(dict(deepspeed))
+    except Exception as error:
+        raise ValueError(f"DeepSpeed rejects the configuration: {error}") from None
+
+
+def wrap(
+    model: ClapModel, config: dict[str, Any], settings: EngineSettings, train: TrainSettings
+) -> deepspeed.DeepSpeedEngine:
     """Build DeepSpeed's engine around a model on its device. A collective; raises ValueError if DeepSpeed rejects a section."""
     # DeepSpeed's timer would synchronize twice a step, which waits for the copy of the next batch: 8% of a step on an H200.
-    config, optimizer = {"timers": {"throughput": {"synchronized": False}}, **run.deepspeed}, None
-    if "tensorboard" in config:
-        config["tensorboard"] = engine_section(config["tensorboard"])
-    if takes_flat_adamw(run):
+    config, optimizer = {"timers": {"throughput": {"synchronized": False}}, **config}, None
+    if "output_path" not in config.get("tensorboard", {"output_path": ""}):
+        config["tensorboard"] = {**config["tensorboard"], "enabled": False}  # `Scalars` writes it
+    if takes_flat_adamw(config, settings):
         section = config["optimizer"]
         options = {name: value for name, value in section.get("params", {}).items() if name in OPTIONS}
         config["optimizer"] = {**section, "legacy_fusion": True}
-        optimizer = partial(FlatAdamW, cpu_kernels=run.clap.cpu_kernels == "auto", **options)
+        optimizer = partial(FlatAdamW, cpu_kernels=settings.cpu_kernels == "auto", **options)
     try:
         with activity("building DeepSpeed's engine"):  # may compile its optimizer
-            groups = parameter_groups(model, run.clap.train)
+            groups = parameter_groups(model, train)
             engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, optimizer=optimizer, config=config)
     except (AssertionError, ImportError, TypeError, ValueError) as error:
-        raise ValueError(f"{run.path}: DeepSpeed rejects the configuration: {error}") from error
+        raise ValueError(f"DeepSpeed rejects the configuration: {error}") from error
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
         # DeepSpeed's 16-bit optimizers step with zero gradients on construction. Undo the weight decay and the step count.
         inner.state.clear()
@@ -104,12 +125,12 @@ def wrap(model: ClapModel, run: RunSettings) -> deepspeed.DeepSpeedEngine:
     return engine
 
 
-def takes_flat_adamw(run: RunSettings) -> bool:
-    """Return whether `FlatAdamW` steps this run: DeepSpeed would use its FusedAdam, with options that both have."""
-    section = run.deepspeed.get("optimizer", {})
+def takes_flat_adamw(config: dict[str, Any], settings: EngineSettings) -> bool:
+    """Return whether `FlatAdamW` steps a run: DeepSpeed would use its FusedAdam, with options that both have."""
+    section = config.get("optimizer", {})
     params = section.get("params", {})
     return (
-        run.clap.optimizer_implementation == "torch"
+        settings.optimizer_implementation == "torch"
         and section.get("type", "").lower() in ADAMS
         and params.keys() <= OPTIONS | REQUIRED.keys()
         and all(params.get(name, value) is value for name, value in REQUIRED.items())

@@ -5,7 +5,7 @@ DeepSpeed reduces all gradients after backward. Torch's data-parallel reducer se
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 
-from clap_ds.run_records.timers import peer_wait
+from clap_ds.engine.loss import PeerWait
 
 
 class GradientSync:
     """Average gradients over ranks with DeepSpeed or, `overlapped` with backward, with torch's reducer. The latter requires
     that every trained parameter gets a gradient in every step."""
 
-    def __init__(self, engine: Any, *, overlapped: bool, bucket_mb: float) -> None:
-        self._engine, self._overlapped, self._is_off = engine, overlapped, False
+    def __init__(self, engine: Any, *, overlapped: bool, bucket_mb: float, peer_wait: PeerWait = nullcontext) -> None:
+        self._engine, self._overlapped, self._is_off, self._peer_wait = engine, overlapped, False, peer_wait
         self._module: Any = engine.module  # an nn.Module to which `replicate` adds methods
         if overlapped:
             replicate(self._module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
@@ -47,7 +47,7 @@ class GradientSync:
         Autograd runs callbacks in the order of queueing: this one first, then the reducer's, which waits."""
         with ExitStack() as waiting:
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-            loss.register_hook(lambda _: queue(lambda: waiting.enter_context(peer_wait())))
+            loss.register_hook(lambda _: queue(lambda: waiting.enter_context(self._peer_wait())))
             self._engine.backward(loss, **options)
 
     @contextmanager

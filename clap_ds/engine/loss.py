@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 from clap_ds.config.schema import LossSettings
 from clap_ds.distributed.collectives import rank, world_size
 from clap_ds.engine.tiled_logits import similarities, tiled_row_sums, tiled_softmax_gradient, weighted_sum
-from clap_ds.run_records.timers import peer_wait
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+PeerWait = Callable[[], AbstractContextManager[object]]
+"""Makes a context manager for waits for other ranks, such as `StepTimer.peer_wait`."""
 
 
 class SoftmaxLoss:
@@ -35,8 +38,8 @@ class SoftmaxLoss:
     and gradients are fp32.
     """
 
-    def __init__(self, wire_dtype: torch.dtype = torch.float32) -> None:
-        self._wire_dtype = wire_dtype
+    def __init__(self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext) -> None:
+        self._wire_dtype, self._peer_wait = wire_dtype, peer_wait
         self._early: dict[str, _Gather] = {}
 
     def gather_early(self, model: nn.Module) -> None:
@@ -66,7 +69,9 @@ class SoftmaxLoss:
         """
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
-        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, audio.wait(), text.wait())
+        with self._peer_wait():
+            gathered = audio.wait(), text.wait()
+        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, *gathered, self._peer_wait)
         return loss
 
 
@@ -78,15 +83,15 @@ class SigmoidLoss:
     once. Features are sent and compared in `wire_dtype`.
     """
 
-    def __init__(self, wire_dtype: torch.dtype = torch.float32) -> None:
-        self._wire_dtype = wire_dtype
+    def __init__(self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext) -> None:
+        self._wire_dtype, self._peer_wait = wire_dtype, peer_wait
 
     def __call__(
         self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
     ) -> Tensor:
         """Compute the loss like `SoftmaxLoss`, with `logit_bias` of shape (1,), fp32."""
         assert logit_bias is not None
-        loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, self._wire_dtype)
+        loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, self._wire_dtype, self._peer_wait)
         return loss
 
 
@@ -104,15 +109,20 @@ class _Gather:
     def wait(self) -> Tensor:
         """Return every rank's rows in rank order, complete for work queued afterwards."""
         if self._work is not None:
-            with peer_wait():
-                self._work.wait()
+            self._work.wait()
         return self._gathered
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, audio_ND: Tensor, text_ND: Tensor
+        ctx: Any,
+        audio_BD: Tensor,
+        text_BD: Tensor,
+        logit_scale: Tensor,
+        audio_ND: Tensor,
+        text_ND: Tensor,
+        peer_wait: PeerWait,
     ) -> Tensor:
         num_local, scale = len(audio_BD), logit_scale.detach()
         first = rank() * num_local
@@ -122,7 +132,9 @@ class _Softmax(torch.autograd.Function):
         loss = ((row_lse_B - row_target_B).mean() + (column_lse_B - column_target_B).mean()) / 2
 
         if any(ctx.needs_input_grad):
-            lse_R2B = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype).wait()
+            lses = _Gather(torch.stack((row_lse_B, column_lse_B))[None], row_lse_B.dtype)
+            with peer_wait():
+                lse_R2B = lses.wait()
             row_lse_N, column_lse_N = lse_R2B.transpose(0, 1).flatten(1)
             rest = scale, first
             audio_grad_BD, scale_grad = tiled_softmax_gradient(own_audio_BD, text_ND, row_lse_B, column_lse_N, *rest)
@@ -135,19 +147,25 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         audio_grad_BD, text_grad_BD, scale_grad = (saved * upstream[0] for saved in ctx.saved_tensors)
-        return audio_grad_BD, text_grad_BD, scale_grad, None, None
+        return audio_grad_BD, text_grad_BD, scale_grad, None, None, None
 
 
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor, wire_dtype: torch.dtype
+        ctx: Any,
+        audio_BD: Tensor,
+        text_BD: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor,
+        wire_dtype: torch.dtype,
+        peer_wait: PeerWait,
     ) -> Tensor:
         scale, bias = logit_scale.detach(), logit_bias.detach()
         audio, text = audio_BD.detach().to(wire_dtype), text_BD.detach().to(wire_dtype)
         loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
         audio_grad_BD, text_grad_BD = torch.zeros_like(audio_BD), torch.zeros_like(text_BD)
-        for distance, other_audio, other_text in _round_the_ring(audio, text):
+        for distance, other_audio, other_text in _round_the_ring(audio, text, peer_wait):
             similarity_BB = similarities(audio, other_text, scale.dtype)
             row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, distance == 0)
             loss += row_loss_BB.sum()
@@ -166,7 +184,7 @@ class _Sigmoid(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None)
+        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None, None)
 
 
 def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
@@ -178,7 +196,7 @@ def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
     return loss_BB, weight_BB
 
 
-def _round_the_ring(audio: Tensor, text: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _round_the_ring(audio: Tensor, text: Tensor, peer_wait: PeerWait) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (distance, audio, text) of every rank, this one first, and receive the next while the caller computes."""
     number, size = rank(), world_size()
     held = torch.stack((audio, text)).contiguous()
@@ -217,13 +235,13 @@ class LossKind:
     """Define one `clap.loss.kind`.
 
     Attributes:
-        build: dtype in which features are sent → loss, called like `SoftmaxLoss`.
+        build: dtype in which features are sent, and `PeerWait` → loss, called like `SoftmaxLoss`.
         needs_bias: whether the model learns a logit bias.
         chance: number of pairs in a batch → loss if all similarities are equal.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
     """
 
-    build: Callable[[torch.dtype], Callable[..., Tensor]]
+    build: Callable[[torch.dtype, PeerWait], Callable[..., Tensor]]
     needs_bias: bool
     chance: Callable[[int], float]
     evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
@@ -235,7 +253,7 @@ LOSSES = {
 }
 
 
-def build_loss(settings: LossSettings, precision: str) -> Any:
-    """Build a run's loss. It sends features in bf16 if the run or its autocast uses bf16, else in fp32."""
+def build_loss(settings: LossSettings, precision: str = "fp32", peer_wait: PeerWait = nullcontext) -> Any:
+    """Build a loss. It sends features in bf16 if the run or its autocast uses bf16, else in fp32."""
     in_bf16 = precision in ("bf16", "torch_autocast_bfloat16")
-    return LOSSES[settings.kind].build(torch.bfloat16 if in_bf16 else torch.float32)
+    return LOSSES[settings.kind].build(torch.bfloat16 if in_bf16 else torch.float32, peer_wait)

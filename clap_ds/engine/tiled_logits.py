@@ -24,12 +24,13 @@ def tiled_row_sums(own_BD: Tensor, all_ND: Tensor, scale: Tensor, first: int) ->
     lses, targets = [], []
     for columns in _tiles(all_ND):
         rest = scale, _pairs(own_BD, columns, first)
-        lse_B, *target_B = compiled_on_gpu(_row_sums, similarities(own_BD, all_ND[columns], scale.dtype), *rest)
+        lse_B, *target_B = _row_sums(similarities(own_BD, all_ND[columns], scale.dtype), *rest)
         lses.append(lse_B)
         targets += target_B
     return torch.stack(lses).logsumexp(dim=0), torch.stack(targets).sum(dim=0)
 
 
+@compiled_on_gpu
 def _row_sums(similarity_BK: Tensor, scale: Tensor, pairs: list[Tensor]) -> list[Tensor]:
     """Return both for one tile; without `pairs` only the first. Compiled code computes this maximum and sum in one pass
     (online softmax, arXiv 1805.02867)."""
@@ -55,13 +56,14 @@ def tiled_softmax_gradient(
     for columns in _tiles(all_ND):
         others_KD, lses, pairs = all_ND[columns], (own_lse_B, all_lse_N[columns]), _pairs(own_BD, columns, first)
         rest = scale, *lses, pairs, weight_dtype
-        weights = compiled_on_gpu(_weights, similarities(own_BD, others_KD, scale.dtype), *rest)
+        weights = _weights(similarities(own_BD, others_KD, scale.dtype), *rest)
         weighted_BD += weighted_sum(weights, others_KD, scale.dtype)
         del weights  # before the next tile is made
     # Σ_ij weight_ij · own_i·all_j; the loop has summed over j
     return weighted_BD * scale, (weighted_BD * own_BD).sum()
 
 
+@compiled_on_gpu
 def _weights(
     similarity_BK: Tensor,
     scale: Tensor,

@@ -19,11 +19,10 @@ from clap_ds.config.errors import did_you_mean
 from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
 from clap_ds.config.schema import ZeroShotSettings
-from clap_ds.data.broken import Broken, BrokenItemError
-from clap_ds.data.captions import CAPTION_FORMATS, captions_of, in_words
-from clap_ds.data.front_end import Kind
-from clap_ds.data.samples import choose_clip, read_clip
-from clap_ds.data.shard_io import open_shard
+from clap_ds.data.build_shards.caption_lists import in_words
+from clap_ds.data.clip import CAPTION_FORMATS, Broken, captions_of, choose_clip, read_clip
+from clap_ds.data.decoding import BrokenItemError
+from clap_ds.data.shard_io import Kind, open_shard
 from clap_ds.data.tar_samples import DAMAGE, Place, list_items, words
 from clap_ds.data.workers import Loader
 from clap_ds.evaluation.embedding import class_captions
@@ -63,8 +62,8 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
                 texts = [extension for extension in CAPTION_FORMATS if extension in item]
                 described = {extension: item[extension].read(item["__file__"]) for extension in texts}
                 clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
-            except (BrokenItemError, *DAMAGE) as error:
-                report(f"{shard}: {item['__key__']}", words(error))
+            except BrokenItemError as error:
+                report(f"{shard}: {item['__key__']}", str(error))
     return clips, broken
 
 

@@ -22,9 +22,8 @@ from clap_ds.config.errors import CollectiveUserError, printable
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import EvaluationSettings
-from clap_ds.data import shard_assignment
-from clap_ds.data.broken import Broken
-from clap_ds.data.shard_manifest import kind_of
+from clap_ds.data import shard_manifest
+from clap_ds.data.clip import Broken
 from clap_ds.distributed.collectives import reduce_on_rank0, run_on_rank0, together
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity, alive
@@ -79,12 +78,12 @@ class Evaluator:
         for task, settings in (("retrieval", self.settings.retrieval), ("zero_shot", self.settings.zero_shot)):
             if settings is not None:
                 with _about(f"{FIELD}.{task}.shards"):
-                    shards[task] = shard_assignment.expand_shards(settings.shards)
+                    shards[task] = shard_manifest.expand_shards(settings.shards)
         if not shards:
             raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
         tars = list(dict.fromkeys(chain.from_iterable(shards.values())))
         with _about(" and ".join(f"{FIELD}.{task}.shards" for task in shards)):
-            self._kind = kind_of([shard_assignment.Source(tars, 1.0)], self.model_config)
+            self._kind = shard_manifest.kind_of(tars, self.model_config)
         self._clips, broken = list_clips(tars, self._kind)
         self._note(broken)
         self._plans: dict[str, Plan] = {}
@@ -197,4 +196,4 @@ def _about(field: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(str(error).replace(shard_assignment.FIELD, field)) from None
+        raise ValueError(str(error).replace(shard_manifest.FIELD, field)) from None

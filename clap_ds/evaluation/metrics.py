@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clap_ds.data.broken import Broken
+from clap_ds.data.clip import Broken
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.loss import LOSSES
 from clap_ds.evaluation import ranking

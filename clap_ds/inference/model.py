@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from clap_ds.config.model import CONTEXT_LENGTH, load_preset
 from clap_ds.config.schema import ZeroShotSettings
-from clap_ds.data.captions import in_words
+from clap_ds.data.build_shards.caption_lists import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text

@@ -1,22 +1,27 @@
-"""Define the shared options of commands on a trained model. Imports torch only to load a model."""
+"""Define the shared options and inputs of commands on a trained model. Imports torch only for shards and models."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError, printable
 from clap_ds.config.model import PRESETS, preset_argument
+from clap_ds.data.build_shards.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
+from clap_ds.inference.vectors import text_of
 
 if TYPE_CHECKING:
-    from clap_ds.inference.files import Found
+    from clap_ds.data.clip import Broken
+    from clap_ds.evaluation.clips import Clip
     from clap_ds.inference.model import Clap, EmbeddingRow
     from clap_ds.inference.vectors import About
+
+Found: TypeAlias = "Path | Clip | Broken"
 
 INPUTS = "folders, audio files, lists of them (.csv, .tsv, .txt, .jsonl), tars and patterns of tars"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -48,6 +53,34 @@ def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> No
     add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help=what)
     add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows per forward pass (default: 32)")
     add("--num_workers", type=whole_number(0), default=0, metavar="N", help="decoding processes (default: 0, none)")
+
+
+def find_sources(inputs: Sequence[str]) -> dict[str, Found]:
+    """Find audio files and clips in folders (recursively), lists and tars (paths, patterns, URLs), in order, each once,
+    by path or `tar: key`. Raises UserError or ValueError for a missing or empty argument."""
+    found: dict[str, Found] = {}
+    for argument in inputs:
+        for source in _sources_in(argument):
+            found.setdefault(text_of(source if isinstance(source, Path) else source.name), source)
+    return found
+
+
+def _sources_in(argument: str) -> Iterable[Found]:
+    path, suffix = Path(argument), Path(argument).suffix.lower()
+    if path.is_dir():
+        return audio_files_in(path)
+    if suffix == ".tar" or "://" in argument:
+        from clap_ds.data.shard_manifest import expand_shards
+        from clap_ds.evaluation.clips import list_clips
+
+        clips, broken = list_clips(expand_shards(argument))
+        return [*clips, *broken]
+    if suffix in LIST_SUFFIXES and path.exists():
+        return read_paths(path)
+    if suffix in AUDIO_SUFFIXES and path.exists():
+        return [path]
+    kinds = f"a folder, audio ({', '.join(AUDIO_SUFFIXES)}), a list ({', '.join(LIST_SUFFIXES)}) or .tar"
+    raise UserError(f"{argument}: {'' if path.exists() else 'no such file or folder; '}expected {kinds}")
 
 
 def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[EmbeddingRow]:

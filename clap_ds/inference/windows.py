@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.data.broken import Broken, BrokenItemError
-from clap_ds.data.decoding import Encoded, check_samples, mix, open_audio, repeat
-from clap_ds.data.resampling import resample_blocks, resampling_ratio
-from clap_ds.data.samples import read_clip
+from clap_ds.data import decoding
+from clap_ds.data.clip import Broken, read_clip
+from clap_ds.data.decoding import BrokenItemError, Encoded, check_samples, mix, open_audio, repeat
 from clap_ds.data.shard_io import open_shard
 from clap_ds.data.tar_samples import DAMAGE, words
 from clap_ds.data.workers import Loader
@@ -113,7 +112,7 @@ class _Windows(IterableDataset[tuple[EmbeddingRow, Tensor | None]]):
         encoded = self._content(source)
         rate, length = self._audio.sample_rate, self._audio.num_samples
         with open_audio(encoded) as opened:
-            ratio, duration_s = resampling_ratio(opened.samplerate, rate), opened.frames / opened.samplerate
+            ratio, duration_s = decoding.resampling_ratio(opened.samplerate, rate), opened.frames / opened.samplerate
             is_one = self._pooling == "center" or opened.frames <= math.ceil(length / ratio)
         if is_one:
             row = empty_row(self._audio, "encoded") if self._pooling == "center" else torch.zeros(length)
@@ -122,7 +121,9 @@ class _Windows(IterableDataset[tuple[EmbeddingRow, Tensor | None]]):
             return
         with open_audio(encoded) as opened:
             blocks = _mono(opened)
-            blocks = blocks if ratio == 1 else (block.clamp_(-1, 1) for block in resample_blocks(blocks, ratio))
+            blocks = (
+                blocks if ratio == 1 else (block.clamp_(-1, 1) for block in decoding.resample_blocks(blocks, ratio))
+            )
             for start, waveform in _cut(blocks, length, self._hop):
                 yield start / rate, (start + length) / rate, waveform
 

@@ -2,7 +2,7 @@
 2211.06687, with attentional feature fusion, arXiv 2009.14082).
 
 With fusion a file is four spectrograms of a clip's length: the whole file shrunk, and crops from front, middle and back
-(`clap_ds.data.feature_fusion`). For short files all four are equal and only the first is used. Tokens of the crops and of the
+(`clap_ds.data.clip`). For short files all four are equal and only the first is used. Tokens of the crops and of the
 whole file are added with weights per channel and place. Fusion is computed for all rows, so that shapes don't depend on
 values, but only longer files use it and enter the batch norms' statistics. Shape letters: see `htsat.py`.
 """

@@ -17,7 +17,9 @@ from clap_ds.model import text_attention
 
 MASK_ALIGNMENT = 16
 """Elements to which PyTorch pads the last dimension of memory-efficient attention's bias."""
-_layer_norm, _softmax = F.layer_norm, Tensor.softmax
+COMPILED = ("_row_sums", "_weights")
+"""Functions of `tiled_logits` that run as one compiled kernel."""
+_layer_norm = F.layer_norm
 
 
 @contextmanager
@@ -34,9 +36,8 @@ def cuda_functions() -> Iterator[None]:
         (F, "scaled_dot_product_attention", efficient_attention),
         (F, "dropout", _dropout),
         (F, "layer_norm", _autocast_layer_norm),
-        (Tensor, "softmax", _autocast_softmax),
         (text_attention, "_attend_padded", efficient_attention),
-        (tiled_logits, "compiled_on_gpu", lambda function, *arguments: _one_kernel(function)(*arguments)),
+        *((tiled_logits, name, _one_kernel(getattr(tiled_logits, name).__wrapped__)) for name in COMPILED),
     ]
     with ExitStack() as stack:
         for owner, name, stand_in in replaced:
@@ -45,29 +46,24 @@ def cuda_functions() -> Iterator[None]:
 
 
 def efficient_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
     """Run `F.scaled_dot_product_attention` with flash attention or, with a mask or in fp32, the memory-efficient kernel,
     converting the mask for it."""
     if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-        attn_mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(dtype)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
-        length = attn_mask.shape[-1]
+        query, key, value = (tensor.bfloat16() for tensor in (query, key, value))
+    if mask is None and query.dtype != torch.float32:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout)[0]
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+        length = mask.shape[-1]
         if short := -length % MASK_ALIGNMENT:
-            attn_mask = F.pad(attn_mask, (0, short))[..., :length]
-        attn_mask = attn_mask.expand(*query.shape[:-1], length)
-    elif query.dtype != torch.float32:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention
-        return attend(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    given = (each for each in (query, key, value, attn_mask) if each is not None)
-    keep_sums = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+            mask = F.pad(mask, (0, short))[..., :length]
+        mask = mask.to(query.dtype).expand(*query.shape[:-1], length)
+    keep_sums = torch.is_grad_enabled() and (query.requires_grad or (mask is not None and mask.requires_grad))
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    return attend(query, key, value, attn_mask, keep_sums, dropout_p, is_causal, scale=scale)[0]
+    return attend(query, key, value, mask, keep_sums, dropout)[0]
 
 
 @cache
@@ -89,11 +85,3 @@ def _autocast_layer_norm(
         input = input.float()
         weight, bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
     return _layer_norm(input, shape, weight, bias, eps)
-
-
-def _autocast_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):
-        dtype = dtype or torch.float32
-    if input.dtype == torch.float16 and dtype == torch.float32:  # one kernel for fp16, two for bf16
-        return torch.ops.aten._softmax(input, dim, True)
-    return _softmax(input, dim, dtype)

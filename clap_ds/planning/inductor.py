@@ -21,7 +21,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
 from clap_ds.planning.cuda_operations import cuda_functions
-from clap_ds.planning.tracing import Operation
+from clap_ds.planning.tracing import TOWERS, Operation
 
 H100 = DeviceProperties(
     type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
@@ -31,7 +31,7 @@ H100 = DeviceProperties(
 
 def is_fusible(operation: Operation) -> bool:
     """Return whether an operation becomes part of Inductor's own kernels if towers are compiled."""
-    return operation.part in ("audio", "text") and not operation.flops and operation.name.startswith("aten.")
+    return operation.part in TOWERS and not operation.flops and operation.name.startswith("aten.")
 
 
 class _ScheduledError(Exception):
@@ -76,7 +76,8 @@ def fused_kernels(function: Callable[..., Any], *inputs: Any) -> list[tuple[bool
             (DeviceProperties, "create", lambda _: H100),
             (TensorVariable, "method_attr_is_cuda", lambda _, translator: VariableTracker.build(translator, True)),
         ):
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+            # PyTorch below 2.13 lacks `_is_gpu_triton_backend`, and then a few reductions are counted apart.
+            stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
         stack.enter_context(config.patch(cpu_backend="triton", fx_graph_cache=False))
         stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False))
         stack.enter_context(cuda_functions())

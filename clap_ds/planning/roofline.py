@@ -1,66 +1,142 @@
-"""Estimate the time of recorded operations on a device with the roofline model (Williams et al. 2009): sequentially, the
-larger of FLOPs and bytes at low, middle and high fractions of the data sheet's rates."""
+"""Estimate the time of recorded operations on a GPU with the roofline model (Williams et al. 2009): sequentially, the larger of
+FLOPs and bytes at a share of the data sheet's rates that depends on the class of operation.
+
+The shares were measured on an H200 (`results/h200`). Measurements of a GPU in `results/<device>/efficiencies.json` override
+them.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from clap_ds.flop_count.device_specs import Gpu
-from clap_ds.planning.roofline_shares import class_of, efficiencies_of
+from clap_ds.config.files import read_json
+from clap_ds.config.paths import work_folder
+from clap_ds.flop_count.device_specs import GPUS, Gpu, peak_for
 from clap_ds.planning.tracing import Operation
 
-CASES = ("low", "middle", "high")
-HOST_S = {"low": 12e-6, "middle": 8e-6, "high": 5e-6}
-"""Python's time to launch an operation: 5 to 25 µs, less on newer processors. It only matters if the GPU is idle."""
+CASES = {"low": -1, "middle": 0, "high": 1}
+HOST_S = 8e-6
+"""Python's time to launch an operation: 5 to 25 µs. It only matters if the GPU is idle."""
 KERNEL_S = 2e-6
 """Minimum time of a kernel, including the gap before it."""
-TOWERS = ("audio", "text")
+HOPPER = {"h100-sxm", "h100-pcie", "h200", "gh200", "gh200-144gb"}
+"""GPUs with an H200's processors."""
+SPREAD, SPREAD_ELSEWHERE = 0.1, 0.3
+"""Relative uncertainty of a share on the measured architecture, from other shapes, clocks and temperature; and on others."""
+NARROW_ROW, MEDIUM_ROW = 256, 1024
+"""Most bytes of a normalized row."""
+THIN = 200
+"""FLOPs per byte below which a product is memory-bound: the ridge points of an A100 and an H100 are 153 and 295."""
+FUSED = "fused kernel"
+"""Inductor's kernels."""
+TABLE = {
+    FUSED: 0.65, "wide product": 0.73, "thin product": 0.57, "thin weight gradient": 0.87, "other product": 0.76,
+    "flash attention": 0.27, "flash attention backward": 0.15, "attention": 0.28, "attention backward": 0.13,
+    "triton window attention": 0.49, "triton window attention backward": 0.28, "triton mlp": 0.23, "triton mlp backward": 0.29,
+    "norm": 0.30, "norm backward": 0.18, "medium norm": 0.17, "medium norm backward": 0.24, "narrow norm": 0.07,
+    "narrow norm backward": 0.13, "softmax": 0.70, "reduction": 0.43, "element-wise": 0.60, "strided copy": 0.39,
+    "scatter": 0.06, "optimizer": 0.80,
+}  # fmt: skip
+"""Share of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products. `attention` (from an A100, xformers #434
+and #467) and `softmax` (a guess) weren't measured."""
+PROCESSORS = {
+    "a100-sxm-40gb": 108, "a100-sxm-80gb": 108, "a100-pcie-80gb": 108, "h100-sxm": 132, "h100-pcie": 114, "h200": 132,
+    "gh200": 132, "gh200-144gb": 132, "b200": 148, "mi300x": 304, "rtx-3090": 82,
+}  # fmt: skip
+"""Streaming multiprocessors or compute units."""
+_NAMES = {
+    "product": "mm addmm",
+    "other product": "bmm baddbmm convolution _fft_r2c _fft_c2r _fft_c2c",
+    "flash attention": "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention _varlen_attn",
+    "attention": "_scaled_dot_product_efficient_attention",
+    "triton window attention": "window_attention",
+    "triton mlp": "mlp",
+    "norm": "native_layer_norm native_batch_norm cudnn_batch_norm native_group_norm",
+    "softmax": "_softmax _log_softmax",
+    "reduction": "sum mean amax amin max min var std linalg_vector_norm logsumexp",
+    "strided copy": "clone roll cat stack constant_pad_nd slice select embedding index gather upsample_bicubic2d",
+    "scatter": "embedding_dense index_put _index_put_impl index_add scatter_add",
+    FUSED: "fused",
+}
+_CLASSES = {name: each for each, names in _NAMES.items() for name in names.split()}
 
 
-@dataclass(frozen=True)
-class DeviceRates:
-    """Hold the data sheet's rates, the fractions that classes of operations reach (default 1), a kernel's minimum time and
-    the host's launch time."""
+class Share(NamedTuple):
+    """A share of a GPU's rates, its relative uncertainty and its source."""
 
-    flops_per_s: Mapping[torch.dtype, float]
-    bytes_per_s: float
-    kernel_s: float = 0.0
-    host_s: float = 0.0
-    share_of: Mapping[str, float] = field(default_factory=dict)
+    middle: float
+    spread: float
+    source: str
 
-    def ideal_s(self, operation: Operation) -> float:
-        """Return an operation's time at the data sheet's rates; 0 for views and collectives."""
-        if not operation.launches or operation.is_collective:
-            return 0.0
-        compute_s = operation.flops / self.flops_per_s[operation.dtype or torch.float32] if operation.flops else 0.0
-        return max(compute_s, operation.bytes_moved / self.bytes_per_s)
-
-    def seconds(self, operation: Operation) -> float:
-        ideal_s = self.ideal_s(operation)
-        return max(ideal_s / self.share_of.get(class_of(operation), 1.0), self.kernel_s) if ideal_s else 0.0
+    def at(self, case: str) -> float:
+        return min(self.middle * (1 + CASES[case] * self.spread), 1.0)
 
 
-def rates_of(gpu: Gpu, case: str) -> DeviceRates:
-    """Return the rates that a GPU is assumed to reach in a case of `CASES`."""
-    fast, slow = 1e12 * gpu.bf16_tflops, 1e12 * gpu.fp32_tflops
-    by_dtype = {torch.bfloat16: fast, torch.float16: fast, torch.float32: slow, torch.float64: slow / 2}
-    shares = {name: getattr(each, case) for name, each in efficiencies_of(gpu).items()}
-    return DeviceRates(by_dtype, 1e12 * gpu.memory_tbytes_per_s, KERNEL_S, HOST_S[case], shares)
+def class_of(operation: Operation) -> str:
+    """Return the class in `TABLE` of an operation that launches kernels."""
+    space, _, kind = operation.name.rpartition(".")
+    name, is_backward, _ = kind.rstrip("_").partition("_backward")
+    found = "optimizer" if name.startswith(("_foreach", "_fused")) else _CLASSES.get(name, "element-wise")
+    if space == "compiled":
+        found = FUSED
+    elif found == "product":
+        (rows, inner), (_, columns) = operation.shapes[-2:]
+        first, second, longest = sorted((rows, inner, columns))
+        is_thin = first * second / (first + second) < THIN
+        found = "wide product" if not is_thin else "thin weight gradient" if inner == longest else "thin product"
+    elif name == "native_layer_norm" and operation.dtype is not None:
+        row = operation.shapes[0][-1] * operation.dtype.itemsize
+        found = "narrow norm" if row <= NARROW_ROW else "medium norm" if row <= MEDIUM_ROW else "norm"
+    return f"{found} backward" if is_backward and f"{found} backward" in TABLE else found
 
 
-def seconds_by_part(operations: Iterable[tuple[Operation, float]], rates: DeviceRates) -> dict[str, float]:
-    """Return the seconds of (operation, repetitions) pairs in order, by `part` and direction: `audio forward`, …, and in
-    total (`step`). The host launches them ahead of the GPU, which waits if the host falls behind."""
-    found: defaultdict[str, float] = defaultdict(float)
-    launched_s = done_s = 0.0
-    for operation, times in operations:
-        before_s, kernel_s = done_s, rates.seconds(operation)
-        launched_s += times * rates.host_s * (kernel_s > 0)
-        done_s = max(done_s, launched_s) + times * kernel_s
-        direction = " backward" if operation.backward else " forward"
-        found[operation.part + direction * (operation.part in TOWERS)] += done_s - before_s
+def shares_of(gpu: Gpu) -> dict[str, Share]:
+    """Return a GPU's shares by class. Time above the data sheet's is due to instructions and latencies, which more bandwidth or
+    larger tensor cores don't reduce, but more processors do."""
+    h200, found = GPUS["h200"], dict[str, Share]()
+    spread = SPREAD if gpu.name in HOPPER else SPREAD_ELSEWHERE
+    for name, share in TABLE.items():
+        rate = "bf16_tflops" if name == "wide product" else "memory_tbytes_per_s"
+        faster = getattr(gpu, rate) / getattr(h200, rate) * PROCESSORS["h200"] / PROCESSORS[gpu.name]
+        found[name] = Share(1 / (1 + (1 / share - 1) * faster), spread, "from an H200's, results/h200")
+    for path in sorted((work_folder() / "results").glob("*/efficiencies.json")):
+        measured = read_json(path)
+        if peak_for(measured["device"]) == gpu:
+            source = f"measured, results/{path.parent.name}"
+            classes = measured["classes"]
+            found |= {
+                name: Share(classes[name]["efficiency"], SPREAD, source) for name in TABLE.keys() & classes.keys()
+            }
+    return found
+
+
+def ideal_s(operation: Operation, gpu: Gpu) -> float:
+    """Return an operation's time at the data sheet's rates."""
+    tflops = gpu.bf16_tflops if operation.dtype in (torch.bfloat16, torch.float16) else gpu.fp32_tflops
+    compute_s = operation.flops / (1e12 * tflops) if operation.flops else 0.0
+    return max(compute_s, operation.bytes_moved / (1e12 * gpu.memory_tbytes_per_s))
+
+
+def seconds(operation: Operation, gpu: Gpu, shares: Mapping[str, Share], case: str) -> float:
+    """Return an operation's time; 0 if it launches nothing."""
+    least = ideal_s(operation, gpu)
+    return max(least / shares[class_of(operation)].at(case), KERNEL_S) if least else 0.0
+
+
+def seconds_by_part(
+    work: Iterable[tuple[Operation, float]], gpu: Gpu, shares: Mapping[str, Share], case: str
+) -> dict[str, float]:
+    """Return the seconds of (operation, repetitions) pairs by part, those in which the GPU waits for the host's launches, and
+    their sum (`step`)."""
+    found, launched_s = defaultdict[str, float](float), 0.0
+    for operation, times in work:
+        if spent_s := seconds(operation, gpu, shares, case):
+            found[operation.place] += times * spent_s
+            launched_s += times * HOST_S
+    if (idle_s := launched_s - sum(found.values())) > 0:
+        found["waiting for the host"] = idle_s
     return {**found, "step": sum(found.values())}

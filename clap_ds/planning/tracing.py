@@ -1,8 +1,8 @@
-"""Record the operations of PyTorch code without executing them: FLOPs, bytes moved, kernels, live memory.
+"""Record the operations of PyTorch code without executing them: FLOPs, bytes moved, live memory.
 
-    with FakeTensorMode(), trace(parts={"audio": [model.audio]}) as recorded:
+    with FakeTensorMode(), Recorded(audio=[model.audio]) as recorded:
         run()
-    recorded.total("flops", part="audio"); recorded.peak_bytes
+    sum(each.flops for each in recorded.operations if each.part == "audio"); recorded.at_peak.total()
 
 Under `FakeTensorMode` nothing is computed or allocated, and values that the host reads are 0. A storage lives until its
 last tensor is deleted. FLOPs follow `torch.utils.flop_counter`'s formulas, and FFTs are added here.
@@ -13,12 +13,11 @@ from __future__ import annotations
 import bisect
 import math
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from clap_ds.flop_count.analytic import fft_flops
 
+TOWERS = ("audio", "text")
 _OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
 """Operations that don't read what they overwrite."""
 _NO_KERNEL = frozenset({
@@ -38,13 +38,12 @@ _NO_KERNEL = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """Describe a dispatched operation.
 
     Attributes:
         part: part of the traced code; in the backward pass (including recomputation), the part that is differentiated.
-        read, written: numbers and bytes of storages. Empty if nothing is launched.
+        bytes_moved: bytes of distinct tensors read and written; 0 if nothing is launched.
         dtype: dtype of the first floating-point input or result.
         shapes: tensor arguments' shapes in order, like torch.profiler's `record_shapes` without empty entries.
     """
@@ -53,46 +52,32 @@ class Operation:
     part: str
     backward: bool
     flops: int
-    read: tuple[tuple[int, int], ...]
-    written: tuple[tuple[int, int], ...]
-    launches: bool
-    dtype: torch.dtype | None
+    bytes_moved: int
+    dtype: torch.dtype | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def bytes_moved(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.read + self.written)
-
-    @property
-    def is_collective(self) -> bool:
-        return self.name.startswith(("c10d.", "_c10d_functional."))
-
-
-@dataclass(slots=True)
-class _Storage:
-    number: int
-    reference: weakref.ref[Any]
-    num_bytes: int
-    part: str | None = None  # None until counted
+    def place(self) -> str:
+        """The part, for a tower with its direction."""
+        return self.part + (" backward" if self.backward else " forward") * (self.part in TOWERS)
 
 
 class Recorded(TorchDispatchMode):
-    """Record dispatched operations in order, the bytes of live storages, and their peak, also by part."""
+    """Record dispatched operations except collectives in order, the bytes of live storages, and their peak, also by part.
+    Keywords name parts: modules whose forward and backward passes belong to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, **parts: Iterable[nn.Module]) -> None:
         super().__init__()
+        before = list[str]()
+        for name, modules in parts.items():
+            for module in modules:
+                enter = partial(lambda name, *_: before.append(self.enter(name)), name)
+                module.register_forward_pre_hook(enter, prepend=True)
+                module.register_forward_hook(lambda *_: self.enter(before.pop()) and None, always_call=True)
         self.operations: list[Operation] = []
-        self.live_bytes = self.peak_bytes = 0
-        self.at_peak: dict[str, int] = {}
-        self._live: defaultdict[str, int] = defaultdict(int)
-        self._storages: dict[int, _Storage] = {}
-        self._num_storages = 0
+        self.at_peak, self._live = Counter[str](), Counter[str]()
+        self._storages: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
         self._entered = [(0, "other")]
-
-    def total(self, what: str, *, part: str | None = None, backward: bool | None = None) -> int:
-        """Sum a numeric attribute of `Operation` without collectives."""
-        own = [each for each in self.operations if part in (None, each.part) and backward in (None, each.backward)]
-        return sum(int(getattr(each, what)) for each in own if not each.is_collective)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -108,15 +93,18 @@ class Recorded(TorchDispatchMode):
     def hold(self, tensors: Iterable[Any], part: str) -> None:
         """Count tensors as live and assign them to a part, even if they were counted before."""
         for tensor in tensors:
-            storage = self._storage(tensor)
-            self._count(storage, -1)
-            storage.part = part
-            self._count(storage, 1)
+            storage = tensor.untyped_storage()
+            if (key := storage._cdata) in self._storages:
+                self._forget(key)
+            self._storages[key] = part, storage.nbytes(), weakref.ref(storage, partial(self._forget, key))
+            self._live[part] += storage.nbytes()
+            if self._live.total() > self.at_peak.total():
+                self.at_peak = self._live.copy()
 
     def restart(self) -> None:
         """Clear the operations and reset the peak to the live memory."""
         self.operations.clear()
-        self.peak_bytes, self.at_peak = self.live_bytes, dict(self._live)
+        self.at_peak = self._live.copy()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func._overloadpacket)
@@ -130,23 +118,22 @@ class Recorded(TorchDispatchMode):
         if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
             return False if args[0].dtype == torch.bool else 0
         (part, backward), inputs = self._where(), _tensors((args, kwargs))
-        read, before = self._places(inputs[name in _OVERWRITES :]), self._num_storages
+        read = _distinct_bytes(inputs[name in _OVERWRITES :])  # before an operation that changes a tensor's shape
         result = func(*args, **kwargs)
         outputs = _tensors(result)
-        written = self._places(outputs + _mutated(func, args, kwargs))
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}
+        new = [t for t in outputs if (key := t.untyped_storage()._cdata) not in given and key not in self._storages]
+        self.hold(new, part)
+        if func.namespace.startswith(("c10d", "_c10d")):
+            return result
         is_view = func.is_view or torch.Tag.inplace_view in func.tags  # such as transpose_
         launches = not (is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
+        moved = read + _distinct_bytes(outputs + _mutated(func, args, kwargs)) if launches else 0
         dtype = next((t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point), None)
         formula = _fft if name == "aten._fft_r2c" else flop_registry.get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
-        moved = (read, written) if launches else ((), ())
-        given = (*args, *kwargs.values())
-        shapes = tuple(tuple(each.shape) for each in given if isinstance(each, Tensor) and each.dim())
-        self.operations.append(Operation(name, part, backward, flops, *moved, launches, dtype, shapes))
-        for storage in map(self._storage, outputs):
-            if storage.part is None and storage.number > before:
-                storage.part = part
-                self._count(storage, 1)
+        shapes = [tuple(each.shape) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()]
+        self.operations.append(Operation(name, part, backward, flops, moved, dtype, tuple(shapes)))
         return result
 
     def _where(self) -> tuple[str, bool]:
@@ -155,52 +142,22 @@ class Recorded(TorchDispatchMode):
         place = bisect.bisect_right(self._entered, node._sequence_nr(), key=lambda entry: entry[0])
         return self._entered[place - 1][1], True
 
-    def _places(self, tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-        distinct = {(t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape)): t for t in tensors}
-        return tuple((self._storage(tensor).number, _bytes(tensor)) for tensor in distinct.values())
-
-    def _storage(self, tensor: Tensor) -> _Storage:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if (known := self._storages.get(key)) is None:
-            self._num_storages += 1
-            reference = weakref.ref(storage, partial(self._forget, key))
-            known = self._storages[key] = _Storage(self._num_storages, reference, storage.nbytes())
-        return known
-
-    def _forget(self, key: int, _: object) -> None:
-        self._count(self._storages.pop(key), -1)
-
-    def _count(self, storage: _Storage, sign: int) -> None:
-        if storage.part is not None:
-            self._live[storage.part] += sign * storage.num_bytes
-            self.live_bytes += sign * storage.num_bytes
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.at_peak = self.live_bytes, dict(self._live)
-
-
-@contextmanager
-def trace(parts: Mapping[str, Iterable[nn.Module]] | None = None) -> Iterator[Recorded]:
-    """Record operations dispatched within; `parts` maps names to modules whose forward and backward passes belong to it."""
-    recorded, before = Recorded(), list[str]()
-    with ExitStack() as stack:
-        for name, modules in (parts or {}).items():
-            for module in modules:
-                enter = partial(lambda name, *_: before.append(recorded.enter(name)), name)
-                stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-                leave = module.register_forward_hook(lambda *_: recorded.enter(before.pop()) and None, always_call=True)
-                stack.callback(leave.remove)
-        yield stack.enter_context(recorded)
+    def _forget(self, key: int, _: object = None) -> None:
+        part, num_bytes, _ = self._storages.pop(key)
+        self._live[part] -= num_bytes
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, counting expanded elements once."""
-    strided = zip(tensor.shape, tensor.stride(), strict=True)
-    return math.prod(size for size, stride in strided if stride) * tensor.itemsize if tensor.numel() else 0
+def _distinct_bytes(tensors: list[Tensor]) -> int:
+    """Return the bytes of tensors, counting equal ones and expanded elements once."""
+    distinct = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape): t for t in tensors if t.numel()}
+    return sum(
+        math.prod(size for size, stride in zip(t.shape, t.stride(), strict=True) if stride) * t.itemsize
+        for t in distinct.values()
+    )
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -42,13 +42,8 @@ def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
     rate = float((np.asarray(windows, float) * seconds).sum() / seconds.sum())
     slow = sum(each < SLOW * statistics.median(windows) for each in windows)
     return Rates(
-        mean=rate,
-        low=min(windows),
-        high=max(windows),
-        slow_windows=slow,
-        windows=list(windows),
-        window_s=list(window_s),
-    )
+        mean=rate, low=min(windows), high=max(windows), slow_windows=slow, windows=list(windows), window_s=list(window_s)
+    )  # fmt: skip
 
 
 def range_label(windows: Sequence[float], slow: int) -> str:

@@ -7,13 +7,12 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from clap_ds.config.files import open_own, parse_json, read_lines, write_atomically
-
-_said: set[str] = set()
 
 
 @contextmanager
@@ -22,10 +21,12 @@ def warn_on_disk_full(what: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if str(what) not in _said:
-            _said.add(str(what))
-            reason = error.strerror or error
-            print(f"warning: {what} can't be written: {reason}; the run continues", file=sys.stderr, flush=True)
+        _warn(f"warning: {what} can't be written: {error.strerror or error}; the run continues")
+
+
+@cache
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class JsonlWriter:

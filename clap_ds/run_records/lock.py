@@ -36,9 +36,11 @@ class FolderLock:
         if self._create():
             return
         found = self._read()
-        is_here = found.get("kernel") == self._own["kernel"]
-        is_same_job = self._own["job"] != "" and found.get("job") == self._own["job"]
-        if not (_start_time(found.get("pid")) != found.get("started") if is_here else is_same_job):
+        if found.get("kernel") == self._own["kernel"]:
+            is_over = _start_time(found.get("pid")) != found.get("started")
+        else:
+            is_over = self._own["job"] != "" and found.get("job") == self._own["job"]
+        if not is_over:
             raise ValueError(f"{self._said('is locked by')}. If that job is over, delete {self._path}")
         print(f"{self._said('had a stale lock of')}; replaced", file=sys.stderr, flush=True)
         write_atomically(self._path, json.dumps(self._own))
@@ -57,12 +59,10 @@ class FolderLock:
     def _create(self) -> bool:
         """Create the file; return False if it exists."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self._path.open("x") as file:
-                json.dump(self._own, file)
-        except FileExistsError:
-            return False
-        return True
+        with suppress(FileExistsError), self._path.open("x") as file:
+            json.dump(self._own, file)
+            return True
+        return False
 
     def _read(self) -> dict[str, Any]:
         """Read the file; empty if it is missing or incomplete."""

@@ -5,6 +5,7 @@ Any field can be absent, as in killed runs or older records. Times are in second
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
 VERSION = 5
@@ -16,63 +17,35 @@ FORMER_PRESETS = {
 }
 """Preset in records up to schema 3 → its name now: `htsat_tiny_roberta_base` had LAION-CLAP's heads."""
 
-_FORMER_NAMES = {
-    "summary": "text_tokens=context_length text=text_packing stop_at=target_metrics slow_ranks=stragglers"
-    " slow_ranks_cost_samples_per_s=stragglers_cost_samples_per_s ended_early=stop_reason"
-    " deepspeed_times_host_alone=deepspeed_timer_synchronized",
-    "straggler": "behind_s=lag_s behind_percent=lag_percent",
-    "clap": "text_tokens=context_length text=text_packing fused_adam=optimizer_implementation gradient_sync=gradient_sync"
-    " gradient_bucket_mb=bucket_cap_mb",
-    "clap.model": "text_from_hub=pretrained_text attention=attention_impl mlp=mlp_impl"
-    " checkpoint_activations=activation_checkpointing",
-    "clap.data": "source=source sampling=resampled waveforms=audio_dtype",
-    "clap.train": "samples=max_samples initial_weights=pretrained ema=ema_decay accumulation=accumulation"
-    " stop_at=target_metrics",
-    "clap.checkpoint": "best_by=best_metric background=async_save sync_to=remote_sync",
-    "clap.evaluation": "micro_batch=batch_size",
-    "clap.evaluation.zero_shot": "class_field=class_key",
-    "clap.output": "root=dir label=run_name",
+_FORMER_FIELDS: dict[str, tuple[str, dict[Any, Any]]] = {
+    "text_tokens": ("context_length", {}),
+    "text": ("text_packing", {"padded": False, "packed": True}),
+    "stop_at": ("target_metrics", {}),
+    "ended_early": ("stop_reason", {}),
+    "deepspeed_times_host_alone": ("deepspeed_timer_synchronized", {True: False, False: True}),
+    "slow_ranks": ("stragglers", {}),
+    "slow_ranks_cost_samples_per_s": ("stragglers_cost_samples_per_s", {}),
+    "behind_s": ("lag_s", {}),
+    "behind_percent": ("lag_percent", {}),
 }
-"""Names before schema 5, `old=new`, of `summary.json`, its `stragglers`, and sections of `config.json`."""
-_FORMER_VALUES: dict[str, dict[Any, Any]] = {
-    "text_packing": {"padded": False, "packed": True},
-    "deepspeed_timer_synchronized": {True: False, False: True},
-    "gradient_sync": {"overlapped": "overlap"},
-    "source": {"shards": "webdataset"},
-    "resampled": {"epochs": False, "replacement": True},
-    "accumulation": {"independent": "plain", "cached": "gradcache"},
-}
+"""Fields of `summary.json` and its `stragglers` before schema 5 → name now, and value now by former value."""
 FORMER_PHASES = {"window": "timed"}
 """`phase` of `metrics.jsonl` before schema 5 → its name."""
-
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
-
 State = Literal["running", "completed", "out_of_memory", "failed", "timeout", "terminated"]
-
 STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communication", "optimizer")
 """Phases of a step, in order."""
 
 
-def current(name: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a record's `summary` or `config`, of any schema, with today's names and values."""
-    if name == "summary":
-        _rename(content, name)
-        for each in found if isinstance(found := content.get("stragglers"), list) else ():
-            _rename(each, "straggler")
-    elif name == "config":
-        for path in (path for path in _FORMER_NAMES if path.startswith("clap")):
-            section: Any = content
-            for each in path.split("."):
-                section = section.get(each) if isinstance(section, dict) else None
-            _rename(section, path)
-    return content
-
-
-def _rename(section: Any, where: str) -> None:
-    for old, _, new in (pair.partition("=") for pair in _FORMER_NAMES[where].split()):
-        if isinstance(section, dict) and old in section:
-            value = section.pop(old)
-            section[new] = _FORMER_VALUES.get(new, {}).get(value, value) if isinstance(value, str | bool) else value
+def current(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a summary of any schema with today's names and values."""
+    found: dict[str, Any] = {}
+    for name, value in summary.items():
+        new, values = _FORMER_FIELDS.get(name, (name, {}))
+        found[new] = values.get(value, value) if isinstance(value, str | bool) else value
+    if isinstance(slow := found.get("stragglers"), list):
+        found["stragglers"] = [current(each) for each in slow if isinstance(each, dict)]
+    return found
 
 
 class Rates(TypedDict, total=False):
@@ -86,8 +59,6 @@ class Rates(TypedDict, total=False):
     windows: list[float]
     window_s: list[float]
     """Duration of each window on the slowest rank."""
-    median: float
-    """Median of the windows; before schema 3, instead of `mean`."""
 
 
 class StepTime(TypedDict, total=False):
@@ -123,7 +94,6 @@ class Summary(TypedDict, total=False):
     error: str | None
     finished: str
     command: str
-
     preset: str
     num_nodes: int
     world_size: int
@@ -140,7 +110,7 @@ class Summary(TypedDict, total=False):
     compiled: dict[str, str | None]
     """Per part (`mel`, `audio`, `text`): null, or why it runs uncompiled."""
     compile_s: float
-
+    # Throughput
     samples_per_s_per_gpu: Rates
     samples_per_s: float
     deepspeed_samples_per_s: float | None
@@ -159,7 +129,7 @@ class Summary(TypedDict, total=False):
     stragglers_cost_samples_per_s: float
     data: dict[str, Any]
     warnings: list[str]
-
+    # FLOPs
     flops: dict[str, Any]
     """GFLOPs per sample: forward (`published_gflops`, `model_gflops`), forward and backward (`training_gflops`)."""
     mfu_published_percent: float | None
@@ -169,7 +139,7 @@ class Summary(TypedDict, total=False):
     hardware_tflops: float
     peak_tflops: float | None
     peak_source: str
-
+    # Training
     step: int
     samples: int
     epoch: float | None

@@ -1,7 +1,7 @@
 """The run directory: a run's configuration, progress and results, written while it runs.
 
 It has `config.json`, `environment.json`, `metrics.jsonl` (one line per step), `summary.json` (state and results, for
-analysis), `monitor/` (by `monitor.py`), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`.
+analysis), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import itertools
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO, Unpack, cast
+from typing import TYPE_CHECKING, Any, TextIO, Unpack, cast
 
 from clap_ds.config.files import open_own, read_json, write_object
 from clap_ds.config.redaction import redacted, redacted_all, redacted_words
 from clap_ds.run_records.jsonl import JsonlWriter, warn_on_disk_full
-from clap_ds.run_records.metrics_schema import VERSION, State, StepLine, Summary
+from clap_ds.run_records.metrics_schema import VERSION, Environment, State, StepLine, Summary
+
+if TYPE_CHECKING:
+    from clap_ds.config.settings import RunSettings
 
 
 class RunDirectory:
@@ -68,6 +72,50 @@ class RunDirectory:
 
     def close(self) -> None:
         self._stream.close()
+
+
+def create_run_dir(run: RunSettings, here: Environment, everywhere: list[tuple[str, str]]) -> Path:
+    """Create a run's directory with its first files, and copy the output to its log. Raises ValueError if it can't be written.
+
+    Args:
+        here: rank 0's environment.
+        everywhere: host and device name of each rank.
+    """
+    clap = run.clap
+    per_host, devices = Counter(host for host, _ in everywhere), sorted({name for _, name in everywhere})
+    places: Environment = {"world_size": len(everywhere), "num_nodes": len(per_host), "hosts": [*per_host]}
+    places |= {"gpus_per_node": [*per_host.values()], "device_names": devices}
+    try:
+        record = RunDirectory(RunDirectory.create(Path(clap.output.dir), run.run_name).path.resolve())
+        start_log(record.path / "rank0.log")
+        record.write_json("environment.json", {**here, **places})
+        record_batch_sizes(record, run, len(everywhere))
+    except OSError as error:
+        raise ValueError(f"clap.output.dir: {clap.output.dir!r} can't be written: {error.strerror}") from None
+    record.update_summary(
+        state="running",
+        error=None,
+        preset=clap.model.sizes.name,
+        num_nodes=len(per_host),
+        world_size=len(everywhere),
+        context_length=clap.context_length,
+        text_packing=clap.text_packing,
+        precision=run.precision,
+        device_name=" and ".join(devices),
+        device_type="cpu" if here["device_memory_bytes"] is None else "cuda",
+    )
+    return record.path
+
+
+def record_batch_sizes(record: RunDirectory, run: RunSettings, world_size: int) -> None:
+    """Write the configuration, and batch sizes to the summary."""
+    sizes = run.batch_sizes(world_size)
+    record.write_json("config.json", run.resolved())
+    record.update_summary(
+        micro_batch_per_gpu=sizes.micro_batch,
+        gradient_accumulation_steps=sizes.accumulation_steps,
+        global_batch=sizes.global_batch,
+    )
 
 
 class Tee(io.TextIOBase):

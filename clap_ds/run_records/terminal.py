@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from clap_ds.config.errors import printable
 from clap_ds.run_records.intervals import range_label
@@ -31,13 +32,15 @@ class Progress:
 
 def print_summary(summary: Summary) -> None:
     """Print the final table."""
-    table = Table(show_header=False)
-    table.add_column("quantity")
-    table.add_column("value", justify="right")
+    table = Table("quantity", Column("value", justify="right"), show_header=False)
     for name, value in rows(summary):
         table.add_row(name, value)
-    lacks_peak = "flops" in summary and summary["peak_tflops"] is None
-    show(title(summary), table, *([summary["peak_source"]] if lacks_peak else []))
+    nodes, lacks_peak = summary["num_nodes"], "flops" in summary and summary["peak_tflops"] is None
+    title = (
+        f"{summary['preset']} on {summary['world_size']} × {summary['device_name']}, {nodes} node{'s' * (nodes > 1)},"
+        f" {summary['precision']}, micro-batch {summary['micro_batch_per_gpu']}, {summary['context_length']} text tokens"
+    )
+    show(title, table, *([summary["peak_source"]] if lacks_peak else []))
 
 
 def show(title: str, table: Table, *notes: str) -> None:
@@ -49,57 +52,39 @@ def show(title: str, table: Table, *notes: str) -> None:
         console.print(printable(note), soft_wrap=True)
 
 
-def title(summary: Summary) -> str:
-    return (
-        f"{summary['preset']} on {summary['world_size']} × {summary['device_name']},"
-        f" {summary['num_nodes']} node{'s' if summary['num_nodes'] > 1 else ''}, {summary['precision']},"
-        f" micro-batch {summary['micro_batch_per_gpu']}, {summary['context_length']} text tokens"
-    )
-
-
-def rows(summary: Summary) -> list[tuple[str, str]]:
-    """Return name and value of the final table's rows."""
+def rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield name and value of the final table's rows."""
     rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
-    host_alone = " (host only)" if unit == "GPU" and not summary.get("deepspeed_timer_synchronized", True) else ""
+    yield f"samples/s/{unit}", f"{rate['mean']:,.2f}"
+    yield f"  {range_label(rate['windows'], rate.get('slow_windows', 0))}", f"{rate['low']:,.2f} – {rate['high']:,.2f}"
+    yield "samples/s (total)", f"{summary['samples_per_s']:,.2f}"
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
+    told = "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}"
+    yield "samples/s (total), DeepSpeed's timer", told
+    yield "step time, median", f"{1000 * step['median']:,.1f} ms"
+    yield "step time, 95th percentile", f"{1000 * step['p95']:,.1f} ms"
+    yield "step time, slowest rank", f"{1000 * step['slowest_rank_median']:,.1f} ms"
+    yield "data wait", f"{summary['data_wait_percent']:.2f}%"
     held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
-    interval = f"  {range_label(rate['windows'], rate.get('slow_windows', 0))}"
+    yield "peak memory per rank (largest)", f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB{held}"
+    if "flops" in summary:
+        yield from _utilization_rows(summary, summary["flops"], summary["peak_tflops"])
     breakdown = summary["breakdown_s"] or {}
-    total = sum(breakdown.values())
-    return [
-        (f"samples/s/{unit}", f"{rate['mean']:,.2f}"),
-        (interval, f"{rate['low']:,.2f} – {rate['high']:,.2f}"),
-        ("samples/s (total)", f"{summary['samples_per_s']:,.2f}"),
-        (
-            f"samples/s (total), DeepSpeed's timer{host_alone}",
-            "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}",
-        ),
-        ("step time, median", f"{1000 * step['median']:,.1f} ms"),
-        ("step time, 95th percentile", f"{1000 * step['p95']:,.1f} ms"),
-        ("step time, slowest rank", f"{1000 * step['slowest_rank_median']:,.1f} ms"),
-        ("data wait", f"{summary['data_wait_percent']:.2f}%"),
-        ("peak memory per rank (largest)", f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB{held}"),
-        *_utilization_rows(summary),
-        *(
-            (f"  {phase.replace('_', ' ')}", f"{1000 * seconds:,.1f} ms  {100 * seconds / total:5.1f}%")
-            for phase, seconds in breakdown.items()
-        ),
-        *(("warning", text) for text in summary.get("warnings", [])),
-    ]
+    for phase, seconds in breakdown.items():
+        share = 100 * seconds / sum(breakdown.values())
+        yield f"  {phase.replace('_', ' ')}", f"{1000 * seconds:,.1f} ms  {share:5.1f}%"
+    yield from (("warning", text) for text in summary.get("warnings", []))
 
 
-def _utilization_rows(summary: Summary) -> Iterator[tuple[str, str]]:
-    if "flops" not in summary:
-        return
-    flops, peak = summary["flops"], summary["peak_tflops"]
+def _utilization_rows(summary: Summary, flops: dict[str, Any], peak: float | None) -> Iterator[tuple[str, str]]:
     yield "TFLOPS achieved per device, forward and backward", f"{summary['achieved_tflops']:,.3f}"
     yield "GFLOPs per sample, forward and backward", f"{flops['training_gflops']:,.4f}"
     if peak is None:
         yield "MFU", "– (unknown peak)"
-    else:
-        published = f"MFU, published convention (3 × {flops['published_gflops']:.2f} GFLOPs)"
-        yield published, f"{summary['mfu_published_percent']:.2f}% of {peak:g} TFLOPS"
-        yield "MFU (executed FLOPs)", f"{summary['mfu_model_percent']:.2f}% of {peak:g} TFLOPS"
-        if flops["recomputed_gflops"]:
-            yield "HFU (incl. recomputation)", f"{summary['hfu_percent']:.2f}% of {peak:g} TFLOPS"
+        return
+    published = f"MFU, published convention (3 × {flops['published_gflops']:.2f} GFLOPs)"
+    yield published, f"{summary['mfu_published_percent']:.2f}% of {peak:g} TFLOPS"
+    yield "MFU (executed FLOPs)", f"{summary['mfu_model_percent']:.2f}% of {peak:g} TFLOPS"
+    if flops["recomputed_gflops"]:
+        yield "HFU (incl. recomputation)", f"{summary['hfu_percent']:.2f}% of {peak:g} TFLOPS"

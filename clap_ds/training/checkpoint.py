@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from clap_ds.config.files import read_bytes
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.redaction import redacted_all
 from clap_ds.config.schema import CheckpointSettings
-from clap_ds.config.settings import RunSettings
-from clap_ds.distributed.collectives import gather, rank, reduce_on_rank0, run_on_rank0
+from clap_ds.distributed.collectives import gather, raise_on_all_ranks, rank, reduce_on_rank0, run_on_rank0
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
@@ -25,8 +28,7 @@ from clap_ds.run_records.lock import FILE as LOCK
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.training.load_checkpoint import PROGRESS, restore
 from clap_ds.training.remote_sync import BackgroundSync, RemoteFolder
-from clap_ds.training.staging import HostCopies
-from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
+from clap_ds.training.train_state import SavedCheckpoint, TrainState
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, STATE, TOKENIZER, WEIGHTS, Manifest, warn, write_file
 from clap_ds.weights.formats import some, to_safetensors
@@ -38,55 +40,78 @@ NICE = 10
 """Niceness of the writing thread: on a host without a free core it gets a tenth of one."""
 
 
-class CheckpointFolder:
-    """The checkpoints of a run in one folder, which every host must see.
+class Checkpointer:
+    """The checkpoints of a run in one folder, which every host must see. As a context manager it locks the folder.
 
     Args:
         path: the folder; created if missing.
         tokenizer: hub name, or a folder, which is copied into every checkpoint.
-        lock: lock of the folder on rank 0; saving fails after another run has taken it over.
-        run: the run's settings, recorded in every checkpoint.
+        config: the run's JSON, recorded in every checkpoint.
+        job: folder of the run's job, whose attempts share the lock.
+
+    Attributes:
+        last: result of the last complete save.
     """
 
     def __init__(
         self,
         path: str | Path,
-        settings: CheckpointSettings | None = None,
+        settings: CheckpointSettings = CheckpointSettings(),
         *,
         tokenizer: str | None = None,
-        lock: FolderLock | None = None,
-        run: RunSettings | None = None,
+        config: dict[str, Any] | None = None,
+        job: Path | None = None,
     ) -> None:
-        self.path = Path(path).absolute()
-        self._rule = settings or CheckpointSettings()
-        self._tokenizer, self._lock, self._run = tokenizer, lock, run
+        self.path, self._rule = Path(path).absolute(), settings
+        self.tokenizer, self._config, self._job = tokenizer, config or {}, job
+        self._lock: FolderLock | None = None
+        self.last: SavedCheckpoint | None = None
         self._run_id = ""
         self._sync: BackgroundSync | None = None
         if rank() == 0 and self._rule.remote_sync is not None:
             self._sync = BackgroundSync(self._rule.remote_sync, self._rule)
-        self._copies = HostCopies()
+        self._stager: Any = None
         self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_give_way)
         self._writing: Future[SavedCheckpoint] | None = None
         self._poisoned = ""
 
+    @activity("waiting for the checkpoint folder")
+    def __enter__(self) -> Self:
+        """Lock the folder. A collective; UserError if another run holds it or it isn't writable."""
+        self._lock = FolderLock(self.path, self._job)
+        with raise_on_all_ranks():
+            try:
+                run_on_rank0(self._lock.acquire)
+            except ValueError as error:
+                raise ValueError(f"clap.checkpoint.folder: {error}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.poll(None)
+        if self._lock is not None:
+            self._lock.release()
+
     def save(
-        self, engine: ClapEngine, progress: TrainingProgress, *, metrics: dict[str, float] | None = None
-    ) -> SavedCheckpoint:
-        """Save the state of training. A collective; returns the same result on every rank.
+        self, engine: ClapEngine, state: TrainState, metrics: dict[str, float] | None = None, *, wait: bool = True
+    ) -> list[SavedCheckpoint]:
+        """Save the state of training: with `wait` or without `async_save` completely, else in the background.
 
         A full or failing disk causes a warning and a `problem` in the result, and no partial checkpoint. Non-finite `metrics`
-        are left out. Raises NonFiniteError on all ranks if weights or the optimizer's state aren't finite.
+        are left out. Raises NonFiniteError on all ranks if weights or the optimizer's state aren't finite. A collective.
+
+        Returns:
+            Results that weren't returned before: of the previous save, and of this one if complete; the same on every rank.
         """
-        self.start_saving(engine, progress, metrics=metrics, copied=False)
-        saved = self.finish()
-        assert saved is not None
-        return saved
+        wait = wait or not self._rule.async_save
+        previous = self.finish()
+        self.start_saving(engine, state, metrics=metrics, copied=not wait)
+        return [each for each in (previous, self.finish() if wait else None) if each is not None]
 
     @activity("saving a checkpoint")
     def start_saving(
         self,
         engine: ClapEngine,
-        progress: TrainingProgress,
+        progress: TrainState,
         *,
         metrics: dict[str, float] | None = None,
         copied: bool = True,
@@ -100,38 +125,41 @@ class CheckpointFolder:
             return
         assert self._writing is None
         found = {"state": state, **_weights(engine)}
-        found = self._copies.of(found) if copied else found
+        found = self._copied(found) if copied else found
         manifest = Manifest(
             serial=0,
             step=progress.step,
             model=engine.model.config.model_dump(mode="json"),
             engine=describe(engine),
-            tokenizer=self._tokenizer,
+            tokenizer=self.tokenizer,
             metrics={name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)},
             files={},
             run=self._run_id,
-            settings=redacted_all(self._run.resolved()) if self._run is not None else {},
+            settings=redacted_all(self._config),
             best_metric=self._rule.best_metric,
         )
         saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
         model, told = engine.model.config, progress.to_json()
         self._writing = self._thread.submit(lambda: self._write(saved, found, told, model, manifest))
 
-    def poll(self, limit_s: float | None = 0.0) -> SavedCheckpoint | None:
-        """Return the result of saving, once, on rank 0, if it ends within `limit_s` seconds (None: no limit); else None."""
+    def poll(self, limit_s: float | None = 0.0) -> list[SavedCheckpoint]:
+        """Return the result of saving, once, on rank 0, if it ends within `limit_s` seconds (None: no limit); else nothing."""
         if self._writing is None or not wait([self._writing], limit_s).done:
-            return None
+            return []
         writing, self._writing = self._writing, None
-        return writing.result()
+        return [writing.result()]
 
     @activity("saving a checkpoint")
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the save and return its result on all ranks. A collective; raises NonFiniteError as `save` does."""
         begin = time.time()
-        saved, poisoned = run_on_rank0(lambda: (self.poll(None), self._poisoned))
+        found, poisoned = run_on_rank0(lambda: (self.poll(None), self._poisoned))
         if poisoned:
             raise NonFiniteError(poisoned)
-        return saved and replace(saved, stalled_s=saved.stalled_s + time.time() - begin)
+        if not found:
+            return None
+        self.last = replace(found[0], stalled_s=found[0].stalled_s + time.time() - begin)
+        return self.last
 
     @activity("looking for a checkpoint")
     def find(self, path: Path | None = None) -> Path | None:
@@ -155,7 +183,7 @@ class CheckpointFolder:
         return run_on_rank0(lambda: files.move_aside(self.path, but=LOCK))
 
     @activity("loading a checkpoint")
-    def load(self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False) -> TrainingProgress:
+    def load(self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False) -> TrainState:
         """Resume from a checkpoint that `find` returned. A collective; raises ValueError if a rank can't see it, or as
         `restore` does."""
         self._run_id = run_on_rank0(lambda: Manifest.read(folder).run)
@@ -164,7 +192,7 @@ class CheckpointFolder:
         )
         if blind is not None:
             raise ValueError(f"rank {blind} can't see {folder}: put checkpoints on a file system that all hosts share")
-        return restore(folder, engine, self._run, resume_weights_only=resume_weights_only)
+        return restore(folder, engine, self._config, self.tokenizer, resume_weights_only=resume_weights_only)
 
     @activity("copying checkpoints")
     def close(self, limit_s: float = SYNC_LIMIT_S) -> list[Path]:
@@ -172,6 +200,16 @@ class CheckpointFolder:
         self.poll(None)
         sync, self._sync = self._sync, None
         return [] if sync is None else sync.close(limit_s)
+
+    def _copied(self, state: Any) -> Any:
+        """Return the state with its tensors in host memory, the same at each call: in pinned memory those of a GPU."""
+        if self._stager is None:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            is_cuda = torch.cuda.is_available()
+            options = {"use_pinned_memory": is_cuda, "use_non_blocking_copy": is_cuda}
+            self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **options))
+        return self._stager.stage(tree_map_only(Tensor, Tensor.detach, state))
 
     def _write(
         self, saved: SavedCheckpoint, found: dict[str, Any], progress: str, model: ClapConfig, manifest: Manifest
@@ -186,14 +224,14 @@ class CheckpointFolder:
                 self._lock.check()
             files.clear_leftovers(self.path)
             with files.begin(self.path, saved.step) as draft:
-                context_length = self._run.clap.context_length if self._run is not None else None
+                context_length = self._config.get("clap", {}).get("context_length")
                 records = {STATE: write_tensors(draft / STATE, *to_state_file(state))}
                 for name, weights in found.items():
                     records[name] = write_tensors(draft / name, *to_safetensors(weights, model, context_length))
                 records[PROGRESS] = write_file(draft / PROGRESS, progress.encode())
                 copies = {name: write_file(draft / name, content) for name, content in self._tokenizer_files()}
                 newest = max((each.serial for each in files.read_all(self.path).values()), default=0)
-                serial, tokenizer = max(int(time.time() * 1000), newest + 1), TOKENIZER if copies else self._tokenizer
+                serial, tokenizer = max(int(time.time() * 1000), newest + 1), TOKENIZER if copies else self.tokenizer
                 manifest = replace(manifest, serial=serial, tokenizer=tokenizer, files=records | copies)
                 write_file(draft / MANIFEST, manifest.to_json().encode())
             path = self.path / draft.name
@@ -207,8 +245,8 @@ class CheckpointFolder:
         return replace(saved, end=time.time(), path=path, bytes=sum(each.bytes for each in manifest.files.values()))
 
     def _tokenizer_files(self) -> Iterator[tuple[str, bytes]]:
-        if self._tokenizer is not None and Path(self._tokenizer).is_dir():  # makes the checkpoint self-contained
-            for path in sorted(Path(self._tokenizer).iterdir()):
+        if self.tokenizer is not None and Path(self.tokenizer).is_dir():  # makes the checkpoint self-contained
+            for path in sorted(Path(self.tokenizer).iterdir()):
                 name = f"{TOKENIZER}/{path.name}"
                 if path.is_file() and files.FILE_NAME.fullmatch(name):
                     yield name, read_bytes(path)

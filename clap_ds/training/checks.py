@@ -1,33 +1,35 @@
 """Check what training requires of a run's JSON, before torch is imported."""
 
 from collections.abc import Collection
+from typing import Any
 
 from clap_ds.config import metrics
+from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.check import missing_monitors
 from clap_ds.config.schema import ShardData
-from clap_ds.config.settings import RunSettings
+from clap_ds.config.settings import ClapSettings
 from clap_ds.data.shard_io import check_url, is_remote
 from clap_ds.training.train_state import pairs_together
 
 
-def problems_for_training(run: RunSettings, world_size: int | None = None) -> list[str]:
+def problems_for_training(clap: ClapSettings, deepspeed: dict[str, Any], world_size: int | None = None) -> list[str]:
     """Return what prevents training on `world_size` ranks, if known: one line per problem, with field and expectation."""
-    train, evaluation = run.clap.train, run.clap.evaluation
-    problems = []
-    if world_size is not None and pairs_together(run, world_size) == 1:
+    train, evaluation, problems = clap.train, clap.evaluation, []
+    sizes = BatchSizes.of(deepspeed, world_size)
+    if world_size is not None and pairs_together(sizes, train.accumulation, world_size) == 1:
         problems.append(
             "train_micro_batch_size_per_gpu: 1 on 1 rank gives batches of one pair, which have no negatives: increase it, or"
             ' set clap.train.accumulation "gradcache" with gradient_accumulation_steps above 1'
         )
     if train.max_samples is None and train.epochs is None:
         problems.append("clap.train: max_samples and epochs are missing: set one of them")
-    data = run.clap.data
+    data = clap.data
     if train.epochs is not None and not (isinstance(data, ShardData) and data.has_epochs):
         without = "synthetic data, mixtures and clap.data.resampled"
         problems.append(f"clap.train.epochs: {without} have no epochs; set clap.train.max_samples")
     named = [("clap.train.target_metrics", name) for name in train.target_metrics]
-    if run.clap.checkpoint.best_metric is not None:
-        named.append(("clap.checkpoint.best_metric", run.clap.checkpoint.best_metric))
+    if clap.checkpoint.best_metric is not None:
+        named.append(("clap.checkpoint.best_metric", clap.checkpoint.best_metric))
     known = metrics.names(evaluation)
     problems += [
         f"{field}: no evaluation computes {name!r}; available: {', '.join(known) or 'none, as clap.evaluation is empty'}"
@@ -36,13 +38,12 @@ def problems_for_training(run: RunSettings, world_size: int | None = None) -> li
     ]
     if train.target_metrics and evaluation.every_steps is None:
         problems.append("clap.train.target_metrics: clap.evaluation.every_steps is missing; set it")
-    problems += _problems_with_urls(run) + missing_monitors(run.deepspeed)
+    problems += _problems_with_urls(clap) + missing_monitors(deepspeed)
     return problems
 
 
-def _problems_with_urls(run: RunSettings) -> list[str]:
+def _problems_with_urls(clap: ClapSettings) -> list[str]:
     """Return URLs with credentials or unsupported protocols; connects to nothing."""
-    clap = run.clap
     places: dict[str, Collection[str] | str | None] = {"clap.checkpoint.remote_sync": clap.checkpoint.remote_sync}
     if isinstance(clap.data, ShardData):
         places["clap.data.shards"] = clap.data.shards

@@ -6,12 +6,12 @@ from typing import Any
 from clap_ds.config.files import flatten, read_bytes
 from clap_ds.config.model import ClapConfig, TextConfig
 from clap_ds.config.redaction import redacted_all
-from clap_ds.config.settings import RunSettings
+from clap_ds.config.settings import precision_of
 from clap_ds.distributed.collectives import rank, run_on_rank0
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.grad_cache import restore_random_state
 from clap_ds.engine.state import describe, load_engine_state, load_weights_alone
-from clap_ds.training.train_state import TrainingProgress
+from clap_ds.training.train_state import TrainState
 from clap_ds.weights.checkpoint_files import RAW, STATE, WEIGHTS, Manifest, warn
 from clap_ds.weights.load import check_same_model, differences, load_weights
 from clap_ds.weights.state_file import read_state_file
@@ -26,11 +26,11 @@ _PROBES = ["A dog barks; rain falls on a tin roof.", "ÜBER 3 Vögel singen…"]
 
 
 def restore(
-    folder: Path, engine: ClapEngine, run: RunSettings | None, *, resume_weights_only: bool
-) -> TrainingProgress:
+    folder: Path, engine: ClapEngine, config: dict[str, Any], tokenizer: str | None, *, resume_weights_only: bool
+) -> TrainState:
     """Restore the engine and this rank's random number generators; only weights and progress after accepted changes.
     A collective; raises ValueError for changes that need `resume_weights_only`."""
-    to_accept, others = run_on_rank0(lambda: compare(folder, engine.model.config, describe(engine), run))
+    to_accept, others = run_on_rank0(lambda: compare(folder, engine.model.config, describe(engine), config, tokenizer))
     if to_accept and not resume_weights_only:
         raise ValueError(
             f"{folder} can't be resumed: {'; '.join(to_accept)}. --resume_weights_only continues from its weights with a new"
@@ -39,7 +39,7 @@ def restore(
     if rank() == 0 and (found := [*to_accept, *others]):
         alone = "; only its weights and step are restored" if to_accept else ""
         warn(f"settings have changed since {folder.name}: {'; '.join(found)}{alone}")
-    progress = TrainingProgress.from_json(read_bytes(folder / PROGRESS))
+    progress = TrainState.from_json(read_bytes(folder / PROGRESS))
     engine.steps = progress.step
     if engine.average is not None:
         engine.average.load(load_weights(folder / WEIGHTS).state)
@@ -55,10 +55,14 @@ def restore(
 
 
 def compare(
-    folder: Path, model: ClapConfig, engine: dict[str, Any], run: RunSettings | None
+    folder: Path, model: ClapConfig, engine: dict[str, Any], config: dict[str, Any], tokenizer: str | None
 ) -> tuple[list[str], list[str]]:
-    """Describe how the run differs from a checkpoint: differences that need acceptance, and others. `engine`: this run's
-    `clap_ds.engine.state.describe`. Without a `run`, only model and engine are compared."""
+    """Describe how a run differs from a checkpoint: differences that need acceptance, and others.
+
+    Args:
+        engine: this run's `clap_ds.engine.state.describe`.
+        config: this run's JSON; if empty, only model, engine and tokenizer are compared.
+    """
     manifest = Manifest.read(folder)
     to_accept: list[str] = []
     others: list[str] = []
@@ -68,16 +72,13 @@ def compare(
         to_accept.append(str(error))
     for found in differences(engine | {"learning_rates": 1} | manifest.engine, engine):
         (others if found.startswith("scheduler is") else to_accept).append(found)
-    if run is None:
-        return to_accept, others
-    tokenizer = getattr(run.clap.data, "tokenizer", None)
     if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text):
         to_accept.append(f"the tokenizer: {problem}")
-    if manifest.settings:
-        deepspeed = {name: value for name, value in manifest.settings.items() if name != "clap"}
-        if (there := RunSettings(run.path, run.clap, deepspeed).precision) != run.precision:
-            to_accept.append(f"the precision is {there} there, {run.precision} here")
-        others += _different_settings(redacted_all(manifest.settings), redacted_all(run.resolved()))
+    if manifest.settings and config:
+        there, here = precision_of(manifest.settings), precision_of(config)
+        if there != here:
+            to_accept.append(f"the precision is {there} there, {here} here")
+        others += _different_settings(redacted_all(manifest.settings), redacted_all(config))
     return to_accept, others
 
 

@@ -4,206 +4,194 @@ Losses and norms stay on the device until several steps are written together, to
 """
 
 import time
-from array import array
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from clap_ds.distributed.collectives import gather, gather_tensor
-from clap_ds.engine.loss import LOSSES
-from clap_ds.engine.metric_logger import Scalar
-from clap_ds.engine.session import Session
+from clap_ds.config.metrics import TRAIN_LOSS
+from clap_ds.data.dataloader import BatchSource
+from clap_ds.distributed.collectives import gather
+from clap_ds.distributed.init import Ranks
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.metric_logger import Scalar, Scalars
+from clap_ds.engine.throughput import Throughput, Window, gather_window
 from clap_ds.run_records import environment
-from clap_ds.run_records.intervals import rates
 from clap_ds.run_records.jsonl import JsonlWriter
-from clap_ds.run_records.metrics_schema import StepLine, StepTime, Summary
+from clap_ds.run_records.metrics_schema import StepLine, Summary
+from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.run_records.stragglers import Stragglers
 from clap_ds.run_records.terminal import Progress
-from clap_ds.run_records.timers import PhaseTimer, StepClock
 from clap_ds.training.collapse import LastSteps
-from clap_ds.training.train_state import SavedCheckpoint, Schedule, TrainingProgress, pairs_together
+from clap_ds.training.train_state import SavedCheckpoint, TrainPlan, TrainState
 
-WINDOWS = 256  # maximum in a summary; more are merged with their neighbors
-
-
-class ThroughputMeter:
-    """Throughput of a run's steps after the first window, without the time between windows."""
-
-    def __init__(self, samples_per_step: int, world_size: int) -> None:
-        self._samples_per_step, self._world_size = samples_per_step, world_size
-        self._windows: list[tuple[int, float, float]] = []
-        self._step_s = array("d")
-
-    def add(self, window_s: float, waited_s: float, step_s: list[float]) -> None:
-        """Add a window of steps: seconds on the slowest rank, longest wait for data, and each step's seconds on rank 0."""
-        if self._windows:
-            self._step_s.extend(step_s)
-        self._windows.append((self._samples_per_step * len(step_s), window_s, waited_s))
-
-    def summary(self) -> Summary:
-        """Return the statistics; empty before the second window."""
-        windows = np.array(self._windows[1:], float)
-        if not len(windows):
-            return {}
-        every = -(-len(windows) // WINDOWS)
-        samples, window_s, waited_s = np.add.reduceat(windows, range(0, len(windows), every)).T
-        found = rates((samples / window_s / self._world_size).tolist(), window_s.tolist())
-        median_s = np.median(self._step_s)
-        return Summary(
-            samples_per_s_per_gpu=found,
-            samples_per_s=found["mean"] * self._world_size,
-            step_time_s=StepTime(median=float(median_s), p95=float(np.percentile(self._step_s, 95))),
-            data_wait_percent=float(100 * waited_s.sum() / window_s.sum()),
-        )
+FIGURES = ("loss", "gradient_norm", "logit_scale")
 
 
-class TrainingLog:
-    """Log of rank 0; other ranks take part in collectives. `folder` holds `history.jsonl`."""
+class TrainLogger:
+    """Log of rank 0; other ranks take part in collectives. Times are of the windows from `begin_step` to `write`.
 
-    def __init__(self, session: Session, schedule: Schedule, progress: TrainingProgress, folder: Path) -> None:
-        self._session, self._progress, self._folder = session, progress, folder
-        self._is_first = session.ranks.is_main_process
+    Args:
+        folder: holds `history.jsonl`.
+        chance: the loss of equal similarities.
+    """
+
+    def __init__(
+        self,
+        record: RunDirectory,
+        engine: ClapEngine,
+        loader: BatchSource,
+        scalars: Scalars,
+        plan: TrainPlan,
+        state: TrainState,
+        ranks: Ranks,
+        folder: Path,
+        chance: float,
+    ) -> None:
+        self._record, self._engine, self._loader, self._scalars = record, engine, loader, scalars
+        self._plan, self._state, self._ranks, self._folder = plan, state, ranks, folder
+        self._is_first, engine.norm_wanted = ranks.is_main_process, True
         self._history = JsonlWriter(folder / "history.jsonl")
         if self._is_first:
-            progress.train_s = max(progress.train_s, self._history.truncate_after(progress.step))
-            session.record.update_summary(history=str(folder / "history.jsonl"))
-        self._clock = StepClock(session.device)
-        self._rows: list[tuple[StepLine, PhaseTimer, Tensor]] = []  # tensor: loss, norm, logit scale, skipped
-        self._samples = schedule.samples_per_step
-        self._pace, self._memory = ThroughputMeter(self._samples, session.ranks.world_size), Summary()
-        self._stragglers = Stragglers(gather(session.ranks.host))
-        pairs, kind = pairs_together(session.run, session.ranks.world_size), LOSSES[session.run.clap.loss.kind]
-        self.last_steps, self._collapse = LastSteps(kind.chance(pairs)), list[str]()
+            state.train_s = max(state.train_s, self._history.truncate_after(state.step))
+            record.update_summary(history=str(folder / "history.jsonl"), epoch_samples=plan.epoch_samples)
+        self._lines: list[tuple[StepLine, Tensor]] = []  # tensor: loss, norm, logit scale, skipped
+        self._is_warm = False
+        self._throughput = Throughput(ranks.world_size)
+        self._memory = Summary()
+        self._stragglers = Stragglers(gather(ranks.host))
+        self._last_steps, self._collapse = LastSteps(chance), list[str]()
         self._checkpoints: list[dict[str, Any]] = []
-        self._before_s, self._started_s = progress.train_s, time.monotonic()
-        last = progress.step + schedule.ahead(progress.samples)[0]
-        self._shown = Progress(last, enabled=self._is_first, first=progress.step)
+        self._before_s, self._started_s = state.train_s, time.monotonic()
+        self._shown = Progress(plan.last_step(state), enabled=self._is_first, first=state.step)
 
     @property
     def train_s(self) -> float:
         """Seconds since the first step, including evaluations, checkpoints and earlier starts of the run."""
         return self._before_s + time.monotonic() - self._started_s
 
-    def begin_step(self) -> PhaseTimer:
-        """Return the timer of the next step's phases. Call before each step."""
-        if not self._rows:
-            self._clock.start()
-        self._timer = PhaseTimer(self._session.device, instrumented=False)
-        self._lr = self._session.engine.deepspeed.get_lr()[0]
-        return self._timer
+    def metrics(self) -> dict[str, float]:
+        """Return a checkpoint's metrics of the last steps."""
+        return {TRAIN_LOSS: self._last_steps.loss}
+
+    def begin_step(self) -> None:
+        self._engine.timer.start()
+        self._lr = self._engine.deepspeed.get_lr()[0]
 
     def end_step(self, loss: Tensor) -> None:
         """Record a step. `loss`: this rank's, a scalar on the device."""
-        self._clock.mark()
-        engine, now = self._session.engine, self._progress
+        engine, now = self._engine, self._state
+        engine.timer.mark()
         norm = engine.gradient_norm if engine.gradient_norm is not None else torch.full_like(loss, torch.nan)
         scale = engine.model.logit_scale.detach().float().exp().reshape(())
-        row = StepLine(phase="train", step=now.step, samples=now.samples, epoch=now.epoch, lr=self._lr)
-        figures = torch.stack((loss, norm.to(loss), scale.to(loss), engine.is_skipped.to(loss)))
-        self._rows.append((row, self._timer, figures))
+        line = StepLine(phase="train", step=now.step, samples=now.samples, epoch=now.epoch, lr=self._lr)
+        self._lines.append((line, torch.stack((loss, norm.to(loss), scale.to(loss), engine.is_skipped.to(loss)))))
 
     def write(self) -> None:
         """Write the steps since the last call. A collective; raises NonFiniteError on all ranks if any loss isn't finite."""
-        if not self._rows:
+        if not self._lines:
             return
-        window_s, step_s, own_s = self._clock.stop()
-        self._session.engine.count_skipped()
-        rows, timers, figures = zip(*self._rows, strict=True)
-        self._rows = []
-        waited_s = [timer.seconds["data_wait"] for timer in timers]
-        device, own_samples = self._session.device, self._samples / self._session.ranks.world_size
-        self._session.warn_if_data_bound(
-            own_samples / (all_s - waited) for all_s, waited in zip(step_s, waited_s, strict=True)
-        )
-        times = torch.tensor([own_s, waited_s], dtype=torch.float64, device=device).T
-        own_figures = torch.cat((torch.stack(figures).double(), times), dim=1)
-        own = [window_s, sum(waited_s), *environment.peak_memory(device)]
-        ranks = gather_tensor(torch.cat((own_figures.flatten(), own_figures.new_tensor(own)))).cpu()
+        times, own_samples = self._engine.timer.stop(), self._plan.samples_per_step / self._ranks.world_size
+        self._engine.count_skipped()
+        waits = (phases["data_wait"] for phases in times.phases_s)
+        own_s = (whole_s - wait_s for whole_s, wait_s in zip(times.step_s, waits, strict=True))
+        self._loader.report_throughput((own_samples / each for each in own_s), self._ranks.local_world_size)
+        lines, figures = zip(*self._lines, strict=True)
+        self._lines = []
+        window = gather_window(times, torch.stack(figures))
         if self._is_first:
-            by_rank = ranks[:, : own_figures.numel()].unflatten(1, (-1, 6))
-            by_step = by_rank[..., :4].mean(0).tolist()
-            own_s, data_wait_s = by_rank[..., 4:].permute(2, 1, 0).numpy()
-            self._slow = self._stragglers.add(self._samples, step_s, own_s, data_wait_s)
-            window_s, all_waited_s, *memory = ranks[:, own_figures.numel() :].amax(0).tolist()
-            self._memory = environment.largest_memory([memory])
-            self._pace.add(window_s, all_waited_s, step_s)
-            for row, waited, seconds in zip(rows, waited_s, step_s, strict=True):
-                row.update(data_wait_s=waited, time_s=seconds, memory_bytes=environment.peak_memory_bytes(device))
-            self._write_rows(rows, by_step, self._samples * len(rows) / window_s, 100 * all_waited_s / window_s)
-        self._session.engine.check_loss()
+            self._write_window(lines, window)
+        self._engine.check_loss()
 
-    def _write_rows(
-        self, rows: tuple[StepLine, ...], by_step: list[list[float]], rate: float, wait_percent: float
-    ) -> None:
-        last, num_skipped = rows[-1], self._session.engine.deepspeed.skipped_steps
+    def _write_window(self, lines: tuple[StepLine, ...], window: Window) -> None:
+        last, num_skipped = lines[-1], self._engine.deepspeed.skipped_steps
+        samples, first_s = self._plan.samples_per_step, window.step_s[:, 0]
+        slow = self._stragglers.add(samples, first_s, window.own_s, window.data_wait_s)
+        if self._is_warm:
+            self._throughput.add(window, samples)
+        self._is_warm, self._memory = True, window.memory
         scalars: list[Scalar] = []
-        for row, (loss, norm, scale, skipped) in zip(rows, by_step, strict=True):
-            if skipped:
-                row["skipped"] = True
-            self.last_steps.add(loss, norm, scale)
-            figures = {"loss": loss, "lr": row["lr"], "gradient_norm": norm, "logit_scale": scale}
-            self._append(row, **figures)
-            scalars += _scalars("train", figures, row["samples"])
+        for number, (line, means) in enumerate(zip(lines, window.figures.mean(axis=1).tolist(), strict=True)):
+            line |= StepLine(time_s=float(first_s[number]), data_wait_s=float(window.data_wait_s[number, 0]))
+            line["memory_bytes"] = environment.peak_memory_bytes(self._engine.device)
+            if means[-1]:
+                line["skipped"] = True
+            figures = dict(zip(FIGURES, means, strict=False)) | {"lr": line["lr"]}
+            self._last_steps.add(*means[:3])
+            self._append(line, **figures)
+            scalars += _scalars("train", figures, line["samples"])
+        rate, wait_percent = samples * len(lines) / window.slowest_s, 100 * window.waited_s / window.slowest_s
         scalars += _scalars("train", {"samples_per_s": rate, "data_wait_percent": wait_percent}, last["samples"])
-        self._session.scalars.write(scalars)
+        self._scalars.write(scalars)
         epoch = f"epoch {last['epoch']:.2f}  " if last["epoch"] is not None else ""
+        loss, norm, scale, _ = means
         self._shown.advance(
-            len(rows),
+            len(lines),
             f"{epoch}loss {loss:.4f}  lr {last['lr']:.3g}  logit scale {scale:.2f}  gradient norm {norm:.3g}"
             f"  {rate:,.1f} samples/s  data wait {wait_percent:.1f}%"
             + (f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""),
         )
-        self._session.record.update_summary(self._position(), self._slow, loss=loss)
-        if not self._collapse and (problem := self.last_steps.problem(last["step"], self._folder)):
+        self._record.update_summary(self._position(), slow, loss=loss)
+        if not self._collapse and (problem := self._last_steps.problem(last["step"], self._folder)):
             self._collapse.append(problem)
             print(f"warning: {problem}", flush=True)
-            self._session.record.update_summary(warnings=self._collapse)
+            self._record.update_summary(warnings=self._collapse)
 
-    def evaluated(self, metrics: dict[str, float], chances: dict[str, float], seconds: float) -> None:
-        if not self._is_first:
-            return
-        step, samples, train_s = self._progress.step, self._progress.samples, self.train_s
-        line = StepLine(phase="evaluation", step=step, samples=samples, time_s=seconds, chance=chances)
-        self._append(line, train_s=train_s, **metrics)
-        self._session.scalars.write(_scalars("evaluation", metrics, samples))
-        evaluation = {"step": step, "samples": samples, "train_s": train_s, **metrics}
-        self._session.record.update_summary(evaluation=evaluation, best=self._progress.best)
-        print(f"evaluation at step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()), flush=True)
+    def evaluated(self, metrics: dict[str, float], chances: dict[str, float], seconds: float) -> dict[str, float]:
+        """Record an evaluation and return its metrics."""
+        step, samples, train_s = self._state.step, self._state.samples, self.train_s
+        self._state.note(metrics, self._plan.target_metrics, train_s)
+        if self._is_first:
+            line = StepLine(phase="evaluation", step=step, samples=samples, time_s=seconds, chance=chances)
+            self._append(line, train_s=train_s, **metrics)
+            self._scalars.write(_scalars("evaluation", metrics, samples))
+            evaluation = {"step": step, "samples": samples, "train_s": train_s, **metrics}
+            self._record.update_summary(evaluation=evaluation, best=self._state.best)
+            print(f"evaluation at step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()), flush=True)
+        return metrics
 
-    def saved(self, checkpoint: SavedCheckpoint | None) -> None:
-        """Record the result of saving a checkpoint."""
-        if not self._is_first or checkpoint is None:
-            return
-        seconds, stalled_s = checkpoint.end - checkpoint.begin, checkpoint.stalled_s
-        outcome: dict[str, Any] = {
-            "step": checkpoint.step, "saved": checkpoint.saved, "seconds": seconds, "bytes": checkpoint.bytes,
-            "path": str(checkpoint.path) if checkpoint.path else None, "problem": checkpoint.problem, "stalled_s": stalled_s,
-        }  # fmt: skip
-        self._checkpoints.append(outcome)
-        self._append({"phase": "checkpoint"}, checkpoint=[checkpoint.begin, checkpoint.begin + stalled_s], **outcome)
-        self._session.record.update_summary(checkpoints=self._checkpoints[-20:])
-        if checkpoint.saved:
-            size = f"{checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
-            print(f"saved {checkpoint.path}: {size}, blocking training for {stalled_s:.2f} s", flush=True)
+    def saved(self, *checkpoints: SavedCheckpoint) -> None:
+        """Record results of saving."""
+        for checkpoint in checkpoints if self._is_first else ():
+            seconds, stalled_s = checkpoint.end - checkpoint.begin, checkpoint.stalled_s
+            outcome: dict[str, Any] = {
+                "step": checkpoint.step, "saved": checkpoint.saved, "seconds": seconds, "bytes": checkpoint.bytes,
+                "path": str(checkpoint.path) if checkpoint.path else None, "problem": checkpoint.problem,
+                "stalled_s": stalled_s,
+            }  # fmt: skip
+            self._checkpoints.append(outcome)
+            self._append(
+                {"phase": "checkpoint"}, checkpoint=[checkpoint.begin, checkpoint.begin + stalled_s], **outcome
+            )
+            self._record.update_summary(checkpoints=self._checkpoints[-20:])
+            if checkpoint.saved:
+                size = f"{checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
+                print(f"saved {checkpoint.path}: {size}, blocking training for {stalled_s:.2f} s", flush=True)
 
-    def close(self, **fields: Any) -> None:
+    def close(self) -> None:
+        """Record the run's results."""
         if not self._is_first:
             return
         self._history.close()
-        pace = self._pace.summary()
-        warnings = [*self._collapse, *self._stragglers.warnings]
-        self._session.record.update_summary(self._position(), pace, self._memory, warnings=warnings, **fields)
+        wanted, missed = self._plan.target_metrics, [each for each in self._checkpoints if not each["saved"]]
+        lost = [f"the checkpoint of step {each['step']} could not be saved: {each['problem']}" for each in missed]
+        self._record.update_summary(
+            self._position(),
+            self._throughput.summary(),
+            self._memory,
+            warnings=[*self._collapse, *self._stragglers.warnings, *lost],
+            time_to_target_s=self._state.time_to(wanted),
+            stop_reason=self._state.reached(wanted),
+        )
 
     def _position(self) -> Summary:
-        now, skipped = self._progress, self._session.engine.deepspeed.skipped_steps
+        now, skipped = self._state, self._engine.deepspeed.skipped_steps
         position = Summary(command="train", step=now.step, samples=now.samples, epoch=now.epoch, train_s=self.train_s)
         return position | Summary(skipped_steps=skipped)
 
     def _append(self, line: StepLine, **more: Any) -> None:
-        self._session.record.append_metrics(line, **more)
+        self._record.append_metrics(line, **more)
         self._history.append({"train_s": self.train_s, **line, **more})
 
 

@@ -1,60 +1,55 @@
-"""Messages of training at its start and end, and after non-finite numbers."""
+"""Messages of training at its start and after non-finite numbers."""
 
-import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from clap_ds.config.metrics import names
 from clap_ds.distributed.collectives import run_on_rank0
-from clap_ds.engine.factory import trained_towers
-from clap_ds.engine.session import Session
-from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.train_state import Schedule, TrainingProgress, pairs_together
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.exit_handling import NonFiniteError
+from clap_ds.training.checkpoint import Checkpointer
+from clap_ds.training.log import TrainLogger
+from clap_ds.training.train_state import TrainPlan, TrainState
 from clap_ds.weights.checkpoint_files import read_all
 
 
 def log_run_start(
-    session: Session, checkpoints: CheckpointFolder, progress: TrainingProgress, schedule: Schedule
+    plan: TrainPlan, state: TrainState, checkpoints: Path, data: dict[str, Any], deepspeed: dict[str, Any]
 ) -> None:
-    """Print the steps to train and the checkpoint folder, and warn about doubtful settings."""
-    if not session.ranks.is_main_process:
-        return
-    run, train, last = session.run, session.run.clap.train, progress.step + schedule.ahead(progress.samples)[0]
-    if reached := progress.reached(train.target_metrics):
+    """Print the steps to train and the checkpoint folder, and warn about doubtful settings. `data`: the loader's statistics."""
+    last = plan.last_step(state)
+    if reached := state.reached(plan.target_metrics):
         print(f"nothing left to train: {reached}; change clap.train.target_metrics to continue", flush=True)
-    elif last > progress.step:
-        passes = f" (clap.train.epochs {train.epochs:g}, of {schedule.epoch_samples:,} each)" if train.epochs else ""
-        print(f"training to {schedule.samples:,} samples{passes}: {last - progress.step:,} steps", flush=True)
+    elif last > state.step:
+        of_epochs = plan.epoch_samples and f" ({plan.samples / plan.epoch_samples:g} epochs of {plan.epoch_samples:,})"
+        print(f"training to {plan.samples:,} samples{of_epochs or ''}: {last - state.step:,} steps", flush=True)
     else:
-        print(f"nothing left to train: all {schedule.samples:,} samples are consumed", flush=True)
-    print(f"checkpoints: {checkpoints.path}", flush=True)
-    planned = run.deepspeed.get("scheduler", {}).get("params", {}).get("total_num_steps", last)
+        print(f"nothing left to train: all {plan.samples:,} samples are consumed", flush=True)
+    print(f"checkpoints: {checkpoints}", flush=True)
+    planned = deepspeed.get("scheduler", {}).get("params", {}).get("total_num_steps", last)
     if planned != last:
         print(
             f"warning: scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps", flush=True
         )
-    pairs, items = pairs_together(run, session.ranks.world_size), session.batches.statistics().get("num_samples")
-    if items is not None and items < pairs:
-        print(f"warning: a global batch has {pairs:,} pairs, but the data only {items:,} samples", flush=True)
-    session.record.update_summary(epoch_samples=schedule.epoch_samples)
+    if (items := data.get("num_samples")) is not None and items < plan.pairs:
+        print(f"warning: a global batch has {plan.pairs:,} pairs, but the data only {items:,} samples", flush=True)
 
 
-def log_run_end(session: Session, progress: TrainingProgress, schedule: Schedule) -> None:
-    """Print why the run ended, and commands to evaluate and export the model."""
-    run, reached = session.run, progress.reached(session.run.clap.train.target_metrics)
-    if not (reached or schedule.is_done(progress.samples)):
-        return
-    folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
-    evaluation = f"--deepspeed_config {path}" if names(run.clap.evaluation) else "--retrieval SHARDS"
-    print(
-        f"{reached or 'done'}: trained {' and '.join(trained_towers(session.engine.model))} on {progress.samples:,} samples in"
-        f" {progress.step:,} steps. To evaluate and to export:\n  clap-evaluate {folder} {evaluation}\n"
-        f"  clap-export {folder} FOLDER",
-        flush=True,
-    )
+@contextmanager
+def advice_on_non_finite(engine: ClapEngine, checkpointer: Checkpointer, logger: TrainLogger) -> Iterator[None]:
+    """Add advice to a NonFiniteError of the body. A collective then."""
+    try:
+        yield
+    except NonFiniteError as error:
+        logger.saved(*checkpointer.poll(None))
+        checkpointer.close()
+        raise NonFiniteError(f"{error}. {_how_to_go_on(checkpointer, engine.steps)}") from None
 
 
-def how_to_go_on(checkpoints: CheckpointFolder, last: int) -> str:
+def _how_to_go_on(checkpointer: Checkpointer, last: int) -> str:
     """Return advice after non-finite numbers in step `last` or earlier. A collective."""
-    saved = run_on_rank0(lambda: [manifest.step for manifest in read_all(checkpoints.path).values()])[:1]
+    saved = run_on_rank0(lambda: [manifest.step for manifest in read_all(checkpointer.path).values()])[:1]
     goes_on, first = (f"resumes from step {saved[0]}", saved[0] + 1) if saved else ("starts from scratch", 1)
     return (
         f"The bad state was not saved: the same command without --restart {goes_on}. If it fails again, skip the batches"

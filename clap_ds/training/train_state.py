@@ -1,60 +1,26 @@
-"""Length and progress of a training run. Imports neither torch nor DeepSpeed."""
+"""Length, state and due actions of a training run. Imports neither torch nor DeepSpeed."""
 
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import TypeAdapter
 
+from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.config.files import parse_json
 from clap_ds.config.metrics import score
-from clap_ds.config.settings import RunSettings
+from clap_ds.config.schema import CheckpointSettings, EvaluationSettings, TrainSettings
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Length of a run: total `samples` (pairs), and `epoch_samples` in one pass over the data, if known."""
-
-    samples: int
-    samples_per_step: int
-    epoch_samples: int | None = None
-
-    @classmethod
-    def of(cls, run: RunSettings, *, world_size: int, epoch_samples: int | None) -> Self:
-        """Compute it from `clap.train`. ValueError if epochs are requested and their length is unknown."""
-        samples, epochs = run.clap.train.max_samples, run.clap.train.epochs
-        if epochs is not None:
-            if epoch_samples is None:
-                raise ValueError(
-                    "clap.train.epochs: the length of an epoch of remote shards is unknown without their manifest.json"
-                    " (clap-shards prepare); add it, or set clap.train.max_samples"
-                )
-            samples = math.ceil(epochs * epoch_samples)
-        assert samples is not None
-        return cls(samples, run.batch_sizes(world_size).global_batch, epoch_samples)
-
-    def is_done(self, samples: int) -> bool:
-        return samples >= self.samples
-
-    def ahead(self, samples: int) -> tuple[int, int]:
-        """Return the steps left after `samples` samples, and the total samples after them."""
-        steps = max(0, math.ceil((self.samples - samples) / self.samples_per_step))
-        return steps, samples + steps * self.samples_per_step
-
-    def epoch(self, samples: int) -> float | None:
-        return round(samples / self.epoch_samples, 6) if self.epoch_samples else None
-
-
-def pairs_together(run: RunSettings, world_size: int) -> int:
+def pairs_together(sizes: BatchSizes, accumulation: str, world_size: int) -> int:
     """Return the number of pairs in one contrastive loss."""
-    sizes = run.batch_sizes(world_size)
-    return sizes.global_batch if run.clap.train.accumulation == "gradcache" else sizes.micro_batch * world_size
+    return sizes.global_batch if accumulation == "gradcache" else sizes.micro_batch * world_size
 
 
 @dataclass
-class TrainingProgress:
+class TrainState:
     """Progress of a run.
 
     Attributes:
@@ -63,6 +29,7 @@ class TrainingProgress:
         train_s: training time so far, in seconds.
         best: best value of each evaluation metric so far.
         extra: `target` that was reached, `time_to_target_s` and `target_step`.
+        saved_step: step of the last checkpoint; not part of the saved state.
     """
 
     step: int = 0
@@ -72,8 +39,10 @@ class TrainingProgress:
     train_s: float = 0.0
     best: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    saved_step: int = 0
 
     def note(self, metrics: dict[str, float], wanted: dict[str, float], train_s: float) -> None:
+        """Keep the best metrics, and when the `wanted` ones were reached."""
         for name, value in metrics.items():
             if math.isfinite(value) and score(name, value) >= score(name, self.best.get(name, value)):
                 self.best[name] = value
@@ -94,12 +63,100 @@ class TrainingProgress:
         return self.data[rank % len(self.data)] if self.data else None
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "saved_step"}, indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         content = parse_json(text)
+        content["saved_step"] = content["step"]
         return TypeAdapter(cls).validate_python({each.name: content[each.name] for each in fields(cls)})
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """Command-line options of resuming. `skip_steps`: first and last step whose batches are skipped."""
+
+    restart: bool = False
+    resume_weights_only: bool = False
+    skip_steps: tuple[int, int] | None = None
+
+
+class Due(NamedTuple):
+    """What is due after a step."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+    stop: bool
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """Length of a run, and steps between its actions (None: only at the end).
+
+    Attributes:
+        samples: total audio–caption pairs.
+        samples_per_step: the global batch.
+        epoch_samples: pairs in one pass over the data, if known.
+        pairs: pairs in one contrastive loss.
+    """
+
+    samples: int
+    samples_per_step: int
+    epoch_samples: int | None = None
+    pairs: int = 1
+    log_every: int = 10
+    evaluate_every: int | None = None
+    save_every: int | None = None
+    target_metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        train: TrainSettings,
+        evaluation: EvaluationSettings,
+        checkpoint: CheckpointSettings,
+        sizes: BatchSizes,
+        world_size: int,
+        epoch_samples: int | None,
+    ) -> Self:
+        """Compute it from a run's sections. ValueError if epochs are requested and their length is unknown."""
+        samples, epochs = train.max_samples, train.epochs
+        if epochs is not None:
+            if epoch_samples is None:
+                raise ValueError(
+                    "clap.train.epochs: the length of an epoch of remote shards is unknown without their manifest.json"
+                    " (clap-shards prepare); add it, or set clap.train.max_samples"
+                )
+            samples = math.ceil(epochs * epoch_samples)
+        assert samples is not None
+        every = train.log_every_steps, evaluation.every_steps, checkpoint.every_steps
+        pairs = pairs_together(sizes, train.accumulation, world_size)
+        return cls(samples, sizes.global_batch, epoch_samples, pairs, *every, train.target_metrics)
+
+    def is_done(self, state: TrainState) -> bool:
+        """Return whether all samples are consumed, or the target metrics reached."""
+        return state.samples >= self.samples or state.reached(self.target_metrics) is not None
+
+    def advance(self, state: TrainState) -> None:
+        """Count a step."""
+        state.step += 1
+        state.samples += self.samples_per_step
+        state.epoch = round(state.samples / self.epoch_samples, 6) if self.epoch_samples else None
+
+    def due(self, state: TrainState, signal: int) -> Due:
+        """Return what is due after a step, given the signal to stop, or 0. A save stays due until one has started."""
+        is_last, stop = state.samples >= self.samples, signal != 0 or self.is_done(state)
+        evaluate = is_last or (self.evaluate_every is not None and state.step % self.evaluate_every == 0)
+        save = stop or (
+            self.save_every is not None and state.step // self.save_every > state.saved_step // self.save_every
+        )
+        log = evaluate or save or state.step % self.log_every == 0
+        return Due(log, evaluate and not signal, save, stop)
+
+    def last_step(self, state: TrainState) -> int:
+        """Return the run's last step."""
+        return state.step + max(0, math.ceil((self.samples - state.samples) / self.samples_per_step))
 
 
 @dataclass(frozen=True)

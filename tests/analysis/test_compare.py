@@ -7,8 +7,7 @@ import pytest
 
 from clap_ds.analysis import compare as compare_command
 from clap_ds.analysis.compare import interval, pairs, verdict
-from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.table import Run
+from clap_ds.analysis.table import Run, read_table_runs
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, command, run
 
@@ -34,7 +33,7 @@ def test_repeats_are_compared_by_what_they_differ_by() -> None:
 
 
 def test_single_runs_are_not_told_apart_whatever_their_windows_say() -> None:
-    stated = {"interval": (9.9, 10.1), "uncertainty_from": "95% interval of 10 windows of 1 run"}
+    stated = {"windows": (9.9, 10.1)}
     assert "1.5000: significance unknown" in compared([run(1, 10.0, **stated)], [run(1, 15.0, **stated)])
 
 

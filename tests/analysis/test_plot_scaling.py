@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from clap_ds.analysis import plot_scaling
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.plot_scaling import answer, draw, draw_projection, read_curves
 from clap_ds.analysis.scaling import scaling_table
-from clap_ds.analysis.table import Row, Run, Scale, by_series, write_csv
+from clap_ds.analysis.table import Row, Run, Scale, by_series, read_table_runs, write_csv
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, TINY, command, given, run
@@ -37,17 +36,14 @@ def test_panels_hold_the_tables_numbers(tmp_path: Path) -> None:
     (drawn,) = [container.lines[0].get_xydata().tolist() for container in speedup.containers]
     assert drawn == [[4.0, 1.0], [8.0, pytest.approx(5440 / 2800)], [16.0, pytest.approx(10400 / 2800)]]
     assert (speedup.get_xscale(), speedup.get_yscale()) == ("log", "log")
-    assert speedup.lines[0].get_xydata().tolist() == [[4, 1], [16, 4]]  # ideal
+    assert speedup.lines[0].get_xydata().tolist() == [[4, 1], [8, 2], [16, 4]]  # ideal
     spread = [bar[1][1] - bar[0][1] for bar in speedup.containers[0].lines[2][0].get_segments()]
     assert spread[-1] == pytest.approx(2 * error / 100 * 4)
     bars = efficiency.containers[0].lines[2][0].get_segments()
     assert [(bar[0][1] + bar[1][1]) / 2 for bar in bars] == pytest.approx([100.0, 97.14, 92.86], abs=0.01)
     assert bars[2][1][1] - bars[2][0][1] == pytest.approx(2 * error, abs=0.01)
     named = [text.get_text() for text in picture.figure.legends[0].get_texts()]
-    assert named == ["ideal", "micro"]
-    assert [[text.get_text() for text in panel.texts] for panel in picture.panels] == [["92.9%"], ["3.71×", "ideal 4×"]]
-    with pytest.raises(UserError, match="at most 48 letters"):
-        draw(found, columns=1, title="long " * 20)
+    assert named == ["ideal", "micro: 92.9%, 3.71× of 4×"]
 
 
 def test_a_baseline_of_several_nodes_is_stated() -> None:
@@ -56,32 +52,30 @@ def test_a_baseline_of_several_nodes_is_stated() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 2])
-@pytest.mark.parametrize("scales", [1, 8, 10])
+@pytest.mark.parametrize("scales", [1, 10])
 def test_a_picture_fits_a_papers_columns_and_no_texts_overlap(columns: int, scales: int) -> None:
     names = ("gradient_sync=deepspeed, a rather long name=of a setting", "compile=step", "compile=off")
     runs = [
         run(2**place, 600 * rate**place, variant=name, device="H100", precision="bf16")
         for name, rate in zip(names, (0.95, 0.96, 0.97), strict=True) for place in range(scales)
     ]  # fmt: skip
-    picture = draw(curves(*runs), columns, "One line")
+    picture = draw(curves(*runs), columns)
     picture.figure.draw_without_rendering()
     assert picture.figure.get_figwidth() == 3.25 * columns
     (legend,) = picture.figure.legends
     assert legend.get_title().get_text() == "htsat-tiny-roberta-base, H100, bf16, weak scaling"
     for panel in picture.panels:
         ticks = [tick for tick in panel.get_xticklabels() if tick.get_text()]
-        texts = [*panel.texts, *(ticks if panel is picture.panels[-1] else ()), panel.xaxis.label]
-        boxes = [text.get_window_extent() for text in [*texts, *legend.get_texts()] if text.get_text()]
+        texts = [*(ticks if panel is picture.panels[-1] else ()), panel.xaxis.label, *legend.get_texts()]
+        boxes = [text.get_window_extent() for text in texts if text.get_text()]
         assert not any(one.overlaps(other) for at, one in enumerate(boxes) for other in boxes[:at])
         assert all(
             picture.figure.bbox.padded(1).fully_contains(*corner) for box in boxes for corner in box.get_points()
         )
         counts = panel.get_xticks().tolist()
         assert (counts[0], counts[-1]) == (4, 4 * 2 ** (scales - 1))
-        assert len(counts) == scales or scales > 8
     bottom, top = picture.panels[0].get_ylim()
-    assert (bottom == 0) != any(line.get_gid() == "axis cut" for line in picture.panels[0].lines)
-    assert top > 100
+    assert bottom < 100 < top
 
 
 def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +94,8 @@ def test_a_projections_figure_holds_measurements_line_and_band() -> None:
         series_of(scaling_table(read_table_runs(TINY))),
         errors=tuple(0.001 * nodes for nodes in (1, 2, 4, 8, 16, 32, 64, 128)),
     )
-    picture = draw_projection([series], "The answer")
+    picture = draw_projection([series])
     (efficiency,) = picture.panels
-    assert picture.figure.get_suptitle() == "The answer"
     (points,) = efficiency.containers
     assert points.lines[0].get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
     (low, high) = points.lines[2][0].get_segments()[-1]
@@ -113,7 +106,7 @@ def test_a_projections_figure_holds_measurements_line_and_band() -> None:
     long = {line.get_linestyle(): line.get_xydata() for line in efficiency.lines if len(line.get_xydata()) > 2}
     assert (long["-"][-1][0], long["--"][0][0]) == (512, 512)  # extrapolation starts at the last measurement
     bottom, top = efficiency.get_ylim()
-    assert 0.5 * (top - bottom) <= 100 - 87.3
+    assert bottom < 77 < 100 < top
     assert 100 in [line.get_ydata()[0] for line in efficiency.lines if line.get_label() == "ideal"]
     percents = [series.efficiency_percent(series.fit(series.select_law()).rate(nodes)) for nodes in (128, 512)]
     assert [long["--"][0][1], long["--"][-1][1]] == pytest.approx(percents)

@@ -1,11 +1,12 @@
 """In the published tables, all digits but three follow from the rates."""
 
 import csv
+import re
 
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.scaling import scaling_table
-from clap_ds.analysis.table import format_cell
+from clap_ds.analysis.table import format_cell, read_table_runs
 from tests.analysis.samples import BASE, TINY
+from tests.conftest import ROOT
 
 NOT_FOLLOWING = {
     (BASE, "8", "scaling_efficiency_percent"): "97.0",
@@ -21,3 +22,14 @@ def test_every_published_digit_is_reproduced_but_for_those_that_do_not_follow() 
             for column, text in published.items():
                 expected = NOT_FOLLOWING.get((path, published["nodes"], column), text)
                 assert format_cell(column, getattr(row, column)) == expected, (published["nodes"], column)
+
+
+def test_the_page_of_published_results_has_these_tables() -> None:
+    page = (ROOT / "docs" / "published_results.md").read_text(encoding="utf-8")
+    shown = [line.replace(",", "").split(" | ")[:7] for line in re.findall(r"^\| (\d.*)", page, re.MULTILINE)]
+    rows = [(row, runs[0]) for path in (TINY, BASE) for runs in [[*csv.DictReader(path.open())]] for row in runs]
+    expected = [[*row.values()] for row, _ in rows]
+    for cells, (row, first) in zip(expected, rows, strict=True):
+        cells.insert(4, f"{float(row['samples_per_s']) / float(first['samples_per_s']):.1f}")
+        cells[5:] = [row["scaling_efficiency_percent"], row["mfu_percent"]]
+    assert shown == expected

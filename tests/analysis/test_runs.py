@@ -10,7 +10,6 @@ import pytest
 
 from clap_ds.analysis.read_run import read_record
 from clap_ds.analysis.runs import read_runs
-from clap_ds.analysis.scaling import scaling_table
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, ROOT, TINY, given, record, running_log, write
 
@@ -23,7 +22,7 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     for options in (given(nodes=2, gpus_per_node=4), given(gpus=8, gpus_per_node=4), given(gpus=8, nodes=2)):
         (run,) = read_runs([log], options)
         assert (run.nodes, run.gpus, run.rate, run.engine_samples_per_s_per_gpu) == (2, 8, 8.0, 8.0)
-        assert (run.interval, set(run.windows)) == ((8.0, 8.0), {8.0})
+        assert set(run.windows) == {8.0}
     write(log, "gradient_accumulation_steps .. 2\ntrain_micro_batch_size_per_gpu  4\n" + log.read_text())
     told = given(nodes=2, gpus=8, model="HTSAT-tiny-Roberta-base", peak_tflops=10.0)
     (run,) = read_runs([log], told)
@@ -44,19 +43,6 @@ def test_the_log_of_a_run_directory_states_its_scale(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(DATA / "record_2ranks", tmp_path / "run"))
     (run,) = read_runs([write(folder / "rank0.log", running_log([1.0] * 20, batch=64))], given())
     assert (run.nodes, run.gpus, run.model, run.rate) == (1, 2, read_record(folder).model, 32.0)
-
-
-def test_logs_of_one_scale_that_differ_beyond_their_windows_are_no_repeats(tmp_path: Path) -> None:
-    options = given(nodes=1, gpus=4)
-    logs = [
-        write(tmp_path / f"{name}.log", running_log([s] * 40, batch=64))
-        for name, s in (("a", 1.0), ("b", 1.3), ("c", 1.02))
-    ]
-    rows = scaling_table(read_runs(logs, options))
-    assert [(row.repeats, row.samples_per_s_per_gpu_2sigma) for row in rows] == [(1, None)] * 3
-    assert "differs from b.log" in rows[0].notes
-    (row,) = scaling_table(read_runs([logs[0], logs[2]], options))
-    assert row.repeats == 2
 
 
 def test_the_input_is_believed_before_the_options() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from clap_ds.analysis import scaling
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.scaling import render, scaling_table
-from clap_ds.analysis.table import Run, write_csv
+from clap_ds.analysis.table import Run, read_table_runs, write_csv
 from tests.analysis.samples import command, given, record, run, running_log, write
 
 PARTS = {"forward_s": 0.4, "backward_s": 0.8, "exposed_communication_s": 0.6, "optimizer_s": 0.2}
@@ -77,7 +76,7 @@ def test_figures_that_cannot_be_are_said_to_be_none() -> None:
     assert "101.1% in the published convention" in row.notes
     assert "90.5% (executed FLOPs)" in row.notes
     assert "MFU" not in scaling_table([run(1, 2940.0, peak_tflops=989.0, mfu_model_percent=89.0)])[0].notes
-    stated = {"kind": "table", "repeats": 2, "interval": (90.0, 110.0)}
+    stated = {"kind": "table", "repeats": 2, "samples_per_s_per_gpu_2sigma": 10.0}
     for fields, rate, doubted in (({}, 103.0, True), ({}, 101.0, False), (stated, 103.0, False)):
         rows = scaling_table([run(n, r, **fields) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
         assert [("above 100%" in row.notes) for row in rows] == [False, doubted, False]

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis.csv_table import read_table_runs
-from clap_ds.analysis.table import COLUMNS, Row, markdown_table, write_csv
+from clap_ds.analysis.table import COLUMNS, Row, markdown_table, read_table_runs, write_csv
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import TINY, write
 
@@ -37,7 +36,7 @@ def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(tmp
         (HEADER + ",4,3,40,3,100\n", "nodes or gpus is empty"),
         (HEADER + "1,4,1,234.5,4938,3,100\n", "more cells than the header"),
         (HEADER + '1,4,"1,234",4938,3,100\n', "is '1,234'"),
-        (HEADER.replace(",", ";") + "1;4;10,5;2.495;3;100\n", "row 1: samples_per_s 2.495 is ambiguous"),
+        (HEADER.replace(",", ";") + "1;4;10,5;2.495;3;100\n", "row 1: samples_per_s is '2.495'"),
         (HEADER.replace(",", ";") + "1;4;1.234,5;;3;100\n", "is '1.234,5'"),
         (b"\x89PNG\xff\xfe\0", "not a CSV table"),
     ],
@@ -64,4 +63,5 @@ def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Pat
 def test_markdown_shows_gaps_as_dashes_and_no_markup_of_others() -> None:
     row = Row(1, 4, model="![x](http://a.b)", device="<img src=a>|`b`\n")
     assert row.title == "![x] (http://a.b), ‹img src=a>¦'b' "
-    assert markdown_table(("a", "bb"), [("1", "")]).splitlines() == ["| a | bb |", "| : | -: |", "| 1 |  – |"]
+    table = markdown_table(("a", "bb", "c"), [("1", "", ""), ("2", "3", "")])
+    assert table.splitlines() == ["| a | bb |", "| : | -: |", "| 1 |  – |", "| 2 |  3 |"]

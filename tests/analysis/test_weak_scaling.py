@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clap_ds.analysis.csv_table import read_table_runs
 from clap_ds.analysis.extrapolate import ABOUT_BAND
 from clap_ds.analysis.scaling import scaling_table
+from clap_ds.analysis.table import read_table_runs
 from clap_ds.analysis.weak_scaling import LAWS, USUAL, Law, Series, series_of
 from clap_ds.config.errors import UserError
 from tests.analysis import samples
@@ -96,7 +96,7 @@ def of_runs(rates: dict[int, float], **changes: Any) -> Series:
 
 
 def test_what_rows_tell_of_their_series() -> None:
-    found = of_runs({1: 10.0, 2: 9.0}, by_nodes=lambda n: {"kind": "table", "interval": (9 - n, 9 + n), "gpus": 8 * n})
+    found = of_runs({1: 10.0, 2: 9.0}, by_nodes=lambda n: {"samples_per_s_per_gpu_2sigma": 1.0 * n, "gpus": 8 * n})
     assert (found.rates, found.errors) == (((1, 10.0), (2, 9.0)), pytest.approx((1 / 10, 2 / 9)))
     assert (found.gpus_per_node, of_runs({1: 10.0, 2: 9.0}).errors) == (8, ())
 

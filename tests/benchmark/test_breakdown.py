@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clap_ds.benchmark import throughput
+from clap_ds.benchmark.breakdown import measure_breakdown, median_step
+from clap_ds.run_records.timers import StepTimer
 from tests.rank_pool import RankPool
 
 SECONDS = {"data_wait": 1.0, "forward": 2.0, "loss": 4.0, "backward": 32.0, "optimizer": 16.0}
@@ -22,7 +23,9 @@ class _Engine:
     def __init__(self) -> None:
         self.deepspeed = SimpleNamespace(tput_timer=SimpleNamespace(config=SimpleNamespace(enabled=True)))
         self.deepspeed.zero_grad = lambda: None
-        self.sync, self.is_off, self.passes, self.steps = self, False, 0, 0
+        self.sync, self.is_off, self.passes, self.now_s = self, False, 0, 100.0
+        self.device = torch.device("cpu")
+        self.timer = StepTimer(self.device)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -30,11 +33,12 @@ class _Engine:
         yield
         self.is_off = False
 
-    def accumulate(self, batches: Any, timer: Any) -> None:
+    def accumulate(self, loader: Any) -> None:
         assert not self.deepspeed.tput_timer.config.enabled
         factor = (100, 1, 8, 2)[self.passes // 2]
         for phase, seconds in SECONDS.items() if not self.is_off else [("backward", LOCAL_BACKWARD_S)]:
-            timer.seconds[phase] += seconds * factor * (3 if dist.get_rank() else 1)
+            with self.timer(phase):
+                self.now_s += seconds * factor * (3 if dist.get_rank() else 1)
         self.passes += 1
 
     step = accumulate
@@ -44,13 +48,11 @@ class _Engine:
 
 
 def _breakdown(num_steps: int) -> tuple[dict[str, float] | None, bool]:
-    engine = _Engine()
-    ranks = SimpleNamespace(world_size=dist.get_world_size(), is_main_process=False)
-    session: Any = SimpleNamespace(engine=engine, batches=None, device=torch.device("cpu"), ranks=ranks)
+    engine: Any = _Engine()
     with pytest.MonkeyPatch.context() as patch:
-        zero = dict.fromkeys(throughput.STEP_PHASES, 0.0)
-        patch.setattr(throughput, "PhaseTimer", lambda *_, **__: SimpleNamespace(seconds=dict(zero)))
-        return throughput._measure_breakdown(session, num_steps), engine.deepspeed.tput_timer.config.enabled
+        patch.setattr("clap_ds.run_records.timers.time.perf_counter", lambda: engine.now_s)
+        steps = measure_breakdown(engine, iter(()), num_steps)  # type: ignore[arg-type]
+    return median_step(steps), engine.deepspeed.tput_timer.config.enabled
 
 
 def test_what_a_local_backward_takes_less_is_exposed(one_rank: RankPool, two_ranks: RankPool) -> None:

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from clap_ds.benchmark.flops_profile import measure_flops
 from clap_ds.distributed.collectives import gather_tensor
 from clap_ds.distributed.init import Ranks
-from clap_ds.engine import session
+from clap_ds.engine import engine as engine_module
 from clap_ds.engine.compile import compile_towers
-from clap_ds.engine.engine import ClapEngine
 from clap_ds.flop_count.analytic import published_flops
-from clap_ds.run_records.run_dir import RunDirectory
-from tests.engine.test_engine import DEVICE, TIMER, model_of, settings
+from clap_ds.run_parts import loader_of
+from tests.engine.test_engine import model_of, settings
 from tests.rank_pool import RankPool
+from tests.training.reference_steps import engine_of
 
 LENGTHS = {"source": "synthetic", "caption_lengths": {"5": 1.0, "16": 1.0}}
 
@@ -30,26 +30,28 @@ def _profiled(root: str, compiled: str, text: str) -> tuple[dict[str, Any], list
     rank, calls = dist.get_rank(), list[int]()
     ranks = Ranks(rank, dist.get_world_size(), rank, dist.get_world_size())
     clap = {"data": LENGTHS, "compile": compiled, "text_packing": text == "packed"}
-    run = settings("fp32", 2, clap=clap, flops_profiler={"enabled": True})
-    record = RunDirectory(RunDirectory.create(Path(root), f"run{rank}").path)
+    run = settings("fp32", 2, clap=clap)
+    folder = Path(root, f"run{rank}")
+    folder.mkdir()
 
     def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         return lambda *arguments: (calls.append(1), graph(*arguments))[1]
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
-        patch.setattr(session, "compile_towers", partial(compile_towers, backend=counting))
-        engine = ClapEngine(run.without("flops_profiler"), model_of(run), DEVICE)
-        with session.train_session(run, ranks, record, engine) as stepping:
-            engine.step(stepping.batches, TIMER)
+        patch.setattr(engine_module, "compile_towers", partial(compile_towers, backend=counting))
+        engine = engine_of(run, model_of(run))
+        with loader_of(run, ranks, engine) as loader:
+            engine.optimize_towers(loader, run.clap.model, run.clap.compile)
+            engine.step(loader)
             for block in engine.model.audio.blocks():
                 block.attention.kernel = "triton"
-            found, warnings = measure_flops(stepping)
+            found, warnings = measure_flops(engine, loader, run.clap.model, {"enabled": True}, folder)
             for block in engine.model.audio.blocks():
                 assert block.attention.kernel == "triton"
                 block.attention.kernel = "matmul"
             before = len(calls)
-            engine.step(stepping.batches, TIMER)
-            lengths = torch.cat([next(stepping.batches).attention_mask.sum(dim=1) for _ in range(4)])
+            engine.step(loader)
+            lengths = torch.cat([next(loader).attention_mask.sum(dim=1) for _ in range(4)])
             everywhere = gather_tensor(lengths).double()
     return found, warnings, said.getvalue(), float(everywhere.mean()), len(calls) - before
 

@@ -10,8 +10,7 @@ from benchmarks.plan_validation import STEPS, idle_text, main
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import load_run
 from clap_ds.flop_count.device_specs import GPUS
-from clap_ds.planning.roofline import rates_of
-from clap_ds.planning.roofline_shares import FUSED, TABLE
+from clap_ds.planning.roofline import FUSED, TABLE, ideal_s
 from clap_ds.planning.step import compiled_kernels, trace_step
 from tests.conftest import micro_run
 
@@ -27,7 +26,7 @@ def invent(folder: Path, what: str, share: float) -> None:
     (folder / "summary.json").write_text(json.dumps(summary))
     events: list[Any] = [(None, "Memcpy HtoD", [], [["Memcpy HtoD", 7.0]])]
     for operation in [each for each, _ in work] * STEPS:
-        us = 1e6 * rates_of(GPUS["h200"], "low").ideal_s(operation) / share
+        us = 1e6 * ideal_s(operation, GPUS["h200"]) / share
         if operation.name == "fused" or operation.name.startswith("compiled."):
             events.append((None, "## Call CompiledFxGraph", [], [["triton_red_fused_add_3", us]]))
         elif us:  # includes work of another planned operation

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,35 +57,66 @@ def test_rank_that_stands_still_and_time_that_runs_out(submit: Submit, cluster: 
 
 
 @pytest.fixture
-def cut(cluster: SlurmCluster) -> Iterator[Callable[[], None]]:
-    """Disconnect node2 until the test ends."""
-    yield lambda: cluster.cut("node2")
-    cluster.connect("node2")
+def cut(cluster: SlurmCluster) -> Iterator[Callable[[str], None]]:
+    """Disconnect nodes until the test ends."""
+    gone: list[str] = []
+
+    def disconnect(host: str) -> None:
+        gone.append(host)
+        cluster.cut(host)
+
+    yield disconnect
+    for host in gone:
+        cluster.connect(host)
 
 
-def test_host_that_cannot_be_reached_is_named(submit: Submit, cut: Callable[[], None]) -> None:
-    cut()
+def test_host_that_cannot_be_reached_is_named(submit: Submit, cut: Callable[[str], None]) -> None:
+    cut("node2")
     job = submit(2, sbatch=("--nodelist=node[1-2]",))
     assert job.wait(confirm_s=5)["JobState"] in ("FAILED", "COMPLETING")
     assert "lost node2: " in job.output
     assert job.record["state"] == "failed"
 
 
-def test_spare_host_takes_over_from_a_lost_one(submit: Submit, cluster: SlurmCluster, cut: Callable[[], None]) -> None:
-    """Training resumes from the newest checkpoint; the unreachable host ends its ranks itself."""
-    clap = {**TRAINING, "train": {"max_samples": 10**9, "log_every_steps": 1}, "checkpoint": {"every_steps": 15}}
-    job = submit(2, clap=clap, asks={"train": True, "spare_nodes": 1})
+def test_lost_host_without_a_spare_left(submit: Submit, cluster: SlurmCluster, cut: Callable[[str], None]) -> None:
+    """One job has used its spare and requeues itself; SLURM requeues the other. Both record every attempt's cause."""
+    train = {"max_samples": 10**9, "log_every_steps": 1}
+    clap = {**TRAINING, "train": train, "checkpoint": {"every_steps": 15}}
+    more: dict[str, Any] = {"clap": clap, "site": {"requeues": 1}, "sbatch": ("--cpus-per-task=2", "--time=40")}
+    spared = submit(1, asks={"train": True, "spare_nodes": 1}, **more)
+    spared.wait_for_steps()
+    plain = submit(2, asks={"train": True}, **more)
+    plain.wait_for_steps()
+    assert cluster.job(plain.number)["NodeList"] == cluster.job(spared.number)["NodeList"] == "node[1-2]"
+    cluster.run("node1", "kill", "-9", min(spared.ranks("node1")))
+    spared.wait_for_steps(2)
+    cluster.wait_until(lambda: len(_steps(spared.runs[1])) >= 20, LONGEST_S, "a checkpoint, and some steps more")
+    cut("node2")
+    spared.wait_for_steps(3)
+    plain.wait_for_steps(2)
+    cluster.run("ctl", "scancel", spared.number, plain.number)
+    for job, hosts, at_fault in (
+        (spared, ["node1", "node2", "node3"], [["node1"], ["node2"], []]),
+        (plain, ["node1 node2", "node1 node3"], [["node2"], []]),
+    ):
+        cluster.wait_until(lambda job=job: job.record["state"] == "terminated", LONGEST_S, "the record of the end")
+        attempts = job.record["attempts"]
+        assert [" ".join(attempt["hosts"]) for attempt in attempts] == hosts
+        assert [attempt["at_fault"] for attempt in attempts] == at_fault
+        assert attempts[-2]["error"].startswith("lost node2: ")
+        assert job.summaries[-1]["resumed_at_step"] > 0
+    assert plain.summaries[0]["error"] == plain.record["attempts"][0]["error"]
+
+
+def test_job_with_spares_whose_first_host_is_lost(
+    submit: Submit, cluster: SlurmCluster, cut: Callable[[str], None]
+) -> None:
+    job = submit(1, clap=ENDLESS, asks={"spare_nodes": 1})
     job.wait_for_steps()
-    cluster.wait_until(lambda: len(_steps(job.runs[0])) >= 20, LONGEST_S, "a checkpoint, and some steps more")
-    cut()
+    cut("node1")
+    cluster.wait_until(lambda: cluster.job(job.number)["Restarts"] == "1", LONGEST_S, "another start")
     job.wait_for_steps(2)
-    cluster.wait_until(lambda: _steps(job.runs[1])[:1] == [16], LONGEST_S, "the step after the checkpoint's")
     cluster.run("ctl", "scancel", job.number)
-    cluster.wait_until(lambda: len(job.record["attempts"]) == 2, LONGEST_S, "the job's record of its end")
     first, second = job.record["attempts"]
-    assert first["error"].startswith("lost node2: ")
-    assert (first["at_fault"], second["hosts"]) == (["node2"], ["node1", "node3"])
-    lost, resumed = job.summaries
-    assert (lost["state"], resumed["resumed_at_step"]) == ("failed", 15)
-    assert "node2" in lost["error"]
-    cluster.wait_until(lambda: not cluster.processes(RANKS), LONGEST_S, "the lost host to end its ranks")
+    assert (first["state"], first["error"].split(":")[0]) == ("failed", "lost node1")
+    assert second["hosts"] == ["node2"]

@@ -13,8 +13,7 @@ import soundfile
 import torch
 
 from clap_ds.config.model import load_preset
-from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.decoding import decode_audio
+from clap_ds.data.decoding import BrokenItemError, decode_audio
 from clap_ds.inference.windows import read_windows
 from tests.data.builds import RATE, items_by_source, reasons_in, run, tone, write_list
 from tests.data.tars import wav

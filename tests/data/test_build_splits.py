@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from clap_ds.config.errors import UserError
+from clap_ds.data.build_shards.build import Numbered, check_columns, divide
 from clap_ds.data.build_shards.caption_lists import Entry
-from clap_ds.data.build_shards.splits import Numbered, check_columns, divide
 
 
 def entries(values: list[Any], column: str = "speaker") -> list[Entry]:

@@ -1,4 +1,5 @@
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,45 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from clap_ds.config.model import ClapConfig
-from clap_ds.data.front_end import FrontEnd, Kind
-from clap_ds.data.shard_assignment import Source
-from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, kind_of, read_manifest, samples_of, write_manifest
+from clap_ds.data import shard_manifest
+from clap_ds.data.shard_assignment import expand_sources
+from clap_ds.data.shard_io import Kind, check_url
+from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, read_manifest, samples_of, write_manifest
 from tests.data.tars import marked_item, marked_tars, put, write_tar
+
+
+@pytest.fixture
+def three_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    monkeypatch.chdir(tmp_path)
+    return [write_tar(tmp_path / f"a-{number:02d}.tar", marked_item(number)) for number in range(9, 12)]
+
+
+@pytest.mark.parametrize("shards", ["a-{09..11}.tar", ["a-09.tar", "a-{10,11}.tar"], "a-*.tar"])
+def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list[str]) -> None:
+    assert [Path(path).resolve() for path in shard_manifest.expand_shards(shards)] == three_tars
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ("a-{08..12}.tar", r"a-08\.tar does not exist"),
+        ("b-*.tar", "no file matches"),
+        (".", "a folder"),
+        ("memory://nowhere/*.tar", "no file matches"),
+        ("gopher://host/a.tar", "gopher"),
+        ("s3://bucket/a.tar", "s3fs"),
+        ("s3://key:secret@bucket/a.tar", "s3 URL of bucket contains credentials"),
+    ],
+)
+@pytest.mark.usefixtures("three_tars")
+def test_shards_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, shards: str | list[str] | dict[str, float], message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ValueError, match=rf"clap\.data\.shards: .*{message}") as error:
+        expand_sources(shards)
+    assert "secret" not in str(error.value)
+    check_url("memory://container@account/a.tar")  # no credentials
 
 
 def test_samples_of(tmp_path: Path) -> None:
@@ -46,7 +82,7 @@ def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
             write_manifest(tmp_path / name, ShardManifest(shards, kind, front_end))
 
     def kind(*names: str) -> Kind:
-        return kind_of([Source([f"{tmp_path}/{name}/000.tar"], 1.0) for name in names], micro)
+        return shard_manifest.kind_of([f"{tmp_path}/{name}/000.tar" for name in names], micro)
 
     assert [kind("plain"), kind("bare"), kind("wav"), kind("mel")] == ["encoded", "encoded", "waveform", "mel"]
     assert kind("wav", "bare") == kind("plain", "wav") == "encoded"

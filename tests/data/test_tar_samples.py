@@ -1,12 +1,15 @@
 import gzip
+import io
 import os
 import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from clap_ds.data.tar_samples import Item, Place, fetch, list_items, read_items
+from clap_ds.data.tar_samples import Item, Place, fetch, list_items
 from tests import needs
 from tests.data.tars import marked_item, marked_items, write_tar
 
@@ -15,7 +18,10 @@ CONTENT = {f"sub/{n}.{extension}": bytes([n]) * (511 + n) for n in range(3) for 
 
 def items_of(path: Path) -> tuple[list[Item], list[str]]:
     reported: list[str] = []
-    return list(read_items(str(path), lambda name, reason: reported.append(reason))), reported
+    items = list(list_items(str(path), lambda name, reason: reported.append(reason)))
+    for item in items:
+        fetch(item)
+    return items, reported
 
 
 @pytest.fixture
@@ -81,3 +87,26 @@ def test_what_cannot_be_read_at_all_is_told(tmp_path: Path) -> None:
     assert "uncompressed" in reason
     path.unlink()
     assert "No such file" in items_of(path)[1][0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_whatever_is_changed_in_a_tar_it_ends_and_nothing_escapes(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in (*marked_item(1), ("ü" * 80 + ".txt", b"three")):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    content = bytearray(buffer.getvalue()[:8192])
+    for _ in range(data.draw(st.integers(1, 8))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    for start in range(0, len(content), 512):  # valid checksums, so that more than the first byte is read
+        if content[start + 257 : start + 262] == b"ustar" and data.draw(st.booleans()):
+            content[start + 148 : start + 156] = b" " * 8
+            content[start + 148 : start + 156] = b"%06o\0 " % sum(content[start : start + 512])
+    path = tmp_path_factory.mktemp("fuzz") / "a.tar"
+    path.write_bytes(content)
+    assert len(list(list_items(str(path), lambda name, reason: None))) < 20

@@ -13,7 +13,7 @@ from tests.processes import ROOT
 
 
 def test_what_a_word_says_and_which_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(error_file, "_place", None)
+    monkeypatch.setattr(error_file.this_rank, "folder", None)
     write_error_file(ERROR, "nobody asks", 1)
     error_file.set_error_dir(tmp_path, 3, "n2")
     write_error_file(STOPPED, "stopped by SIGTERM", 143)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from clap_ds.config.errors import UserError
-from clap_ds.distributed.collectives import sync_error
+from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed.init import Ranks, check_hostfile
 from tests import processes
 from tests.rank_pool import RankPool
@@ -75,7 +75,9 @@ def test_ranks_are_as_many_as_the_hostfile_has_slots_and_on_its_hosts(tmp_path: 
 
 def _agree(problem_rank: int | None) -> str | None:
     try:
-        sync_error("broken" if problem_rank in (dist.get_rank(), -1) else None)
+        with raise_on_all_ranks():
+            if problem_rank in (dist.get_rank(), -1):
+                raise ValueError("broken")
     except UserError as error:
         return str(error)
     return None

@@ -1,19 +1,21 @@
 """A rank that never connects, a port in use, and concurrent runs."""
 
 import os
+import signal
 import socket
 
 import pytest
 
 from tests.processes import Command
 from tests.rank_pool import free_port
+from tests.training.training_commands import wait_until
 
 MEET = """
-import sys
+import sys, time
 from clap_ds.distributed import rendezvous
-from clap_ds.distributed.init import Ranks, initialize, run_command
+from clap_ds.distributed.init import initialize, run_command
 rendezvous.SAY_S = 1.0
-run_command(lambda ranks: print(initialize(ranks)))
+run_command(lambda ranks: (print(initialize(ranks), flush=True), time.sleep(float(sys.argv[1]))))
 """
 
 
@@ -21,7 +23,7 @@ def _start(program: str, rank: int, world_size: int, port: int, limit_s: float =
     place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     other = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
     limit = {"clap_ds.distributed.rendezvous.START_LIMIT_S": limit_s, "clap_ds.distributed.init.RANK_0_SPEAKS_S": 0.0}
-    return Command(["-c", program], env={**os.environ, **place, **other, **variables}, constants=limit)
+    return Command(["-c", program, "60"], env={**os.environ, **place, **other, **variables}, constants=limit)
 
 
 @pytest.mark.end_to_end
@@ -34,6 +36,20 @@ def test_rank_that_never_comes_is_named() -> None:
     assert "missing: rank 1" in meanwhile[-1]
     assert "rank 1 didn't connect" in last
     assert f"rank 1 can't reach rank 0 at 127.0.0.1:{other_port}" in without_first.stderr
+
+
+@pytest.mark.end_to_end
+def test_rank_that_stops_before_the_first_step_is_named() -> None:
+    port = free_port()
+    first, second = (_start(MEET, rank, 2, port, DS_ACCELERATOR="cpu") for rank in range(2))
+    wait_until(lambda: first.stdout == second.stdout == "cpu\n")
+    assert "missing" not in first.stderr + second.stderr
+    for stopped, other in ((1, first), (0, second)):
+        (first, second)[stopped].send_signal(signal.SIGSTOP)
+        wait_until(lambda: f"missing: rank {stopped}" in other.stderr)  # noqa: B023
+        (first, second)[stopped].send_signal(signal.SIGCONT)
+    first.kill()
+    second.kill()
 
 
 @pytest.mark.end_to_end
@@ -57,7 +73,7 @@ import os
 import torch.distributed as dist
 from clap_ds.distributed import rendezvous
 from clap_ds.distributed.init import Ranks
-rendezvous.meet(int(os.environ["RANK"]), 2, "gloo", run=Ranks.from_environment().run)
+rendezvous.meet(Ranks.from_environment(), "gloo", None, lambda error: os._exit(1))
 dist.barrier()  # the other one needs this one until it has joined
 print("met", flush=True)
 os._exit(0)

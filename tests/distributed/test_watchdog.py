@@ -13,7 +13,7 @@ import pytest
 
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.error_file import read_errors
-from clap_ds.distributed.root_cause import find_root_cause
+from clap_ds.distributed.root_cause import find_root_cause, read_progress
 from tests import processes
 from tests.training.training_commands import wait_until
 
@@ -35,6 +35,9 @@ def crash():
 
 def hold_the_lock():
     ctypes.PyDLL(None).usleep(60_000_000)
+
+def read():
+    time.sleep(60)
 
 def compile():
     with watchdog.activity("compiling"):
@@ -69,13 +72,15 @@ def _run(folder: Path, what: str, world_size: int = 2) -> list[processes.Command
     return processes.ranks(arguments, world_size, env={**os.environ, "OMP_NUM_THREADS": "1"}, constants=BRIEF)
 
 
-def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path) -> None:
-    first, second, last = _run(tmp_path, "hold_the_lock", 3)
+@pytest.mark.parametrize("what", ["hold_the_lock", "read"])
+def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path, what: str) -> None:
+    first, second, last = _run(tmp_path, what, 3)
     assert [first.wait(), second.wait()] == [1, 1]
     last.kill()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["state"] == "failed"
-    assert "rank 2 on node in hold_the_lock" in summary["error"]
+    assert "rank 2 on node blocks the others: " in summary["error"]
+    assert f" in {what} " in summary["error"]
     assert summary["error"] in first.stderr
     assert "no step" not in second.stderr, "only one rank reports"
     cause = find_root_cause(tmp_path, None, ())
@@ -138,3 +143,19 @@ def test_limit_by_the_steps_so_far(
         monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now + 10_000))
     watchdog.step(2)
     assert limits[-1] == limit_s, "the task in between is no step"
+
+
+def test_a_step_counts_once_the_device_has_completed_it(limits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[bool] = []
+    event = SimpleNamespace(record=lambda: None, query=lambda: bool(done))
+    monkeypatch.setattr(watchdog.watch, "_cuda", SimpleNamespace(Event=lambda: event))
+    monkeypatch.setattr("torch.distributed.distributed_c10d._set_pg_timeout", lambda limit: None)
+    steps = lambda: [file.step for file in read_progress(watchdog.watch._path.parents[1])]  # noqa: E731
+    watchdog.step(7)
+    watchdog.watch._look(0)
+    watchdog.watch._note()
+    assert steps() == [0]
+    done.append(True)
+    watchdog.watch._look(0)
+    watchdog.watch._note()
+    assert steps() == [7]

@@ -15,13 +15,13 @@ from torch._dynamo.utils import clear_compilation_metrics, counters, get_compila
 
 from clap_ds.config.model import load_preset
 from clap_ds.engine.compile import compile_towers
-from clap_ds.engine.engine import ClapEngine
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.packed import pack
 from clap_ds.run_records.metrics_schema import Summary
-from tests.engine.test_engine import DEVICE, TIMER, batches_of, settings
+from tests.engine.test_engine import DEVICE, batches_of, settings
 from tests.model.reference_clap import captions, clips
 from tests.rank_pool import RankPool
+from tests.training.reference_steps import engine_of
 
 
 def outcome(model: ClapModel, *inputs: object) -> tuple[Tensor, ...]:
@@ -72,7 +72,7 @@ def trained(what: str, packed: bool) -> tuple[list[str], list[Tensor]]:
     """Return weight names, and weights after four steps."""
     forget()
     run = settings("fp32", 1)
-    engine = ClapEngine(run, micro(), DEVICE)
+    engine = engine_of(run, micro())
     stored = list(itertools.islice(batches_of(run), 4))
     if packed:
         for number, each in enumerate(stored):
@@ -82,7 +82,7 @@ def trained(what: str, packed: bool) -> tuple[list[str], list[Tensor]]:
         compile_towers(engine.deepspeed, stored[0], what, cached=False, backend=backend)
     batches = iter(stored)
     for _ in range(4):
-        engine.step(batches, TIMER)
+        engine.step(batches)
     state = engine.model.state_dict()
     return list(state), [state[name].cpu().clone() for name, _ in engine.model.named_parameters()]
 
@@ -123,14 +123,14 @@ def _trained_after_a_failure(failing: str) -> tuple[list[float], dict[str, Tenso
     forget()
     run, model = settings("bf16", 1), micro(drop_path=0.5, text_dropout=0.1, spec_augment=True)
     model.audio.batch_norm.momentum = 0.1
-    engine, batches = ClapEngine(run, model, DEVICE), list(itertools.islice(batches_of(run), 3))
+    engine, batches = engine_of(run, model), list(itertools.islice(batches_of(run), 3))
     for each in batches:
         each.audio = model.mel(each.audio)
     torch.manual_seed(dist.get_rank())
     found = Summary(compiled={})
     if failing:
         found = compile_towers(engine.deepspeed, batches[0], "towers", cached=False, backend=counting([], failing))
-    losses = [float(engine.step(iter([each]), TIMER)) for each in batches]
+    losses = [float(engine.step(iter([each]))) for each in batches]
     return losses, engine.model.state_dict(), found["compiled"]
 
 
@@ -160,7 +160,7 @@ def test_too_little_memory_is_found_before_compiling(monkeypatch: pytest.MonkeyP
 
 
 def _takes_the_group() -> bool:
-    engine = ClapEngine(settings("fp32", 1), micro(), DEVICE)
+    engine = engine_of(settings("fp32", 1), micro())
     return engine.deepspeed.data_parallel_group is dist.group.WORLD
 
 

@@ -10,15 +10,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import freeze
 from clap_ds.engine.state import master_weights
-from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.train_state import TrainingProgress
-from clap_ds.training.trainer import _evaluate
+from clap_ds.training.checkpoint import Checkpointer
+from clap_ds.training.evaluate import evaluate
+from clap_ds.training.train_state import TrainState
 from clap_ds.weights.load import load_weights
-from tests.engine.test_engine import DEVICE, PRECISIONS, TIMER, batches_of, model_of, settings
+from tests.engine.test_engine import PRECISIONS, batches_of, model_of, settings
 from tests.rank_pool import RankPool
+from tests.training.reference_steps import engine_of
 
 
 def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dict[str, bool]]:
@@ -29,30 +29,30 @@ def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dic
     model = model_of(run)
     freeze(model, ["text"])
     with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True):  # true, but slow, on every CPU
-        engine, batches = ClapEngine(run, model, DEVICE), batches_of(run)
+        engine, batches = engine_of(run, model), batches_of(run)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     masters = torch.nn.ParameterList(master_weights(engine)[name].clone() for name in names)
     torchs = AveragedModel(masters, multi_avg_fn=get_ema_multi_avg_fn(0.75))
     torchs.update_parameters(masters)  # the first is a copy
     for _ in range(3):
-        engine.step(batches, TIMER)
+        engine.step(batches)
         for kept, name in zip(masters, names, strict=True):
             kept.data.copy_(master_weights(engine)[name])
         torchs.update_parameters(masters)
     assert engine.average is not None
     state, before = engine.average.state(), {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def evaluate(model: Any) -> Any:
+    def compare(model: Any) -> Any:
         same = all(torch.equal(p, state.get(name, p).to(p.dtype)) for name, p in model.named_parameters())
         return SimpleNamespace(metrics=same, chances=not torch.equal(model.logit_scale, before["logit_scale"]))
 
-    evaluated: Any = _evaluate(SimpleNamespace(evaluate=evaluate), engine)  # type: ignore[arg-type]
-    path = CheckpointFolder(folder).save(engine, TrainingProgress(3)).path
+    evaluated: Any = evaluate(SimpleNamespace(evaluate=compare), engine)  # type: ignore[arg-type]
+    (path,) = (each.path for each in Checkpointer(folder).save(engine, TrainState(3)))
     assert path is not None
     saved, raw, weights = load_weights(path), load_weights(path, raw=True), master_weights(engine)
     found = {
         "torch's": state.keys() == {*names} and all(map(torch.equal, state.values(), torchs.module)),
-        "evaluated": evaluated == (True, True),
+        "evaluated": evaluated[:2] == (True, True),
         "put back": all(torch.equal(p, before[name]) for name, p in model.named_parameters()),
         "saved": all(torch.equal(tensor, state.get(name, weights[name])) for name, tensor in saved.state.items()),
         "raw": all(torch.equal(tensor, weights[name]) for name, tensor in raw.state.items()),

@@ -22,14 +22,13 @@ from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import parameter_groups
 from clap_ds.engine.state import engine_state, master_weights
 from clap_ds.model.clap import ClapModel
-from clap_ds.run_records.timers import PhaseTimer
 from tests.conftest import micro_run
 from tests.engine.plain_ddp import PlainDDP
 from tests.rank_pool import RankPool
+from tests.training.reference_steps import engine_of
 
 # A pool of CPU ranks sees no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TIMER = PhaseTimer(DEVICE, instrumented=False)
 LEARNING_RATE = 1e-3
 # Adam's epsilon matters, so that gradients that are off by a constant factor also change the weights.
 OPTIMIZER: dict[str, Any] = {"type": "AdamW", "params": {"lr": LEARNING_RATE, "eps": 1e-3, "weight_decay": 0.2}}
@@ -90,7 +89,7 @@ def model_of(run: RunSettings) -> ClapModel:
 def _engine(run: RunSettings, stepping: str) -> ClapEngine:
     if stepping == "parameter by parameter":
         run.deepspeed["optimizer"]["params"]["torch_adam"] = True
-    return ClapEngine(run, model_of(run), DEVICE)
+    return engine_of(run, model_of(run))
 
 
 def _roundings(ours: Tensor, theirs: Tensor, smallest: float) -> float:
@@ -117,7 +116,7 @@ def _difference(
     batches, plain_batches = batches_of(run), batches_of(run)
     found = []
     for _ in range(steps):
-        loss, plain_loss = engine.step(batches, TIMER).cpu(), torch.tensor(plain.step(plain_batches))
+        loss, plain_loss = engine.step(batches).cpu(), torch.tensor(plain.step(plain_batches))
         assert float(engine.gradient_norm) == pytest.approx(plain.norm, rel=1e-3)  # type: ignore[arg-type]
         found.append(_roundings(loss, plain_loss, 0.0))
         weights = master_weights(engine)
@@ -178,8 +177,8 @@ def _scales_with_a_low_bound(precision: str) -> tuple[list[float], set[str]]:
     """Return the logit scale and its master after a step, and names of fp32 parameters."""
     run = settings(precision, 1)
     run.clap = run.clap.model_copy(update={"max_logit_scale": 5.0})
-    engine = ClapEngine(run, model_of(run), DEVICE)
-    engine.step(batches_of(run), TIMER)
+    engine = engine_of(run, model_of(run))
+    engine.step(batches_of(run))
     scales = [float(each.exp()) for each in (engine.model.logit_scale, master_weights(engine)["logit_scale"])]
     fp32 = {name for name, parameter in engine.model.named_parameters() if parameter.dtype == torch.float32}
     return scales, fp32
@@ -229,7 +228,7 @@ def _skipped_steps(sync: str, stepping: str) -> tuple[list[str], list[int], str,
 
     def step(*, poisoned: bool) -> None:
         rates.append(engine.deepspeed.get_lr()[0])
-        engine.step(_poisoned_on_rank_1(batches) if poisoned else batches, TIMER)
+        engine.step(_poisoned_on_rank_1(batches) if poisoned else batches)
 
     step(poisoned=False)
     before = copy.deepcopy(engine.model.state_dict())

@@ -43,7 +43,7 @@ def _difference(precision: str, kind: str, stepping: str) -> float:
         assert {*engine.deepspeed.get_lr()} == {rate}
         for group, name in zip(plain.optimizer.param_groups, plain.masters, strict=True):
             group["lr"] = rate * next(share for start, share in RATES.items() if name.startswith(start))
-        engine.step(batches, on.TIMER)
+        engine.step(batches)
         plain.step(same_batches)
         schedule.step()
         weights = master_weights(engine)

@@ -14,7 +14,7 @@ from clap_ds.engine.loss import LOSSES
 from clap_ds.model.clap import ClapModel
 from tests.rank_pool import RankPool
 from tests.training import reference_steps as reference
-from tests.training.reference_steps import CPU, TIMER
+from tests.training.reference_steps import engine_of
 
 RAMP = (3, 1, 2)
 """Micro-batches of each step."""
@@ -35,7 +35,7 @@ def _engine(accumulation: str = "gradcache", **changes: Any) -> tuple[Any, ClapE
     torch.manual_seed(3)
     model = ClapModel(run.clap.preset(), **options, attention="matmul")
     plain = copy.deepcopy(model)
-    return run, ClapEngine(run, model, CPU), plain
+    return run, engine_of(run, model), plain
 
 
 def _gradients(model: ClapModel) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def _errors(accumulation: str, whole: str, changes: dict[str, Any]) -> list[floa
         plain.load_state_dict(engine.model.state_dict())
         generator = torch.get_rng_state()
         engine.set_accumulation_steps(number)
-        loss = engine.step(own, TIMER)
+        loss = engine.step(own)
         dist.all_reduce(loss)
         torch.set_rng_state(generator)
         expected = getattr(reference, whole)(plain, [batches[start : start + number] for batches in by_rank])

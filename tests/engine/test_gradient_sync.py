@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import freeze
-from clap_ds.run_records.timers import PhaseTimer
-from tests.engine.test_engine import DEVICE, batches_of, model_of, settings
+from tests.engine.test_engine import batches_of, model_of, settings
 from tests.rank_pool import RankPool
+from tests.training.reference_steps import engine_of
 
-TIMER = PhaseTimer(DEVICE, instrumented=False)
 CALL, SEND, BF16, FP32 = "c10d::allreduce_", "gloo:all_reduce", "c10::BFloat16", "float"
 """Names in torch's profiler. The thread that computes gradients requests an all-reduce, and another runs it later."""
 
@@ -35,11 +33,11 @@ def _gradients(sync: str, precision: str, accumulation: int, changes: dict[str, 
     run = settings(precision, accumulation, "overlap" if sync == "none" else sync, **changes)
     model = model_of(run)
     freeze(model, ["text"] if changes.get("communication_data_type") == "fp32" else [])
-    engine, batches = ClapEngine(run, model, DEVICE), batches_of(run)
+    engine, batches = engine_of(run, model), batches_of(run)
     found, dtypes = list[Tensor](), set[str]()
     for _ in range(2):
         with engine.sync.off() if sync == "none" else nullcontext():
-            dtypes |= {event.dtypes()[0] for event in _events(lambda: engine.accumulate(batches, TIMER), SEND)}
+            dtypes |= {event.dtypes()[0] for event in _events(lambda: engine.accumulate(batches), SEND)}
         found += [parameter.grad.double().flatten() for parameter in model.parameters() if parameter.grad is not None]
         engine.deepspeed.zero_grad()
     return torch.cat(found), dtypes
@@ -73,12 +71,12 @@ def test_averages_are_as_exact_as_deepspeeds_own(
 def _order_of_events(sync: str) -> list[str]:
     """Return the events of the third step: all-reduces, and "ready" for each gradient."""
     run = settings("fp32", 1, sync)
-    engine, batches = ClapEngine(run, model_of(run), DEVICE), batches_of(run)
+    engine, batches = engine_of(run, model_of(run)), batches_of(run)
     for _ in range(2):
-        engine.step(batches, TIMER)
+        engine.step(batches)
     for parameter in engine.model.parameters():
         parameter.register_post_accumulate_grad_hook(record_function("ready")(lambda _: None))
-    return [event.name() for event in _events(lambda: engine.step(batches, TIMER), CALL, "ready")]
+    return [event.name() for event in _events(lambda: engine.step(batches), CALL, "ready")]
 
 
 def test_gradients_are_sent_while_others_are_still_being_computed(two_ranks: RankPool) -> None:
@@ -92,12 +90,12 @@ def test_gradients_are_sent_while_others_are_still_being_computed(two_ranks: Ran
 def _sent(sync: str, accumulation: str) -> list[float]:
     """Return how often every gradient is reduced in each call."""
     run = settings("fp32", 1, clap={"gradient_sync": sync, "train": {"accumulation": accumulation}})
-    engine, batches = ClapEngine(run, model_of(run), DEVICE), batches_of(run)
+    engine, batches = engine_of(run, model_of(run)), batches_of(run)
     found = []
 
     def note(action: Callable[..., object], *arguments: Any, off: bool) -> None:
         with engine.sync.off() if off else nullcontext():
-            events = _events(lambda: action(*arguments, TIMER), SEND)
+            events = _events(lambda: action(*arguments), SEND)
         elements = sum(torch.Size(event.shapes()[0]).numel() for event in events)
         found.append(elements / sum(parameter.numel() for parameter in engine.model.parameters()))
 

@@ -16,11 +16,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from clap_ds.data.dataloader import build_batches
 from clap_ds.engine import grad_cache
-from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
-from clap_ds.run_records.timers import PhaseTimer
 from tests.engine.test_engine import settings
 from tests.rank_pool import RankPool
+from tests.training.reference_steps import engine_of
 
 CPU = torch.device("cpu")
 
@@ -64,22 +63,22 @@ def _fake_steps(precision: str, changes: dict[str, Any]) -> None:
         deepspeed.init_distributed(verbose=False)
     clap = {"cpu_kernels": "off", "gradient_sync": "deepspeed", **changes.pop("clap", {})}
     run = settings(precision, changes.pop("accumulation", 1), gradient_clipping=1.0, clap=clap, **changes)
-    engine = ClapEngine(run, build_model(run, CPU), CPU)
+    engine = engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
     engine.norm_wanted = True
     source = build_batches(
         run.clap.data.model_copy(update={"num_batches": 2, "caption_lengths": {"5": 1.0, "16": 1.0}}),
         model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch,
         rank=0, world_size=2, seed=7, device=CPU,
     )  # fmt: skip
-    timer, mode = PhaseTimer(CPU, instrumented=False), FakeTensorMode()
-    engine.step(source, timer)
+    mode = FakeTensorMode()
+    engine.step(source)
     batches = iter([next(source).map(mode.from_tensor) for _ in range(run.gradient_accumulation_steps)])
     faked(engine, mode, {})
     with pytest.MonkeyPatch.context() as patch, mode:
         # Generator states are on the host, and couldn't be restored from fake tensors.
         patch.setattr(grad_cache, "random_state", lambda device: {})
         patch.setattr(grad_cache, "restore_random_state", lambda state, device: None)
-        engine.step(batches, timer)
+        engine.step(batches)
         with pytest.raises(DataDependentOutputException):
             engine.check_loss()
 

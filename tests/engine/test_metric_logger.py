@@ -9,7 +9,7 @@ from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clap_ds.engine.metric_logger import Scalars, engine_section
+from clap_ds.engine.metric_logger import Scalars
 from tests.rank_pool import RankPool
 
 
@@ -17,13 +17,14 @@ def _two_starts(folder: str, section: dict[str, Any]) -> list[bool]:
     """Write steps 1 to 4 of 10 samples each, then, as if resumed from step 3, steps 4 to 7, with DeepSpeed's scalars."""
     enabled = []
     for samples in (0, 30):
-        engine: Any = SimpleNamespace(global_samples=samples)
-        engine.monitor = MonitorMaster(get_monitor_config({"tensorboard": engine_section(section)}))
-        scalars = Scalars(engine, section, Path(folder))
-        enabled.append(engine.monitor.enabled)
+        ours = {} if "output_path" in section else {"enabled": False}  # as in `factory.wrap`
+        monitor = MonitorMaster(get_monitor_config({"tensorboard": section | ours}))
+        deepspeed = SimpleNamespace(global_samples=samples, monitor=monitor)
+        scalars = Scalars(SimpleNamespace(deepspeed=deepspeed, config={"tensorboard": section}), Path(folder))
+        enabled.append(monitor.enabled)
         for step in range(samples // 10 + 1, samples // 10 + 5):
-            if engine.monitor.enabled:
-                engine.monitor.write_events([("Train/Samples/lr", step / 100, 10 * step)])
+            if monitor.enabled:
+                monitor.write_events([("Train/Samples/lr", step / 100, 10 * step)])
             scalars.write([("train/loss", samples + step / 10, 10 * step)])
     return enabled
 

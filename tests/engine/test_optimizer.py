@@ -59,7 +59,8 @@ def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Te
     ],
 )
 def test_runs_it_steps(write_run: Callable[..., Path], changes: dict[str, Any], taken: bool) -> None:
-    assert takes_flat_adamw(load_run(write_run(**changes))) is taken
+    run = load_run(write_run(**changes))
+    assert takes_flat_adamw(run.deepspeed, run.clap) is taken
 
 
 def wrapped(clip: float, *, cpu_kernels: bool, low: torch.dtype = torch.bfloat16) -> FP16_Optimizer:

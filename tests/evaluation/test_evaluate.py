@@ -10,7 +10,7 @@ import pytest
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import RunSettings, load_run
-from clap_ds.data.broken import Broken
+from clap_ds.data.clip import Broken
 from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation, print_folds
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel

@@ -15,8 +15,7 @@ from clap_ds.config.errors import CollectiveUserError
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import load_preset
 from clap_ds.config.schema import EvaluationSettings
-from clap_ds.data.front_end import FrontEnd
-from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, write_manifest
+from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, write_manifest
 from clap_ds.distributed.init import Ranks
 from clap_ds.evaluation import ranking
 from clap_ds.evaluation.evaluator import Evaluator, NonFiniteEmbeddingsError

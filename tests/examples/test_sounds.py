@@ -9,8 +9,7 @@ import soundfile
 
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.schema import ZeroShotSettings
-from clap_ds.data.captions import captions_of
-from clap_ds.data.samples import choose_clip
+from clap_ds.data.clip import captions_of, choose_clip
 from examples.synthetic_sounds.__main__ import main
 from examples.synthetic_sounds.kinds import KINDS
 from tests.data.tars import items_in

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.benchmark import Timer
 
-from clap_ds.benchmark.matmul_peak import CPU_SIZE, measure_matmul_tflops
+from clap_ds.benchmark.bandwidth import CPU_SIZE, measure_matmul_tflops
 from clap_ds.config.errors import UserError
 from clap_ds.flop_count.device_specs import ALIASES, GPUS, gpu_named, peak_for, utilization
 from clap_ds.run_records.terminal import rows

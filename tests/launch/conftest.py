@@ -17,7 +17,7 @@ SCRIPTS = {
         echo "$*" >> calls
         echo $((100 + $(cat calls | wc -l)))""",
     "squeue": "cat queue",
-    "sinfo": '[[ "$*" == *%D* ]] && cat nodes || cat partitions',
+    "sinfo": "cat partitions",
     "scontrol": 'echo "$*" >> asked',
     "sacct": "cat accounting",
 }
@@ -25,7 +25,7 @@ SCRIPTS = {
 
 @dataclass
 class FakeSlurm:
-    """Commands print files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` and `nodes` (sinfo).
+    """Commands print files of `folder`: `queue` (squeue), `accounting` (sacct), `partitions` (sinfo).
     `refuse_test` is the error of `sbatch --test-only`."""
 
     folder: Path
@@ -47,8 +47,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
         (folder / name).write_text(f"#!/bin/bash\ncd '{folder}'\n{script}\n")
         (folder / name).chmod(0o755)
     fake = FakeSlurm(folder)
-    fake.write("nodes", "gpu*|4\ngpu*|2\ncpu|9\n")
-    fake.write("partitions", "gpu*|gpu:h100:4(S:0-1)|1-00:00:00\ncpu|(null)|infinite\n")
+    kinds = ("gpu:h100:4(S:0-1)|1-00:00:00|4", "gpu:h100:4|1-00:00:00|2")
+    fake.write("partitions", "".join(f"gpu*|{kind}\n" for kind in kinds) + "cpu|(null)|infinite|9\n")
     for name in ("queue", "calls", "tested", "asked"):
         fake.write(name)
     monkeypatch.setenv("PATH", os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]))

@@ -1,19 +1,21 @@
 """Outcomes of attempts on two hosts with two ranks each, from error files and SLURM's answers."""
 
 import json
+import os
 import signal
-import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clap_ds.distributed import error_file
-from clap_ds.launch.attempt import AttemptOutcome, outcome_of
+from clap_ds.distributed.error_file import RankError
+from clap_ds.launch.attempt import AttemptOutcome, copy, outcome_of
 
 RANKS = ["n1", "n1", "n2", "n2"]
 GONE, STOPPED = ("lost_peer", "closed by peer"), ("stopped", "stopped by SIGTERM")
+LACKS = ("error", "ModuleNotFoundError: No module named 'soundfile'")
 SAVED = {"checkpoints": [{"saved": True}], "step": 9}
 
 
@@ -21,7 +23,7 @@ Ended = Callable[..., AttemptOutcome]
 
 
 @pytest.fixture
-def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
+def ended(tmp_path: Path) -> Ended:
     """Call `outcome_of` for a run with this summary (None: no run) and errors by rank, in order of time."""
 
     def ended(
@@ -32,11 +34,10 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
             (tmp_path / "run").mkdir()
             (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
             (tmp_path / "run_directory").write_text(f"{tmp_path / 'run'}\n")
-        monkeypatch.setattr(error_file, "_place", None)
-        for rank, (kind, text) in (errors or {}).items():
-            error_file.set_error_dir(tmp_path, rank, RANKS[rank])
-            error_file.write_error_file(kind, text, 1)
-            time.sleep(0.002)
+        (tmp_path / "errors").mkdir()
+        for at, (rank, (kind, text)) in enumerate((errors or {}).items()):
+            error = RankError(at, rank, RANKS[rank], kind, text, 1, "", [], [])
+            (tmp_path / "errors" / f"rank{rank}.json").write_text(json.dumps(asdict(error)))
         return outcome_of(code, tmp_path, RANKS, stopped, lost or {})
 
     return ended
@@ -56,13 +57,14 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
 )
 def test_state_and_code(ended: Ended, code: int, summary: Any, more: Any, state: str, exit_code: int) -> None:
     outcome = ended(code, summary, **more)
-    assert (outcome.state, outcome.code, outcome.hosts) == (state, exit_code, [])
-    assert bool(outcome.message) == (state != "completed")
+    assert (outcome.state, outcome.exit_code, outcome.at_fault) == (state, exit_code, [])
+    assert bool(outcome.error) == (state != "completed")
 
 
-def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
-    outcome = ended(137, {"state": "running"}, {0: GONE}, lost={"n2": "down*"})
-    assert (outcome.message, outcome.hosts) == ("lost n2: down*", ["n2"])
+@pytest.mark.parametrize("code", [0, 137])
+def test_lost_host_comes_before_what_the_others_say(ended: Ended, code: int) -> None:
+    outcome = ended(code, {"state": "running"}, {0: GONE}, stopped=signal.SIGTERM, lost={"n2": "down*"})
+    assert (outcome.error, outcome.at_fault) == ("lost n2: down*", ["n2"])
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,8 @@ def test_lost_host_comes_before_what_the_others_say(ended: Ended) -> None:
         (143, {0: ("user", "clap.bench.windws: no such field")}, "failed", 2, [], False),
         (1, {1: ("out_of_memory", "out of memory at micro-batch 4")}, "out_of_memory", 1, [], False),
         (137, dict.fromkeys(range(3), GONE), "failed", 137, ["n2"], False),  # rank 3 was killed
+        (1, {2: LACKS, 0: STOPPED, 1: STOPPED, 3: LACKS}, "failed", 1, ["n2"], False),
+        (1, {2: LACKS, 0: LACKS, 1: STOPPED, 3: STOPPED}, "failed", 1, [], False),  # no host has it
         (1, {0: GONE, 2: STOPPED, 3: ("error", "NCCL error"), 1: ("error", "KeyError")}, "failed", 1, ["n2"], False),
     ],
 )
@@ -82,4 +86,20 @@ def test_what_ranks_said(
 ) -> None:
     """The first cause counts; SLURM is asked about hosts only if no rank reported a cause."""
     outcome = ended(code, {"state": "failed", "error": "a consequence" if errors else None}, errors)
-    assert (outcome.state, outcome.code, outcome.hosts, outcome.is_unclear) == (state, exit_code, hosts, is_unclear)
+    assert (outcome.state, outcome.exit_code, outcome.at_fault, outcome.is_unclear) == (
+        state,
+        exit_code,
+        hosts,
+        is_unclear,
+    )
+
+
+def test_log_goes_on_after_the_disk_was_full(tmp_path: Path) -> None:
+    (tmp_path / "output").write_bytes(b"lost" * 2**14 + b"kept")
+    number, full = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), os.open("/dev/full", os.O_WRONLY)
+    with (tmp_path / "output").open("rb") as file:
+        copy(file, full)
+        assert file.read() == b""  # nothing blocks the ranks
+        file.seek(2**16)
+        copy(file, number)
+    assert (tmp_path / "log").read_bytes() == b"kept"

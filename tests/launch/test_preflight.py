@@ -1,12 +1,13 @@
 """Evaluation of ranks' reports. tests/cluster/ runs preflight on a real SLURM."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clap_ds.distributed import error_file
+from clap_ds.distributed.error_file import RankError
 from clap_ds.launch.preflight import evaluate, hosts_of, lines, odd_hosts, slow_ones
 
 SILENT = "unreachable, or starts no rank:"
@@ -22,9 +23,7 @@ SILENT = "unreachable, or starts no rank:"
         (["n1", "n2"], "", None, "the ranks failed: rank 1 on n2: CUDA error: ECC"),
     ],
 )
-def test_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[str], output: str, wrong: int | None, problem: str
-) -> None:
+def test_verdict(tmp_path: Path, answers: list[str], output: str, wrong: int | None, problem: str) -> None:
     (tmp_path / "output").write_text(output)
     for rank, host in enumerate(answers):
         answer = {"host": host, "gpus": {}, "faults": [], "software": {"code": "x", "torch": "2"}}
@@ -32,9 +31,9 @@ def test_verdict(
     if wrong is not None:
         ranks = [{"wrong": wrong * rank, "tflops": 1.0, "links": []} for rank in range(2)]
         (tmp_path / "measured.json").write_text(json.dumps({"bus_gb_per_s": 1.5, "ranks": ranks}))
-    monkeypatch.setattr(error_file, "_place", None)
-    error_file.set_error_dir(tmp_path, 1, "n2")
-    error_file.write_error_file(error_file.ERROR, "CUDA error: ECC", 1)
+    (tmp_path / "errors").mkdir()
+    error = RankError(0, 1, "n2", "error", "CUDA error: ECC", 1, "", [], [])
+    (tmp_path / "errors" / "rank1.json").write_text(json.dumps(asdict(error)))
     problems, shown = evaluate({"n1": 1, "n2": 1}, 1, tmp_path)
     assert problems == [f"problem: {problem}"] * bool(problem)
     assert ("all-reduce: 1.50 GB/s" in shown) == (wrong is not None)
@@ -61,5 +60,5 @@ def test_slow_links_and_hosts_are_named() -> None:
     ranks: list[dict[str, Any]] = [{"tflops": 700.0 - 300 * (rank == 7), "links": []} for rank in range(8)]
     for lead, rate in zip((0, 2, 4, 6), (20.0, 2.0, 21.0, 19.0), strict=True):
         ranks[lead]["links"] = [[lead, (lead + 2) % 8, rate]]
-    slow = [*slow_ones({"ranks": ranks}, ["n1", "n1", "n2", "n2", "n3", "n3", "n4", "n4"])]
+    slow = slow_ones(ranks, ["n1", "n1", "n2", "n2", "n3", "n3", "n4", "n4"])
     assert [where for where, _ in slow] == ["n2–n3", "n4"]

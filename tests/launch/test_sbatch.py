@@ -66,6 +66,9 @@ export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
 folder=/jobs/one
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
+# With --no-kill, a job whose first host is lost would go on without its script.
+srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bash -c 'while sleep 10; do
+    case $(sinfo -h -N -n "$0" -o %T) in down*) exec scontrol requeue "$SLURM_JOB_ID";; esac; done' "$SLURMD_NODENAME" &
 exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" --spare_nodes=1 --auto_requeue \\
     -- clap_ds/train.py --deepspeed_config "$folder/run.json"
 """

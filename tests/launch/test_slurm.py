@@ -3,7 +3,7 @@
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.launch.slurm import ask, partition_nodes, requeue, seconds_of, states_of
+from clap_ds.launch.slurm import Partition, ask, partitions, requeue, seconds_of, states_of
 from tests.launch.conftest import FakeSlurm
 
 
@@ -16,18 +16,20 @@ def test_times() -> None:
 
 
 def test_partitions(slurm: FakeSlurm) -> None:
-    slurm.write("partitions", "a*|gpu:h100:4(S:0-1),nvme:1|1-00:00:00\na*|gpu:2|1-00:00:00\nb|(null)|infinite\n")
-    assert partition_nodes(None) == [(4, "1-00:00:00"), (2, "1-00:00:00")]
-    assert partition_nodes("b") == [(0, None)]
-    assert len(partition_nodes("b,a")) == 3
+    kinds = "a*|gpu:h100:4(S:0-1),nvme:1|1-00:00:00|6\na*|gpu:2|1-00:00:00|1\nb|(null)|infinite|3\n"
+    slurm.write("partitions", kinds)
+    assert partitions(None) == [Partition(4, 7, "1-00:00:00")]
+    assert partitions("b") == [Partition(0, 3, None)]
+    assert len(partitions("b,a")) == 2
 
 
 def test_accounting_is_asked_for_what_the_queue_forgot(slurm: FakeSlurm) -> None:
-    slurm.write("queue", "7 RUNNING\n8_1 PENDING\n")
-    assert states_of(["7", "9"]) == {"7": "RUNNING", "8_1": "PENDING"}
-    slurm.write("accounting", "9|CANCELLED by 1000\n")
-    assert states_of(["7", "9"])["9"] == "CANCELLED"
-    assert states_of(["7"]) == {"7": "RUNNING", "8_1": "PENDING"}
+    slurm.write("queue", "7|RUNNING|None\n8_1|PENDING|Resources\n")
+    queued = {"7": ("RUNNING", "None"), "8_1": ("PENDING", "Resources")}
+    assert states_of(["7", "9"]) == queued
+    slurm.write("accounting", "9|CANCELLED by 1000|None\n")
+    assert states_of(["7", "9"])["9"] == ("CANCELLED", "None")
+    assert states_of(["7"]) == queued
 
 
 def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
@@ -36,19 +38,21 @@ def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
     with pytest.raises(UserError, match="no controller"):
         ask(["squeue", "-h"])
     assert len(slurm.lines("count")) == 3
-    slurm.write("squeue", f"{count}[ $(wc -l < count) = 6 ] && echo 7 RUNNING\n")
-    assert states_of([]) == {"7": "RUNNING"}, "one of three tries must succeed"
+    slurm.write("squeue", f"{count}[ $(wc -l < count) = 6 ] && echo '7|RUNNING|None'\n")
+    assert states_of([]) == {"7": ("RUNNING", "None")}, "one of three tries must succeed"
 
 
-def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requeueing ends the job, so it comes first. SLURM itself avoids hosts that are down."""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
+    slurm.write("queue", "n[8-9]\n")
+    slurm.write("partitions", "n1 idle\nn3 down*\n")
     assert requeue([]) is None
     assert requeue(["n1", "n3"]) is None
-    expected = ["requeuehold 42", "update JobId=42 ExcNodeList=n1,n3", "release 42"]
-    assert slurm.lines("asked") == ["requeue 42", *expected]
-    # If hosts can't be excluded, it is released anyway: else it would be held forever.
+    assert requeue(["n3"]) is None
+    excluding = "update JobId=42 ExcNodeList=n[8-9],n1"
+    assert slurm.lines("asked") == ["requeue 42", "requeue 42", excluding, "requeue 42"]
     slurm.write("scontrol", '#!/bin/sh\n[ "$1" != update ] || { echo no right >&2; exit 1; }\n')
-    assert requeue(["n1", "n3"]) is None
-    assert "warning: scontrol update JobId=42 ExcNodeList=n1,n3: no right" in capsys.readouterr().err
+    assert requeue(["n1"]) is None
     slurm.write("scontrol", "#!/bin/sh\necho job requeue disabled >&2\nexit 1\n")
-    assert requeue(["n1"]) == "scontrol requeuehold 42: job requeue disabled"
+    assert requeue(["n1"]) == "scontrol requeue 42: job requeue disabled"

@@ -11,8 +11,10 @@ import pytest
 
 from clap_ds.config.errors import UserError
 from clap_ds.distributed.init import SECRET, Ranks
-from clap_ds.launch.attempt import AttemptOutcome
-from clap_ds.launch.supervisor import RunningJob, parse_arguments
+from clap_ds.distributed.root_cause import KILLED
+from clap_ds.launch.attempt import IMPORT, Attempt, AttemptOutcome
+from clap_ds.launch.supervisor import RunningJob
+from tests.launch.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = os.uname().nodename
@@ -69,12 +71,11 @@ def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
 # --- decisions
 
 
-def _job(folder: Path, hosts: int, *options: str) -> RunningJob:
+def _job(folder: Path, hosts: int, spare_nodes: int = 0) -> RunningJob:
     """Return a job on n1, n2, … before its start."""
     (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
     (folder / "site.json").write_text('{"requeues": 1}')
-    words = ["--folder", str(folder), *options, "--", "bench.py"]
-    return RunningJob(parse_arguments(words))
+    return RunningJob(folder, ["bench.py"], spare_nodes, auto_requeue=True)
 
 
 LOST = AttemptOutcome("failed", "lost n2: down*", 1, ["n2"])
@@ -82,11 +83,12 @@ LOST = AttemptOutcome("failed", "lost n2: down*", 1, ["n2"])
 
 def test_spare_hosts_take_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--spare_nodes 4: the allocation has 4 hosts"):
-        _job(tmp_path, 4, "--spare_nodes", "4")
-    job = _job(tmp_path, 4, "--spare_nodes", "2")
+        _job(tmp_path, 4, 4)
+    job = _job(tmp_path, 4, 2)
     for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
         assert [*job.choose_hosts()] == hosts.split()
-        job.note(AttemptOutcome("failed", f"lost {lost}", 1, [lost]), job.slots, "now")
+        job.begin(job.choose_hosts())
+        job.note(AttemptOutcome("failed", f"lost {lost}", 1, [lost]))
     assert job.choose_hosts() == {}, "n1 must not be used though it is allocated"
     # SLURM may allocate the same hosts again after a requeue.
     job.start, job.slots = 1, {"n1": 4, "n2": 4}
@@ -94,25 +96,58 @@ def test_spare_hosts_take_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "requeued", "stopped", "asks"),
+    ("kind", "error"), [(KILLED, "rank 3 on n2 exited"), (IMPORT, "rank 3 on n2: ModuleNotFoundError")]
+)
+def test_failure_that_follows_the_program_is_no_second_hosts(tmp_path: Path, kind: str, error: str) -> None:
+    job = _job(tmp_path, 4)
+    told = []
+    for host in ("n2", "n3", "n4"):
+        job.begin(job.slots)
+        told.append(job.note(AttemptOutcome("failed", error, 1, [host], kind)))
+    assert [outcome.at_fault for outcome in told] == [["n2"], [], []]
+    assert told[1].error == f"{error}; as before on n2: not a host's fault"
+    assert json.loads((tmp_path / "job.json").read_text())["attempts"][1]["at_fault"] == []
+    job.begin(job.slots)
+    assert job.note(LOST).at_fault == ["n2"]  # not such a failure
+
+
+def test_start_that_slurm_ended_is_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm
+) -> None:
+    """Even if the host of this process went down."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(Attempt, "run", lambda *_: AttemptOutcome("completed", "", 0))
+    _job(tmp_path, 3, 1).begin({"n1": 4, "n2": 4})
+    slurm.write("partitions", "n1 down*\nn2 idle\n")
+    (tmp_path / "attempts" / "0").mkdir(parents=True)
+    (tmp_path / "attempts" / "0" / "run_directory").write_text(str(tmp_path))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert _job(tmp_path, 3, 1).run() == 0
+    first, second = json.loads((tmp_path / "job.json").read_text())["attempts"]
+    assert (first["state"], first["error"], first["at_fault"]) == ("failed", "lost n1: down*", ["n1"])
+    assert (second["state"], second["hosts"], second["start"]) == ("completed", ["n2", "n3"], 1)
+    assert json.loads((tmp_path / "summary.json").read_text())["error"] == "lost n1: down*"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "earlier", "stopped", "asks"),
     [
-        (LOST, 0, None, True),
-        (LOST, 1, None, False),  # as often as allowed
-        (LOST, 0, signal.SIGTERM, False),  # cancelled
-        (AttemptOutcome("failed", "KeyError: 'loss'", 1), 0, None, False),  # the program's fault
-        (AttemptOutcome("timeout", "saved", 0), 5, signal.SIGUSR1, True),  # unfinished training
-        (AttemptOutcome("timeout", "not saved", 138), 0, signal.SIGUSR1, False),
+        (LOST, "", None, True),
+        (LOST, "requeued", None, False),  # as often as allowed
+        (LOST, "requeued saved", None, False),
+        (LOST, "requeued saved-now", None, True),  # a checkpoint since
+        (LOST, "", signal.SIGTERM, False),  # cancelled
+        (AttemptOutcome("failed", "KeyError: 'loss'", 1), "", None, False),  # the program's fault
+        (AttemptOutcome("timeout", "saved", 0), "requeued", signal.SIGUSR1, True),  # unfinished training
+        (AttemptOutcome("timeout", "not saved", 138), "", signal.SIGUSR1, False),
     ],
 )
 def test_when_slurm_is_asked_for_another_start(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    outcome: AttemptOutcome,
-    requeued: int,
-    stopped: signal.Signals | None,
-    asks: bool,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: AttemptOutcome, earlier: str,
+    stopped: signal.Signals | None, asks: bool,
+) -> None:  # fmt: skip
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job = _job(tmp_path, 2, "--auto_requeue")
-    job.attempts, job.stopped = [{"requeued": True}] * requeued, stopped
+    job = _job(tmp_path, 2)
+    first = {"requeued": "requeued" in earlier, "saved": "saved" in earlier}
+    job.attempts, job.stopped = [first, {"requeued": False, "saved": "saved-now" in earlier}], stopped
     assert job.asks_for_another_start(outcome) == asks

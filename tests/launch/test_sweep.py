@@ -56,43 +56,69 @@ def test_nothing_is_queued_unless_every_job_can_run(
 
 @pytest.mark.usefixtures("unchecked")
 def test_training_runs_for_a_day_or_as_long_as_the_partition_lets_it(tmp_path: Path, slurm: FakeSlurm) -> None:
-    slurm.write("partitions", "gpu*|gpu:4|12:00:00\n")
+    slurm.write("partitions", "gpu*|gpu:4|12:00:00|9\n")
     options = ("--train", "--vary", "clap.train.max_samples=64,128", "--nodes", "2", "--cluster", "generic")
     script = (_start(tmp_path, *options) / "n002-max_samples_64.sbatch").read_text()
     assert {"#SBATCH --time=12:00:00", "#SBATCH --signal=USR1@300"} <= set(script.splitlines())
     assert "-- clap_ds/train.py" in script
 
 
+QUEUE = """106|RUNNING|None
+107|CANCELLED|None
+108|PENDING|Resources
+109|PENDING|BeginTime
+110|PENDING|job requeued in held state
+"""
+STATES = (
+    "completed", "out_of_memory", "timeout", "failed", "failed", "running", "terminated", "pending", "requeued", "held",
+    "not_submitted",
+)  # fmt: skip
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_status_and_resume(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = _start(tmp_path, "--nodes", "1", "2", "3", "4", "5", "6", "7", "8")
-    for nodes, state in enumerate(["completed", "out_of_memory", "timeout", "failed", "running", "running"], start=1):
-        (folder / f"n{nodes:03d}" / "job.json").write_text(json.dumps({"state": state, "error": None}))
-    (folder / "n005-105.out").write_text("began")
+    slurm.write("partitions", "booster|gpu:4|infinite|20\n")
+    folder = _start(tmp_path, "--nodes", *map(str, range(1, 12)))
+    records = ["completed", "out_of_memory", "timeout", "failed", "running", "running"]
+    for nodes, state in [*enumerate(records, start=1), (9, "failed"), (10, "failed")]:
+        (folder / f"n{nodes:03d}" / "job.json").write_text(json.dumps({"state": state, "error": "lost n7"}))
     (folder / "n003" / "site.json").write_text(json.dumps({"python": "theirs"}))
-    slurm.write("queue", "106 RUNNING\n108 PENDING\n107 CANCELLED\n")
+    (folder / "jobs.json").write_text((folder / "jobs.json").read_text().replace('"111"', "null"))
+    slurm.write("queue", QUEUE)
     capsys.readouterr()
     assert main(["status", str(folder)]) == 0
     heads, *rows, counts = capsys.readouterr().out.splitlines()
     assert heads.split() == ["job", "nodes", "id", "state", "note"]
     # n005's record is `running`, but SLURM no longer knows it.
-    expected = ["completed", "out_of_memory", "timeout", "failed", "failed", "running", "terminated", "init"]
     assert [row.split()[:4] for row in rows] == [
-        [f"n{n:03d}", f"{n}", f"{100 + n}", state] for n, state in enumerate(expected, start=1)
+        [f"n{n:03d}", f"{n}", "-" if n == 11 else f"{100 + n}", state] for n, state in enumerate(STATES, start=1)
     ]
     assert "2 failed" in counts
+    assert rows[8].endswith("lost n7")
+    assert rows[9].endswith("scontrol release 110")
     assert main(["resume", str(folder), "--time", "00:45:00", "--exclude", "n[1-2]"]) == 0
-    assert "resubmitting 4 of 8 jobs: n003, n004, n005, n007" in capsys.readouterr().out
-    assert len(slurm.lines("calls")) == 12
+    shown = capsys.readouterr().out
+    assert "resubmitting 5 of 11 jobs: n003, n004, n005, n007, n011" in shown
+    assert "n010 is held; to release it: scontrol release 110" in shown
+    assert len(slurm.lines("calls")) == 16
     lines = (folder / "n003.sbatch").read_text().splitlines()
     assert {"#SBATCH --time=00:45:00", "#SBATCH --exclude=n[1-2]"} <= set(lines)
     assert json.loads((folder / "n003" / "site.json").read_text())["python"] != "theirs"
+    assert main(["status", str(folder.parent / "swep")]) == 2
+    assert "did you mean 'sweep'?" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("cluster", "x.json"), ("exclude", "a\nevil"), ("gpus", "1; evil"), ("train_options", [1]), ("folder", "..")],
+    [
+        ("cluster", "x.json"),
+        ("exclude", 1),
+        ("name", "a/b"),
+        ("gpus", "1; evil"),
+        ("train_options", [1]),
+        ("folder", ".."),
+    ],
 )
 def test_a_sweep_that_others_wrote_runs_nothing_of_theirs(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], name: str, value: Any

@@ -12,11 +12,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from clap_ds.config.settings import ClapSettings, RunSettings
 from clap_ds.data.dataloader import build_batches
-from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
 from clap_ds.planning.step import trace_step
-from clap_ds.run_records.timers import PhaseTimer
 from tests.rank_pool import RankPool
+from tests.training.reference_steps import engine_of
 
 CPU = torch.device("cpu")
 PRECISION = {
@@ -41,12 +40,12 @@ def _run(text: str) -> RunSettings:
 
 def _second_step(run: RunSettings) -> Callable[[], object]:
     """Return the engine's step on one batch, after the first step."""
-    engine = ClapEngine(run, build_model(run, CPU), CPU)
+    engine = engine_of(run, build_model(run.clap.model, run.clap.loss, CPU))
     batches = build_batches(
         run.clap.data, model=run.clap.preset(), context_length=run.clap.context_length, micro_batch=run.micro_batch, rank=0,
         world_size=1, seed=0, device=CPU, pack_captions=run.clap.text_packing,
     )  # fmt: skip
-    step = partial(engine.step, batches, PhaseTimer(CPU, instrumented=False))
+    step = partial(engine.step, batches)
     step()
     return step
 
@@ -77,4 +76,4 @@ def _allocated(text: str) -> int:
 @pytest.mark.parametrize("text", PRECISION)
 def test_a_steps_planned_memory_is_the_allocators(one_rank: RankPool, text: str) -> None:
     (allocated,) = one_rank.run(_allocated, text)
-    assert trace_step(_run(text), 16, cuda=False).recorded.peak_bytes == pytest.approx(allocated, rel=0.005)
+    assert trace_step(_run(text), 16, cuda=False).recorded.at_peak.total() == pytest.approx(allocated, rel=0.005)

@@ -24,8 +24,8 @@ def test_largest_micro_batch(peak_gib: Callable[[int], float], start: int, limit
 
 def test_parts_of_memory_add_up() -> None:
     recorded = Recorded()
-    recorded.at_peak = {"audio": 4 * GIB, "weights": GIB}
-    step = Step(recorded, 1, 1, 100)
+    recorded.at_peak.update({"audio": 4 * GIB, "weights": GIB})
+    step = Step(recorded, 1, 1, (1, 1), 100)
     parts = memory_parts(step, 2)
     assert (parts["audio activations"], parts["weights"]) == (4, 1)
     assert sum(parts.values()) == pytest.approx(5 * 1.03 + 0.7 + 0.8)  # as docs/estimation.md has them

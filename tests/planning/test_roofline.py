@@ -1,57 +1,100 @@
-"""Test times against hand calculations."""
+"""Test classes of dispatched operations, shares, and times against hand calculations."""
 
+import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from clap_ds.config.paths import CHECKOUT
 from clap_ds.flop_count.device_specs import GPUS
-from clap_ds.planning import roofline_shares
-from clap_ds.planning.roofline import CASES, DeviceRates, rates_of, seconds_by_part
-from clap_ds.planning.roofline_shares import PROCESSORS, TABLE
-from clap_ds.planning.tracing import Operation
+from clap_ds.planning import roofline
+from clap_ds.planning.cuda_operations import like_cuda
+from clap_ds.planning.roofline import HOST_S, KERNEL_S, TABLE, Share, class_of, seconds, seconds_by_part, shares_of
+from clap_ds.planning.tracing import Operation, Recorded
 
-RATES = DeviceRates({torch.bfloat16: 100.0}, 10.0, 0.5, share_of={"triton mlp": 0.2})
+H100, BF16 = GPUS["h100-sxm"], torch.bfloat16
+GPU = replace(H100, bf16_tflops=100e-12, memory_tbytes_per_s=10e-12)
+ALL = dict.fromkeys(TABLE, Share(1.0, 0.0, "")) | {"triton mlp": Share(0.2, 0.0, "")}
 
 
-def _operation(
-    name: str = "aten.add", flops: int = 0, read: int = 0, written: int = 0, *, part: str = "audio",
-    backward: bool = False, launches: bool = True,
-) -> Operation:  # fmt: skip
-    return Operation(name, part, backward, flops, ((1, read),), ((2, written),), launches, torch.bfloat16)
+def classes_of(work: Callable[[], torch.Tensor]) -> list[str]:
+    """Return the classes of launched kernels forward and backward, except filling and summing."""
+    with like_cuda(), FakeTensorMode(), Recorded() as recorded:
+        work().sum().backward()
+    return [
+        class_of(op) for op in recorded.operations if op.bytes_moved and op.name not in ("aten.ones_like", "aten.sum")
+    ]
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def attend(width: int, *mask: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*(leaf(2, 3, 64, width) for _ in range(3)), *mask)
+
+
+def normed(width: int) -> torch.Tensor:
+    return F.layer_norm(leaf(9, width), (width,), leaf(width), leaf(width))
+
+
+def test_classes_are_those_of_what_is_dispatched() -> None:
+    assert set(classes_of(lambda: F.linear(leaf(5000, 768), leaf(3072, 768)))) == {"wide product"}
+    thin = classes_of(lambda: F.linear(leaf(5000, 96), leaf(288, 96)))
+    assert sorted(thin) == ["thin product", "thin product", "thin weight gradient"]
+    assert "other product" in classes_of(lambda: torch.bmm(leaf(8, 64, 24), leaf(8, 24, 64)))
+    for width, norm in ((96, "narrow norm"), (192, "medium norm"), (768, "norm")):
+        assert classes_of(lambda width=width: normed(width)) == [norm, f"{norm} backward"]
+    assert {"flash attention", "flash attention backward"} <= set(classes_of(lambda: attend(64)))
+    assert {"attention", "attention backward"} <= set(classes_of(lambda: attend(24, leaf(1, 3, 64, 64))))
+    assert {"strided copy", "scatter"} <= set(
+        classes_of(lambda: F.embedding(torch.zeros(7, dtype=torch.long), leaf(50, 96)))
+    )
+    assert set(classes_of(lambda: F.gelu(leaf(50, 96)))) == {"element-wise"}
+
+
+def test_shares_are_in_order_on_every_gpu() -> None:
+    for gpu in GPUS.values():
+        for name, each in shares_of(gpu).items():
+            assert 0 < each.at("low") < each.at("middle") < each.at("high") <= 1, name
+
+
+def test_shares_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert CHECKOUT
+    measured = json.loads((CHECKOUT / "results" / "h200" / "efficiencies.json").read_text())["classes"]
+    for name in TABLE.keys() - {"attention", "attention backward", "softmax"}:
+        assert TABLE[name] == pytest.approx(measured[name]["efficiency"], abs=0.006), name
+    monkeypatch.setattr(roofline, "work_folder", lambda: tmp_path)
+    before, other = shares_of(H100), shares_of(GPUS["h200"])
+    # On an H100 the bytes take 4.8 / 3.35 times as long, and the rest as long as on an H200, as there are as many processors.
+    assert before["softmax"].middle == pytest.approx(1 / (1 + (1 / 0.7 - 1) * 3.35 / 4.8))
+    path = tmp_path / "results" / "h100" / "efficiencies.json"
+    path.parent.mkdir(parents=True)
+    classes = {"softmax": {"efficiency": 0.5}, "gone": {"efficiency": 0.1}}
+    path.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "classes": classes}))
+    assert shares_of(H100) == {**before, "softmax": Share(0.5, 0.1, "measured, results/h100")}
+    assert shares_of(GPUS["h200"]) == other
 
 
 def test_an_operation_takes_what_it_needs_most_of() -> None:
-    assert RATES.seconds(_operation(flops=400, read=20)) == 4
-    assert RATES.seconds(_operation(flops=400, read=50, written=50)) == 10
-    assert RATES.seconds(_operation(read=1)) == 0.5
-    assert RATES.seconds(_operation("clap_ds.mlp", 400)) == 20
-    assert RATES.ideal_s(_operation("clap_ds.mlp", 400)) == 4
-    assert RATES.seconds(_operation(read=100, launches=False)) == 0
-    assert RATES.seconds(_operation("c10d.allreduce_", read=100)) == 0
+    def time(name: str, flops: int, moved: int) -> float:
+        return seconds(Operation(name, "audio", False, flops, moved, BF16), GPU, ALL, "middle")
+
+    assert time("aten.add", 400, 20) == pytest.approx(4)
+    assert time("aten.add", 400, 100) == pytest.approx(10)
+    assert time("clap_ds.mlp", 400, 0) == pytest.approx(20)
+    assert time("aten.view", 0, 0) == 0
+    assert seconds(Operation("aten.add", "audio", False, 0, 1), H100, ALL, "middle") == KERNEL_S
 
 
-def test_the_gpu_waits_for_the_host_where_kernels_are_short() -> None:
-    """Ten launches take the host 2 s each; those during a long kernel cause no wait."""
-    rates = DeviceRates({}, 10.0, host_s=2.0)
-    short, long = _operation(read=10), _operation(read=120)
-    assert seconds_by_part([(short, 10)], rates)["step"] == 2 * 10 + 10
-    assert seconds_by_part([(short, 1)] * 10, rates)["step"] == pytest.approx(2 * 10 + 1)
-    # Launched at 2 s, done at 14; three more are launched meanwhile, at 4, 6 and 8 s.
-    assert seconds_by_part([(long, 1), *[(short, 1)] * 3], rates) == {"audio forward": 17, "step": 2 + 12 + 3}
-
-
-def test_a_gpus_times_are_its_data_sheets_and_what_its_processors_take_besides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Overheads take as long as on an H100 with the same number of processors."""
-    monkeypatch.setattr(roofline_shares, "work_folder", lambda: tmp_path)  # without measurements
-    besides = []
-    for gpu in GPUS.values():
-        ideal_s = 0.01 / gpu.memory_tbytes_per_s
-        times = [rates_of(gpu, case).seconds(_operation(read=10**10)) for case in CASES]
-        assert times[0] > times[1] > times[2] > ideal_s
-        besides.append((times[1] - ideal_s) * PROCESSORS[gpu.name])
-    assert besides == pytest.approx([besides[0]] * len(besides))
-    h100_s = rates_of(GPUS["h100-sxm"], "middle").seconds(_operation(read=335 * 10**10))
-    assert h100_s == pytest.approx(1 / TABLE["element-wise"].middle)
+def test_the_gpu_waits_if_the_host_launches_more_slowly() -> None:
+    work = [(Operation("aten.add", "audio", backward, 0, 1), 10.0) for backward in (False, True)]
+    expected = {"audio forward": 10 * KERNEL_S, "audio backward": 10 * KERNEL_S}
+    expected |= {"waiting for the host": 20 * (HOST_S - KERNEL_S), "step": 20 * HOST_S}
+    assert seconds_by_part(work, H100, ALL, "middle") == pytest.approx(expected)
+    assert seconds_by_part(work, GPU, ALL, "low")["step"] == pytest.approx(2)

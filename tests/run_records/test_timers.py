@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from clap_ds.run_records.timers import PhaseTimer, StepClock, peer_wait
+from clap_ds.run_records.timers import StepTimer
 
 CPU = torch.device("cpu")
 
@@ -18,21 +18,22 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return now.append
 
 
-def test_step_clock_counts_steps_and_covers_them_and_tells_what_is_own(passes: Callable[[float], None]) -> None:
-    clock = StepClock(CPU)
+def test_steps_cover_the_window_and_waits_are_not_their_own(passes: Callable[[float], None]) -> None:
+    timer = StepTimer(CPU)
     for _ in range(2):
-        with peer_wait():
-            passes(32.0)  # outside all steps
-        clock.start()
+        with timer.peer_wait(), timer("data_wait"):
+            passes(32.0)  # outside all windows
+        timer.start()
         for seconds in (1.0, 2.0, 4.0):
             passes(seconds)
             for part in (0.125, seconds / 4):
-                with peer_wait():
+                with timer.peer_wait():
                     passes(part)
-            clock.mark()
-        with peer_wait():
+            timer.mark()
+            timer.start()  # does nothing, as a window is running
+        with timer.peer_wait():
             passes(0.5)
-        assert clock.stop() == (9.625, [1.375, 2.625, 5.125], [1.0, 2.0, 4.0])
+        assert timer.stop()[:3] == (9.625, [1.375, 2.625, 5.125], [1.0, 2.0, 4.0])
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,8 @@ def test_step_clock_counts_steps_and_covers_them_and_tells_what_is_own(passes: C
 def test_phases_inside_others_are_taken_out_and_only_the_wait_for_data_is_always_timed(
     passes: Callable[[float], None], instrumented: bool, seconds: dict[str, float]
 ) -> None:
-    timer = PhaseTimer(CPU, instrumented=instrumented)
+    timer = StepTimer(CPU)
+    timer.start(instrumented=instrumented)
     with timer("data_wait"):
         passes(1.0)
     with timer("backward"):
@@ -50,8 +52,10 @@ def test_phases_inside_others_are_taken_out_and_only_the_wait_for_data_is_always
         with timer("communication"):
             passes(5.0)
         passes(1.0)
-    assert timer.seconds == seconds
-    assert timer.seconds["loss"] == 0
+    timer.mark()
+    (found,) = timer.stop().phases_s
+    assert found == seconds
+    assert found["loss"] == 0
 
 
 def test_a_late_copy_is_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +75,13 @@ def test_a_late_copy_is_waited_for_on_the_device(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.synchronize", synchronised.append)
-    timer = PhaseTimer(torch.device("cuda"), instrumented=False)
+    timer = StepTimer(torch.device("cuda"))
+    timer.start()
+    synchronised.clear()
     for busy_until, copied_at in ((10.0, 13.0), (20.0, 15.0)):  # the second copy arrives in time
         reached = busy_until
         with timer("data_wait"):
             reached = max(reached, copied_at)
     assert not synchronised
-    assert timer.seconds == {"data_wait": 3.0}
+    timer.mark()
+    assert timer.stop().phases_s[0]["data_wait"] == 3.0

@@ -31,12 +31,12 @@ from clap_ds.engine.state import master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training import checkpoint
-from clap_ds.training.checkpoint import CheckpointFolder
-from clap_ds.training.resume import ResumeOptions, opened_checkpoints, resume
-from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
+from clap_ds.training.checkpoint import Checkpointer
+from clap_ds.training.resume import resume
+from clap_ds.training.train_state import ResumeOptions, SavedCheckpoint, TrainState
 from clap_ds.weights import checkpoint_files
 from clap_ds.weights.load import load_weights
-from tests.training.reference_steps import CPU, TIMER, run_settings
+from tests.training.reference_steps import engine_of, run_settings
 
 ROWS = 6
 """Rows of a global batch for any number of ranks."""
@@ -69,7 +69,7 @@ def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
     noise: dict[str, Any] = {"drop_path": 0.3 * noisy, "text_dropout": 0.3 * noisy, "spec_augment": noisy}
     model = ClapModel(run.clap.preset(), **noise, learns_bias=LOSSES[run.clap.loss.kind].needs_bias)
     freeze(model, run.clap.train.freeze)
-    built = ClapEngine(run, model, CPU)
+    built = engine_of(run, model)
     torch.manual_seed(seed + 10 + rank())
     if not noisy:
         norm = model.audio.batch_norm.eval()  # statistics of one rank's rows would depend on the number of ranks
@@ -92,7 +92,7 @@ def batches(start: int) -> Iterator[Batch]:
 def losses(engine: ClapEngine, start: int, number: int) -> list[float]:
     """Return the global batch's loss per step."""
     source = batches(start)
-    return [reduce_on_rank0(float(engine.step(source, TIMER)), fmean) for _ in range(number)]
+    return [reduce_on_rank0(float(engine.step(source)), fmean) for _ in range(number)]
 
 
 def trained_engine(steps: int = 1) -> ClapEngine:
@@ -102,12 +102,12 @@ def trained_engine(steps: int = 1) -> ClapEngine:
     return trained
 
 
-def progress(step: int) -> TrainingProgress:
+def progress(step: int) -> TrainState:
     data = [{"rank": number, "step": step} for number in range(world_size())]
-    return TrainingProgress(step, step * ROWS, step / 7, data, 1.5, {"zero_shot_top1": 0.25}, {"ramp": [1, 2]})
+    return TrainState(step, step * ROWS, step / 7, data, 1.5, {"zero_shot_top1": 0.25}, {"ramp": [1, 2]})
 
 
-def load(folder: CheckpointFolder, into: ClapEngine, path: Path | None = None, **options: Any) -> TrainingProgress:
+def load(folder: Checkpointer, into: ClapEngine, path: Path | None = None, **options: Any) -> TrainState:
     found = folder.find(path)
     assert found is not None
     return folder.load(found, into, **options)
@@ -126,10 +126,10 @@ def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, A
 
     first = engine(run, 1, noisy=True)
     losses(first, 0, 3)
-    saved = CheckpointFolder(folder).save(first, progress(3))
+    (saved,) = Checkpointer(folder).save(first, progress(3))
     uninterrupted = three_steps(first)
     second = engine(run, 99, noisy=True)
-    loaded = load(CheckpointFolder(folder), second)
+    loaded = load(Checkpointer(folder), second)
     again = three_steps(second)
     steps = second.steps, second.deepspeed.global_steps, second.deepspeed.skipped_steps
     found = {"saved": saved, "uninterrupted": uninterrupted, "resumed": again, "progress": loaded}
@@ -140,7 +140,7 @@ def train_and_save(folder: str, precision: str) -> list[float]:
     """Train three steps, save a checkpoint, and return the losses of four more."""
     first = engine(settings(precision, scheduler=SCHEDULER), 1)
     losses(first, 0, 3)
-    assert CheckpointFolder(folder).save(first, progress(3)).saved
+    assert Checkpointer(folder).save(first, progress(3))[0].saved
     return losses(first, 3, 4)
 
 
@@ -148,7 +148,7 @@ def load_and_train(folder: str, precision: str) -> tuple[list[float], list[float
     """Return losses of four steps from the checkpoint, and from a new engine."""
     run = settings(precision, scheduler=SCHEDULER)
     second = engine(run, 99)
-    assert len(load(CheckpointFolder(folder), second).data) == 3 - world_size()
+    assert len(load(Checkpointer(folder), second).data) == 3 - world_size()
     return losses(second, 3, 4), losses(engine(run, 98), 3, 4)
 
 
@@ -157,9 +157,9 @@ def save(
 ) -> list[SavedCheckpoint]:
     """Save checkpoints of a bf16 run after two steps, one per score."""
     trained = trained_engine(2)
-    checkpoints = CheckpointFolder(folder, CheckpointSettings(**options), tokenizer=tokenizer, run=settings())
+    checkpoints = Checkpointer(folder, CheckpointSettings(**options), tokenizer=tokenizer, config=settings().resolved())
     saved = [
-        checkpoints.save(trained, progress(step), metrics=None if score is None else {"zero_shot_top1": score})
+        checkpoints.save(trained, progress(step), None if score is None else {"zero_shot_top1": score})[0]
         for step, score in enumerate(scores, start=1)
     ]
     assert checkpoints.close() == []
@@ -169,8 +169,8 @@ def save(
 def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]:
     """Save, fail with a full disk at the weights, train, and save. Return the failed result, warnings and files."""
     trained, write = trained_engine(), checkpoint.write_tensors
-    checkpoints = CheckpointFolder(folder)
-    assert checkpoints.save(trained, progress(1)).saved
+    checkpoints = Checkpointer(folder)
+    assert checkpoints.save(trained, progress(1))[0].saved
 
     def full(path: Path, *content: Any) -> Any:
         if path.name == "state.safetensors":
@@ -180,10 +180,10 @@ def fail_at_weights(folder: str) -> tuple[SavedCheckpoint, list[str], list[str]]
 
     with pytest.MonkeyPatch.context() as patch, warned() as warnings:
         patch.setattr(checkpoint, "write_tensors", full)
-        failed = checkpoints.save(trained, progress(2))
+        (failed,) = checkpoints.save(trained, progress(2))
     left = [path.name for path in Path(folder).iterdir()]
     losses(trained, 1, 1)
-    assert checkpoints.save(trained, progress(3)).saved
+    assert checkpoints.save(trained, progress(3))[0].saved
     return failed, warnings, left
 
 
@@ -193,7 +193,7 @@ def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float],
     run, now = settings(clap={"train": {"ema_decay": 0.9}}), [100.0]
     trained = engine(run, 1, noisy=True)
     losses(trained, 0, 2)
-    checkpoints, goes_on, write = CheckpointFolder(folder), threading.Event(), checkpoint.write_tensors
+    checkpoints, goes_on, write = Checkpointer(folder), threading.Event(), checkpoint.write_tensors
     lasting = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_tensors", lambda *content: goes_on.wait(60) and write(*content))
@@ -202,23 +202,23 @@ def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float],
         checkpoints.start_saving(trained, progress(2))
         uninterrupted = losses(trained, 2, 3)
         lasting(10.0)
-        assert checkpoints.poll() is None
+        assert not checkpoints.poll()
         patch.setattr(checkpoint, "wait", lambda *futures: (lasting(3.0), goes_on.set(), wait(*futures))[2])
         first = checkpoints.finish()
-    second = checkpoints.save(trained, progress(5))
+    (second,) = checkpoints.save(trained, progress(5))
     assert first is not None
     other = engine(run, 99, noisy=True)
-    load(CheckpointFolder(folder), other, first.path)
+    load(Checkpointer(folder), other, first.path)
     return [first, second], uninterrupted, losses(other, 2, 3)
 
 
 def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
     """Return rank 0's result of a checkpoint that isn't finite, and the error on all ranks at the next one."""
-    trained, checkpoints = trained_engine(), CheckpointFolder(folder)
+    trained, checkpoints = trained_engine(), Checkpointer(folder)
     with torch.no_grad():
         trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
     checkpoints.start_saving(trained, progress(1))
-    told = checkpoints.poll(None)
+    (told,) = checkpoints.poll(None)
     with pytest.raises(NonFiniteError) as refusal:
         checkpoints.finish()
     return told, str(refusal.value)
@@ -231,7 +231,7 @@ def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accep
     other = engine(run, 99)
     with warned() as warnings:
         try:
-            load(CheckpointFolder(folder, run=run), other, resume_weights_only=accept)
+            load(Checkpointer(folder, config=run.resolved()), other, resume_weights_only=accept)
         except ValueError as error:
             return str(error), None
     saved = load_weights(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
@@ -245,16 +245,16 @@ def starts(folder: str, jobs: list[str], choices: ResumeOptions, wanted: str = "
     """Return the steps at which starts of one command begin, given their job attempts, in a folder with step 5 of another run;
     each start saves one more step."""
     trained = trained_engine()
-    theirs = CheckpointFolder(folder)
+    theirs = Checkpointer(folder)
     theirs.begin("theirs")
     theirs.save(trained, progress(5))
-    train = {"max_samples": 99, "resume": wanted.format(folder)}
-    run = settings(clap={"checkpoint": {"folder": folder, "keep_last": 9}, "train": train})
+    wanted, rule = wanted.format(folder), CheckpointSettings(keep_last=9)
     found = []
     for job in jobs:
         ranks = Ranks(0, 1, 0, 1, job_folder=Path(job) if job else None)
-        with tempfile.TemporaryDirectory() as record, opened_checkpoints(run, ranks) as checkpoints:
-            begun = resume(run, ranks, trained, checkpoints, RunDirectory(Path(record)), choices)
+        of_job = Checkpointer(folder, rule, job=ranks.job_folder and ranks.job_folder.parent)
+        with tempfile.TemporaryDirectory() as record, of_job as checkpoints:
+            begun = resume(checkpoints, trained, wanted, choices, ranks, RunDirectory(Path(record)))
             found.append(begun.step)
-            assert checkpoints.save(trained, progress(begun.step + 1)).saved
+            assert checkpoints.save(trained, progress(begun.step + 1))[0].saved
     return found

@@ -11,12 +11,12 @@ from torch import Tensor
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.batch import Batch
 from clap_ds.data.dataloader import build_batches
+from clap_ds.engine.engine import ClapEngine
+from clap_ds.engine.loss import build_loss
 from clap_ds.model.clap import ClapModel
-from clap_ds.run_records.timers import PhaseTimer
 from tests.conftest import micro_run
 
 CPU = torch.device("cpu")
-TIMER = PhaseTimer(CPU, instrumented=False)
 
 
 def run_settings(**changes: Any) -> RunSettings:
@@ -38,6 +38,13 @@ def settings(**changes: Any) -> RunSettings:
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
     plain = {"bf16": {"enabled": False}, "optimizer": sgd, "train_micro_batch_size_per_gpu": 3}
     return run_settings(**{**plain, **changes}, clap=clap)
+
+
+def engine_of(run: RunSettings, model: ClapModel) -> ClapEngine:
+    """Return a run's engine around a model, on a GPU if this process sees one."""
+    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    loss = build_loss(run.clap.loss, run.precision)
+    return ClapEngine(model, loss, run.deepspeed, run.clap, run.clap.train)
 
 
 def micro_batches(run: RunSettings, rank: int, world_size: int, number: int) -> list[Batch]:

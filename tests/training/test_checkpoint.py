@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from clap_ds.config.schema import CheckpointSettings
-from clap_ds.training.checkpoint import CheckpointFolder
+from clap_ds.training.checkpoint import Checkpointer
 from clap_ds.training.remote_sync import RemoteFolder
-from clap_ds.training.resume import ResumeOptions
+from clap_ds.training.train_state import ResumeOptions
 from clap_ds.weights.checkpoint_files import STATE, Manifest
 from tests.rank_pool import RankPool
 from tests.training import checkpoint_ranks as ranks
@@ -129,7 +129,7 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
     flip_bit(tmp_path / "step-00000003" / "weights.safetensors", 9)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="all 3 checkpoints are damaged") as refusal:
-        CheckpointFolder(tmp_path).find()
+        Checkpointer(tmp_path).find()
     for reason in ("step-00000001", f"{STATE} has changed", "weights.safetensors has changed", "--restart"):
         assert reason in str(refusal.value)
     assert sorted(tmp_path.rglob("*")) == before
@@ -145,7 +145,7 @@ def test_what_others_wrote_is_left_alone(tmp_path: Path) -> None:
     for step in (2, 3, 4):
         make_checkpoint(tmp_path, step, run="ours")
     flip_bit(tmp_path / "step-00000004" / STATE, 9)
-    checkpoints = CheckpointFolder(tmp_path, CheckpointSettings(keep_last=1, keep_best=0))
+    checkpoints = Checkpointer(tmp_path, CheckpointSettings(keep_last=1, keep_best=0))
     checkpoints.begin("ours")
     assert checkpoints.find() == tmp_path / "step-00000003"
     make_checkpoint(tmp_path, 1, run="theirs")  # the newest
@@ -161,8 +161,8 @@ def test_last_and_best_are_kept_and_copied_with_the_tokenizer(one_rank: RankPool
     one_rank.run(save, str(tmp_path / "here"), scores, str(tmp_path / "tokenizer"))
     kept = [f"step-0000000{step}" for step in (2, 4, 5)]
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == sorted(RemoteFolder(there).read_all()) == kept
-    newest = CheckpointFolder(tmp_path / "elsewhere", CheckpointSettings(remote_sync=there)).find()
+    newest = Checkpointer(tmp_path / "elsewhere", CheckpointSettings(remote_sync=there)).find()
     assert newest == tmp_path / "elsewhere" / "step-00000005"
-    assert CheckpointFolder(tmp_path / "empty").find() is None
+    assert Checkpointer(tmp_path / "empty").find() is None
     assert Manifest.read(newest).tokenizer_in(newest) == str(newest / "tokenizer")
     assert (newest / "tokenizer" / "tokenizer.json").read_text() == "made up"

@@ -9,18 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from clap_ds.data.dataloader import BatchSource
 from clap_ds.data.loader_throughput import LoaderThroughput
-from clap_ds.engine.session import Session
+from clap_ds.engine.throughput import MOST_WINDOWS, Throughput, Window
 from clap_ds.run_records import environment
 from clap_ds.run_records.run_dir import RunDirectory
-from clap_ds.training.log import WINDOWS, ThroughputMeter, TrainingLog
-from clap_ds.training.train_state import SavedCheckpoint, TrainingProgress
+from clap_ds.run_records.timers import StepTimer
+from clap_ds.training.log import TrainLogger
+from clap_ds.training.train_state import SavedCheckpoint, TrainPlan, TrainState
 from tests.rank_pool import RankPool
-from tests.training import reference_steps as reference
 
 GIB = 2**30
 
@@ -32,22 +34,21 @@ def _lasting(step: int) -> float:
 
 @pytest.mark.parametrize(("steps", "windows"), [(1, 2), (7, 41), (1, 2050)])
 def test_the_rate_is_all_samples_over_all_seconds_however_long_the_run(steps: int, windows: int) -> None:
-    """The first window is excluded."""
-    pace, seconds = ThroughputMeter(16, 2), 0.0
+    pace, seconds = Throughput(2), 0.0
     for number in range(windows):
-        step_s = [_lasting(1 + number * steps + step) for step in range(steps)]
-        pace.add(sum(step_s), 0.25 * steps, step_s)
-        seconds += sum(step_s) * (number > 0)
-    found, samples = pace.summary(), 16 * steps * (windows - 1)
+        step_s = np.array([[_lasting(1 + number * steps + step)] for step in range(steps)])
+        pace.add(Window(step_s.sum(axis=0), step_s, step_s, np.full_like(step_s, 0.25), step_s, {}), 16)
+        seconds += float(step_s.sum())
+    found, samples = pace.summary(), 16 * steps * windows
     rate = found["samples_per_s_per_gpu"]
     assert found["samples_per_s"] == pytest.approx(samples / seconds)
     assert rate["mean"] == pytest.approx(samples / seconds / 2)
     assert sum(rate["window_s"]) == pytest.approx(seconds)
-    assert min(windows - 1, WINDOWS // 2) <= len(rate["windows"]) <= WINDOWS
+    assert min(windows, MOST_WINDOWS // 2) <= len(rate["windows"]) <= MOST_WINDOWS
     assert found["data_wait_percent"] == pytest.approx(100 * samples / 16 * 0.25 / seconds)
     if windows > 40:
-        assert found["step_time_s"] == {"median": 1.0, "p95": 4.0}
-    assert ThroughputMeter(16, 2).summary() == {}
+        assert found["step_time_s"] == {"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.0}
+    assert Throughput(2).summary() == {}
 
 
 def _logged(folder: str) -> dict[str, Any]:
@@ -55,35 +56,35 @@ def _logged(folder: str) -> dict[str, Any]:
     rank, now = dist.get_rank(), [100.0]
     deepspeed: Any = SimpleNamespace(skipped_steps=1, get_lr=lambda: [0.25, 9.0])
     scale = torch.tensor([math.log(4.0 + rank)])
-    engine: Any = SimpleNamespace(deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale))
+    cpu = torch.device("cpu")
+    engine: Any = SimpleNamespace(deepspeed=deepspeed, model=SimpleNamespace(logit_scale=scale), device=cpu)
     engine.count_skipped = engine.check_loss = lambda: None
-    schedule: Any = SimpleNamespace(ahead=lambda samples: (6, 48), samples_per_step=20)
+    engine.timer, plan = StepTimer(cpu), TrainPlan(120, 20, 160)
     ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, local_world_size=2, host=f"node{rank}")
     scalars: list[Any] = []
-    record, batches = (
-        RunDirectory(Path(folder)),
-        SimpleNamespace(throughput=lambda: LoaderThroughput(1000.0, 4, "encoded")),
-    )
-    rest: Any = (record, engine, batches, SimpleNamespace(write=scalars.extend))
-    session = Session(reference.settings(), ranks, torch.device("cpu"), *rest)  # type: ignore[arg-type]
-    progress = TrainingProgress(train_s=1000.0)
+    record = RunDirectory(Path(folder))
+    pieces: Any = SimpleNamespace(throughput=lambda: LoaderThroughput(1000.0, 4, "encoded"), state=dict)
+    loader, writer = BatchSource(pieces, cpu, copy_ahead=False), SimpleNamespace(write=scalars.extend)
+    state = TrainState(train_s=1000.0)
     with (
         redirect_stdout(io.StringIO()) as shown,
         mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
         mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
     ):
-        log = TrainingLog(session, schedule, progress, Path(folder))
+        log = TrainLogger(record, engine, loader, writer, plan, state, ranks, Path(folder), math.log(20))  # type: ignore[arg-type]
         for step in range(1, 7):
-            with log.begin_step()("data_wait"):
+            log.begin_step()
+            with engine.timer("data_wait"):
                 now[0] += 0.1 * (1 + rank)
             now[0] += step * (1 + 0.5 * rank) - 0.1 * (1 + rank)
             engine.gradient_norm, engine.is_skipped = torch.tensor(2.0 * step), torch.tensor(step == 2)
-            progress.step, progress.samples, progress.epoch = step, 20 * step, step / 8
+            plan.advance(state)
             log.end_step(torch.tensor(step + 10.0 * rank))
             if step % 2 == 0:
                 log.write()
                 now[0] += 50  # an evaluation
         log.saved(SavedCheckpoint(6, 100.0, 107.5, Path("step-6"), 2_500_000, stalled_s=1.25))
+        log.saved(SavedCheckpoint(7, 108.0, 109.0, problem="disk full"))
         log.close()
     return {"summary": record.summary(), "scalars": scalars, "shown": shown.getvalue()}
 
@@ -93,7 +94,7 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     summary = found["summary"]
     assert summary["samples_per_s_per_gpu"]["windows"] == pytest.approx([20 / 10.5, 20 / 16.5])
     assert summary["samples_per_s"] == pytest.approx(80 / 27)
-    assert summary["step_time_s"] == pytest.approx({"median": 4.5, "p95": 5.85})
+    assert summary["step_time_s"] == pytest.approx({"median": 4.5, "p95": 5.85, "slowest_rank_median": 6.75})
     assert summary["data_wait_percent"] == pytest.approx(100 * 0.8 / 27)
     assert (summary["memory_peak_bytes"], summary["skipped_steps"]) == (2 * GIB, 1)
     assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (6, 120, 0.75, 11)
@@ -103,6 +104,8 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [line.pop("train_s") > 1000 for line in history] == [True] * len(lines)
     assert history == lines
+    assert "the checkpoint of step 7 could not be saved: disk full" in summary["warnings"]
+    assert not lines.pop()["saved"]
     saved = lines.pop()
     assert (saved["seconds"], saved["stalled_s"], saved["checkpoint"]) == (7.5, 1.25, [100.0, 101.25])
     for step, line in enumerate(lines, start=1):

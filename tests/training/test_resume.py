@@ -8,12 +8,12 @@ import torch
 
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
-from clap_ds.config.settings import RunSettings
-from clap_ds.distributed.init import Ranks
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.lock import FolderLock
+from clap_ds.training.checkpoint import Checkpointer
 from clap_ds.training.load_checkpoint import compare, tokenizer_problem
-from clap_ds.training.resume import load_pretrained, opened_checkpoints
+from clap_ds.training.resume import load_pretrained
+from clap_ds.training.train_state import ResumeOptions
 from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.tokenizer import train_tokenizer
 from tests.training import reference_steps as reference
@@ -23,19 +23,20 @@ MICRO = load_preset("micro")
 
 
 def test_a_folder_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
-    run, other = reference.settings(checkpoint={"folder": str(tmp_path)}), FolderLock(tmp_path)
+    other = FolderLock(tmp_path)
     other.acquire()
-    with pytest.raises(UserError, match="is locked by"), opened_checkpoints(run, Ranks(0, 1, 0, 1)):
+    with pytest.raises(UserError, match="is locked by"), Checkpointer(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["writer.json"]
     other.release()
-    with opened_checkpoints(run, Ranks(0, 1, 0, 1)) as checkpoints:
-        assert checkpoints.path == tmp_path
+    with Checkpointer(tmp_path):
+        assert (tmp_path / "writer.json").exists()
+    assert not [*tmp_path.iterdir()]
 
 
-def _taken(run: RunSettings, **options: Any) -> ClapModel:
-    model = ClapModel(run.clap.preset())
-    load_pretrained(run, model, **options)
+def _taken(path: Path, tokenizer: str | None = None, preset: str = "micro", **options: Any) -> ClapModel:
+    model = ClapModel(load_preset(preset))
+    load_pretrained(str(path), model, tokenizer, ResumeOptions(**options))
     return model
 
 
@@ -43,13 +44,11 @@ def test_pretrained_weights_are_taken_over(tmp_path: Path, capsys: pytest.Captur
     torch.manual_seed(9)
     model, path = ClapModel(MICRO), tmp_path / "weights.safetensors"
     save_safetensors(model, path)
-    run = reference.settings(train={"pretrained": str(path)})
-    taken = _taken(run).state_dict()
+    taken = _taken(path).state_dict()
     assert all(torch.equal(value, taken[name]) for name, value in model.state_dict().items())
     assert f"initial weights: {path}\n" in capsys.readouterr().out
-    other = reference.settings(train={"pretrained": str(path)}, model={"preset": "demo"})
     with pytest.raises(ValueError, match=r"clap\.train\.pretrained: .* contains model micro, .* demo"):
-        _taken(other)
+        _taken(path, preset="demo")
 
 
 def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) -> None:
@@ -62,18 +61,17 @@ def test_weights_go_with_the_tokenizer_they_were_trained_with(tmp_path: Path) ->
     gone = {"clap": {"train": {"shuffle_captions": True}}}
     checkpoint = checkpoint_of(ClapModel(MICRO), tmp_path / "saved", tokenizer=tmp_path / "one", settings=gone)
 
-    def run(tokenizer: str, weights: Path = checkpoint) -> RunSettings:
-        data = {"source": "webdataset", "shards": "a.tar", "tokenizer": tokenizer}
-        return reference.settings(data=data, train={"pretrained": str(weights)})
+    def compared(tokenizer: str) -> tuple[list[str], list[str]]:
+        return compare(checkpoint, MICRO, {}, reference.settings().resolved(), tokenizer)
 
     said = f"{other} gives captions other token ids than {checkpoint / 'tokenizer'}"
-    to_accept, others = compare(checkpoint, MICRO, {}, run(one))
+    to_accept, others = compared(one)
     assert (to_accept, [each for each in others if "shuffle_captions" in each]) == ([], [])
-    (change,), _ = compare(checkpoint, MICRO, {}, run(other))
+    (change,), _ = compared(other)
     assert change.startswith(f"the tokenizer: {said}")
-    assert _taken(run(one)).config == _taken(run(other), resume_weights_only=True).config == MICRO
+    assert _taken(checkpoint, one).config == _taken(checkpoint, other, resume_weights_only=True).config == MICRO
     with pytest.raises(ValueError, match=rf"clap\.train\.pretrained: {said}.* --resume_weights_only"):
-        _taken(run(other))
+        _taken(checkpoint, other)
 
 
 def test_the_default_folder_of_a_run_keeps_its_name() -> None:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from clap_ds.training import signal_handler
 from tests.rank_pool import RankPool
-from tests.training.training_commands import wait_until
+
+LIMIT = timedelta(seconds=60)
 
 
 def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
@@ -20,17 +21,17 @@ def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
         store, key = request._store, request._key
         for step in range(4):
             if dist.get_rank() != step % 2:
-                store.wait([f"{key} {step}"], timedelta(seconds=20))
+                store.wait([f"{key} {step}"], LIMIT)
             request.ask()
             store.set(f"{key} {step}", "")
+            store.set(f"{key} {step} {dist.get_rank()}", "")
             if dist.get_rank() == signalled and step in (1, 2):
+                store.wait([f"{key} {step} {rank}" for rank in range(2)], LIMIT)
                 os.kill(os.getpid(), number if step == 1 else signal.SIGINT)
             if step == 1:
-                wait_until(lambda: request._found if dist.get_rank() == 0 else store.check([key]))
+                store.wait([key], LIMIT)
             answers.append(request.wait())
-    return answers, before == list(map(signal.getsignal, signal_handler.STOP_SIGNALS)) and signal.set_wakeup_fd(
-        -1
-    ) == -1
+    return answers, before == list(map(signal.getsignal, signal_handler.STOP_SIGNALS))
 
 
 @pytest.mark.parametrize(

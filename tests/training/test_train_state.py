@@ -1,4 +1,4 @@
-"""Steps of a run equal a count one by one; progress of a run."""
+"""Steps of a run equal a count one by one; what is due after each; state of a run."""
 
 import math
 
@@ -7,40 +7,64 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from clap_ds.training.train_state import Schedule, TrainingProgress
-from tests.training.reference_steps import settings
+from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.config.schema import CheckpointSettings, EvaluationSettings, TrainSettings
+from clap_ds.training.train_state import Due, TrainPlan, TrainState
 
 
 @examples(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 500), st.integers(0, 5000))
 def test_steps_are_those_a_run_takes(total: int, per_step: int, done: int) -> None:
-    schedule = Schedule(total, per_step)
-    steps, samples = 0, done
-    while not schedule.is_done(samples):
-        samples += per_step
-        steps += 1
-    assert schedule.ahead(done) == (steps, samples)
+    plan, state = TrainPlan(total, per_step), TrainState(samples=done)
+    last = plan.last_step(state)
+    while not plan.is_done(state):
+        plan.advance(state)
+    assert (state.step, state.samples) == (last, done + last * per_step)
 
 
-def test_steps_are_global_batches_and_epochs_are_counted_in_samples() -> None:
-    run = settings(gradient_accumulation_steps=2, train={"max_samples": 100})
-    schedule = Schedule.of(run, world_size=2, epoch_samples=None)
-    assert (schedule.samples, schedule.samples_per_step, schedule.epoch(50)) == (100, 12, None)
-    run = settings(train={"epochs": 2.5})
-    schedule = Schedule.of(run, world_size=2, epoch_samples=101)
-    assert (schedule.samples, schedule.epoch(202), schedule.epoch(0)) == (253, 2, 0)
+def test_epochs_are_counted_in_samples() -> None:
+    rest = EvaluationSettings(), CheckpointSettings()
+    train, sizes = TrainSettings(epochs=2.5), BatchSizes(3, 2, 12)
+    plan, state = TrainPlan.of(train, *rest, sizes, 2, 101), TrainState(samples=190)
+    plan.advance(state)
+    assert (plan.samples, plan.pairs, state.samples, state.epoch) == (253, 6, 202, 2)
     with pytest.raises(ValueError, match=r"clap\.train\.epochs"):
-        Schedule.of(run, world_size=2, epoch_samples=None)
+        TrainPlan.of(train, *rest, sizes, 2, None)
+
+
+NOTHING, TARGET = Due(False, False, False, False), {"top1": 0.5}
+PLAN = TrainPlan(100, 10, log_every=3, evaluate_every=4, save_every=5, target_metrics=TARGET)
+REACHED = {"target": TARGET, "time_to_target_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "signal", "expected"),
+    [
+        (TrainState(1, 10), 0, NOTHING),
+        (TrainState(3, 30), 0, NOTHING._replace(log=True)),
+        (TrainState(4, 40), 0, NOTHING._replace(log=True, evaluate=True)),
+        (TrainState(5, 50), 0, NOTHING._replace(log=True, save=True)),
+        (TrainState(7, 70), 0, NOTHING._replace(log=True, save=True)),  # wasn't saved after step 5
+        (TrainState(7, 70, saved_step=5), 0, NOTHING),
+        (TrainState(1, 10), 15, Due(log=True, evaluate=False, save=True, stop=True)),
+        (TrainState(4, 40), 15, Due(log=True, evaluate=False, save=True, stop=True)),
+        (TrainState(10, 100, saved_step=5), 0, Due(log=True, evaluate=True, save=True, stop=True)),
+        (TrainState(4, 40, extra=REACHED), 0, Due(log=True, evaluate=True, save=True, stop=True)),
+    ],
+)
+def test_what_is_due_after_a_step(state: TrainState, signal: int, expected: Due) -> None:
+    assert PLAN.due(state, signal) == expected
 
 
 def test_the_best_metrics_and_the_time_to_a_target_are_kept() -> None:
-    wanted, progress = {"top1": 0.5, "retrieval_loss": 0.2}, TrainingProgress()
+    wanted, state = {"top1": 0.5, "retrieval_loss": 0.2}, TrainState()
     for step, values in enumerate([(0.6, 0.4), (0.4, 0.1), (0.55, math.nan), (0.5, 0.2)], start=1):
-        assert (progress.time_to(wanted), progress.reached(wanted)) == (None, None)
-        progress.step = step
-        progress.note(dict(zip(wanted, values, strict=True)), wanted, float(step))
-        progress = TrainingProgress.from_json(progress.to_json())  # another start
-    assert progress.best == {"top1": 0.6, "retrieval_loss": 0.1}
-    assert (progress.time_to(wanted), progress.time_to({}), progress.time_to({"top1": 0.5})) == (4.0, None, None)
-    assert progress.reached(wanted) == "target reached at step 4, after 4 s: top1 0.5, retrieval_loss 0.2"
-    assert progress.reached({}) is None
+        assert (state.time_to(wanted), state.reached(wanted)) == (None, None)
+        state.step = step
+        state.note(dict(zip(wanted, values, strict=True)), wanted, float(step))
+        state = TrainState.from_json(state.to_json())  # another start
+        assert state.saved_step == step
+    assert state.best == {"top1": 0.6, "retrieval_loss": 0.1}
+    assert (state.time_to(wanted), state.time_to({}), state.time_to({"top1": 0.5})) == (4.0, None, None)
+    assert state.reached(wanted) == "target reached at step 4, after 4 s: top1 0.5, retrieval_loss 0.2"
+    assert state.reached({}) is None

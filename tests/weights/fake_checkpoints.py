@@ -22,7 +22,7 @@ def make_checkpoint(
     contents: dict[str, bytes] | None = None,
     **told: Any,
 ) -> Path:
-    """Create a checkpoint like `CheckpointFolder.save`, without an engine. Default `contents` depend on the step; `told`
+    """Create a checkpoint like `Checkpointer.save`, without an engine. Default `contents` depend on the step; `told`
     are further manifest fields."""
     contents = contents or {name: content + b"%d" % step for name, content in CONTENTS.items()}
     serial = 1 + max((manifest.serial for manifest in checkpoint_files.read_all(folder).values()), default=0)

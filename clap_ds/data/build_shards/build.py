@@ -9,32 +9,40 @@ captions; other columns are kept in the item's json. Unusable files are skipped,
 
 from __future__ import annotations
 
-import argparse
 import json
+import random
 import sys
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from clap_ds.config import arguments
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import own_folder, read_bytes
+from clap_ds.config.files import own_folder, read_bytes, write_atomically
 from clap_ds.config.model import load_preset
 from clap_ds.config.model_names import preset_names
-from clap_ds.data.broken import BrokenItemError
-from clap_ds.data.build_shards.audio_files import look_at, merge, save_looks
-from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, read_entries
-from clap_ds.data.build_shards.prepared_audio import EncodedClip, add_preparation_options, as_it_is, preparation_of
-from clap_ds.data.build_shards.report import print_amount, print_left_out, print_settings
-from clap_ds.data.build_shards.shard_writer import RECORDS, BuiltShard, Member, Named, add_work, fill, none_usable
-from clap_ds.data.build_shards.splits import SIDES, Numbered, check_columns, divide
-from clap_ds.data.captions import monotony
-from clap_ds.data.front_end import KINDS
-from clap_ds.data.shard_assignment import HUB_TOKENIZER
+from clap_ds.data.build_shards import shard_writer
+from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, Entry, look_at, merge, read_entries, values_of
+from clap_ds.data.build_shards.prepare import EncodedClip, add_preparation_options, as_it_is, preparation_of
+from clap_ds.data.build_shards.shard_writer import Member, Named
+from clap_ds.data.clip import monotony
+from clap_ds.data.decoding import BrokenItemError
+from clap_ds.data.shard_io import KINDS
+from clap_ds.data.shard_manifest import HUB_TOKENIZER
 from clap_ds.weights.tokenizer import train_tokenizer
 
+TRAIN = ("train", "training")
+HELD_OUT = ("held_out", "valid", "val", "validation", "test", "dev", "eval")
+SIDES = f"{TRAIN[0]} or {HELD_OUT[0]} (also {', '.join(HELD_OUT[1:])})"
 
-def add_build_options(parser: argparse.ArgumentParser) -> None:
+Numbered = list[tuple[int, Entry]]
+"""Entries with their numbers in the list."""
+
+
+def add_build_options(parser: ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="CSV, JSONL or folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume")
     add = parser.add_argument_group("how to read SOURCE (default: detected)").add_argument
@@ -61,43 +69,49 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
     more = "train a tokenizer with N tokens on the captions, to train a model from scratch; typically 1000 to 10000"
     sizes = arguments.whole_number(261, max(load_preset(name).text.vocab_size for name in preset_names()))
     parser.add_argument("--train_tokenizer", type=sizes, metavar="VOCABULARY", help=more)
-    add_work(parser)
+    shard_writer.add_work(parser)
 
 
-def run_build(options: argparse.Namespace) -> int:
+def run_build(options: Namespace) -> int:
     """Build shards and return the exit code."""
     if bool(options.fold_column) != bool(options.held_out_fold) or (options.group_column and not options.held_out):
         raise UserError("expected --fold_column with --held_out_fold, and --group_column with --held_out")
-    preparation = preparation_of(options)
-    entries = read_entries(options.source, options)
-    check_columns(entries, options)
-    saved = options.folder / RECORDS / "files.json"
-    look_at(entries, options.workers, saved if options.part or options.join else None)
-    listed, entries = entries, merge(entries)
+    preparation, folder = preparation_of(options), options.folder
+    listed = read_entries(options.source, options)
+    check_columns(listed, options)
+    saved = folder / shard_writer.RECORDS / "files.json"
+    look_at(listed, options.workers, saved if options.part or options.join else None)
+    entries = merge(listed)
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
-        raise UserError(f"{none_usable(broken)}; set --audio_root if paths are relative to another folder")
+        none = shard_writer.none_usable(broken)
+        raise UserError(f"{none}; set --audio_root if paths are relative to another folder")
     if few := monotony([tuple(entry.captions) for entry in usable]):
         print(f"warning: {few}", file=sys.stderr)
     divided = divide(usable, options)
     convert = preparation.clip if preparation else as_it_is
     members = {name: partial(members_of, items, convert) for name, items in divided.items()}
-    shards = fill(options.folder, _plan(divided), members, options, preparation, broken)
+    prepared = (preparation.kind, preparation.front_end) if preparation else ()
+    shards = shard_writer.fill(folder, _plan(divided), members, options, prepared, broken)
     if options.part:
         if not saved.is_file():
-            save_looks(saved, listed)
-        print_amount("part {}/{}".format(*options.part), shards)
+            write_atomically(saved, json.dumps([(entry.size, entry.problem, entry.digest) for entry in listed]))
+        shard_writer.print_amount("part {}/{}".format(*options.part), shards)
         return 0
     tokenizer = HUB_TOKENIZER
     if options.train_tokenizer:
-        tokenizer = str(options.folder / "tokenizer")
         captions = (caption for entry in usable for caption in entry.captions)
-        with own_folder(Path(tokenizer)) as folder:
-            vocab_size = train_tokenizer(captions, folder, vocab_size=options.train_tokenizer)
+        with own_folder(folder / "tokenizer") as own:
+            vocab_size = train_tokenizer(captions, own, vocab_size=options.train_tokenizer)
+        tokenizer = str(folder / "tokenizer")
         print(f"trained a tokenizer of {vocab_size} tokens, for a model trained from scratch")
-    _report(options.folder, shards, tokenizer, options.preset)
-    return print_left_out(options.folder, shards, broken, options.max_left_out)
+    more: dict[str, Any] = {}
+    has_train = shard_writer.print_amount("train", [shard for shard in shards if shard.name.startswith("train")])
+    if shard_writer.print_amount("held_out", [shard for shard in shards if shard.name.startswith("held_out")]):
+        more["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
+    shard_writer.print_settings(f"{folder}/train-*.tar" if has_train else None, tokenizer, options.preset, more)
+    return shard_writer.print_left_out(folder, shards, broken, options.max_left_out)
 
 
 def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
@@ -126,9 +140,61 @@ def members_of(items: Numbered, convert: Callable[[bytes, str], EncodedClip], br
         yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": said}, clip.seconds
 
 
-def _report(folder: Path, shards: list[BuiltShard], tokenizer: str, preset: str | None) -> None:
-    more = {}
-    has_train = print_amount("train", [shard for shard in shards if shard.name.startswith("train")])
-    if print_amount("held_out", [shard for shard in shards if shard.name.startswith("held_out")]):
-        more["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
-    print_settings(f"{folder}/train-*.tar" if has_train else None, tokenizer, preset, more)
+def check_columns(entries: list[Entry], options: Namespace) -> None:
+    """Raise UserError if the column that assigns an entry is empty or has an unexpected value."""
+    column = options.split_column or options.group_column or options.fold_column
+    for entry in entries if column else ():
+        found = names_in(entry, column)
+        odd = [name for name in found if options.split_column and name.lower() not in TRAIN + HELD_OUT]
+        if not entry.problem and (odd or not found):
+            what = f"found {odd[0]!r}" if odd else f"found none; its columns: {', '.join(entry.more) or 'none'}"
+            expected = SIDES if options.split_column else "a value"
+            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, {what}")
+
+
+def names_in(entry: Entry, column: str) -> list[str]:
+    return [name for value in values_of(entry.more, column) if (name := str(value).strip())]
+
+
+def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
+    """Shuffle entries and assign them to shards (by file name). Raises UserError for a split or shard without items."""
+    order = list(range(len(entries)))
+    random.Random(options.seed).shuffle(order)
+    chosen = held_out(entries, order, options)
+    shards = {}
+    for side in ("held_out", "train"):
+        items = [(number, entries[number]) for number in order if (number in chosen) == (side == "held_out")]
+        num_shards = min(len(items), max(1, round(sum(entry.size for _, entry in items) / (options.shard_mb * 1e6))))
+        if options.shards and side == "train":
+            num_shards = options.shards
+        if num_shards > len(items):
+            raise UserError(f"--shards {num_shards} exceeds the {len(items)} items for training")
+        for k in range(num_shards):
+            first, end = (each * len(items) // num_shards for each in (k, k + 1))
+            shards[f"{side}-{k:0{max(5, len(str(num_shards)))}d}.tar"] = items[first:end]
+    return shards
+
+
+def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
+    """Return the indices of the held-out entries, by a column or as a fraction of whole groups in the given order."""
+    chosen: set[int] = set()
+    if column := options.split_column or options.fold_column:
+        wanted = (options.held_out_fold.lower(),) if options.fold_column else HELD_OUT
+        values = [{name.lower() for name in names_in(entry, column)} for entry in entries]
+        chosen = {number for number in order if not values[number].isdisjoint(wanted)}
+        if options.fold_column and not chosen:
+            there = ", ".join(sorted(set().union(*values))[:20])
+            raise UserError(f"--held_out_fold {options.held_out_fold}: no such value in {column!r}; found {there}")
+    elif options.held_out:
+        groups: dict[object, list[int]] = defaultdict(list)
+        for number in order:
+            group = options.group_column
+            groups[names_in(entries[number], group)[0] if group else number].append(number)
+        wanted_items = max(1, round(options.held_out * len(entries)))
+        for members in groups.values():
+            if 2 * (wanted_items - len(chosen)) > len(members):
+                chosen.update(members)
+        chosen = chosen or {*min(groups.values(), key=len)}
+    if len(chosen) == len(entries) and options.held_out != 1:
+        raise UserError(f"all {len(entries)} item(s) would be held out, with none left for training")
+    return chosen

@@ -1,20 +1,24 @@
-"""Read audio files' captions from a CSV, a JSONL, or a folder with a caption file next to each audio file."""
+"""Read the captions of audio files from a list or a folder, and check the files: regular ones only, each content once."""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import os
 import re
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import parse_json, read_bytes, read_json
-from clap_ds.data.captions import in_words, names_in_cell
+from clap_ds.config.files import open_regular, parse_json, read_bytes, read_json
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
@@ -126,9 +130,8 @@ def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                raise UserError(
-                    f"{source}:{reader.line_num}: expected {len(row)} fields: {', '.join(filter(None, row))}"
-                )
+                names = ", ".join(filter(None, row))
+                raise UserError(f"{source}:{reader.line_num}: expected {len(row)} fields: {names}")
             if any(row.values()):
                 yield reader.line_num, {name.strip(): cell for name, cell in row.items() if name}
     except csv.Error as error:
@@ -158,10 +161,17 @@ def path_in(row: Row, audio: str) -> str:
 
 def _divided(row: Row, columns: Iterable[str], lists: Iterable[str]) -> tuple[list[str], Row]:
     """Split a row into captions and metadata; class columns are both. Text in columns of `lists` is split into a list."""
-    row = {name: names_in_cell(cell) if name in lists and isinstance(cell, str) else cell for name, cell in row.items()}
+    for name in row.keys() & set(lists):
+        if isinstance(cell := row[name], str):
+            row[name] = [part.strip() for part in re.split("[,;|]", cell) if part.strip()]
     texts = [text for name in columns for text in values_of(row, name) if isinstance(text, str)]
     more = {name: value for name, value in row.items() if name not in columns or not _CAPTION_COLUMN.fullmatch(name)}
     return list(dict.fromkeys(filter(None, map(in_words, texts)))), more
+
+
+def in_words(name: str) -> str:
+    """Convert a class name to caption words: `low_hum` becomes "low hum". Text with spaces is unchanged."""
+    return name.strip() if " " in name else name.replace("_", " ").strip()
 
 
 def audio_files_in(folder: Path) -> list[Path]:
@@ -193,3 +203,43 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
             yield Entry(path, *_divided(row, columns, options.multilabel_column))
         except (ValueError, OSError) as error:
             yield Entry(path, [], problem=f"captions can't be read: {error}")
+
+
+def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
+    """Set the entries' sizes, problems and, if another file is as long, digests, from `saved` or the files."""
+    if saved and saved.is_file() and len(seen := parse_json(read_bytes(saved, MOST_OF_A_FILE))) == len(entries):
+        for entry, found in zip(entries, seen, strict=True):
+            entry.size, entry.problem, entry.digest = found
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(tqdm(pool.map(_look, entries), "files", len(entries), unit="file", disable=None))
+        number_of = Counter(entry.size for entry in entries if not entry.problem)
+        alike = [entry for entry in entries if not entry.problem and number_of[entry.size] > 1]
+        list(tqdm(pool.map(_hash, alike), "duplicates", len(alike), unit="file", disable=None))
+
+
+def merge(entries: list[Entry]) -> list[Entry]:
+    """Merge entries of identical files into the first, which then has all captions and lists the others."""
+    first_of: dict[object, Entry] = {}
+    for entry in entries:
+        if (first := first_of.setdefault(entry.digest or id(entry), entry)) is not entry:
+            first.add(entry)
+            first.others.append(entry.path)
+    return list(first_of.values())
+
+
+def _look(entry: Entry) -> None:
+    try:
+        entry.size = entry.path.stat().st_size
+        if not entry.path.is_file():
+            entry.problem = entry.problem or "isn't a regular file"
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        entry.problem = entry.problem or f"audio file can't be read: {error}"
+
+
+def _hash(entry: Entry) -> None:
+    try:
+        with open_regular(entry.path) as file:
+            entry.digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        entry.problem = f"audio file can't be read: {error}"

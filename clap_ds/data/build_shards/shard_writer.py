@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -22,10 +23,10 @@ from tqdm import tqdm
 from webdataset.writer import TarWriter
 
 from clap_ds.config.arguments import number, whole_number
-from clap_ds.config.errors import UserError
+from clap_ds.config.errors import UserError, printable
 from clap_ds.config.files import own_folder, read_bytes, read_json, replacing, write_atomically
-from clap_ds.data.build_shards.prepared_audio import Preparation
-from clap_ds.data.shard_manifest import ShardManifest, ShardRecord, digest, write_manifest
+from clap_ds.data.shard_io import Kind
+from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, write_manifest
 
 RECORDS = ".build"  # subfolder of finished shards' records
 BROKEN = "broken.jsonl"
@@ -49,12 +50,11 @@ def fill(
     plan: Iterable[str],
     shards: Mapping[str, Members],
     options: argparse.Namespace,
-    preparation: Preparation | None,
+    prepared: tuple[Kind, FrontEnd] | tuple[()] = (),
     unusable: Sequence[Named] = (),
 ) -> list[BuiltShard]:
     """Write this part's missing shards and, without --part, the manifest and list of broken items, `unusable` first.
-    `plan` and `preparation` determine the shards."""
-    prepared = (preparation.kind, preparation.front_end) if preparation else ()
+    `plan` and `prepared` determine the shards."""
     _claim(folder, chain([repr(prepared)], plan))
     if options.part:
         part, num_parts = options.part
@@ -140,7 +140,9 @@ def _write(folder: Path, name: str, members: Members, stop: threading.Event) -> 
             if stop.is_set():
                 raise InterruptedError
     if num_items:
-        record = ShardRecord(num_items, (folder / name).stat().st_size, round(seconds, 3), digest(folder / name))
+        with (folder / name).open("rb") as tar:
+            digest = hashlib.file_digest(tar, "sha256").hexdigest()
+        record = ShardRecord(num_items, (folder / name).stat().st_size, round(seconds, 3), digest)
     else:
         (folder / name).unlink()
     built = {"record": asdict(record) if record else None, "broken": broken}
@@ -166,3 +168,33 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=whole_number(), default=cores, metavar="N", help=more)
     more = "exit with code 1 if more than this fraction was unusable (default: 0.01)"
     parser.add_argument("--max_left_out", type=number(0, 1), default=0.01, metavar="SHARE", help=more)
+
+
+def print_amount(title: str, shards: Sequence[BuiltShard]) -> bool:
+    """Print the total size of these shards. Return whether there are any."""
+    records = [shard.record for shard in shards if shard.record]
+    items, size, seconds = (sum(getattr(record, name) for record in records) for name in ("items", "bytes", "seconds"))
+    if records:
+        each = f"{size / items / 1e3:.1f} KB and {seconds / items:.1f} s per item"
+        print(f"{title}: {items} items in {len(records)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h, {each}")
+    return bool(records)
+
+
+def print_left_out(folder: Path, shards: Sequence[BuiltShard], unusable: Sequence[Named], most: float) -> int:
+    """Print the skipped items. Return the exit code: 1 if their fraction exceeds `most`."""
+    left_out = [*unusable, *(each for shard in shards for each in shard.broken)]
+    share = len(left_out) / (len(left_out) + sum(shard.record.items for shard in shards if shard.record))
+    if left_out:
+        examples = printable("; ".join(f"{name}: {reason}" for name, reason in left_out[:3]))
+        print(f"skipped {len(left_out)}, listed with reasons in {folder / BROKEN}; the first: {examples}")
+    if share > most:
+        print(f"error: {share:.1%} skipped, more than --max_left_out {most:g}", file=sys.stderr)
+    return int(share > most)
+
+
+def print_settings(shards: str | None, tokenizer: str, preset: str | None, more: dict[str, Any] | None = None) -> None:
+    """Print the settings of a run on these shards, if there are training shards, and `more` sections."""
+    data = {"data": {"source": "webdataset", "shards": shards, "tokenizer": tokenizer}}
+    settings = (data if shards else {}) | ({"model": {"preset": preset}} if preset else {}) | (more or {})
+    sections = [f'"{name}": {json.dumps(section, indent=2)}' for name, section in settings.items()]
+    print('For a run\'s JSON, in "clap":', *sections, sep="\n")

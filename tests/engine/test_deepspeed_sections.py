@@ -12,8 +12,7 @@ from clap_ds.config.errors import CollectiveUserError
 from clap_ds.config.settings import load_run
 from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed.init import Ranks
-from clap_ds.engine.factory import fetch_from_hub
-from clap_ds.engine.session import check_deepspeed_sections
+from clap_ds.engine.factory import check_deepspeed_sections, fetch_from_hub
 from clap_ds.weights import hub
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import settings
@@ -31,7 +30,7 @@ def test_what_one_rank_would_find_while_others_wait_is_told_before(
 ) -> None:
     run = load_run(write_run(**section))
     with pytest.raises(ValueError, match=message):
-        check_deepspeed_sections(run.deepspeed, run.path)
+        check_deepspeed_sections(run.deepspeed)
 
 
 def _refusal() -> tuple[str, int]:
@@ -40,7 +39,7 @@ def _refusal() -> tuple[str, int]:
     run = settings(model={"preset": "htsat_tiny_roberta_base", "pretrained_text": True})
     with mock.patch.object(hub, "load_by_name", side_effect=ValueError("not on the hub")) as load:
         with pytest.raises(CollectiveUserError) as refused, raise_on_all_ranks():
-            fetch_from_hub(run, ranks)
+            fetch_from_hub(run.clap.model, run.clap.data, ranks)
         return str(refused.value), load.call_count
 
 

@@ -1,7 +1,6 @@
 """Benchmark results for known step times, on two ranks with fake clocks."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clap_ds.benchmark import throughput
+from clap_ds.benchmark import report
 from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.schema import BenchSettings
-from clap_ds.engine.session import Session
+from clap_ds.data.dataloader import BatchSource
 from clap_ds.run_records import environment
+from clap_ds.run_records.metrics_schema import STEP_PHASES
 from clap_ds.run_records.run_dir import RunDirectory
-from clap_ds.run_records.timers import PhaseTimer
+from clap_ds.run_records.timers import StepTimer
 from tests.rank_pool import RankPool
 
 GIB = 2**30
+PHASES = dict.fromkeys(STEP_PHASES, 0.5)
+FLOPS = {"published_gflops": 1.0, "training_gflops": 3.0, "recomputed_gflops": 0.0}
 
 
 def long(step: int) -> float:
@@ -30,42 +31,39 @@ def long(step: int) -> float:
 
 def _measured(folder: str) -> dict[str, Any]:
     """Rank 1 takes 1.5× as long as rank 0, and waits twice as long for data."""
-    rank, now = dist.get_rank(), [100.0]
-    deepspeed: Any = SimpleNamespace(skipped_steps=3, global_samples=0)
-    deepspeed.tput_timer = SimpleNamespace(global_step_count=9, start_step=2, total_elapsed_time=1.0)
-    deepspeed.tput_timer.config = SimpleNamespace(synchronized=True)
-    deepspeed.tput_timer.avg_samples_per_sec = lambda: 7.0 + engine.steps
-    engine: Any = SimpleNamespace(steps=0, deepspeed=deepspeed, check_loss=lambda: None)
-
-    def step(batches: Iterator[Any], timer: PhaseTimer) -> torch.Tensor:
-        engine.steps += 1
-        deepspeed.global_samples += 16
-        with timer("data_wait"):
-            now[0] += 0.1 * (1 + rank)
-        now[0] += long(engine.steps) * (1 + 0.5 * rank) - 0.1 * (1 + rank)
-        return torch.tensor(engine.steps + 10.0 * rank)
-
-    def break_down(session: Session, num_steps: int) -> dict[str, float]:
-        engine.steps += num_steps
-        return {"forward": 0.5}
-
-    engine.step = step
+    rank, now, cpu = dist.get_rank(), [100.0], torch.device("cpu")
+    timer = SimpleNamespace(global_step_count=9, start_step=2, total_elapsed_time=1.0)
+    timer.config = SimpleNamespace(synchronized=True)
+    timer.avg_samples_per_sec = lambda: 7.0 + engine.steps
+    deepspeed: Any = SimpleNamespace(skipped_steps=3, global_samples=0, tput_timer=timer)
+    engine: Any = SimpleNamespace(steps=0, deepspeed=deepspeed, check_loss=lambda: None, device=cpu)
+    engine.timer = StepTimer(cpu)
     scalars: list[Any] = []
-    run: Any = SimpleNamespace(batch_sizes=lambda world_size: BatchSizes(4, 2, 8 * world_size))
-    run.clap = SimpleNamespace(bench=BenchSettings(warmup_steps=2, windows=3, steps_per_window=10, breakdown_steps=2))
+    pieces: Any = SimpleNamespace(throughput=lambda: None, state=dict, statistics=dict)
+    loader, writer = BatchSource(pieces, cpu, copy_ahead=False), SimpleNamespace(write=scalars.extend)
     ranks: Any = SimpleNamespace(is_main_process=rank == 0, world_size=2, local_world_size=1, host=f"node{rank}")
-    nothing: Any = SimpleNamespace(throughput=lambda: None)
-    writer: Any = SimpleNamespace(write=scalars.extend)
-    session = Session(run, ranks, torch.device("cpu"), RunDirectory(Path(folder)), engine, nothing, writer)
     with (
         mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
         mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
-        mock.patch.object(throughput, "_measure_utilization", lambda session, rate: {"warnings": [f"of {rate:.4f}"]}),
-        mock.patch.object(throughput, "_measure_breakdown", break_down),
-        mock.patch.object(throughput, "print_summary"),
-        mock.patch.object(throughput, "Progress"),
+        mock.patch.object(report, "print_summary"),
+        mock.patch.object(report, "Progress"),
     ):
-        return {"summary": throughput.measure(session), "scalars": scalars}
+        record, sizes = RunDirectory(Path(folder)), BatchSizes(4, 2, 16)
+        found = report.BenchReport(record, engine, loader, writer, sizes, ranks, 34)  # type: ignore[arg-type]
+        for number, num_steps in ((None, 1), (None, 1), (1, 10), (2, 10), (3, 10)):
+            engine.timer.start()
+            losses = []
+            for _ in range(num_steps):
+                engine.steps += 1
+                with engine.timer("data_wait"):
+                    now[0] += 0.1 * (1 + rank)
+                now[0] += long(engine.steps) * (1 + 0.5 * rank) - 0.1 * (1 + rank)
+                losses.append(torch.tensor(engine.steps + 10.0 * rank))
+                engine.timer.mark()
+            found.add(number, engine.timer.stop(), losses)
+        engine.steps += 2
+        found.finish([PHASES] * 2, dict(FLOPS), ["one"], 2.0)
+    return {"summary": record.summary(), "scalars": scalars}
 
 
 def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -76,15 +74,18 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert rate["windows"] == pytest.approx([80 / 19.5] * 3)
     assert rate["window_s"] == pytest.approx([19.5] * 3)
     assert summary["samples_per_s"] == pytest.approx(2 * 80 / 19.5)
-    assert summary["deepspeed_samples_per_s"] == 7 + 32  # by then
+    assert summary["deepspeed_samples_per_s"] == 7 + 34
     assert summary["step_time_s"] == pytest.approx({"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.5})
     assert summary["data_wait_percent"] == pytest.approx(100 * 2 / 19.5)
     assert summary["memory_peak_bytes"] == 2 * GIB
-    assert summary["skipped_steps"] == 3
+    assert (summary["skipped_steps"], summary["breakdown_s"]["forward"]) == (3, 0.5)
+    assert summary["mfu_model_percent"] == pytest.approx(100 * 80 / 19.5 * 3e9 / 2e12)
     assert summary["stragglers_cost_samples_per_s"] == pytest.approx(480 / 39)  # twice as fast without them
-    assert summary["warnings"][0] == "of 4.1026"
-    assert summary["warnings"][1].endswith("8 samples/s (+95.0%)")
+    assert summary["warnings"][0] == "one"
+    assert any(warning.endswith("8 samples/s (+95.0%)") for warning in summary["warnings"])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["phases_s"]) for line in lines[32:]] == [(33, PHASES), (34, PHASES)]
+    lines = lines[:32]
     assert [(line["step"], line["phase"], line["window"]) for line in lines] == [
         (step, "warmup" if step < 3 else "timed", None if step < 3 else (step + 7) // 10) for step in range(1, 33)
     ]

@@ -1,0 +1,135 @@
+"""Turn an item of a tar into a caption and a row of a batch. Unusable items raise BrokenItemError."""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import tokenize
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clap_ds.config.files import parse_json
+from clap_ds.config.model import AudioConfig
+from clap_ds.data.decoding import AUDIO_FORMATS, BrokenItemError, Encoded, decode_audio, decode_part, repeat
+from clap_ds.data.shard_io import Kind
+from clap_ds.model.mel import LogMel
+from clap_ds.model.patch_embed import longer_rows
+
+FEATURES = "npy"
+CLIP_FORMATS = (*AUDIO_FORMATS, FEATURES)
+CAPTION_FORMATS = ("txt", "json")
+MOST_CLIPS = 10
+"""Files for feature fusion that are longer are first cropped to this many clip lengths."""
+_NUDGE_DB = 0.5  # beyond the rounding of float16
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Name an unusable item, or a tar by its path, with the reason."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def captions_of(members: Mapping[str, Any]) -> list[str]:
+    """Return an item's captions from `txt`, or from `caption` or `text` in `json`."""
+    found: Any = None
+    try:
+        if "txt" in members:
+            found = members["txt"].decode("utf-8-sig")
+        elif "json" in members and isinstance(content := parse_json(members["json"]), dict):
+            found = content.get("caption", content.get("text"))
+    except ValueError as error:
+        raise BrokenItemError(f"caption can't be read: {error}") from None
+    captions = [found] if isinstance(found, str) else found
+    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
+        raise BrokenItemError("no caption: expected txt, or json with caption or text: a string or list of strings")
+    if usable := [caption.strip() for caption in captions if caption.strip()]:
+        return usable
+    raise BrokenItemError("empty caption")
+
+
+def monotony(captions: Collection[object]) -> str:
+    """Return a warning if captions, one per clip, are all equal or fewer than 2% are distinct; else an empty string."""
+    num_different, num_clips = len(set(captions)), len(captions)
+    if num_clips < 2 or num_different >= max(2, 0.02 * num_clips):
+        return ""
+    return f"only {num_different:,} different caption(s) among {num_clips:,} clips; check the caption source"
+
+
+def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:
+    """Return the first of a kind's formats in `members` (extension → content)."""
+    formats = (FEATURES,) if kind == "mel" else AUDIO_FORMATS
+    for extension in formats:
+        if extension in members:
+            return members[extension]
+    found = sorted(name for name in members if not name.startswith("__"))
+    raise BrokenItemError(f"no audio ({', '.join(formats)}) among its files: {', '.join(found) or 'none'}")
+
+
+def read_clip(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
+    """Read a clip with `decode_audio`, `read_mel` or `read_fused` if `row` has 1, 2 or 3 dimensions."""
+    if row.ndim == 2:
+        assert isinstance(encoded, bytes)
+        read_mel(encoded, row, rng=rng)
+    elif row.ndim == 3:
+        read_fused(encoded, row, audio=audio, rng=rng)
+    else:
+        decode_audio(encoded, row, sample_rate=audio.sample_rate, rng=rng)
+
+
+def read_mel(encoded: bytes, row: Tensor, *, rng: random.Random) -> None:
+    """Write prepared features from a NumPy file to `row`, (num_frames, mel_bins) float16, cropped at random by `rng`."""
+    num_frames, mel_bins = row.shape
+    try:
+        features = np.lib.format.read_array(io.BytesIO(encoded))
+    except (ValueError, TypeError, SyntaxError, MemoryError, tokenize.TokenError) as error:  # from NumPy's parser
+        raise BrokenItemError(f"features aren't a NumPy file: {error}") from None
+    spare = len(features) - num_frames if features.ndim == 2 else -1
+    if features.dtype != np.float16 or spare < 0 or features.shape[1] != mel_bins:
+        wanted = f"float16, at least {num_frames} frames of {mel_bins} mel bins"
+        raise BrokenItemError(f"features are {features.dtype} of shape {features.shape}, expected {wanted}")
+    start = rng.randint(0, spare)
+    target = row.numpy()
+    target[:] = features[start : start + num_frames]
+    # Integers compare faster. Without and with a sign, the largest exponent is above every finite number.
+    if target.view(np.int16).max() >= 0x7C00 or target.view(np.uint16).max() >= 0xFC00:
+        raise BrokenItemError("features hold NaN or infinite values")
+
+
+def read_fused(encoded: Encoded, row: Tensor, *, audio: AudioConfig, rng: random.Random) -> None:
+    """Write the input of feature-fusion models to `row`, (4, num_frames, mel_bins), like `transformers.ClapFeatureExtractor`.
+
+    It is the whole file shrunk to `num_frames`, and a random crop from each third of the possible positions. If the file
+    isn't longer than a clip, all four are equal.
+    """
+    samples = torch.empty(MOST_CLIPS * audio.num_samples)
+    found = decode_part(encoded, samples, sample_rate=audio.sample_rate, rng=rng)
+    if found < audio.num_samples:
+        repeat(samples[: audio.num_samples].numpy(), found)
+    log_mel_TF = _log_mel(audio.model_dump_json()).of_any_length(samples[None, : max(found, audio.num_samples)])[0]
+    num_places = len(log_mel_TF) - audio.num_frames + 1
+    if num_places == 1:
+        row[:] = log_mel_TF
+        return
+    row[0] = F.interpolate(log_mel_TF[None, None], audio.feature_shape, mode="bilinear")[0, 0]
+    for part, places in zip(row[1:], np.array_split(range(num_places), 3), strict=True):
+        start = rng.randint(int(places[0]), int(places[-1])) if len(places) else 0
+        part[:] = log_mel_TF[start : start + audio.num_frames]
+    if not longer_rows(row[None]):  # for a steady tone, all four are equal
+        row[0, 0, 0] += _NUDGE_DB
+
+
+@functools.lru_cache(maxsize=2)
+def _log_mel(sizes: str) -> LogMel:
+    return LogMel(AudioConfig.model_validate_json(sizes))

@@ -1,0 +1,99 @@
+"""Gather the step times of a window from all ranks, and compute throughput over windows."""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clap_ds.distributed.collectives import gather_tensor
+from clap_ds.run_records.environment import largest_memory, peak_memory
+from clap_ds.run_records.intervals import rates
+from clap_ds.run_records.metrics_schema import Rates, StepTime, Summary
+from clap_ds.run_records.stragglers import Floats
+from clap_ds.run_records.timers import StepTimes
+
+MOST_WINDOWS = 256  # in a summary; more are merged with their neighbors
+
+
+class Window(NamedTuple):
+    """A window of steps. Rank 0 has all ranks' times, others only their own.
+
+    Attributes:
+        window_s: seconds, (ranks,).
+        step_s, own_s, data_wait_s: seconds, (steps, ranks), as in `StepTimes`.
+        figures: other numbers of each step, (steps, ranks, number).
+        memory: peak memory so far.
+    """
+
+    window_s: Floats
+    step_s: Floats
+    own_s: Floats
+    data_wait_s: Floats
+    figures: Floats
+    memory: Summary
+
+    @property
+    def slowest_s(self) -> float:
+        return float(self.window_s.max())
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of waiting for data, on the rank that waited most."""
+        return float(self.data_wait_s.sum(axis=0).max())
+
+
+def gather_window(times: StepTimes, figures: Tensor) -> Window:
+    """Gather a window's times, and `figures` of each step, (steps, number), on rank 0. A collective."""
+    data_wait_s = [phases["data_wait"] for phases in times.phases_s]
+    seconds = torch.tensor([times.step_s, times.own_s, data_wait_s], dtype=torch.float64, device=figures.device)
+    rows = torch.cat((seconds.T, figures.double()), dim=1)
+    whole = rows.new_tensor([times.window_s, *peak_memory(figures.device)])
+    ranks = gather_tensor(torch.cat((rows.flatten(), whole))).cpu().numpy()
+    by_step = ranks[:, : rows.numel()].reshape(-1, *rows.shape).swapaxes(0, 1)
+    step_s, own_s, waits_s = np.moveaxis(by_step[..., :3], 2, 0)
+    memory = largest_memory(ranks[:, rows.numel() + 1 :].tolist())
+    return Window(ranks[:, rows.numel()], step_s, own_s, waits_s, by_step[..., 3:], memory)
+
+
+class Throughput:
+    """Throughput over windows, without the time between them."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._windows: list[tuple[int, float, float]] = []
+        self._step_s, self._slowest_s = array("d"), array("d")
+
+    def add(self, window: Window, samples: int) -> None:
+        """Add a window on rank 0, with the global batch's `samples` in each step."""
+        self._windows.append((samples * len(window.step_s), window.slowest_s, window.waited_s))
+        self._step_s.extend(window.step_s[:, 0])
+        self._slowest_s.extend(window.step_s.max(axis=1))
+
+    def rates(self) -> Rates:
+        """Compute samples/s of one GPU, each window as long as its slowest rank's."""
+        samples, window_s, _ = self._merged()
+        return rates((samples / window_s / self._world_size).tolist(), window_s.tolist())
+
+    def summary(self) -> Summary:
+        """Return the statistics; empty without windows."""
+        if not self._windows:
+            return {}
+        found, (_, window_s, waited_s) = self.rates(), self._merged()
+        return Summary(
+            samples_per_s_per_gpu=found,
+            samples_per_s=found["mean"] * self._world_size,
+            step_time_s=StepTime(
+                median=float(np.median(self._step_s)),
+                p95=float(np.percentile(self._step_s, 95)),
+                slowest_rank_median=float(np.median(self._slowest_s)),
+            ),
+            data_wait_percent=float(100 * waited_s.sum() / window_s.sum()),
+        )
+
+    def _merged(self) -> Floats:
+        every = -(-len(self._windows) // MOST_WINDOWS)
+        return np.add.reduceat(np.array(self._windows, float), range(0, len(self._windows), every)).T
