@@ -91,11 +91,14 @@ def typed(kind: type[T], content: dict[str, Any], where: Path) -> T:
         if name not in hints:
             problems.append(f"{name}: no such field{did_you_mean(name, hints)}")
             continue
-        types = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
-        low, first = int(name not in _FROM_ZERO), get_origin(types[0]) or types[0]
-        if not any(_is_a(each, value, low) for each in types):
-            words = f"{_EXPECTED.get(first, first)}{' or null' * (len(types) > 1)}"
-            words += f", at least {low}" * (first is int)
+        hint, *null = get_args(hints[name]) if isinstance(hints[name], UnionType) else [hints[name]]
+        of, low = get_origin(hint) or hint, int(name not in _FROM_ZERO)
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        texts = Any in get_args(hint) or all(isinstance(each, str) for each in items)
+        is_right = type(value) is of and texts and value != "" and not (of is int and value < low)
+        if not is_right and not (null and value is None):
+            words = _EXPECTED.get(of, "true or false") + " or null" * bool(null)
+            words += f", at least {low}" * (of is int)
             problems.append(f"{name}: expected {words}, found {json.dumps(value)}")
     _reject(where, problems)
     return kind(**content)
@@ -104,13 +107,6 @@ def typed(kind: type[T], content: dict[str, Any], where: Path) -> T:
 def _reject(where: Path, problems: Iterable[str]) -> None:
     if lines := [f"{where}: {problem}" for problem in problems]:
         raise UserError("\n".join(lines))
-
-
-def _is_a(hint: Any, value: Any, low: int) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if type(value) is not (get_origin(hint) or hint) or value == "" or (type(value) is int and value < low):
-        return False
-    return Any in get_args(hint) or all(isinstance(each, str) for each in items)
 
 
 def load_site(name: str, launcher: str | None = None) -> Site:

@@ -45,9 +45,8 @@ class Request:
 
     def warning_s(self, site: Site, nodes: int) -> int:
         """Return how many seconds before the time limit the run is signaled: at most half of it; training has to save."""
-        return min(
-            300 if self.train else 60, -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60) * 30
-        )  # SLURM rounds to minutes
+        minutes = -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60)  # SLURM rounds up
+        return min(300 if self.train else 60, minutes * 30)
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:

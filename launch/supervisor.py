@@ -123,7 +123,7 @@ class RunningJob:
             "hosts": [*hosts], "started": _now(), "finished": None, "state": "running", "error": "", "at_fault": [],
             "start": self.start, "requeued": False, "saved": False,
         })  # fmt: skip
-        self._record()
+        self._record(error=None)
 
     def note(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Record the outcome of the last attempt, and return it without hosts if it isn't their fault."""

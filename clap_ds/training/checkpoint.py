@@ -102,22 +102,14 @@ class Checkpointer:
         Returns:
             Results that weren't returned before: of the previous save, and of this one if complete; the same on every rank.
         """
-        wait = wait or not self._rule.async_save
         previous = self.finish()
-        self.start_saving(engine, state, metrics=metrics, copied=not wait)
+        wait = wait or not self._rule.async_save
+        self._start(engine, state, metrics or {}, copied=not wait)
         return [each for each in (previous, self.finish() if wait else None) if each is not None]
 
     @activity("saving a checkpoint")
-    def start_saving(
-        self,
-        engine: ClapEngine,
-        progress: TrainState,
-        *,
-        metrics: dict[str, float] | None = None,
-        copied: bool = True,
-    ) -> None:
-        """Start saving as `save` does, in the background if the state is `copied` in rank 0's memory. `poll` and `finish`
-        return the result. A collective; the previous save must be finished."""
+    def _start(self, engine: ClapEngine, progress: TrainState, metrics: dict[str, float], *, copied: bool) -> None:
+        """Hand the state to the writing thread, `copied` if training changes it meanwhile."""
         begin = time.time()
         state = engine_state(engine)
         state["random"] = gather(random_state(engine.model.logit_scale.device))
@@ -132,7 +124,7 @@ class Checkpointer:
             model=engine.model.config.model_dump(mode="json"),
             engine=describe(engine),
             tokenizer=self.tokenizer,
-            metrics={name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)},
+            metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
             files={},
             run=self._run_id,
             settings=redacted_all(self._config),

@@ -173,6 +173,13 @@ def test_ten_steps_agree_with_plain_torch_on_a_gpu(one_gpu: RankPool, precision:
     assert one_gpu.run(_difference, precision, 2, "overlap", stepping)[0] <= GPU_ROUNDINGS
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sync", ["overlap", "deepspeed"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_ten_steps_agree_with_plain_ddp_over_nccl(two_gpus: RankPool, precision: str, sync: str) -> None:
+    assert all(difference <= GPU_ROUNDINGS for difference in two_gpus.run(_difference, precision, 2, sync))
+
+
 def _scales_with_a_low_bound(precision: str) -> tuple[list[float], set[str]]:
     """Return the logit scale and its master after a step, and names of fp32 parameters."""
     run = settings(precision, 1)

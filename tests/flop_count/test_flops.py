@@ -15,7 +15,7 @@ from clap_ds import flops
 from clap_ds.benchmark.flops_profile import measure_flops
 from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
-from clap_ds.config.settings import load_run
+from clap_ds.config.schema import ModelSettings
 from clap_ds.data.batch import Batch
 from clap_ds.engine.factory import freeze
 from clap_ds.flop_count import analytic
@@ -63,12 +63,11 @@ def test_lengths_that_a_caption_cannot_have(write_run: WriteRun) -> None:
 
 
 @pytest.mark.parametrize("frozen", [(), ("text",), ("audio",)])
-def test_a_run_counts_what_it_does(write_run: WriteRun, frozen: tuple[str, ...]) -> None:
+def test_a_run_counts_what_it_does(tmp_path: Path, frozen: tuple[str, ...]) -> None:
     """For waveforms and features, with frozen towers, recomputation and a second forward pass."""
     ids, model = torch.ones(2, 16, dtype=torch.long), ClapModel(MICRO)
     freeze(model, frozen)
-    recompute = {"preset": "micro", "activation_checkpointing": ["audio"], "drop_path": 0.2}
-    run = load_run(write_run(clap={"model": recompute, "train": {"accumulation": "gradcache"}}))
+    recomputing = ModelSettings(preset="micro", activation_checkpointing=["audio"], drop_path=0.2)
     trained = [name for name in ("audio", "text") if name not in frozen]
     again = analytic.recomputed_flops(MICRO, LENGTHS, ("audio",), drop_path=0.2) if "audio" in trained else 0
     for front_end, shape in ((True, (MICRO.audio.num_samples,)), (False, MICRO.audio.feature_shape)):
@@ -78,10 +77,10 @@ def test_a_run_counts_what_it_does(write_run: WriteRun, frozen: tuple[str, ...])
             "published_gflops": published_flops(MICRO, front_end=front_end) / 1e9,
             "training_gflops": (forward + analytic.backward_flops(MICRO, LENGTHS, trained=trained)) / 1e9,
         }
-        for own, repeated in ((run, forward + again), (load_run(write_run()), 0)):
-            engine, batches = SimpleNamespace(model=model), iter([Batch(torch.zeros(2, *shape), ids, ids)])
-            session: Any = SimpleNamespace(run=own, engine=engine, batches=batches)
-            found, warnings = measure_flops(session)
+        for settings, cached, repeated in ((recomputing, True, forward + again), (ModelSettings(), False, 0)):
+            engine: Any = SimpleNamespace(model=model, cached=cached)
+            batches: Any = iter([Batch(torch.zeros(2, *shape), ids, ids)])
+            found, warnings = measure_flops(engine, batches, settings, {}, tmp_path)
             assert found | expected | {"recomputed_gflops": pytest.approx(repeated / 1e9)} == found
             assert warnings == []
 

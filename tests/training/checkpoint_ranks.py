@@ -199,7 +199,7 @@ def save_behind(folder: str) -> tuple[list[SavedCheckpoint | None], list[float],
         patch.setattr(checkpoint, "write_tensors", lambda *content: goes_on.wait(60) and write(*content))
         patch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: now[0]))
         patch.setattr(checkpoint, "gather", lambda own: (lasting(2.0), gather(own))[1])
-        checkpoints.start_saving(trained, progress(2))
+        checkpoints.save(trained, progress(2), wait=False)
         uninterrupted = losses(trained, 2, 3)
         lasting(10.0)
         assert not checkpoints.poll()
@@ -217,7 +217,7 @@ def poisoned_behind(folder: str) -> tuple[SavedCheckpoint | None, str]:
     trained, checkpoints = trained_engine(), Checkpointer(folder)
     with torch.no_grad():
         trained.deepspeed.optimizer.fp32_groups_flat[0][7] = torch.inf
-    checkpoints.start_saving(trained, progress(1))
+    checkpoints.save(trained, progress(1), wait=False)
     (told,) = checkpoints.poll(None)
     with pytest.raises(NonFiniteError) as refusal:
         checkpoints.finish()
