@@ -193,7 +193,7 @@ class TrainSettings(Section):
     epochs: PositiveFloat | None = None
     """Passes over the data; set this or `max_samples`. Mixtures and `resampled` data have no epochs."""
     pretrained: str | None = None
-    """Weights to start from: a `transformers.ClapModel` folder, a LAION-CLAP .pt file or a checkpoint of this project."""
+    """Weights to start from: a `transformers.ClapModel` folder, a file of LAION-CLAP, open_clip or HTSAT, or a checkpoint."""
     freeze: list[Tower] = []
     """Towers to freeze, with their projections; also in `bench.py`."""
     lr_scale: dict[Tower, PositiveFloat] = {}

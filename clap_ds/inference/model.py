@@ -237,7 +237,7 @@ def load(
 
     Args:
         source: a checkpoint of this project, or a folder of them; a folder for `transformers.ClapModel`, or its Hub id
-            (this host's cache first); a LAION-CLAP .pt file.
+            (this host's cache first); a file of LAION-CLAP or open_clip.
         best: take a folder's best checkpoint by `best_metric` instead of the newest.
         device: default: a GPU if available, else the CPU.
         dtype: the model's computation in float32, bfloat16 or float16; embeddings are float32.

@@ -1,6 +1,6 @@
-"""Export a checkpoint to a folder for `transformers.ClapModel` and `transformers.ClapProcessor`.
+"""Export a checkpoint to a folder for `transformers.ClapModel` and `transformers.ClapProcessor`, or for open_clip.
 
-    clap-export CHECKPOINT FOLDER [--best] [--no_ema] [--tokenizer NAME_OR_FOLDER]
+    clap-export CHECKPOINT FOLDER [--format open_clip] [--best] [--no_ema] [--tokenizer NAME_OR_FOLDER]
 
 The tokenizer comes from the checkpoint or the command line.
 """
@@ -17,13 +17,14 @@ from clap_ds.weights.formats import Checkpoint, save_transformers
 from clap_ds.weights.hf_compat import changes
 from clap_ds.weights.hf_config import feature_extractor
 from clap_ds.weights.load import load_weights
+from clap_ds.weights.open_clip import save_open_clip
 from clap_ds.weights.tokenizer import load_tokenizer
 
 import transformers  # isort: skip  (after torchaudio_compat)
 
 
-def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> list[str]:
-    """Write the new folder atomically and return notes for its users.
+def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: str = "transformers") -> list[str]:
+    """Write the new folder, in one of `FORMATS`, atomically and return notes for its users.
     Raises ValueError if the model can't be expressed, no tokenizer fits, or the folder exists."""
     if folder.exists():
         raise ValueError(f"{folder} exists: expected a new folder")
@@ -35,6 +36,10 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
     loaded.model_max_length = length  # what `truncation=True` keeps
     try:
         with drafted(folder) as draft:
+            if form == "open_clip":
+                save_open_clip(found.build(), draft, length)
+                loaded.save_pretrained(draft)
+                return []
             save_transformers(found.build(), draft)
             transformers.ClapProcessor(feature_extractor(found.config.audio), loaded).save_pretrained(draft)
     except (OSError, safetensors.SafetensorError) as error:
@@ -43,21 +48,28 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None) -> lis
     return [*changes(found.config), f"captions are truncated to {length} tokens {cut}"]
 
 
+FORMATS = {
+    "transformers": "transformers.ClapModel.from_pretrained and ClapProcessor.from_pretrained",
+    "open_clip": 'open_clip.create_model and get_tokenizer, as "local-dir:FOLDER"',
+}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("clap-export", description=(__doc__ or "").splitlines()[0])
-    kinds = "checkpoint, folder of checkpoints (the newest good one), .safetensors of this project, or LAION-CLAP .pt"
+    kinds = "checkpoint, folder of checkpoints (the newest good one), or a file of LAION-CLAP or open_clip"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=kinds)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="new output folder")
+    parser.add_argument("--format", choices=[*FORMATS], default="transformers", help="target (default: %(default)s)")
     parser.add_argument("--best", action="store_true", help="export a folder's best by best_metric, not the newest")
     raw = "export a clap.train.ema_decay run's raw weights instead of their moving average"
     parser.add_argument("--no_ema", action="store_true", help=raw)
     parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="captions' tokenizer (default: the checkpoint's)")
     arguments = parser.parse_args(argv)
     found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.no_ema)
-    for remark in export(found, arguments.folder, arguments.tokenizer):
+    for remark in export(found, arguments.folder, arguments.tokenizer, arguments.format):
         print(f"note: {remark}")
     print(f"exported: {found.shown}, model {found.config.name}")
-    print(f"{arguments.folder}: for transformers.ClapModel.from_pretrained and ClapProcessor.from_pretrained")
+    print(f"{arguments.folder}: for {FORMATS[arguments.format]}")
 
 
 command = partial(run_alone, main, MISTAKES)

@@ -19,14 +19,15 @@ from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernels import torch_kernels
 from clap_ds.weights.hf_compat import expressible
-from clap_ds.weights.key_mapping import State, check_not_open_clip, from_names, to_names, transformers_names
+from clap_ds.weights.key_mapping import State, from_names, to_names, transformers_names
 from clap_ds.weights.state_file import write_tensors
 
 METADATA_KEY = "clap_ds.config"
 CONTEXT_LENGTH_KEY = "clap_ds.context_length"
 LOGIT_BIAS = "logit_bias"
 _NOT_IN_OTHERS = ("audio.tscam_conv.", "audio.head.", LOGIT_BIAS)
-_OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS)
+_OPTIONAL = ("tscam_conv.", ".head.", LOGIT_BIAS, "logit_scale_text")
+_FUSION = (".mel_conv2d.", ".fusion_model.")
 _CONSTANTS = (".relative_position_index", ".attn_mask", ".position_ids", ".token_type_ids")
 """Suffixes of constants that other CLAPs save as tensors."""
 _NUM_SHOWN = 5
@@ -71,7 +72,13 @@ class Checkpoint:
             convert(model)
         return model
 
+    @property
+    def is_audio_tower(self) -> bool:
+        return all(name.startswith("audio.") for name in self.state)
+
     def build(self, **options: Any) -> ClapModel:
+        if self.is_audio_tower:
+            raise ValueError(f"{self.path} contains only an audio tower: load it with clap.train.pretrained")
         model = ClapModel(self.config, **{"learns_bias": LOGIT_BIAS in self.state, **options})
         self.load_into(model)
         return model
@@ -79,7 +86,8 @@ class Checkpoint:
     def load_into(self, model: ClapModel) -> None:
         """Copy the weights into a model. Raises ValueError for other names or shapes, except missing optional tensors."""
         state = {name: t for name, t in self.state.items() if name != LOGIT_BIAS or model.logit_bias is not None}
-        _check(state, model.state_dict(), f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
+        expected = htsat_alone(model.state_dict()) if self.is_audio_tower else model.state_dict()
+        _check(state, expected, f"a checkpoint of {self.config.name} doesn't fit {model.config.name}")
         model.load_state_dict(state, strict=False)
 
 
@@ -89,7 +97,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
     config = parse_sizes(read_clap(sizes, files.object_in(sizes)), folder.name, str(sizes))
     for file in sorted(folder.glob("model*.safetensors")):
-        tensors.update(_read_safetensors(file)[0])
+        tensors.update(read_safetensors(file)[0])
     if not tensors:
         raise ValueError(f"{folder}: no model.safetensors, whole or in parts (pickled weights are not read)")
     found = renamed_checkpoint(config, tensors, transformers_names, str(folder))
@@ -138,25 +146,33 @@ def to_safetensors(
     return tensors, metadata | trained
 
 
-def load_safetensors(path: str | Path) -> Checkpoint:
-    """Read a file of `save_safetensors`. Raises ValueError for another file."""
-    state, metadata = _read_safetensors(Path(path))
-    if METADATA_KEY not in metadata:
-        check_not_open_clip(path, state)
-        raise ValueError(f"{path}: no {METADATA_KEY} metadata found; expected a file of save_safetensors")
+def from_safetensors(path: Path, state: State, metadata: Mapping[str, str]) -> Checkpoint:
+    """Build a checkpoint from the content of a file of `save_safetensors`. Raises ValueError if it contradicts itself."""
     config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(CONTEXT_LENGTH_KEY, "")
     expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
     _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
-    return Checkpoint(config, state, context_length=int(tokens) if tokens.isdecimal() else None)
+    return _checkpoint(config, state, context_length=int(tokens) if tokens.isdecimal() else None)
 
 
 def renamed_checkpoint(
     config: ClapConfig, tensors: Mapping[str, Tensor], names: Callable[[str], list[str]], label: str
 ) -> Checkpoint:
-    """Build a checkpoint from tensors with other names. Raises ValueError if they don't fit `config`."""
-    expected = _expected(config.model_dump_json())
+    """Build a checkpoint from tensors, maybe of HTSAT alone, with other names. Raises ValueError if they don't fit `config`."""
+    expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in tensors)
+    if not any("text" in name for name in tensors):
+        expected = htsat_alone(expected)
     _check(tensors, to_names(expected, names), f"{label} doesn't fit {config.name}")
-    return Checkpoint(config, from_names(expected, names, tensors))
+    return _checkpoint(config, from_names(expected, names, tensors))
+
+
+def _checkpoint(config: ClapConfig, state: State, **told: Any) -> Checkpoint:
+    return Checkpoint(config, state, loss_kind="sigmoid" if LOGIT_BIAS in state else "softmax", **told)
+
+
+def htsat_alone(state: Mapping[str, Tensor]) -> State:
+    """Return the audio tower's part of a state that HTSAT's own checkpoints have: without projection and feature fusion."""
+    inside = {name: tensor for name, tensor in state.items() if name.startswith("audio.")}
+    return {name: tensor for name, tensor in inside.items() if not any(part in name for part in _FUSION)}
 
 
 @cache
@@ -188,7 +204,7 @@ def some(items: list[str]) -> str:
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
-def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
+def read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
     try:
         with files.pinned(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -27,8 +27,16 @@ _LAION_PARTS = [
     ("text.roberta.", "text_branch."),
     (".merge.", ".downsample."),
     (".attention.relative_position_bias", ".attn.relative_position_bias_table"),
+    (".attention.qkv.", ".attn.qkv."),
+    (".attention.proj.", ".attn.proj."),
     ("projection.linear1.", "projection.0."),
     ("projection.linear2.", "projection.2."),
+]
+_LAION_TO_OPEN_CLIP = [
+    ("audio_branch.", "audio.encoder."),
+    ("text_branch.", "text.transformer."),
+    ("_projection.", ".proj."),
+    ("logit_scale_a", "logit_scale"),
 ]
 _LOGIT_SCALES = {"logit_scale": "logit_scale_a", "logit_scale_text": "logit_scale_t"}
 
@@ -51,16 +59,14 @@ def transformers_names(key: str) -> list[str]:
 
 def laion_names(key: str) -> list[str]:
     """Return LAION-CLAP's name for a key."""
-    name = _renamed(key, _LAION_PARTS)
-    if name.startswith("audio_branch.layers."):
-        name = name.replace(".attention.", ".attn.")
-    return [name]
+    return [_renamed(key, _LAION_PARTS)]
 
 
-def check_not_open_clip(where: object, keys: Iterable[str]) -> None:
-    """Raise ValueError for tensor names of open_clip's CLAP."""
-    if any(key.removeprefix("module.").startswith(("audio.encoder.", "text.transformer.")) for key in keys):
-        raise ValueError(f"{where}: open_clip checkpoints aren't supported: expected one of LAION-CLAP or clap_ds")
+def open_clip_names(key: str) -> list[str]:
+    """Return open_clip's name for a key, or none for the second logit scale."""
+    if key == "logit_scale_text":
+        return []
+    return [_renamed(_renamed(key, _LAION_PARTS), _LAION_TO_OPEN_CLIP)]
 
 
 def from_names(keys: Iterable[str], names: Callable[[str], list[str]], source: Mapping[str, Tensor]) -> State:
@@ -68,18 +74,18 @@ def from_names(keys: Iterable[str], names: Callable[[str], list[str]], source: M
     state: State = {}
     for key in keys:
         tensors = [source[name] for name in names(key) if name in source]
-        if len(tensors) == len(names(key)):
+        if tensors and len(tensors) == len(names(key)):
             tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            state[key] = tensor.reshape(1) if key in _LOGIT_SCALES else tensor
+            state[key] = tensor.reshape(1) if key.startswith("logit_") else tensor
     return state
 
 
 def to_names(state: Mapping[str, Tensor], names: Callable[[str], list[str]]) -> State:
-    """Invert `from_names`; logit scales become 0-dimensional."""
+    """Invert `from_names`; logit scales and bias become 0-dimensional."""
     renamed: State = {}
     for key, tensor in state.items():
         targets = names(key)
-        pieces = tensor.chunk(len(targets)) if len(targets) > 1 else [tensor]
+        pieces = tensor.chunk(len(targets)) if len(targets) > 1 else [tensor] * len(targets)
         for name, piece in zip(targets, pieces, strict=True):
-            renamed[name] = piece.reshape(()) if key in _LOGIT_SCALES else piece
+            renamed[name] = piece.reshape(()) if key.startswith("logit_") else piece
     return renamed

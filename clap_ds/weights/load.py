@@ -10,10 +10,18 @@ from pydantic import TypeAdapter
 
 from clap_ds.config.model import ClapConfig
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
-from clap_ds.weights.formats import LOGIT_BIAS, Checkpoint, load_safetensors, load_transformers, some
-from clap_ds.weights.laion import load_laion
+from clap_ds.weights.formats import (
+    METADATA_KEY,
+    Checkpoint,
+    from_safetensors,
+    load_transformers,
+    read_safetensors,
+    some,
+)
+from clap_ds.weights.open_clip import WEIGHTS as OPEN_CLIP_WEIGHTS
+from clap_ds.weights.state_dicts import from_state_dict, read_pickled
 
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _OF_A_MODEL = ["*.json", "*.txt", "model*.safetensors"]
 
@@ -26,7 +34,7 @@ def load_weights(
     Args:
         path: a checkpoint of this project, or a folder of them (the newest good one); a file of
             `clap_ds.weights.formats.save_safetensors`; a folder for `transformers.ClapModel`, or its Hub id (cache
-            first); a LAION-CLAP .pt file.
+            first); a file of LAION-CLAP, open_clip (or a folder for its `local-dir:`) or HTSAT.
         config: expected sizes (default: the weights' own).
         best: take a folder's best by `best_metric` instead of the newest.
         raw: take a `clap.train.ema_decay` checkpoint's raw weights.
@@ -45,22 +53,27 @@ def load_weights(
 
 
 def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tuple[Path, Checkpoint]:
-    if path.is_file() and path.suffix in _PICKLES:
-        return path, load_laion(path, config)
-    if path.suffix == ".safetensors" and path.is_file():
-        return path, _with_manifest(path, load_safetensors(path))
+    if path.is_file() and path.suffix in _FILES:
+        state, metadata = read_safetensors(path) if path.suffix == ".safetensors" else (read_pickled(path), {})
+        if METADATA_KEY in metadata:
+            return path, _with_manifest(path, from_safetensors(path, state, metadata))
+        return path, from_state_dict(path, state, config)
     if (path / "config.json").exists():
         return path, load_transformers(path)
+    if (path / OPEN_CLIP_WEIGHTS).exists():
+        _, found = _read(path / OPEN_CLIP_WEIGHTS, config, best=best, raw=raw)
+        has_tokenizer = (path / "tokenizer_config.json").exists()
+        return path, replace(found, tokenizer=str(path)) if has_tokenizer else found
     if path.is_dir():
         path = find_checkpoint(path, best=best)
         file = path / (RAW if raw and (path / RAW).exists() else WEIGHTS)
-        return path, _with_manifest(file, load_safetensors(file))
-    if not path.exists() and _HUB_ID.fullmatch(str(path)) and path.suffix not in (*_PICKLES, ".safetensors"):
+        return path, _read(file, config, best=best, raw=raw)[1]
+    if not path.exists() and _HUB_ID.fullmatch(str(path)) and path.suffix not in _FILES:
         from clap_ds.weights.hub import load_by_name
 
         return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
     what = "expected" if path.exists() else "no such file or folder; expected"
-    raise ValueError(f"{path}: {what} a folder, a .safetensors file or LAION-CLAP's {', '.join(_PICKLES)}")
+    raise ValueError(f"{path}: {what} a folder or a file ({', '.join(_FILES)})")
 
 
 def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
@@ -74,12 +87,11 @@ def _from_hub(path: Path, local_files_only: bool) -> Checkpoint:
 def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
     """Add the information of the manifest next to a file of weights."""
     folder = path.parent
-    kind = "sigmoid" if LOGIT_BIAS in found.state else "softmax"  # default without a manifest
     if not (folder / MANIFEST).exists():
-        return replace(found, loss_kind=kind)
+        return found
     manifest = Manifest.read(folder)
     clap: dict[str, Any] = manifest.settings.get("clap", {})
-    kind = clap.get("loss", {}).get("kind", kind)
+    kind = clap.get("loss", {}).get("kind", found.loss_kind)
     value = None if path.name == RAW else manifest.metrics.get(manifest.best_metric or "")
     reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_metric} {value:.4g}")
     if RAW in manifest.files and path.name == WEIGHTS:

@@ -35,7 +35,7 @@ from clap_ds.training.checkpoint import Checkpointer
 from clap_ds.training.resume import resume
 from clap_ds.training.train_state import ResumeOptions, SavedCheckpoint, TrainState
 from clap_ds.weights import checkpoint_files
-from clap_ds.weights.formats import load_safetensors
+from clap_ds.weights.load import load_weights
 from tests.training.reference_steps import engine_of, run_settings
 
 ROWS = 6
@@ -234,7 +234,7 @@ def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accep
             load(Checkpointer(folder, config=run.resolved()), other, resume_weights_only=accept)
         except ValueError as error:
             return str(error), None
-    saved = load_safetensors(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
+    saved = load_weights(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
     trained = {name for name, parameter in other.model.named_parameters() if parameter.requires_grad and name in saved}
     same = all(torch.equal(tensor, saved[name]) for name, tensor in master_weights(other).items() if name in trained)
     rate = other.deepspeed.get_lr()[0]

@@ -68,9 +68,8 @@ def test_pretrained_weights_come_from_the_named_place(tmp_path: Path) -> None:
     config = MICRO.model_copy(update={"hub_name": pretrained_folder(tmp_path)})
     preset = load_preset("micro").model_copy(update={"text": config})
     model = {"preset": preset.model_dump(), "text_dropout": 0.2}
-    towers = [
-        build_model(settings(model={**model, "pretrained_text": on}), torch.device("cpu")).text for on in (True, False)
-    ]
+    runs = [settings(model={**model, "pretrained_text": on}).clap for on in (True, False)]
+    towers = [build_model(run.model, run.loss, torch.device("cpu")).text for run in runs]
     loaded = towers[0].roberta
     expected = transformers.RobertaModel.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())

@@ -1,4 +1,4 @@
-"""Test LAION-CLAP's files, and that malicious files are read without running code."""
+"""Test state dicts of other projects, and that malicious files are read without running code."""
 
 import os
 from collections import OrderedDict
@@ -16,7 +16,7 @@ from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import renamed_checkpoint
 from clap_ds.weights.key_mapping import laion_names, to_names, transformers_names
-from clap_ds.weights.laion import load_laion
+from clap_ds.weights.load import load_weights
 from tests.model.reference_clap import REFERENCES, randomise
 from tests.weights.test_formats import MICRO, assert_same, without_classifier
 
@@ -73,7 +73,7 @@ def test_files_as_laion_writes_them_load(tmp_path: Path, save: Callable[..., Non
     for content in (bare, published(bare)):
         save(content, tmp_path / "clap.pt")
         for config in (MICRO, None):
-            found = load_laion(tmp_path / "clap.pt", config)
+            found = load_weights(tmp_path / "clap.pt", config)
             model = found.build()
             assert found.config == MICRO
             assert_same(without_classifier(model), without_classifier(expected))
@@ -97,7 +97,7 @@ def test_sizes_are_told_by_the_tensors(tmp_path: Path, name: str) -> None:
     state = {key: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for key, tensor in named.items()}
     assert all(tensor.shape == () for key, tensor in state.items() if key.startswith("logit_scale"))
     torch.save(published(state), tmp_path / "clap.pt", pickle_protocol=4)
-    found = load_laion(tmp_path / "clap.pt")
+    found = load_weights(tmp_path / "clap.pt")
     assert (found.config, found.tokenizer) == (config, None if name == "demo" else "roberta-base")
 
 
@@ -129,7 +129,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, protocol: int, as_zip: bool) -
     ):
         torch.save(content, tmp_path / "clap.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=as_zip)
         with pytest.raises(ValueError, match=rf"it refers to \S*{name}"):
-            load_laion(tmp_path / "clap.pt", MICRO)
+            load_weights(tmp_path / "clap.pt", MICRO)
         assert not marker.exists()
 
 
@@ -137,4 +137,4 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, protocol: int, as_zip: bool) -
 def test_archives_of_code_are_refused(tmp_path: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "code.pt")
     with pytest.raises(ValueError, match=r"code\.pt: can't be read.*TorchScript"):
-        load_laion(tmp_path / "code.pt", MICRO)
+        load_weights(tmp_path / "code.pt", MICRO)

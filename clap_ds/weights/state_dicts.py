@@ -1,12 +1,13 @@
-"""Read the tensors of LAION-CLAP's pickled `.pt` files, and infer the model's sizes, which they lack.
+"""Read state dicts of LAION-CLAP, open_clip and HTSAT, and infer the model's sizes, which they lack.
 
-No code in a file is run. torch's restricted reader supports neither pickle protocol 4 nor numpy scalars, which
+No code in a pickle is run. torch's restricted reader supports neither pickle protocol 4 nor numpy scalars, which
 published files contain. The unpickler here creates only tensors, and skips such numbers.
 """
 
 import pickle
 import types
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,20 @@ from torch import Tensor
 from clap_ds.config.files import pinned
 from clap_ds.config.model import ClapConfig, load_preset
 from clap_ds.config.model_names import preset_names
-from clap_ds.weights.formats import Checkpoint, renamed_checkpoint
-from clap_ds.weights.key_mapping import check_not_open_clip, laion_names
+from clap_ds.weights.formats import Checkpoint, renamed_checkpoint, some
+from clap_ds.weights.key_mapping import laion_names, open_clip_names
 
-_IGNORED = ("audio_transform.", "text_transform.", "audio_branch.spectrogram_", "audio_branch.logmel_")
+_IGNORED = ("audio_transform.", "text_transform.", ".spectrogram_extractor.", ".logmel_extractor.")
+_MARKS = {
+    laion_names: {"audio_branch.bn0.weight"},
+    open_clip_names: {"audio.encoder.bn0.weight", "text.transformer.embeddings.word_embeddings.weight"},
+}
+"""Tensors that tell whose names a state dict has. open_clip's other towers lack them."""
+_EXPECTED = "expected weights of save_safetensors, LAION-CLAP, HTSAT, or open_clip's HTSAT with RoBERTa or BERT"
 _REBUILT = ("_rebuild_parameter", "_rebuild_tensor", "_rebuild_tensor_v2")
 _OF_TENSORS = {("collections", "OrderedDict"), ("torch", "Size"), *(("torch._utils", name) for name in _REBUILT)}
 _ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")
+_SKIPPED = ("pytorch_lightning", "lightning")  # packages of objects beside HTSAT's tensors
 _OF_NUMBERS = {("_codecs", "encode"), ("numpy", "dtype"), *((module, "scalar") for module in _ARRAYS)}
 
 
@@ -35,7 +43,7 @@ class _PassedOver:
 
 class _TensorsOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OF_TENSORS | _OF_NUMBERS:
+        if (module, name) in _OF_TENSORS | _OF_NUMBERS or module.partition(".")[0] in _SKIPPED:
             made_by = super().find_class(module, name) if (module, name) in _OF_TENSORS else _PassedOver
             return lambda *arguments: made_by(*arguments)  # wrapped, because a pickle may set attributes
         raise pickle.UnpicklingError(
@@ -49,22 +57,25 @@ _tensors_only.Unpickler = _TensorsOnly
 _tensors_only.load = lambda file, **options: _TensorsOnly(file, **options).load()
 
 
-def load_laion(path: str | Path, config: ClapConfig | None = None) -> Checkpoint:
-    """Load a LAION-CLAP `.pt` file: a state dict, bare or under "state_dict", with or without a `module.` prefix.
+def from_state_dict(path: str | Path, state: Mapping[str, Any], config: ClapConfig | None = None) -> Checkpoint:
+    """Build a checkpoint from a state dict of LAION-CLAP, open_clip or HTSAT, with or without a `module.` prefix.
 
     Its sizes are `config`, or the first fitting ones of LAION's models and this project's presets. Raises ValueError.
     """
     tensors = {
-        name.removeprefix("module."): value
-        for name, value in _read(Path(path)).items()
-        if isinstance(value, Tensor) and not name.removeprefix("module.").startswith(_IGNORED)
+        name.removeprefix("module.").replace("sed_model.", "audio_branch.", 1): value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not any(part in name for part in _IGNORED)
     }
-    check_not_open_clip(path, tensors)
+    names = next((names for names, marks in _MARKS.items() if marks <= tensors.keys()), None)
+    if names is None:
+        raise ValueError(f"{path}: {_EXPECTED}, found {some([*tensors])}")
     problems = []
     for layout in [config] if config else _layouts(any(".mel_conv2d." in name for name in tensors)):
         try:
-            found = renamed_checkpoint(layout, tensors, laion_names, str(path))
-            return replace(found, tokenizer=layout.text.hub_name or None)  # RoBERTa's, as in LAION's training
+            found = renamed_checkpoint(layout, tensors, names, str(path))
+            tokenizer = None if found.is_audio_tower else layout.text.hub_name or None
+            return replace(found, tokenizer=tokenizer)  # RoBERTa's, as in their training
         except ValueError as error:
             problems.append(str(error))
     raise ValueError(problems[0])
@@ -80,7 +91,8 @@ def _layouts(has_fusion: bool) -> list[ClapConfig]:
     return [each for each in found if each.audio.fusion == has_fusion]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_pickled(path: Path) -> dict[str, Any]:
+    """Return the state dict of a `.pt` file, bare or under "state_dict". Raises ValueError."""
     try:
         with pinned(path) as opened:
             content = _load(opened)
