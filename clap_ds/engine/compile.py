@@ -38,7 +38,8 @@ def compile_towers(
     """Compile towers and mel front end of DeepSpeed's engine in place, before the first step, for such a batch. A collective.
 
     Each part runs forward (`cached`: also without gradients) and backward, as a failure in a step would leave gradients half
-    sent. Each tower and its backward pass are one graph. A part that fails on one rank runs uncompiled on all.
+    sent. Each tower and its backward pass are one graph. A part that fails on one rank runs uncompiled on all. On each host
+    local rank 0 compiles first, so that the others find its kernels in the cache. Rows of packed captions may have any length.
     """
     # With the reducer attached, Dynamo would split the towers at its buckets, and fail an assertion if those are below 1 MB.
     torch._dynamo.config.optimize_ddp = False
@@ -46,6 +47,10 @@ def compile_towers(
     mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
     model, problems, began_s = engine.module, dict[str, str | None](), time.monotonic()
     audio, *text = batch.model_inputs()
+    if batch.packed is not None:
+        for tensor in (batch.packed[0], batch.packed[1].bounds):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     with watchdog.activity("compiling"), untouched(model, batch.device), autocast_if_enabled(engine):
         run_eager(engine, batch)  # finds that memory is too small in a second, not after minutes of compiling
         for name in PARTS if audio.ndim == 2 else ("audio", "text"):
@@ -53,7 +58,10 @@ def compile_towers(
             part = model.get_submodule(name)
             part.compile(backend=backend, mode=mode)
             inputs = text if name == "text" else [audio]
-            problems[name] = reduce_on_rank0(problem_of(partial(_try, part, inputs, cached=cached)), first_problem)
+            attempt, problem = partial(_try, part, inputs, cached=cached), None
+            for turn in (is_first, not is_first):
+                problem = problem_of(attempt) if turn else problem
+                problems[name] = reduce_on_rank0(problem, first_problem)
             if problems[name]:
                 part._compiled_call_impl = None
                 _say(f"warning: {PARTS[name]} can't be compiled and runs slower: {problems[name]}")

@@ -111,13 +111,13 @@ class Checkpointer:
     def _start(self, engine: ClapEngine, progress: TrainState, metrics: dict[str, float], *, copied: bool) -> None:
         """Hand the state to the writing thread, `copied` if training changes it meanwhile."""
         begin = time.time()
-        state = engine_state(engine)
-        state["random"] = gather(random_state(engine.model.logit_scale.device))
+        state, random = engine_state(engine), gather(random_state(engine.model.logit_scale.device))
         if rank():
             return
         assert self._writing is None
         found = {"state": state, **_weights(engine)}
         found = self._copied(found) if copied else found
+        found["state"]["random"] = random
         manifest = Manifest(
             serial=0,
             step=progress.step,
@@ -194,14 +194,22 @@ class Checkpointer:
         return [] if sync is None else sync.close(limit_s)
 
     def _copied(self, state: Any) -> Any:
-        """Return the state with its tensors in host memory, the same at each call: in pinned memory those of a GPU."""
-        if self._stager is None:
-            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        """Return the state with its tensors in host memory, the same at each call: in pinned memory those of a GPU, if the host
+        can pin as much."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-            is_cuda = torch.cuda.is_available()
-            options = {"use_pinned_memory": is_cuda, "use_non_blocking_copy": is_cuda}
-            self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **options))
-        return self._stager.stage(tree_map_only(Tensor, Tensor.detach, state))
+        state = tree_map_only(Tensor, Tensor.detach, state)
+        is_first, pins = self._stager is None, torch.cuda.is_available()
+        if is_first:
+            self._stager = DefaultStager(StagingOptions(pins, False, False, pins))
+        try:
+            return self._stager.stage(state)
+        except RuntimeError as error:
+            if not (is_first and pins):
+                raise
+            warn(f"checkpoints are copied without pinned memory, which takes longer: {error}")
+            self._stager = DefaultStager(StagingOptions(False, False, False, False))
+            return self._stager.stage(state)
 
     def _write(
         self, saved: SavedCheckpoint, found: dict[str, Any], progress: str, model: ClapConfig, manifest: Manifest
