@@ -170,6 +170,26 @@ def test_deepspeed_creates_no_group_of_its_own(two_ranks: RankPool) -> None:
     assert two_ranks.run(_takes_the_group) == [True, True]
 
 
+def test_no_gradient_is_a_concatenation_of_sums() -> None:
+    """Such a sum, as of a parameter that is split in the forward pass, may get wrong values from Inductor's mix-order reduction
+    (pytorch #193061)."""
+    forget()
+    model, graphs = micro(), list[torch.fx.GraphModule]()
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return boxed_nop(graph, inputs)
+
+    engine = SimpleNamespace(module=model, torch_autocast_enabled=lambda: False)
+    whole: Any = SimpleNamespace(model_inputs=lambda: batch(False), packed=None, device=torch.device("cpu"))
+    compile_towers(engine, whole, "towers", cached=False, backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=keep))
+    nodes = [node for graph in graphs for node in graph.graph.nodes]
+    sums = {node for node in nodes if node.target == torch.ops.aten.sum.dim_IntList}
+    assert len(graphs) == 2
+    assert len(sums) > 20
+    assert not [node for node in nodes if node.target == torch.ops.aten.cat.default and sums & {*node.all_input_nodes}]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpus", ["one_gpu", "two_gpus"])
 def test_compiled_models_train_the_same_on_gpus(request: pytest.FixtureRequest, gpus: str) -> None:
