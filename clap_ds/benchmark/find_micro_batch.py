@@ -39,9 +39,11 @@ def find_micro_batch(engine: ClapEngine, run: RunSettings) -> None:
     with raise_on_all_ranks(), activity("finding the micro-batch"):
         require_gpu(engine.device)
         found = largest_multiple(lambda size: _fits(engine, run, size), run.micro_batch)
+    torch.cuda.empty_cache()  # blocks of the sizes that were tried
     engine.deepspeed.set_train_micro_batch_size(found)
     engine.deepspeed.tput_timer.batch_size = engine.deepspeed.train_batch_size()
-    run.deepspeed |= {MICRO_BATCH: found, ACCUMULATION: run.gradient_accumulation_steps, GLOBAL_BATCH: None}
+    run.deepspeed |= {MICRO_BATCH: found, ACCUMULATION: run.gradient_accumulation_steps}
+    run.deepspeed.pop(GLOBAL_BATCH, None)
 
 
 def require_gpu(device: torch.device) -> None:
@@ -63,8 +65,6 @@ def _fits(engine: ClapEngine, run: RunSettings, size: int) -> bool:
             run_eager(engine.deepspeed, Batch(clips, ids, torch.ones_like(ids)))
     except torch.OutOfMemoryError:
         fits = False
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     fits = reduce_on_rank0(fits, all)
     if rank() == 0:
         print(f"micro-batch {size}: {'fits' if fits else 'out of memory'}", flush=True)

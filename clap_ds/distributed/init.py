@@ -207,15 +207,13 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         _give_up(error)
     except UserError as error:
         write_error_file(error_file.USER, str(error), USER_ERROR)
-        who, is_first = (
-            f"{socket.gethostname()}: rank {os.environ.get('RANK')}: ",
-            os.environ.get("RANK", "0") in ("", "0"),
-        )
+        is_first = os.environ.get("RANK", "0") in ("", "0")
         if not is_first:
             time.sleep(RANK_0_SPEAKS_S)  # launchers end a job when its first process exits: let rank 0 report first
         if is_first or not isinstance(error, CollectiveUserError):
             told = printable(str(error), "\n")
-            print(f"error: {'' if is_first else who}{told}", file=sys.stderr, flush=True)
+            who = "" if is_first else f"{socket.gethostname()}: rank {os.environ.get('RANK')}: "
+            print(f"error: {who}{told}", file=sys.stderr, flush=True)
         leave(USER_ERROR)
     except Exception as error:
         write_error_file(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)

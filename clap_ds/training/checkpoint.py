@@ -196,19 +196,17 @@ class Checkpointer:
     def _copied(self, state: Any) -> Any:
         """Return the state with its tensors in host memory, the same at each call: in pinned memory those of a GPU, if the host
         can pin as much."""
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        state = tree_map_only(Tensor, Tensor.detach, state)
-        is_first, pins = self._stager is None, torch.cuda.is_available()
-        if is_first:
-            self._stager = DefaultStager(StagingOptions(pins, False, False, pins))
+        state, is_cuda = tree_map_only(Tensor, Tensor.detach, state), torch.cuda.is_available()
+        if self._stager is not None:
+            return self._stager.stage(state)
+        self._stager = _stager(pins=is_cuda)
         try:
             return self._stager.stage(state)
         except RuntimeError as error:
-            if not (is_first and pins):
+            if not is_cuda:
                 raise
             warn(f"checkpoints are copied without pinned memory, which takes longer: {error}")
-            self._stager = DefaultStager(StagingOptions(False, False, False, False))
+            self._stager = _stager(pins=False)
             return self._stager.stage(state)
 
     def _write(
@@ -279,6 +277,17 @@ class Checkpointer:
                     files.remove(path)
         except OSError as error:
             warn(f"an old checkpoint can't be deleted: {error}")
+
+
+def _stager(*, pins: bool) -> Any:
+    """Return torch's stager to host memory, which `pins` it."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins
+        )
+    )
 
 
 def _give_way() -> None:
