@@ -7,6 +7,7 @@ A device that isn't listed, such as a MIG slice, has no peak and no MFU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.run_records.metrics_schema import Summary
@@ -119,8 +120,9 @@ def utilization(
         f"no MFU: the peak of {device_name!r} is unknown; set clap.hardware.peak_tflops to its dense bf16 TFLOPS"
         ' (in the run\'s JSON: "clap": {"hardware": {"peak_tflops": …}})'
     )
-    return {
+    found: Any = {
         **{name: 100 * each / peak.bf16_tflops if peak else None for name, each in tflops.items()},
         "achieved_tflops": achieved, "hardware_tflops": tflops["hfu_percent"],
         "peak_tflops": peak.bf16_tflops if peak else None, "peak_source": peak.source if peak else missing,
-    }  # type: ignore[typeddict-item]  # fmt: skip
+    }  # fmt: skip
+    return cast("Summary", found)
