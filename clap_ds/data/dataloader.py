@@ -3,14 +3,13 @@ the step before, whose batch's memory it may take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from clap_ds.config.errors import printable
-from clap_ds.config.model import CONTEXT_LENGTH, ClapConfig
 from clap_ds.config.schema import ShardData, SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, MicroBatchStream, join
 from clap_ds.data.loader_throughput import LoaderThroughput, describe
@@ -103,45 +102,32 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         self.close()
 
 
-def _synthetic(data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None, _: bool) -> MicroBatchStream:
-    return SyntheticStream(data, spec, state)
-
-
-def _webdataset(data: ShardData, spec: BatchSpec, state: dict[str, Any] | None, needs_epochs: bool) -> MicroBatchStream:
-    from clap_ds.data.webdataset import WebDatasetStream  # needs audio decoders and tokenizers
-
-    return WebDatasetStream(data, spec, state, needs_epochs=needs_epochs)
-
-
-STREAMS: dict[str, Callable[..., MicroBatchStream]] = {"synthetic": _synthetic, "webdataset": _webdataset}
-"""By `clap.data.source`."""
-
-
 def build_batches(
     data: SyntheticData | ShardData,
     *,
-    model: ClapConfig,
-    context_length: int = CONTEXT_LENGTH,
-    micro_batch: int,
-    rank: int = 0,
-    world_size: int = 1,
-    seed: int = 0,
-    device: torch.device,
     pack_captions: bool = False,
     state: dict[str, Any] | None = None,
     needs_epochs: bool = False,
+    **spec: Any,
 ) -> BatchSource:
-    """Build one rank's endless batches on `device` from the `clap.data` section.
+    """Build one rank's endless batches on a device from the `clap.data` section.
 
     Args:
         state: `BatchSource.state()` of this rank to resume, or of any rank if the number of ranks changed. Exact if ranks,
             workers, settings and shards are unchanged; else data continues in a new order.
         needs_epochs: count local tars without a manifest regardless of their size.
+        spec: fields of `BatchSpec`.
 
     Raises:
         ValueError: invalid settings, with the field's name, on all ranks.
     """
-    spec = BatchSpec(model, context_length, micro_batch, rank, world_size, seed, device)
-    copy_ahead = device.type == "cuda" and getattr(data, "placement", "host") == "host"
-    pieces = STREAMS[data.source](data, spec, state, needs_epochs)
-    return BatchSource(pieces, device, copy_ahead=copy_ahead, pack_captions=pack_captions)
+    of_rank = BatchSpec(**spec)
+    pieces: MicroBatchStream
+    if isinstance(data, SyntheticData):
+        pieces = SyntheticStream(data, of_rank, state)
+    else:
+        from clap_ds.data.webdataset import WebDatasetStream  # needs audio decoders and tokenizers
+
+        pieces = WebDatasetStream(data, of_rank, state, needs_epochs=needs_epochs)
+    copy_ahead = of_rank.device.type == "cuda" and getattr(data, "placement", "host") == "host"
+    return BatchSource(pieces, of_rank.device, copy_ahead=copy_ahead, pack_captions=pack_captions)

@@ -1,14 +1,12 @@
-"""Read the captions of audio files from a list or a folder, and check the files: regular ones only, each content once."""
+"""Read the captions of audio files from a list or a folder."""
 
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import os
 import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import open_regular, parse_json, read_bytes, read_json
+from clap_ds.config.files import parse_json, read_bytes, read_json
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
 LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
@@ -39,10 +37,8 @@ class Entry:
     path: Path
     captions: list[str]
     more: Row = field(default_factory=dict)
-    problem: str | None = None
+    problem: str = ""
     size: int = 0  # bytes, if the file was checked
-    digest: str = ""  # of the content, if another file is as long
-    others: list[Path] = field(default_factory=list)  # identical files
 
     def add(self, other: Entry) -> None:
         """Merge the captions and metadata of another entry of the same sound."""
@@ -60,13 +56,13 @@ def values_of(row: Row, name: str) -> list[Any]:
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
-    """Read the entries of a folder or list by the command's `options`, merging rows of the same path."""
-    merged: dict[Path, Entry] = {}
+    """Read the entries of a folder or list by the command's `options`, merging rows of the same file."""
+    merged: dict[str, Entry] = {}
     for entry in (_read_folder if source.is_dir() else _read_list)(source, options):
-        if (first := merged.setdefault(entry.path, entry)) is not entry:
+        if (first := merged.setdefault(os.path.abspath(entry.path), entry)) is not entry:
             first.add(entry)
     for entry in merged.values():
-        entry.problem = entry.problem or (None if entry.captions else "empty caption")
+        entry.problem = entry.problem or ("" if entry.captions else "empty caption")
     return list(merged.values())
 
 
@@ -205,41 +201,14 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
             yield Entry(path, [], problem=f"captions can't be read: {error}")
 
 
-def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
-    """Set the entries' sizes, problems and, if another file is as long, digests, from `saved` or the files."""
-    if saved and saved.is_file() and len(seen := parse_json(read_bytes(saved, MOST_OF_A_FILE))) == len(entries):
-        for entry, found in zip(entries, seen, strict=True):
-            entry.size, entry.problem, entry.digest = found
-        return
+def check_files(entries: list[Entry], num_threads: int) -> None:
+    """Set the entries' sizes, and the problems of missing files."""
     with ThreadPoolExecutor(num_threads) as pool:
-        list(tqdm(pool.map(_look, entries), "files", len(entries), unit="file", disable=None))
-        number_of = Counter(entry.size for entry in entries if not entry.problem)
-        alike = [entry for entry in entries if not entry.problem and number_of[entry.size] > 1]
-        list(tqdm(pool.map(_hash, alike), "duplicates", len(alike), unit="file", disable=None))
+        list(tqdm(pool.map(_check, entries), "files", len(entries), unit="file", disable=None))
 
 
-def merge(entries: list[Entry]) -> list[Entry]:
-    """Merge entries of identical files into the first, which then has all captions and lists the others."""
-    first_of: dict[object, Entry] = {}
-    for entry in entries:
-        if (first := first_of.setdefault(entry.digest or id(entry), entry)) is not entry:
-            first.add(entry)
-            first.others.append(entry.path)
-    return list(first_of.values())
-
-
-def _look(entry: Entry) -> None:
+def _check(entry: Entry) -> None:
     try:
         entry.size = entry.path.stat().st_size
-        if not entry.path.is_file():
-            entry.problem = entry.problem or "isn't a regular file"
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         entry.problem = entry.problem or f"audio file can't be read: {error}"
-
-
-def _hash(entry: Entry) -> None:
-    try:
-        with open_regular(entry.path) as file:
-            entry.digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        entry.problem = f"audio file can't be read: {error}"
