@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from clap_ds.config.errors import printable
 from clap_ds.config.schema import ShardData, SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, MicroBatchStream, join
-from clap_ds.data.loader_throughput import LoaderThroughput, describe
+from clap_ds.data.loader_throughput import describe
 from clap_ds.data.synthetic import SyntheticStream
 from clap_ds.distributed.accelerator import CORES
 from clap_ds.distributed.collectives import gather, rank
@@ -27,13 +26,10 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     def __init__(
         self, pieces: MicroBatchStream, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False
     ) -> None:
-        self._pieces = pieces
-        self._device = device
-        self._pack_captions = pack_captions
+        self._pieces, self._device, self._pack_captions = pieces, device, pack_captions
         self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
         self._ahead: _Ahead | None = None
-        self._state = pieces.state()
-        self._is_reported = False
+        self._state, self._is_reported = pieces.state(), False
 
     def __next__(self) -> Batch:
         """Return the next batch, ready for work queued on the current stream."""
@@ -70,27 +66,21 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     def statistics(self) -> dict[str, Any]:
         return self._pieces.statistics()
 
-    def throughput(self) -> LoaderThroughput | None:
-        return self._pieces.throughput()
-
     def report_throughput(self, rates: Iterable[float], ranks_per_host: int) -> None:
         """Print once, on rank 0, whether workers keep up with the fastest of several steps, given their `rates` in clips/s
         without waiting for data."""
-        rates, found = [*rates], self.throughput()
+        rates, found = [*rates], self._pieces.throughput()
         if not self._is_reported and rank() == 0 and found is not None and len(rates) > 1:
             print(describe(found, max(rates), ranks_per_host=ranks_per_host, cores=CORES), flush=True)
             self._is_reported = True
 
     def record_statistics(self, record: RunDirectory) -> None:
-        """Record statistics; record and print samples that any rank couldn't use. A collective."""
+        """Record statistics, and the samples that any rank couldn't use. A collective."""
         found = gather(self.statistics())
         broken = {each["name"]: each for of_rank in found for each in of_rank.get("broken_items", ())}
         if rank() == 0:
-            shown = list(broken.values())[:5]
-            record.update_summary(data={**found[0], "num_broken_items": len(broken), "broken_items": shown})
-            if shown:
-                examples = printable("; ".join(f"{each['name']}: {each['reason']}" for each in shown))
-                print(f"warning: {len(broken)} item(s) or tar(s) could not be used, the first: {examples}", flush=True)
+            counted = {"num_broken_items": len(broken), "broken_items": [*broken.values()][:5]}
+            record.update_summary(data=found[0] | counted)
 
     def close(self) -> None:
         if self._ahead and self._ahead[1]:

@@ -89,12 +89,6 @@ def folder_of(shard: str) -> str:
     return shard.rpartition("/")[0] or "."
 
 
-def tokenizer_beside(shard: str) -> str:
-    """Return the tokenizer for a tar's captions: the folder `tokenizer` next to it, or RoBERTa's."""
-    beside = Path(shard).parent / "tokenizer"
-    return str(beside) if beside.is_dir() else HUB_TOKENIZER
-
-
 def write_manifest(folder: Path, manifest: ShardManifest) -> None:
     write_atomically(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
 
@@ -115,7 +109,7 @@ def read_manifest(folder: str) -> ShardManifest:
         if isinstance(error, NotADirectoryError | IsADirectoryError | PermissionError) or is_absent(error):
             return ShardManifest({})  # without permission to list, object stores deny access to missing files
         reason = error.__cause__ if isinstance(error, FileNotFoundError) else error
-        raise ValueError(f"{path} can't be read: {reason}") from None
+        raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
 
 
 def kind_of(shards: Iterable[str], model: ClapConfig) -> Kind:

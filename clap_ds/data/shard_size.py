@@ -56,7 +56,6 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
 def run_size(options: argparse.Namespace) -> None:
     print(pandas.DataFrame({kind: figures(kind, options) for kind in KINDS}).to_string())
     print(f"\nRates are for {options.gpus:,} GPU(s), {options.gpus_per_node} per node, with nothing cached in memory.")
-    print(f"encoded: {options.format}, {ENCODED[options.format]:,} bytes/s. GB = 10⁹ bytes.")
 
 
 def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
@@ -65,31 +64,20 @@ def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
     clip = clip_bytes(kind, load_preset(options.preset).audio, options.seconds, options.format)
     tars = min(clips, max(1, round(clips * clip / TAR_BYTES)))
     size = clips * item_bytes(clip) + tars * tarfile.RECORDSIZE  # upper bound: tar padding
-    found = {"per clip, in its tar": f"{round(size / clips):,} B", "total": amount(size)}
+    found = {"per clip, in its tar": f"{round(size / clips):,} B", "total": f"{digits(size / 1e9)} GB"}
     found["tars of about 500 MB"] = f"{tars:,}"
     if options.link:
         for label, files in ("copied", tars), ("copied as single files", clips):
             seconds = max(8 * size / (options.link * 1e9), files / options.files_per_s)
-            found[f"{label} at {digits(options.link)} Gbit/s in"] = duration(seconds)
+            found[f"{label} at {digits(options.link)} Gbit/s in"] = f"{digits(seconds / 3600)} h"
     for rate in options.rate:
         for where, number_of in ("total", gpus), ("per node", min(options.gpus_per_node, gpus)):
-            found[f"at {digits(rate)} samples/s per GPU, {where}"] = f"{amount(rate * number_of * size / clips)}/s"
+            found[f"at {digits(rate)} samples/s per GPU, {where}"] = (
+                f"{digits(rate * number_of * size / clips / 1e9)} GB/s"
+            )
     return found
 
 
 def digits(value: float) -> str:
     """Format a number with three or more significant digits, without an exponent."""
     return f"{value:.3g}" if 1e-4 < value < 99.95 else f"{value:,.0f}"
-
-
-def amount(size: float) -> str:
-    """Format bytes with a unit, in powers of 1000."""
-    power = next((k for k in range(4) if size < 1000 ** (k + 1)), 4)
-    return f"{digits(size / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
-def duration(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{digits(seconds / length)} {unit}"
-    return f"{digits(seconds)} s"

@@ -62,7 +62,7 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
                 texts = [extension for extension in CAPTION_FORMATS if extension in item]
                 described = {extension: item[extension].read(item["__file__"]) for extension in texts}
                 clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
-            except BrokenItemError as error:
+            except (BrokenItemError, OSError) as error:
                 report(f"{shard}: {item['__key__']}", str(error))
     return clips, broken
 

@@ -75,11 +75,11 @@ def _sources_in(argument: str) -> Iterable[Found]:
 
         clips, broken = list_clips(expand_shards(argument))
         return [*clips, *broken]
-    if suffix in LIST_SUFFIXES and path.exists():
+    if suffix in (*LIST_SUFFIXES, ".txt") and path.exists():
         return read_paths(path)
     if suffix in AUDIO_SUFFIXES and path.exists():
         return [path]
-    kinds = f"a folder, audio ({', '.join(AUDIO_SUFFIXES)}), a list ({', '.join(LIST_SUFFIXES)}) or .tar"
+    kinds = f"a folder, audio ({', '.join(AUDIO_SUFFIXES)}), a list (.txt, {', '.join(LIST_SUFFIXES)}) or .tar"
     raise UserError(f"{argument}: {'' if path.exists() else 'no such file or folder; '}expected {kinds}")
 
 

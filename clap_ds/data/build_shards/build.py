@@ -20,13 +20,10 @@ from pathlib import Path
 from clap_ds.config import arguments
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import own_folder, read_bytes
-from clap_ds.config.model import load_preset
-from clap_ds.config.model_names import preset_names
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, Entry, check_files, read_entries, values_of
 from clap_ds.data.build_shards.prepare import EncodedClip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.build_shards.shard_writer import Member, Named
-from clap_ds.data.clip import monotony
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_io import KINDS
 from clap_ds.data.shard_manifest import HUB_TOKENIZER
@@ -64,8 +61,7 @@ def add_build_options(parser: ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="K", help="seed for shuffling and holding out (default: 0)")
     add_preparation_options(parser, KINDS, default="encoded")
     more = "train a tokenizer with N tokens on the captions, to train a model from scratch; typically 1000 to 10000"
-    sizes = arguments.whole_number(261, max(load_preset(name).text.vocab_size for name in preset_names()))
-    parser.add_argument("--train_tokenizer", type=sizes, metavar="VOCABULARY", help=more)
+    parser.add_argument("--train_tokenizer", type=arguments.whole_number(261), metavar="VOCABULARY", help=more)
     shard_writer.add_work(parser)
 
 
@@ -75,15 +71,16 @@ def run_build(options: Namespace) -> int:
         raise UserError("expected --fold_column with --held_out_fold")
     preparation, folder = preparation_of(options), options.folder
     entries = read_entries(options.source, options)
-    check_columns(entries, options)
     check_files(entries, options.workers)
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
         none = shard_writer.none_usable(broken)
         raise UserError(f"{none}; set --audio_root if paths are relative to another folder")
-    if few := monotony([tuple(entry.captions) for entry in usable]):
-        print(f"warning: {few}", file=sys.stderr)
+    num_different = len({tuple(entry.captions) for entry in usable})
+    if len(usable) > num_different * (50 if num_different > 1 else 1):
+        few = f"only {num_different:,} different caption(s) among {len(usable):,} clips"
+        print(f"warning: {few}; check the caption source", file=sys.stderr)
     divided = divide(usable, options)
     convert = preparation.clip if preparation else as_it_is
     members = {name: partial(members_of, items, convert) for name, items in divided.items()}
@@ -130,22 +127,6 @@ def members_of(items: Numbered, convert: Callable[[bytes, str], EncodedClip], br
         yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": said}, clip.seconds
 
 
-def check_columns(entries: list[Entry], options: Namespace) -> None:
-    """Raise UserError if the column that assigns an entry is empty or has an unexpected value."""
-    column = options.split_column or options.fold_column
-    for entry in entries if column else ():
-        found = names_in(entry, column)
-        odd = [name for name in found if options.split_column and name.lower() not in TRAIN + HELD_OUT]
-        if not entry.problem and (odd or not found):
-            what = f"found {odd[0]!r}" if odd else f"found none; its columns: {', '.join(entry.more) or 'none'}"
-            expected = SIDES if options.split_column else "a value"
-            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, {what}")
-
-
-def names_in(entry: Entry, column: str) -> list[str]:
-    return [name for value in values_of(entry.more, column) if (name := str(value).strip())]
-
-
 def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
     """Shuffle entries and assign them to shards (by file name). Raises UserError for a split or shard without items."""
     order = list(range(len(entries)))
@@ -169,10 +150,16 @@ def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[
     """Return the indices of the held-out entries, by a column or as the first part of the given order."""
     chosen: set[int] = set()
     if column := options.split_column or options.fold_column:
-        wanted = (options.held_out_fold.lower(),) if options.fold_column else HELD_OUT
-        values = [{name.lower() for name in names_in(entry, column)} for entry in entries]
+        sides = {*TRAIN, *HELD_OUT} if options.split_column else None
+        wanted = HELD_OUT if sides else (options.held_out_fold.lower(),)
+        values = [{str(value).strip().lower() for value in values_of(entry.more, column)} for entry in entries]
+        for entry, found in zip(entries, values, strict=True):
+            if not found or (sides and not found <= sides):
+                expected = f"{SIDES if sides else 'a value'} in its column {column!r}"
+                there = f"found {', '.join(found) or 'none'}; its columns: {', '.join(entry.more) or 'none'}"
+                raise UserError(f"{entry.path}: expected {expected}, {there}")
         chosen = {number for number in order if not values[number].isdisjoint(wanted)}
-        if options.fold_column and not chosen:
+        if not chosen and not sides:
             there = ", ".join(sorted(set().union(*values))[:20])
             raise UserError(f"--held_out_fold {options.held_out_fold}: no such value in {column!r}; found {there}")
     elif options.held_out:

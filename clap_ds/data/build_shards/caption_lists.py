@@ -7,10 +7,12 @@ import io
 import os
 import re
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from tqdm import tqdm
@@ -19,10 +21,9 @@ from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import parse_json, read_bytes, read_json
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
-LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
+LIST_SUFFIXES = (".csv", ".tsv", ".jsonl")
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
-COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # in an --audio_column template
 
 MOST_OF_A_FILE = 2**30
 """Bytes of a list or an audio file."""
@@ -67,29 +68,34 @@ def read_entries(source: Path, options: Namespace) -> list[Entry]:
 
 
 def read_paths(source: Path) -> list[Path]:
-    """Read a list's audio paths from a column of `AUDIO_COLUMNS`, or from its only column, with or without heading."""
-    rows, names = rows_of(source)
-    of_audio = [name for name in names if is_of_audio(name)] or names
-    if len(of_audio) > 1 and not is_of_audio(of_audio[0]):
-        raise UserError(f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are {', '.join(names)}")
-    is_heading = not names[0].lower().endswith(AUDIO_SUFFIXES)
-    paths = [*([] if is_heading else names[:1]), *(path_in(row, of_audio[0]) for _, row in rows)]
-    return [source.parent / path for path in paths if path]
+    """Read audio paths from the lines of a .txt, or from a list's column of `AUDIO_COLUMNS`."""
+    if source.suffix.lower() == ".txt":
+        paths = _text_of(source).split("\n")
+    else:
+        rows, names = rows_of(source)
+        audio = next(filter(is_of_audio, names), None)
+        if audio is None:
+            raise UserError(f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are {', '.join(names)}")
+        paths = [path_in(row, audio) for _, row in rows]
+    return [source.parent / path.strip() for path in paths if path.strip()]
 
 
 def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
     """Read a list's rows, each with its line number, and its column names."""
-    if not source.is_file() or source.suffix.lower() not in LIST_SUFFIXES:
-        found = "" if source.exists() else ": no such file or folder"
-        raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
-    try:
-        text = read_bytes(source, MOST_OF_A_FILE).decode("utf-8-sig")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"{source} can't be read: {error}; expected a list in UTF-8") from None
-    rows = list((_jsonl_rows if source.suffix.lower() == ".jsonl" else _csv_rows)(source, text))
+    suffix = source.suffix.lower()
+    if suffix not in LIST_SUFFIXES:
+        raise UserError(f"{source}: expected a folder, or a list in {', '.join(LIST_SUFFIXES)}")
+    rows = list((_jsonl_rows if suffix == ".jsonl" else _csv_rows)(source, _text_of(source)))
     if not rows:
         raise UserError(f"{source}: no rows found")
     return rows, list(dict.fromkeys(name for _, row in rows for name in row))
+
+
+def _text_of(source: Path) -> str:
+    try:
+        return read_bytes(source, MOST_OF_A_FILE).decode("utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{source} can't be read: {error}; expected a list in UTF-8") from None
 
 
 def is_of_audio(column: str) -> bool:
@@ -110,12 +116,9 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                row = parse_json(line)
-            except ValueError as error:
-                raise UserError(f"{source}:{number}: not valid JSON: {getattr(error, 'msg', error)}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{source}:{number}: expected an object, as in each line of a JSONL")
-            yield number, row
+                yield number, dict(parse_json(line))
+            except (ValueError, TypeError) as error:
+                raise UserError(f"{source}:{number}: expected a JSON object: {error}") from None
 
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
@@ -139,7 +142,7 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
     audio = options.audio_column or next(filter(is_of_audio, names), "")
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
     for option, columns in (
-        ("--audio_column", COLUMN_IN_NAME.findall(audio) or [audio or "path"]),
+        ("--audio_column", _columns_in(audio) or [audio or "path"]),
         ("--multilabel_column", options.multilabel_column),
         ("--caption_columns", captions or ["caption"]),
     ):
@@ -148,10 +151,13 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
     return audio, captions
 
 
+def _columns_in(template: str) -> list[str]:
+    return [name for _, name, _, _ in Formatter().parse(template) if name]
+
+
 def path_in(row: Row, audio: str) -> str:
-    path = row.get(audio)
-    if COLUMN_IN_NAME.search(audio):
-        path = COLUMN_IN_NAME.sub(lambda column: str(row.get(column[1], "")), audio)
+    """Return a row's path in a column, or by a template of columns."""
+    path = audio.format_map(defaultdict(str, row)) if "{" in audio else row.get(audio)
     return path.strip() if isinstance(path, str) else ""
 
 

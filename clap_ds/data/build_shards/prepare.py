@@ -41,7 +41,7 @@ from clap_ds.data.decoding import (
     resampling_ratio,
 )
 from clap_ds.data.shard_io import Kind
-from clap_ds.data.shard_manifest import expand_shards, folder_of, front_end_of, read_manifest, tokenizer_beside
+from clap_ds.data.shard_manifest import HUB_TOKENIZER, expand_shards, front_end_of
 from clap_ds.data.tar_samples import fetch, list_items
 from clap_ds.model.mel import LogMel
 
@@ -53,15 +53,14 @@ class EncodedClip(NamedTuple):
 
 
 def as_it_is(content: bytes, extension: str) -> EncodedClip:
-    """Keep a file, or convert it to FLAC if training doesn't support its format. Raises BrokenItemError."""
+    """Keep a file, or convert it to mono FLAC if training doesn't support its format. Raises BrokenItemError."""
     with open_audio(content) as file:
         rate, expected = file.samplerate, file.frames
         samples = file.read(dtype="float32", always_2d=True)
     check_peak(samples)
     check_samples(len(samples), expected, not samples.any())
     if extension not in AUDIO_FORMATS:
-        mixed = samples if samples.shape[1] <= 8 else samples.mean(axis=1)  # FLAC supports 8 channels
-        extension, content = "flac", _encoded(mixed.clip(-1, 1), rate, "FLAC")
+        extension, content = "flac", _encoded(samples.mean(axis=1).clip(-1, 1), rate, "FLAC")
     return EncodedClip(extension, content, len(samples) / rate)
 
 
@@ -128,17 +127,14 @@ def run_prepare(options: Namespace) -> int:
     preparation = preparation_of(options)
     assert preparation is not None  # `encoded` isn't among the choices
     tars, folder = _by_name(expand_shards(options.shards)), options.folder
-    for place in dict.fromkeys(map(folder_of, tars.values())):
-        if read_manifest(place).kind == "mel":
-            raise UserError(f"{place} holds features; expected audio")
     members = {name: partial(members_of, tar, preparation) for name, tar in tars.items()}
     work = members, options.workers, preparation.described
     records, broken = shard_writer.write_shards(folder, tars.values(), *work)
     shard_writer.print_amount(options.kind, [*records.values()])
-    tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer"
-    if tokenizer.is_dir():
-        shutil.copytree(tokenizer, folder / tokenizer.name, dirs_exist_ok=True)
-    shard_writer.print_settings(f"{folder}/*.tar", tokenizer_beside(f"{folder}/*.tar"), options.preset)
+    beside, tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer", HUB_TOKENIZER
+    if beside.is_dir():
+        tokenizer = str(shutil.copytree(beside, folder / beside.name, dirs_exist_ok=True))
+    shard_writer.print_settings(f"{folder}/*.tar", tokenizer, options.preset)
     return shard_writer.print_left_out(folder, records.values(), broken, options.max_left_out)
 
 

@@ -145,8 +145,7 @@ def add_work(parser: argparse.ArgumentParser) -> None:
 
 def print_amount(title: str, records: Sequence[ShardRecord]) -> None:
     items, size, seconds = (sum(getattr(record, name) for record in records) for name in ("items", "bytes", "seconds"))
-    each = f"{size / items / 1e3:.1f} KB and {seconds / items:.1f} s per item"
-    print(f"{title}: {items} items in {len(records)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h, {each}")
+    print(f"{title}: {items} items in {len(records)} shard(s), {size / 1e6:.1f} MB, {seconds / 3600:.2f} h")
 
 
 def print_left_out(folder: Path, records: Iterable[ShardRecord], broken: Sequence[Named], most: float) -> int:
