@@ -49,7 +49,7 @@ class ShardManifest:
     front_end: FrontEnd | None = None
 
 
-def expand_shards(shards: str | list[str]) -> list[str]:
+def expand_shards(shards: str | list[str], field: str = FIELD) -> list[str]:
     """Expand paths or URLs with braces and wildcards to tar files, in order. Raises ValueError for none."""
     names: list[str] = []
     try:
@@ -57,13 +57,13 @@ def expand_shards(shards: str | list[str]) -> list[str]:
             for name in braceexpand(pattern.removeprefix("file://")):
                 names += _matches(name)
     except ValueError as error:
-        raise ValueError(f"{FIELD}: {error}") from None
+        raise ValueError(f"{field}: {error}") from None
     if not names:
-        raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
+        raise ValueError(f"{field}: expected at least one tar file, found an empty list")
     for name in names:
         if not (is_remote(name) or Path(name).is_file()):
             what = "is a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "does not exist"
-            raise ValueError(f"{FIELD}: {name} {what} (working folder: {Path.cwd()})")
+            raise ValueError(f"{field}: {name} {what} (working folder: {Path.cwd()})")
     return names
 
 
@@ -112,7 +112,7 @@ def read_manifest(folder: str) -> ShardManifest:
         raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
 
 
-def kind_of(shards: Iterable[str], model: ClapConfig) -> Kind:
+def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD) -> Kind:
     """Return the kind of these shards from their folders' manifests; `encoded` without one or if mixed with `waveform`.
     Raises ValueError for kinds that can't be mixed and for another model's front end."""
     own, kinds = front_end_of(model.audio), dict[Kind, str]()  # kind → its last folder
@@ -123,12 +123,12 @@ def kind_of(shards: Iterable[str], model: ClapConfig) -> Kind:
         if others := [
             f"{name} is {found.get(name)}, not {own[name]}" for name in matters if found.get(name) != own[name]
         ]:
-            where = f"{FIELD}: {folder} was prepared for another model than {model.name}"
+            where = f"{field}: {folder} was prepared for another model than {model.name}"
             raise ValueError(f"{where}: {', '.join(others)}")
         kinds[manifest.kind] = folder
     if "mel" in kinds and len(kinds) > 1:
         found_in = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
-        raise ValueError(f"{FIELD}: {found_in} can't be mixed; prepare all as mel, or none (clap-shards prepare)")
+        raise ValueError(f"{field}: {found_in} can't be mixed; prepare all as mel, or none (clap-shards prepare)")
     return next(kind for kind in KINDS if kind in kinds)
 
 

@@ -67,7 +67,7 @@ def test_samples_of(tmp_path: Path) -> None:
 
 
 def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
-    own, shards = FrontEnd.of(micro.audio), {"000.tar": ShardRecord(1, 0, 0.0, "")}
+    own, shards = front_end_of(micro.audio), {"000.tar": ShardRecord(1, 0, 0.0, "")}
     kinds: dict[str, tuple[Any, FrontEnd | None]] = {
         "bare": ("encoded", None),
         "plain": ("encoded", None),
