@@ -13,10 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clap_ds.config.model import TextConfig
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, tokenize
+from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, load_tokenizer, tokenize
 
 T = TypeVar("T")
+
+
+def tokenizer_of(name: str | None, text: TextConfig, field: str) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer. Raises ValueError with `field`."""
+    if name is None:
+        raise ValueError(f"{field}: missing; set the tokenizer that the model was trained with")
+    return load_tokenizer(name, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id, field=field)
 
 
 def embed_audio(model: ClapModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:

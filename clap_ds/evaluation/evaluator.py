@@ -28,10 +28,9 @@ from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity, alive
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
-from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text
+from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text, tokenizer_of
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.tokenizer import load_tokenizer
 
 MAX_NOTES = 20  # lines about broken items
 
@@ -63,11 +62,7 @@ class Evaluator:
             raise CollectiveUserError(f"{FIELD}: the ranks see different shards")
 
     def _load_tokenizer(self) -> None:
-        field, text = f"{FIELD}.tokenizer", self.model_config.text
-        if self.tokenizer_name is None:
-            raise ValueError(f"{field}: missing; set the tokenizer that the model was trained with")
-        fit = {"vocab_size": text.vocab_size, "pad_token_id": text.pad_token_id}
-        self._tokenizer = load_tokenizer(self.tokenizer_name, **fit, field=field)
+        self._tokenizer = tokenizer_of(self.tokenizer_name, self.model_config.text, f"{FIELD}.tokenizer")
 
     def _prepare(self) -> None:
         if self.ranks.rank:

@@ -112,7 +112,7 @@ def test_the_same_model_from_wherever_it_lies(clap: Clap, clap_folder: Path, tmp
 def test_the_examples_of_docstring_and_docs(
     clap_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.wav", 1.8), ("storm.mp3", 1.8)):
+    for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.mp3", 1.8)):
         write_sound(tmp_path / name, noise(seconds))
     (tmp_path / clap_folder.name).symlink_to(clap_folder)
     (tmp_path / "runs").symlink_to(clap_folder.parent)
@@ -121,11 +121,10 @@ def test_the_examples_of_docstring_and_docs(
     exec(page.read_text().split("```python\n")[1].split("```")[0], {})
     assert capsys.readouterr().out.count("storm.mp3 ") == 3
     results = doctest.testmod(module)
-    assert (results.failed, results.attempted) == (0, 5)
+    assert (results.failed, results.attempted) == (0, 4)
     assert "load" in dir(clap_ds)
 
 
-@pytest.mark.filterwarnings("ignore:audio peaks")
 def test_audio_as_transformers_and_datasets_have_it(clap: Clap, tmp_path: Path) -> None:
     samples = noise(0.9)[0]
     write_sound(tmp_path / "a.wav", samples[None])
@@ -137,7 +136,6 @@ def test_audio_as_transformers_and_datasets_have_it(clap: Clap, tmp_path: Path) 
     with open(tmp_path / "a.wav", "rb") as file:
         for given in (content, io.BytesIO(content), file, tmp_path / "a.wav", decoder):
             np.testing.assert_allclose(clap.embed_audio(given), expected, atol=1e-4)  # the file has 16 bits
-    assert np.array_equal(clap.embed_audio(torch.from_numpy(samples), sampling_rate=48000), expected)
     loud = samples / np.abs(samples).max() * 1.7
     assert np.array_equal(clap.embed_audio(loud, 48000), clap.embed_audio(loud.clip(-1, 1), 48000))
     long = np.tile(loud, 3)
@@ -159,20 +157,17 @@ def test_the_middle_is_cut_at_the_files_rate_and_resampled_then(clap: Clap) -> N
     [
         (lambda c: c.embed_audio(noise(1) * 32767 / np.abs(noise(1)).max(), 48000), "integers"),
         (lambda c: c.embed_audio(noise(1), 44100.5), "found 44100.5"),
-        (lambda c: c.embed_audio(noise(1), 48000, sampling_rate=48000), "expected one of them"),
-        (lambda c: c.embed_audio(io.StringIO("x")), "binary mode"),
-        (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: can't be read"),
+        (lambda c: c.embed_audio(io.StringIO("x")), "found str of shape ()"),
+        (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: No such file"),
         (lambda c: c.embed_audio([noise(1)]), "sample_rate"),
         (lambda c: c.embed_audio([(noise(1)[0], 48000)]), "audio[0]: expected a path, samples"),
         (lambda c: c.embed_audio({"samples": noise(1)}), "found NoneType"),
-        (lambda c: c.embed_audio(["gone.wav"], 48000), "sample_rate: only for arrays"),
         (lambda c: c.embed_audio(noise(1, channels=9), 48000), "at most 8 channels"),
         (lambda c: c.embed_audio(noise(1).astype(int), 48000), "int64"),
         (lambda c: c.iter_windows(["x"], overlap=1.0), "overlap"),
         (lambda c: c.embed_text(["dog", " "]), "expected texts"),
         (lambda c: c.class_embeddings(["a"], ["sound"]), "templates"),
         (lambda c: clap_ds.load("some/where"), "no CLAP 'some/where'"),
-        (lambda c: clap_ds.load(c.source, device="gpu"), "device 'gpu'"),
         (lambda c: clap_ds.load(c.source, tokenizer="/nowhere"), "no tokenizer '/nowhere'"),
     ],
 )
