@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from braceexpand import braceexpand
@@ -33,7 +34,7 @@ class ShardRecord:
 
 FRONT_END = ("sample_rate", "num_samples", "stft_window", "hop_size", "mel_bins", "fmin", "fmax", "fusion")
 """Fields of `AudioConfig` that determine features."""
-FrontEnd = dict[str, float]
+FrontEnd = dict[str, Any]
 
 
 def front_end_of(audio: AudioConfig) -> FrontEnd:

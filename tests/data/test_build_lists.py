@@ -99,7 +99,7 @@ MISTAKES = [  # list content, options, message; CSV by default
     ("path,caption\na.wav,b\n\na.wav,b,c\n", "", "list.csv:4"),
     ("path,caption\nx,Gl\u00f6ckchen\n", "", "UTF-8"),
     ("path,caption\nx,y\n", "", "none of 1 items are usable; the first: {folder}/x"),
-    ('{"path": "x"\n', "jsonl", "list.jsonl:1: not valid JSON"),
+    ('{"path": "x"\n', "jsonl", "list.jsonl:1: expected a JSON object"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Test held-out splits: a fraction of items or groups, or by a column."""
+"""Test held-out splits: a fraction of items, or by a column."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.build_shards.build import Numbered, check_columns, divide
+from clap_ds.data.build_shards.build import Numbered, divide
 from clap_ds.data.build_shards.caption_lists import Entry
 
 
@@ -16,9 +16,7 @@ def entries(values: list[Any], column: str = "speaker") -> list[Entry]:
 
 
 def divided(items: list[Entry], **options: Any) -> dict[str, Numbered]:
-    unsaid = {"split_column": None, "group_column": None, "seed": 0, "shards": None, "shard_mb": 1, "held_out": 0.2}
-    unsaid |= {"fold_column": None}
-    check_columns(items, Namespace(**(unsaid | options)))
+    unsaid = {"split_column": None, "fold_column": None, "seed": 0, "shards": None, "shard_mb": 1, "held_out": 0.2}
     return divide(items, Namespace(**(unsaid | options)))
 
 
@@ -40,14 +38,6 @@ def test_a_share_is_drawn_anew_for_each_seed_alone() -> None:
     assert sides(items, 0)["held_out"] == set()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_groups_are_never_divided(seed: int) -> None:
-    values = [n % 7 for n in range(37)]
-    held_out = sides(entries(values), seed=seed, group_column="speaker")["held_out"]
-    assert 5 <= len(held_out) <= 10
-    assert {values[n] for n in held_out}.isdisjoint(values[n] for n in set(range(37)) - held_out)
-
-
 def test_a_column_says_what_is_held_out() -> None:
     """By common names; identical files are held out if any of them is."""
     said = ["train", "Training", "held_out", "valid", "val", "validation", "Test", "dev", ["train", "test"]]
@@ -67,8 +57,8 @@ def test_a_fold_is_held_out() -> None:
     ("values", "options", "message"),
     [
         (["a"], {}, r"all 1 item\(s\) would be held out"),
-        (["train", "development"], {"split_column": "speaker"}, "found 'development'"),
-        (["a"], {"group_column": "who"}, "its columns: speaker"),
+        (["train", "development"], {"split_column": "speaker"}, "found development"),
+        (["a"], {"fold_column": "who", "held_out_fold": "1"}, "its columns: speaker"),
         (["a", "b"], {"shards": 2}, "--shards 2 exceeds the 1 items"),
     ],
 )
