@@ -19,7 +19,7 @@ from clap_ds.data.build_shards.caption_lists import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.evaluation.clips import Clip
 from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text, tokenizer_of
-from clap_ds.inference.windows import EmbeddingRow, Pooling, Sound, Source, read_windows
+from clap_ds.inference.windows import EmbeddingRow, Pooling, Sound, Source, Window, read_windows
 from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.tokenizer import PreTrainedTokenizerBase
@@ -93,7 +93,7 @@ class Clap:
         return np.concatenate(vectors)
 
     def iter_windows(
-        self, sources: Source | Iterable[Source], *, pooling: Pooling = "none", overlap: float = 0.0, batch_size: int = 32,
+        self, sources: Iterable[Source], *, pooling: Pooling = "none", overlap: float = 0.0, batch_size: int = 32,
         num_workers: int = 0, _fill: bool = True,
     ) -> Iterator[EmbeddingRow]:  # fmt: skip
         """Embed paths and clips of any length in order, keeping only a batch of windows in memory.
@@ -102,7 +102,6 @@ class Clap:
         `embed_audio`. Errors yield a row with the reason and without a vector, after the windows before it. `overlap` is
         from 0 to below 1, `batch_size` is in windows, and `num_workers` decoding processes (0: none) work ahead.
         """
-        sources = [sources] if isinstance(sources, Source) else sources
         if pooling not in ("none", "mean", "center") or not 0 <= overlap < 1:
             expected = "pooling none, mean or center, and an overlap from 0 to below 1"
             raise ValueError(f"expected {expected}, found {pooling!r} and {overlap}")
@@ -111,9 +110,7 @@ class Clap:
         rows = self._embedded(pieces, batch_size, _fill)
         return (row for row in rows if row.vector is not None or row.error) if pooling == "none" else _whole(rows)
 
-    def _embedded(
-        self, pieces: Iterator[tuple[EmbeddingRow, torch.Tensor | None]], batch_size: int, fill: bool
-    ) -> Iterator[EmbeddingRow]:
+    def _embedded(self, pieces: Iterator[Window], batch_size: int, fill: bool) -> Iterator[EmbeddingRow]:
         """Set the vectors of `read_windows`' rows that have waveforms."""
         waiting: deque[EmbeddingRow] = deque()
 

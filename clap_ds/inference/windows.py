@@ -69,16 +69,20 @@ class EmbeddingRow:
         return self.start_s == self.end_s
 
 
+Window = tuple[EmbeddingRow, Tensor | None]
+"""A row without its embedding and its waveform, or the end of a source."""
+
+
 def read_windows(
     sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float, *, num_workers: int, ahead: int
-) -> Iterator[tuple[EmbeddingRow, Tensor | None]]:
+) -> Iterator[Window]:
     """Yield the windows of the sources in order, and after each source a row without a window, with the error if any.
     `num_workers` processes (0: this one) prefetch `ahead` windows."""
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
     streams = [_Windows(sources[first::num_streams], audio, pooling, overlap) for first in range(num_streams)]
-    loaders: list[Loader[tuple[EmbeddingRow, Tensor | None]]] = [Loader(stream, **options) for stream in streams]
+    loaders: list[Loader[Window]] = [Loader(stream, **options) for stream in streams]
     try:
         for number in range(len(sources)):
             for row, waveform in loaders[number % num_streams]:
@@ -90,13 +94,13 @@ def read_windows(
             loader.close()
 
 
-class _Windows(IterableDataset[tuple[EmbeddingRow, Tensor | None]]):
+class _Windows(IterableDataset[Window]):
     def __init__(self, sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float) -> None:
         self._sources, self._audio, self._pooling = sources, audio, pooling
         self._hop = max(1, round((1 - overlap) * audio.num_samples))
         self._open_shard = lru_cache(maxsize=1)(open_shard)
 
-    def __iter__(self) -> Iterator[tuple[EmbeddingRow, Tensor | None]]:
+    def __iter__(self) -> Iterator[Window]:
         for source in self._sources:
             name = source.name if isinstance(source, (Clip, Sound, Broken)) else str(source)
             end_s, error = 0.0, ""
@@ -111,14 +115,12 @@ class _Windows(IterableDataset[tuple[EmbeddingRow, Tensor | None]]):
         encoded = self._content(source)
         rate, length = self._audio.sample_rate, self._audio.num_samples
         with open_audio(encoded) as opened:
-            ratio, duration_s = resampling_ratio(opened.samplerate, rate), opened.frames / opened.samplerate
-            is_one = self._pooling == "center" or opened.frames <= math.ceil(length / ratio)
-        if is_one:
-            row = empty_row(self._audio, "encoded") if self._pooling == "center" else torch.zeros(length)
-            read_clip(encoded, row, audio=self._audio, rng=Middle())
-            yield 0.0, duration_s, row
-            return
-        with open_audio(encoded) as opened:
+            ratio = resampling_ratio(opened.samplerate, rate)
+            if self._pooling == "center" or opened.frames <= math.ceil(length / ratio):
+                row = empty_row(self._audio, "encoded") if self._pooling == "center" else torch.zeros(length)
+                read_clip(encoded, row, audio=self._audio, rng=Middle())
+                yield 0.0, opened.frames / opened.samplerate, row
+                return
             blocks = _mono(opened)
             if ratio != 1:
                 blocks = (block.clamp_(-1, 1) for block in resample_blocks(blocks, ratio))

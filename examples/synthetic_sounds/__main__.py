@@ -26,7 +26,7 @@ from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.data.build_shards.shard_writer import print_settings
 from clap_ds.weights.tokenizer import train_tokenizer
-from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, Wordings, class_names
+from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, class_names
 from examples.synthetic_sounds.signals import SIGNALS, Signal
 
 ENCODINGS = (("flac", "PCM_16"), ("flac", "PCM_24"), ("wav", "PCM_16"), ("wav", "FLOAT"), ("ogg", "VORBIS"),
@@ -35,11 +35,10 @@ ENCODINGS = (("flac", "PCM_16"), ("flac", "PCM_24"), ("wav", "PCM_16"), ("wav", 
 SAMPLE_RATES = (16000, 22050, 44100, 48000)
 
 
-def make_clip(
-    kind: Kind, rng: random.Random, length: tuple[float, float], rates: Sequence[int], wordings: Wordings
-) -> tuple[Signal, int, list[str]]:
-    """Return a sound (T, channels) in [-1, 1], its sample rate and captions, drawn from `rng`. `length`: range in seconds."""
-    sample_rate, seconds = rng.choice(rates), rng.uniform(*length)
+def make_clip(kind: Kind, rng: random.Random, options: argparse.Namespace) -> tuple[Signal, int, list[str]]:
+    """Return a sound (T, channels) in [-1, 1], its sample rate and captions, drawn from `rng`."""
+    rates = [options.sample_rate] if options.sample_rate else SAMPLE_RATES
+    sample_rate, seconds = rng.choice(rates), rng.uniform(*options.seconds)
     time = np.arange(round(seconds * sample_rate)) / sample_rate
     value, quality = kind.scale.draw(rng) if kind.scale else (0.0, "")
     amplitude, loudness = LOUDNESS.draw(rng)
@@ -47,7 +46,7 @@ def make_clip(
     signal = signal * (amplitude / np.abs(signal).max())
     if rng.random() < 0.5:
         signal = np.stack([signal, signal * rng.uniform(0.3, 1.0)], axis=1)
-    captions = [kind.caption(wordings, rng, (loudness, quality), seconds) for _ in range(rng.choice((1, 1, 3)))]
+    captions = [kind.caption(options.wordings, rng, (loudness, quality), seconds) for _ in range(rng.choice((1, 1, 3)))]
     return signal.reshape(len(time), -1), sample_rate, captions
 
 
@@ -71,13 +70,12 @@ def write_sounds(options: argparse.Namespace) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"sounds-{shard:03d}.tar" for shard in range(count)]
     encodings = [each for each in ENCODINGS if each[0] == options.format][:1] or ENCODINGS
-    rates = [options.sample_rate] if options.sample_rate else SAMPLE_RATES
     all_captions: list[str] = []
     for shard, path in enumerate(tqdm(paths, unit="shard", disable=None)):
         with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
             for number in range(shard * options.clips // count, (shard + 1) * options.clips // count):
                 rng, kind = random.Random(f"seed {options.seed}, clip {number}"), KINDS[number % len(KINDS)]
-                waveform, sample_rate, captions = make_clip(kind, rng, options.seconds, rates, options.wordings)
+                waveform, sample_rate, captions = make_clip(kind, rng, options)
                 all_captions += captions
                 encoding = rng.choice(encodings)
                 audio = {encoding[0]: encode(waveform, sample_rate, *encoding)}
@@ -100,7 +98,7 @@ def seconds(text: str) -> tuple[float, float]:
     return float(low), float(high or low)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m examples.synthetic_sounds", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     wordings = "caption templates: for training (default), or held out (new combinations of the same words)"
@@ -119,7 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_sounds(options)
     print(f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {options.shards} shard(s): {directory}")
     print_settings(str(directory / "sounds-*.tar"), str(directory / "tokenizer"), None)
-    return 0
 
 
 if __name__ == "__main__":
