@@ -177,10 +177,10 @@ def in_words(name: str) -> str:
 
 
 def audio_files_in(folder: Path) -> list[Path]:
-    """List a folder's audio files recursively, sorted. Raises UserError for none or an unreadable folder."""
+    """List a folder's audio files recursively, sorted. Raises UserError for none, and OSError."""
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename} can't be read: {error.strerror}; check its permissions") from None
+        raise error
 
     found = (Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names)
     paths = sorted(path for path in found if path.suffix.lower() in AUDIO_SUFFIXES)
