@@ -29,8 +29,9 @@ class RecordedStream:
 
 def test_a_source_is_closed_when_the_step_fails() -> None:
     pieces = RecordedStream([[random_batch(4, seed=2)]])
-    with pytest.raises(RuntimeError, match="the step"), BatchSource(pieces, CPU, copy_ahead=False):
-        assert not pieces.is_closed
+    source = BatchSource(pieces, CPU, copy_ahead=False)
+    assert not pieces.is_closed
+    with pytest.raises(RuntimeError, match="the step"), source:
         raise RuntimeError("the step")
     assert pieces.is_closed
 

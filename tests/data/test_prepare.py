@@ -99,18 +99,14 @@ def test_waveforms_are_those_of_decoding_live(tmp_path: Path) -> None:
     assert (tmp_path / "mel" / "a.tar").read_bytes() == (tmp_path / "twice" / "a.tar").read_bytes()
 
 
-@pytest.mark.parametrize("num_samples", [1, 3 * RATE])
-def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
+def test_long_clips_are_stored_whole(tmp_path: Path) -> None:
     """Features of longer clips are equal whether computed in parts or at once."""
-    clip = wav(sound((RATE + num_samples) / RATE), RATE, "PCM_16")
+    clip, length = wav(sound(4 + 1 / RATE), RATE, "PCM_16"), 4 * RATE
     assert run(write_tar(tmp_path / "a.tar", members({"long": clip})), tmp_path / "mel", "--kind", "mel") == 0
     (item,) = items_in(tmp_path / "mel").values()
-    features = np.load(io.BytesIO(item["npy"]))
-    whole = RATE + num_samples // MICRO.audio.hop_size * MICRO.audio.hop_size
-    log_mel = LogMel(MICRO.audio.model_copy(update={"num_samples": whole}))
-    expected = log_mel(live(clip, RATE + num_samples)[None, :whole].float() / INT16_SCALE)[0]
-    assert features.shape == expected.shape
-    assert np.abs(features - expected.numpy()).max() <= HALF_STEP
+    log_mel = LogMel(MICRO.audio.model_copy(update={"num_samples": length}))
+    expected = log_mel(live(clip, length + 1)[None, :length].float() / INT16_SCALE)[0].numpy()
+    np.testing.assert_allclose(np.load(io.BytesIO(item["npy"])), expected, rtol=0, atol=HALF_STEP)
 
 
 def test_the_same_command_resumes(

@@ -72,22 +72,27 @@ def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str
 
 
 def test_arrays_are_as_files(clap: Clap, tmp_path: Path) -> None:
-    made = [noise(1.7, 44100, 2), noise(0.4, 44100)]
-    shorts = [(samples * 32768).astype(np.int16) for samples in made]
+    """As transformers and `datasets` have them, and encoded files in memory."""
+    shorts = [(noise(*sizes) * 32768).astype(np.int16) for sizes in ((1.7, 44100, 2), (0.4, 44100))]
     paths = [write_sound(tmp_path / f"{n}.wav", samples, 44100) for n, samples in enumerate(shorts)]
+    floats = [samples / np.float32(32768) for samples in shorts]
     embedded = clap.embed_audio(paths)
     assert (embedded.shape, embedded.dtype) == ((2, clap.dim), np.float32)
-    assert np.array_equal(clap.embed_audio([shorts[0], shorts[1][0]], 44100), embedded)
-    floats = [samples / np.float32(32768) for samples in shorts]
-    assert np.array_equal(
-        clap.embed_audio([torch.from_numpy(floats[0]), floats[1].astype(np.float64)], 44100), embedded
-    )
-    dicts = [{"path": None, "array": each, "sampling_rate": 44100} for each in floats]  # as in `datasets`
-    assert np.array_equal(clap.embed_audio(dicts), embedded)
-    assert clap.embed_audio(dicts[0]).shape == (1, clap.dim)
+    decoded = SimpleNamespace(data=torch.from_numpy(floats[1]), sample_rate=44100)
+    contents = [Path(path).read_bytes() for path in paths]
+    for sounds in (
+        [shorts[0], shorts[1][0]],
+        [torch.from_numpy(floats[0]), floats[1].astype(np.float64)],
+        [{"path": None, "array": floats[0], "sampling_rate": 44100}, SimpleNamespace(get_all_samples=lambda: decoded)],
+        [contents[0], io.BytesIO(contents[1])],
+    ):
+        assert np.array_equal(clap.embed_audio(sounds, 44100), embedded)
+        assert clap.embed_audio(sounds[0], 44100.0).shape == (1, clap.dim)
     batch = np.stack([noise(0.4), noise(0.4) / 2])  # (N, 1, T)
     assert np.array_equal(clap.embed_audio(batch, 48000), clap.embed_audio([*batch], 48000))
     assert clap.embed_audio([]).shape == clap.embed_text([]).shape == (0, clap.dim)
+    loud = np.tile(noise(0.9)[0] * 3.4, 3)
+    assert np.array_equal(clap.embed_audio(loud, 44100), clap.embed_audio(loud.clip(-1, 1), 44100))
 
 
 def test_the_same_model_from_wherever_it_lies(clap: Clap, clap_folder: Path, tmp_path: Path) -> None:
@@ -123,23 +128,6 @@ def test_the_examples_of_docstring_and_docs(
     results = doctest.testmod(module)
     assert (results.failed, results.attempted) == (0, 4)
     assert "load" in dir(clap_ds)
-
-
-def test_audio_as_transformers_and_datasets_have_it(clap: Clap, tmp_path: Path) -> None:
-    samples = noise(0.9)[0]
-    write_sound(tmp_path / "a.wav", samples[None])
-    content = (tmp_path / "a.wav").read_bytes()
-    decoder = SimpleNamespace(
-        get_all_samples=lambda: SimpleNamespace(data=torch.from_numpy(samples)[None], sample_rate=48000)
-    )
-    expected = clap.embed_audio(samples, 48000.0)
-    with open(tmp_path / "a.wav", "rb") as file:
-        for given in (content, io.BytesIO(content), file, tmp_path / "a.wav", decoder):
-            np.testing.assert_allclose(clap.embed_audio(given), expected, atol=1e-4)  # the file has 16 bits
-    loud = samples / np.abs(samples).max() * 1.7
-    assert np.array_equal(clap.embed_audio(loud, 48000), clap.embed_audio(loud.clip(-1, 1), 48000))
-    long = np.tile(loud, 3)
-    assert np.array_equal(clap.embed_audio(long, 44100), clap.embed_audio(long.clip(-1, 1), 44100))
 
 
 def test_the_middle_is_cut_at_the_files_rate_and_resampled_then(clap: Clap) -> None:
