@@ -41,14 +41,14 @@ def test_windows_are_those_of_the_whole_file(
 
 
 def test_memory_does_not_grow_with_the_file(clap: Clap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 36 minutes: 440 MB, or 880 resampled.
-    blocks = itertools.repeat(np.full((windows._BLOCK, 2), 0.25, np.float32), 400)
-    endless = SimpleNamespace(read=lambda *_, **__: next(blocks, []), frames=400 * windows._BLOCK, samplerate=24000)
+    # 18 minutes: 210 MB, or 420 resampled.
+    blocks = itertools.repeat(np.full((windows._BLOCK, 2), 0.25, np.float32), 200)
+    endless = SimpleNamespace(read=lambda *_, **__: next(blocks, []), frames=200 * windows._BLOCK, samplerate=24000)
     monkeypatch.setattr(windows, "open_audio", lambda _: contextlib.nullcontext(endless))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     path = write_sound(tmp_path / "a.wav", noise(0.1))
     number = sum(1 for _ in read_windows([path], clap.config.audio, "none", 0.0, num_workers=0, ahead=1))
-    assert number == 2 * 400 * windows._BLOCK // 48000 + 2
+    assert number == 2 * 200 * windows._BLOCK // 48000 + 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
 
