@@ -1,20 +1,16 @@
 """Collectives in which ranks exchange values and errors; an error on one rank blocks no other.
 
-Values are gathered on rank 0 over gloo, and the result is broadcast: hops of gloo's ring collectives grow with the number
-of ranks. NCCL would keep GPU memory for each peer.
+They use gloo: NCCL would keep GPU memory for each peer.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.config.errors import CollectiveUserError
@@ -45,11 +41,9 @@ def gather(value: T) -> list[T]:
     """Return every rank's value, by rank, on rank 0, and only the own value elsewhere."""
     if world_size() == 1:
         return [value]
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    longest = gather_tensor(torch.tensor(len(own))).amax()
-    dist.broadcast(longest, src=0, group=hosts())
-    rows = gather_tensor(F.pad(own, (0, int(longest) - len(own))))
-    return [pickle.loads(row.numpy()) for row in rows]  # loads ignores the padding
+    everyone = [value] * (world_size() if rank() == 0 else 1)
+    dist.gather_object(value, everyone if rank() == 0 else None, group=hosts())
+    return everyone
 
 
 def gather_tensor(own: Tensor) -> Tensor:

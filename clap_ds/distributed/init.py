@@ -6,7 +6,6 @@ Top-level imports are light: a rank rejects a wrong configuration before importi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import faulthandler
 import os
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # must cover one rank's slow start (compiling, downloading)
 FAILED = 1
-SECRET = "secret"
-"""File in an attempt's folder that only its owner can read; part of the name under which ranks rendezvous."""
 RANK_0_SPEAKS_S = 8.0  # for rank 0 to report a mistake that other ranks found, too
 
 
@@ -55,17 +52,16 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """Read the launcher's variables; without any there is one rank. Raises UserError if they are inconsistent."""
+        """Read the launcher's variables; without any there is one rank. Raises UserError if one is missing."""
         hosts = _adopt_slurm_step()
         words = sys.argv  # read here as commands may fail before parsing
         folder = Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
-        given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        if not any(given.values()):
+        if not os.environ.get("RANK"):
             return cls(0, 1, 0, 1, job_folder=folder)
-        if not all(map(str.isdecimal, given.values())) or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
-            found = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise UserError(f"invalid launcher environment: expected integers with RANK < WORLD_SIZE, found {found}")
-        rank, world_size, local_rank = map(int, given.values())
+        try:
+            rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        except (KeyError, ValueError) as error:
+            raise UserError(f"expected integers in RANK, WORLD_SIZE and LOCAL_RANK: {error}") from None
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         return cls(rank, world_size, local_rank, local_world_size, hosts, folder)
 
@@ -80,13 +76,9 @@ class Ranks:
 
     @property
     def run(self) -> str:
-        """An identifier equal on all ranks, unique to the run and, in a job, secret."""
-        secret = ""
-        if self.job_folder is not None:
-            with contextlib.suppress(OSError):  # preflight starts ranks without one
-                secret = (self.job_folder / SECRET).read_text()
+        """An identifier equal on all ranks and unique to the run."""
         ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-        return " ".join([f"{secret}{self.job_folder}", *(os.environ.get(name, "") for name in ids)])
+        return " ".join([str(self.job_folder), *(os.environ.get(name, "") for name in ids)])
 
 
 def _adopt_slurm_step() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ answers within a time limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +17,6 @@ from huggingface_hub import constants, get_session
 
 from clap_ds.config.clap_json import TEXT
 from clap_ds.config.model import TextConfig
-from clap_ds.distributed.timeout import within
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def problem_with_hub() -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "not contacted because HF_HUB_OFFLINE=1 is set"
     try:
-        within(ANSWER_S, lambda: get_session().head(constants.ENDPOINT, timeout=2 * ANSWER_S))
+        ThreadPoolExecutor(1).submit(get_session().head, constants.ENDPOINT, timeout=ANSWER_S).result(2 * ANSWER_S)
     except Exception as error:  # the HTTP package raises various errors
         return f"{constants.ENDPOINT} can't be reached ({_first_line(error)})"
     return None

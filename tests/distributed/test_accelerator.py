@@ -31,7 +31,6 @@ def write_program(path: Path, script: str) -> None:
         ({"SLURM_GPUS_ON_NODE": "0"}, "cpu"),
         ({"SLURM_GPUS_ON_NODE": "4", "device": True, "CUDA_VISIBLE_DEVICES": ""}, "SLURM_GPUS_ON_NODE=4"),
         ({"device": True}, "nvidia0: the driver is too old"),
-        ({"DS_ACCELERATOR": "xpu"}, "expected cuda or cpu"),
     ],
 )
 def test_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: dict[str, Any], expected: str) -> None:

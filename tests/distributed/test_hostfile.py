@@ -12,7 +12,7 @@ from clap_ds.launch.hostfile import main
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = {
     "n1": "n1",
-    "a[01-03,7],b-ib0,c[1-2][08-11]": "a01 a02 a03 a7 b-ib0 c108 c109 c110 c111 c208 c209 c210 c211",
+    "a[01-03,7],b-ib0,c2[08-11].org": "a01 a02 a03 a7 b-ib0 c208.org c209.org c210.org c211.org",
     "n[098-101]": "n098 n099 n100 n101",
     "n[99-0101]": "n99 n100 n101",
     "n[3,1-2],m,n4": "n3 n1 n2 m n4",

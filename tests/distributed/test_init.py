@@ -33,8 +33,8 @@ ALONE = Ranks(0, 1, 0, 1)
         ({}, ALONE, None),
         (LAUNCHER, Ranks(3, 4, 1, 2), None),  # torchrun
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, Ranks(5, 8, 1, 4), None),  # deepspeed
-        ({"RANK": "0"}, r"RANK < WORLD_SIZE, found RANK='0', WORLD_SIZE='', LOCAL_RANK=''", None),
-        ({**LAUNCHER, "RANK": "4"}, "found RANK='4', WORLD_SIZE='4'", None),
+        ({"RANK": "0"}, "integers in RANK, WORLD_SIZE and LOCAL_RANK: 'WORLD_SIZE'", None),
+        ({**LAUNCHER, "RANK": "x"}, "LOCAL_RANK: invalid literal .* 'x'", None),
         (STEP, Ranks(9, 10, 1, 2, ("n08",) * 4 + ("n09",) * 4 + ("n10",) * 2), "n08"),
         ({**STEP, **LAUNCHER}, Ranks(3, 4, 1, 2), None),  # a launcher takes precedence
         (ONE_TASK, Ranks(0, 1, 0, 1, ("n08",)), None),

@@ -44,10 +44,8 @@ def test_rank_that_stops_before_the_first_step_is_named() -> None:
     first, second = (_start(MEET, rank, 2, port, DS_ACCELERATOR="cpu") for rank in range(2))
     wait_until(lambda: first.stdout == second.stdout == "cpu\n")
     assert "missing" not in first.stderr + second.stderr
-    for stopped, other in ((1, first), (0, second)):
-        (first, second)[stopped].send_signal(signal.SIGSTOP)
-        wait_until(lambda: f"missing: rank {stopped}" in other.stderr)  # noqa: B023
-        (first, second)[stopped].send_signal(signal.SIGCONT)
+    second.send_signal(signal.SIGSTOP)
+    wait_until(lambda: "1 of 2 ranks after" in first.stderr and "missing: rank 1" in first.stderr)
     first.kill()
     second.kill()
 
@@ -80,14 +78,11 @@ os._exit(0)
 """
 
 
-def test_ranks_meet_at_the_address_they_were_told_alone_and_others_stay_out() -> None:
+def test_ranks_of_another_step_stay_out() -> None:
     port = free_port()
     first = _start(JOB_OF_TWO, 0, 2, port, SLURM_JOB_ID="7", SLURM_STEP_ID="1", LOCAL_WORLD_SIZE="2")
     stranger = _start(JOB_OF_TWO, 1, 2, port, 2.0, SLURM_JOB_ID="7", SLURM_STEP_ID="2")
     assert stranger.wait() != 0  # before the place it would have taken is
-    for address, is_there in (("127.0.0.1", True), ("127.0.0.2", False)):
-        with socket.socket() as client:
-            assert (client.connect_ex((address, port)) == 0) == is_there
     second = _start(JOB_OF_TWO, 1, 2, port, SLURM_JOB_ID="7", SLURM_STEP_ID="1")
     assert [first.wait(), second.wait()] == [0, 0]
     assert [first.stdout, second.stdout, stranger.stdout] == ["met\n", "met\n", ""]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from clap_ds.distributed import watchdog
+from clap_ds.distributed import error_file, watchdog
 from clap_ds.distributed.error_file import read_errors
 from clap_ds.distributed.root_cause import find_root_cause, read_progress
 from tests import processes
@@ -54,7 +54,7 @@ ranks, path = Ranks.from_environment(), Path(sys.argv[1])
 if ranks.world_size > 1:
     initialize(ranks)
 error_file.set_error_dir(path, ranks.rank, "node")
-watchdog.start(path, ranks.rank, "node")
+watchdog.start(path)
 for number in range(1, 9):
     if ranks.rank == ranks.world_size - 1 and number == 5:
         eval(sys.argv[2])()
@@ -83,7 +83,7 @@ def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path, w
     assert f" in {what} " in summary["error"]
     assert summary["error"] in first.stderr
     assert "no step" not in second.stderr, "only one rank reports"
-    cause = find_root_cause(tmp_path, None, ())
+    cause = find_root_cause(tmp_path, None)
     assert cause is not None
     assert (cause.kind, cause.ranks, cause.hosts) == ("stall", [2], ["node"])
 
@@ -91,7 +91,7 @@ def test_a_rank_that_holds_the_others_up_is_named_and_recorded(tmp_path: Path, w
 def test_a_crash_is_named_with_its_signal(tmp_path: Path) -> None:
     first, second = _run(tmp_path, "crash")
     assert (first.wait(), second.wait()) == (1, -signal.SIGSEGV)
-    cause = find_root_cause(tmp_path, None, ())
+    cause = find_root_cause(tmp_path, None)
     assert cause is not None
     assert "rank 1 on node: Segmentation fault in string_at" in cause.message
     assert (cause.kind, cause.hosts) == ("signal", ["node"])
@@ -121,7 +121,8 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[flo
     """Watch this process."""
     limits: list[float] = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda limit_s, file: limits.append(limit_s))
-    watchdog.start(tmp_path, 3, "n3")
+    monkeypatch.setattr(error_file.this_rank, "folder", None)  # restored after the test
+    watchdog.start(tmp_path)
     yield limits
     watchdog.stop()
 
