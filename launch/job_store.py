@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
+from clap_ds.config.batch_sizes import GLOBAL_BATCH, BatchSizes
 from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
@@ -32,12 +31,10 @@ def stamp() -> str:
 
 @dataclass
 class Job:
-    name: str  # of the script and log
+    name: str  # of the script, the log and the run
     nodes: int
-    label: str  # of the run
     config: str  # path of the base JSON
     changes: dict[str, Any] = field(default_factory=dict)  # fields set in it, by dotted name
-    global_batch: int | None = None  # samples per step, kept constant over scales by accumulation
     folder: str = "."  # relative to the folder of all jobs
     slurm_id: str | None = None
 
@@ -49,15 +46,13 @@ class Job:
     def run(self, ranks: int) -> dict[str, Any]:
         """Return the run's JSON. UserError if its batch sizes don't fit this number of ranks."""
         content = read_config(Path(self.config))
-        for name, value in {**self.changes, "clap.output.run_name": self.label}.items():
+        for name, value in {**self.changes, "clap.output.run_name": self.name}.items():
             content = with_field(content, name, value)
-        if self.global_batch:
-            content |= {GLOBAL_BATCH: self.global_batch, ACCUMULATION: None}
         try:
             sizes = BatchSizes.of(content, ranks)
         except ValueError as error:
-            raise UserError("\n".join(f"{self.label}: {line}" for line in str(error).splitlines())) from None
-        return sizes.fill(content) if self.global_batch else content
+            raise UserError("\n".join(f"{self.name}: {line}" for line in str(error).splitlines())) from None
+        return sizes.fill(content) if GLOBAL_BATCH in self.changes else content
 
 
 class JobStatus(NamedTuple):
@@ -83,9 +78,8 @@ class Jobs:
             raise UserError(f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}")
         content = read_object(record := folder / RECORD)
         try:
-            return cls(
-                folder, typed(Request, content["request"], record), [typed(Job, job, record) for job in content["jobs"]]
-            )
+            jobs = [typed(Job, job, record) for job in content["jobs"]]
+            return cls(folder, typed(Request, content["request"], record), jobs)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{record}: malformed record: {error}") from None
 
@@ -133,16 +127,14 @@ class Jobs:
                 write_object(folder / "site.json", asdict(self.request.load_site()))
         self.save()
 
-    def submit(self, jobs: list[Job]) -> Iterator[Job]:
-        """Submit jobs one by one, and yield each after SLURM accepted it."""
-        for job in jobs:
-            job.slurm_id = None
-            with own_folder(self.folder / job.folder) as folder:
-                (folder / "job.json").unlink(missing_ok=True)
-            self.save()
-            job.slurm_id = slurm.submit(self.folder / f"{job.name}.sbatch")
-            self.save()
-            yield job
+    def submit(self, job: Job) -> None:
+        """Submit a job, and record its id."""
+        job.slurm_id = None
+        with own_folder(self.folder / job.folder) as folder:
+            (folder / "job.json").unlink(missing_ok=True)
+        self.save()
+        job.slurm_id = slurm.submit(self.folder / f"{job.name}.sbatch")
+        self.save()
 
     def standings(self) -> dict[str, JobStatus]:
         """Return the status of each job by name."""

@@ -6,14 +6,14 @@ import argparse
 import re
 import shlex
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from clap_ds.config.arguments import add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.cluster_profile import LAUNCHERS, Site, load_site
+from clap_ds.launch.cluster_profile import Site, is_path, load_site
 
 TRAINING_TIME = "1-00:00:00"
 GUARD = """\
@@ -31,14 +31,13 @@ class Request:
     gres: str | None  # None if SLURM manages no GPUs
     train: bool = False
     time: str | None = None
-    launcher: str | None = None
     exclude: str | None = None
     spare_nodes: int = 0
     auto_requeue: bool = False
     train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
 
     def load_site(self) -> Site:
-        return load_site(self.cluster, self.launcher)
+        return load_site(self.cluster)
 
     def time_limit(self, site: Site, nodes: int) -> str:
         return self.time or site.walltime(nodes)
@@ -55,7 +54,6 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     add("--cluster", default="generic", help="name under launch/clusters/, or path of a profile (default: generic)")
     add("--train", action="store_true", help="train instead of running the benchmark")
     add("--gpus", type=whole_number(), help="ranks per node (default: the site's)")
-    add("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default: the site's)")
     spare = "extra nodes to allocate as hot spares (default: 0)"
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help=spare)
     add("--auto_requeue", action="store_true", help="requeue training after each time limit until it is complete")
@@ -71,7 +69,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def request_of(arguments: argparse.Namespace, most: int) -> Request:
     """Return the request of a command's options, for at most this many nodes. UserError if they conflict."""
-    site = load_site(arguments.cluster, arguments.launcher)
+    site, name = load_site(arguments.cluster), arguments.cluster
     partitions = slurm.partitions(site.partition)
     shown = max((each.gpus for each in partitions), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
@@ -89,10 +87,12 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
     time = arguments.time
     if arguments.train and time is None:
         time = min([TRAINING_TIME, *(each.limit for each in partitions if each.limit)], key=slurm.seconds_of)
-    name = arguments.cluster
-    given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
-    given["cluster"] = str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name
-    return Request(**given | {"gpus": gpus, "gres": f"gpu:{gpus}" if shown or not partitions else None, "time": time})
+    cluster = str(Path(name).resolve()) if is_path(name) else name
+    gres = f"gpu:{gpus}" if shown or not partitions else None
+    return Request(
+        cluster, gpus, gres, arguments.train, time, arguments.exclude, arguments.spare_nodes, arguments.auto_requeue,
+        arguments.train_options,
+    )  # fmt: skip
 
 
 def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:

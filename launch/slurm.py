@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import signal
@@ -48,13 +47,13 @@ class Partition(NamedTuple):
 
 def partitions(names: str | None) -> list[Partition]:
     """Return one or more partitions (`a,b`), or the default."""
-    wanted, found = names.split(",") if names else [], dict[str, Partition]()
-    for line in ask(["sinfo", "-h", "-e", "-o", "%P|%G|%l|%D"]).splitlines():
+    found: dict[str, Partition] = {}
+    of = ["-p", names] if names else []
+    for line in ask(["sinfo", "-h", "-e", *of, "-o", "%P|%G|%l|%D"]).splitlines():
         name, gres, limit, count = line.split("|")
-        if name.rstrip("*") in wanted if wanted else name.endswith("*"):
-            gpus, nodes = sum(map(int, _GPUS.findall(gres))), int(count)
-            if same := found.get(name):
-                gpus, nodes = max(gpus, same.gpus), nodes + same.nodes
+        if names or name.endswith("*"):
+            gpus, nodes, _ = found.get(name, (0, 0, None))
+            gpus, nodes = max(gpus, sum(map(int, _GPUS.findall(gres)))), nodes + int(count)
             found[name] = Partition(gpus, nodes, limit if _TIME.fullmatch(limit) else None)
     return [*found.values()]
 
@@ -129,26 +128,22 @@ def states_of(ids: Iterable[str]) -> dict[str, tuple[str, str]]:
 # --- this job, from inside
 
 
-def job_id() -> str | None:
-    return os.environ.get("SLURM_JOB_ID")
-
-
-def signal_step(name: str, number: signal.Signals) -> None:
+def signal_step(job: str, name: str, number: signal.Signals) -> None:
     """Signal the tasks of this job's step with this name, if it exists."""
     with contextlib.suppress(UserError, OSError):
-        for line in ask(["squeue", "--steps", "-h", "-j", str(job_id()), "-o", "%i %j"]).splitlines():
+        for line in ask(["squeue", "--steps", "-h", "-j", job, "-o", "%i %j"]).splitlines():
             step, _, its_name = line.partition(" ")
             if its_name == name:
                 ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1)  # it may have ended
 
 
-def requeue(without: Sequence[str]) -> str | None:
+def requeue(job: str, without: Sequence[str]) -> str | None:
     """Requeue this job, if possible without some hosts. Return the error if SLURM doesn't requeue it, else None.
 
     Requeueing ends this job, so nothing may depend on what follows. SLURM allocates no host that it counts as down, and can
     exclude others while the job is pending. If that fails, the next start avoids these hosts if it can.
     """
-    job, lost = str(job_id()), lost_nodes(without) if without else {}
+    lost = lost_nodes(without) if without else {}
     try:
         excluded = ask(["squeue", "-h", "-j", job, "-o", "%x"]).strip() if without else ""
         ask(["scontrol", "requeue", job])

@@ -19,9 +19,11 @@ if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
+from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH
 from clap_ds.config.errors import UserError, exit_code_of, printable
 from clap_ds.config.overrides import parse_varied
 from clap_ds.config.paths import find_config
+from clap_ds.launch.cluster_profile import is_path
 from clap_ds.launch.job_store import RECORD, Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_limits, add_request, request_of
 
@@ -42,7 +44,8 @@ def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
         if name in jobs:
             raise UserError(f"two jobs would be named {name}: remove the duplicate value, node count or file name")
         changes = {"clap.output.dir": str(root), **dict(values)}
-        jobs[name] = Job(name, nodes, name, str(config), changes, arguments.global_batch, folder=name)
+        changes |= {GLOBAL_BATCH: arguments.global_batch, ACCUMULATION: None} if arguments.global_batch else {}
+        jobs[name] = Job(name, nodes, str(config), changes, folder=name)
     return list(jobs.values())
 
 
@@ -63,27 +66,24 @@ def start(arguments: argparse.Namespace) -> None:
 
 
 def submit(sweep: Jobs, jobs: list[Job]) -> None:
-    for job in sweep.submit(jobs):
+    for job in jobs:
+        sweep.submit(job)
         print(f"submitted {job.name}: job {job.slurm_id}, {job.nodes} node{'s' * (job.nodes != 1)}", flush=True)
 
 
-def show_status(arguments: argparse.Namespace) -> None:
-    sweep = Jobs.read(arguments.folder.resolve())
-    standings = sweep.standings()
-    rows = [("job", "nodes", "id", "state", "note")]
+def show_status(sweep: Jobs) -> None:
+    standings, width = sweep.standings(), max(len(job.name) for job in sweep.jobs)
+    print(f"{'job':{width}}  nodes  id        state          note")
     for job in sweep.jobs:
         state, note, _ = standings[job.name]
-        rows.append((job.name, str(job.nodes), job.slurm_id or "-", printable(state), printable(note[:120])))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+        shown = f"{job.name:{width}}  {job.nodes:<5}  {job.slurm_id or '-':<8}  {state:<13}  {note[:120]}"
+        print(printable(shown.rstrip()))
     counts = Counter(each.state for each in standings.values())
     print(", ".join(f"{number} {state}" for state, number in counts.items()))
 
 
-def resume(arguments: argparse.Namespace) -> None:
+def resume(sweep: Jobs, arguments: argparse.Namespace) -> None:
     """Resubmit jobs that are neither done nor queued nor running."""
-    sweep = Jobs.read(arguments.folder.resolve())
     standings = sweep.standings()
     missing = [job for job in sweep.jobs if not (standings[job.name].is_under_way or standings[job.name].state in DONE)]
     names = ", ".join(job.name for job in missing)
@@ -92,12 +92,12 @@ def resume(arguments: argparse.Namespace) -> None:
         if status.state == "held":
             print(f"{name} is held; {status.note}")
     if missing:
-        changes = {name: value for name, value in vars(arguments).items() if name != "folder" and value}
         cluster = sweep.request.cluster
-        if not arguments.cluster and ("/" in cluster or cluster.endswith(".json")):
+        if not arguments.cluster and is_path(cluster):
             what = "names a profile, which can run any command: inspect the file, then pass it"
-            raise UserError(f"{arguments.folder / RECORD} {what} with --cluster {shlex.quote(cluster)}")
-        sweep.request = replace(sweep.request, **changes)
+            raise UserError(f"{sweep.folder / RECORD} {what} with --cluster {shlex.quote(cluster)}")
+        changes = {name: getattr(arguments, name) for name in ("cluster", "time", "exclude")}
+        sweep.request = replace(sweep.request, **{name: value for name, value in changes.items() if value})
         sweep.check(missing)
         sweep.write_scripts(missing)
         submit(sweep, missing)
@@ -111,8 +111,9 @@ def main(argv: list[str] | None = None) -> int:
         if what == "resume":
             add_limits(parser)
             parser.add_argument("--cluster", help="profile (default: the sweep's; required if that was a file)")
-        arguments = parser.parse_args(rest)
-        return exit_code_of(lambda: (show_status if what == "status" else resume)(arguments))
+        options = parser.parse_args(rest)
+        read = lambda: Jobs.read(options.folder.resolve())  # noqa: E731
+        return exit_code_of(lambda: resume(read(), options) if what == "resume" else show_status(read()))
     later = "`sweep.py status FOLDER` shows the jobs' states; `sweep.py resume FOLDER` resubmits missing jobs."
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("launch/sweep.py", description=summary, epilog=later, allow_abbrev=False)

@@ -64,7 +64,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: JsonlWriter(run / "metrics.jsonl").append({"step": 1}),
     "rank0.log": lambda run: start_log(run / "rank0.log"),
     "errors": lambda run: error_file.write_error_file("error", "message", 1),
-    "stacks": lambda run: Watch().start(run, 0, "host"),
+    "stacks": lambda run: Watch().start(run),
     "tensorboard": lambda run: Scalars(_engine(), run),
     ".probe": lambda folder: RemoteFolder(str(folder)).try_writing(),
     "n001": lambda folder: _sweep(folder).write_scripts(_sweep(folder).jobs),

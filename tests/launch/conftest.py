@@ -17,7 +17,7 @@ SCRIPTS = {
         echo "$*" >> calls
         echo $((100 + $(cat calls | wc -l)))""",
     "squeue": "cat queue",
-    "sinfo": "cat partitions",
+    "sinfo": """[ "$3" != -p ] || names="${4//,/|}"; grep -E "^(${names-.*})[*]?[| ]" partitions || :""",
     "scontrol": 'echo "$*" >> asked',
     "sacct": "cat accounting",
 }

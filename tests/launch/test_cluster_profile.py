@@ -39,11 +39,11 @@ def test_packaged_sites() -> None:
     ("content", "message"),
     [
         ({"acount": "x"}, "acount: no such field; did you mean 'account'?"),
-        ({"gpus_per_node": 0}, "at least 1, found 0"),
+        ({"gpus_per_node": "4"}, 'gpus_per_node: expected int | None, found "4"'),
         ({"launcher": "slrum"}, "did you mean 'slurm'?"),
         ({"launcher": "slurm", "srun": ["--container-image=x"]}, "--container-image=x needs launcher torchrun"),
-        ({"setup": "module load x"}, "setup: expected a list of strings"),
-        ({"environment": {"NCCL_DEBUG": 1}}, "an object of strings"),
+        ({"setup": "module load x"}, "setup: expected list[str], found"),
+        ({"environment": {"NCCL_DEBUG": 1}}, "environment: expected dict[str, str], found"),
         ({"walltimes": {"8": "soon"}}, "walltimes.8: 'soon'"),
     ],
 )
@@ -60,8 +60,6 @@ def test_a_container_needs_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "site.json"
     path.write_text('{"launcher": "torchrun", "wrapper": ["apptainer"], "requeues": 0, "gpus_per_node": null}')
     assert load_site(str(path)).container() == "apptainer"
-    with pytest.raises(UserError, match="apptainer needs launcher torchrun"):
-        load_site(str(path), "slurm")
     assert Site(srun=["--mpi=none"]).container() is None
 
 
@@ -103,7 +101,7 @@ def test_python_is_tried_in_its_wrapper_and_sbatch_asked(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"python": "/no/such"}, "python: /no/such can't run this package: "),
+        ({"python": "/no/such"}, "/no/such: No such file"),
         ({"python": "fake_python"}, "error: fake_python has no transformers"),
         ({"setup": ["true", "module load CUDA/99"]}, "module: command not found"),
     ],
