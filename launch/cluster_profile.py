@@ -1,12 +1,11 @@
 """Read and check cluster profiles, which describe clusters.
 
-    python launch/cluster_profile.py check mine     checks python, module lines, partition and account on this cluster
-
 Needs only the standard library, to run before the environment is installed. The checks of a run need packages that a login
 node's Python may lack, so they run with the ranks' Python.
 """
 
-import argparse
+from __future__ import annotations
+
 import inspect
 import json
 import os
@@ -21,10 +20,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-if not __package__:  # run as a file
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
+from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import read_object
 from clap_ds.config.paths import CHECKOUT, work_folder
 from clap_ds.launch import slurm
@@ -108,14 +104,9 @@ def _reject(where: Path, problems: Iterable[str]) -> None:
         raise UserError("\n".join(lines))
 
 
-def is_path(name: str) -> bool:
-    """Return whether a site is given by its file's path rather than by its name under `launch/clusters/`."""
-    return name.endswith(".json") or "/" in name
-
-
 def load_site(name: str) -> Site:
-    """Read a site by name or path. UserError has a line for each wrong field."""
-    path = Path(name) if is_path(name) else FOLDER / f"{name}.json"
+    """Read a site by its name under `launch/clusters/` or by path. UserError has a line for each wrong field."""
+    path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
         raise UserError(f"site {name!r}: {path}: no such file{did_you_mean(name, known)}")
@@ -136,15 +127,6 @@ def _wrong_values(site: Site) -> Iterator[str]:
             yield f"walltimes.{bound}: {error}"
 
 
-def show_check(site: Site) -> None:
-    """Check what a cluster profile allows without a job, and print it. UserError if a check fails."""
-    print(f"python  {check_environment(site)}")
-    options = {"account": site.account, "partition": site.partition, "time": site.walltime(1)}
-    lines = [*site.sbatch, *(f"--{name}={value}" for name, value in options.items() if value)]
-    note = slurm.check_script("\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "true\n"]))
-    print(f"sbatch  {note or 'accepts the options'}")
-
-
 def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = False) -> str:
     """Run the site's shell lines and check runs' JSONs with its Python; UserError has a line for each problem.
     Return the versions, or why Python wasn't run."""
@@ -161,15 +143,3 @@ def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = Fa
         raise UserError(failed + "\n".join(said))
     versions = json.loads(answer[1])
     return f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch/cluster_profile.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["check"], help="check the profile on this cluster")
-    parser.add_argument("cluster", help="name under launch/clusters/, or path of a profile")
-    arguments = parser.parse_args(argv)
-    return exit_code_of(lambda: show_check(load_site(arguments.cluster)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from clap_ds.config.batch_sizes import GLOBAL_BATCH, BatchSizes
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
+from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
 from clap_ds.launch.cluster_profile import check_environment, typed
@@ -67,8 +67,8 @@ class JobStatus(NamedTuple):
 
 
 class Jobs:
-    def __init__(self, folder: Path, request: Request, jobs: list[Job]) -> None:
-        self.folder, self.request, self.jobs = folder, request, jobs
+    def __init__(self, folder: Path, jobs: list[Job]) -> None:
+        self.folder, self.jobs = folder, jobs
 
     @classmethod
     def read(cls, folder: Path) -> Jobs:
@@ -78,62 +78,48 @@ class Jobs:
             raise UserError(f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}")
         content = read_object(record := folder / RECORD)
         try:
-            jobs = [typed(Job, job, record) for job in content["jobs"]]
-            return cls(folder, typed(Request, content["request"], record), jobs)
+            return cls(folder, [typed(Job, job, record) for job in content["jobs"]])
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{record}: malformed record: {error}") from None
 
     def save(self) -> None:
-        jobs = [asdict(job) for job in self.jobs]
-        write_object(self.folder / RECORD, {"request": asdict(self.request), "jobs": jobs})
+        write_object(self.folder / RECORD, {"jobs": [asdict(job) for job in self.jobs]})
 
-    def text(self, job: Job) -> str:
-        """Return the job's batch script."""
-        log = f"{str(self.folder).replace('%', '%%')}/{job.name}-%j.out"  # in SLURM's notation
-        own = f"-{job.name}" if len(self.jobs) > 1 else ""
-        return script(self.request, job.nodes, f"clap-{self.folder.name}{own}", log, self.folder / job.folder)
+    def script(self, job: Job) -> Path:
+        return self.folder / f"{job.name}.sbatch"
 
     def log(self, job: Job) -> Path:
         return self.folder / f"{job.name}-{job.slurm_id}.out"
 
-    def prepare(self) -> None:
-        """Write and check each job's run JSON and script. UserError if a check fails; a new folder is then removed."""
-        is_new = not self.folder.exists()
+    def prepare(self, request: Request) -> None:
+        """Write each job's run JSON, cluster profile and script, and check them. UserError, without the folder, if a check
+        fails."""
         try:
             for job in self.jobs:
-                with own_folder(self.folder / job.folder) as folder:
-                    write_object(folder / "run.json", job.run(job.nodes * self.request.gpus))
-            self.check(self.jobs)
-            self.write_scripts(self.jobs)
+                folder = self.folder / job.folder
+                folder.mkdir(parents=True)
+                write_object(folder / "run.json", job.run(job.nodes * request.gpus))
+                write_object(folder / "site.json", asdict(request.site))
+                log = f"{str(self.folder).replace('%', '%%')}/{job.name}-%j.out"  # in SLURM's notation
+                own = f"-{job.name}" if len(self.jobs) > 1 else ""
+                text = script(request, job.nodes, f"clap-{self.folder.name}{own}", log, folder)
+                write_atomically(self.script(job), text)
+            by_nodes = {job.nodes: self.script(job) for job in self.jobs}
+            for note in filter(None, dict.fromkeys(map(slurm.check_script, by_nodes.values()))):
+                print(f"note: sbatch: {note}")
+            runs = [str(self.folder / job.folder / "run.json") for job in self.jobs]
+            print(f"python: {check_environment(request.site, runs, train=request.train)}")
+            self.save()
         except BaseException:
-            if is_new:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def check(self, jobs: list[Job]) -> None:
-        """Check one script per number of nodes, the site and every run's JSON. UserError lists the problems."""
-        site = self.request.load_site()
-        notes = [slurm.check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
-        for note in filter(None, dict.fromkeys(notes)):
-            print(f"note: sbatch: {note}")
-        runs = [str(self.folder / job.folder / "run.json") for job in jobs]
-        print(f"python: {check_environment(site, runs, train=self.request.train)}")
-
-    def write_scripts(self, jobs: list[Job]) -> None:
-        """Write the jobs' scripts and cluster profiles, and the record."""
-        for job in jobs:
-            write_atomically(self.folder / f"{job.name}.sbatch", self.text(job))
-            with own_folder(self.folder / job.folder) as folder:
-                write_object(folder / "site.json", asdict(self.request.load_site()))
-        self.save()
-
-    def submit(self, job: Job) -> None:
-        """Submit a job, and record its id."""
+    def submit(self, job: Job, *options: str) -> None:
+        """Submit a job with more options of sbatch, and record its id."""
         job.slurm_id = None
-        with own_folder(self.folder / job.folder) as folder:
-            (folder / "job.json").unlink(missing_ok=True)
+        (self.folder / job.folder / "job.json").unlink(missing_ok=True)
         self.save()
-        job.slurm_id = slurm.submit(self.folder / f"{job.name}.sbatch")
+        job.slurm_id = slurm.submit(self.script(job), *options)
         self.save()
 
     def standings(self) -> dict[str, JobStatus]:

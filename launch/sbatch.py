@@ -13,7 +13,7 @@ from clap_ds.config.arguments import add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.cluster_profile import Site, is_path, load_site
+from clap_ds.launch.cluster_profile import Site, load_site
 
 TRAINING_TIME = "1-00:00:00"
 GUARD = """\
@@ -24,9 +24,9 @@ srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bas
 
 @dataclass(frozen=True)
 class Request:
-    """Options of jobs that the cluster profile does not set."""
+    """What jobs request of their cluster, beyond its profile."""
 
-    cluster: str
+    site: Site
     gpus: int
     gres: str | None  # None if SLURM manages no GPUs
     train: bool = False
@@ -36,15 +36,12 @@ class Request:
     auto_requeue: bool = False
     train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
 
-    def load_site(self) -> Site:
-        return load_site(self.cluster)
+    def time_limit(self, nodes: int) -> str:
+        return self.time or self.site.walltime(nodes)
 
-    def time_limit(self, site: Site, nodes: int) -> str:
-        return self.time or site.walltime(nodes)
-
-    def warning_s(self, site: Site, nodes: int) -> int:
+    def warning_s(self, nodes: int) -> int:
         """Return how many seconds before the time limit the run is signaled: at most half of it; training has to save."""
-        minutes = -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60)  # SLURM rounds up
+        minutes = -(-slurm.seconds_of(self.time_limit(nodes)) // 60)  # SLURM rounds up
         return min(300 if self.train else 60, minutes * 30)
 
 
@@ -69,7 +66,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def request_of(arguments: argparse.Namespace, most: int) -> Request:
     """Return the request of a command's options, for at most this many nodes. UserError if they conflict."""
-    site, name = load_site(arguments.cluster), arguments.cluster
+    site = load_site(arguments.cluster)
     partitions = slurm.partitions(site.partition)
     shown = max((each.gpus for each in partitions), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
@@ -87,17 +84,16 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
     time = arguments.time
     if arguments.train and time is None:
         time = min([TRAINING_TIME, *(each.limit for each in partitions if each.limit)], key=slurm.seconds_of)
-    cluster = str(Path(name).resolve()) if is_path(name) else name
     gres = f"gpu:{gpus}" if shown or not partitions else None
     return Request(
-        cluster, gpus, gres, arguments.train, time, arguments.exclude, arguments.spare_nodes, arguments.auto_requeue,
+        site, gpus, gres, arguments.train, time, arguments.exclude, arguments.spare_nodes, arguments.auto_requeue,
         arguments.train_options,
     )  # fmt: skip
 
 
 def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:
     """Return the batch script of a job. Its folder holds `run.json` and `site.json`; `log` is in SLURM's notation."""
-    site = request.load_site()
+    site = request.site
     python = shlex.quote(sys.executable if site.container() else site.interpreter())
     threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
     command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
@@ -105,7 +101,7 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
     options = f"--spare_nodes={request.spare_nodes}" + " --auto_requeue" * request.auto_requeue
     lines = [
         "#!/bin/bash",
-        *_header(request, site, nodes, name, log),
+        *_header(request, nodes, name, log),
         "",
         "set -euo pipefail",
         f"cd {shlex.quote(str(work_folder()))}",
@@ -121,7 +117,8 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
     return "\n".join(lines) + "\n"
 
 
-def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> list[str]:
+def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
+    site = request.site
     asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)
     options = {
         "job-name": name,
@@ -130,11 +127,11 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
         "ntasks-per-node": request.gpus,
         "gres": None if asks_for_gpus else request.gres,
         "cpus-per-task": site.cpus_per_task,
-        "time": request.time_limit(site, nodes),
+        "time": request.time_limit(nodes),
         "account": site.account,
         "partition": site.partition,
         "exclude": request.exclude,
-        "signal": f"USR1@{request.warning_s(site, nodes)}",
+        "signal": f"USR1@{request.warning_s(nodes)}",
         "open-mode": "append",
     }
     flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes else [])]

@@ -25,10 +25,10 @@ _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
+def ask(command: Sequence[str], tries: int = TRIES) -> str:
     """Return a SLURM command's output. UserError if all tries fail; a busy controller may not answer."""
     for left in reversed(range(tries)):  # a new session: Ctrl-C must not interrupt the command
-        done = subprocess.run(command, input=text, capture_output=True, text=True, start_new_session=True)
+        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
         if done.returncode == 0:
             return done.stdout
         time.sleep(PAUSE_S if left else 0)
@@ -96,21 +96,20 @@ def seconds_of(text: str) -> int:
 # --- jobs, from a login node
 
 
-def submit(path: Path) -> str:
+def submit(script: Path, *options: str) -> str:
     """Submit a script and return the job's id."""
-    return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
+    return ask(["sbatch", "--parsable", *options, str(script)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
 
 
-def check_script(text: str) -> str:
+def check_script(path: Path) -> str:
     """Check a script with `sbatch --test-only` and return a note or "". UserError if sbatch rejects the script."""
     try:
-        ask(["sbatch", "--test-only"], text, tries=1)
+        ask(["sbatch", "--test-only", str(path)], tries=1)
     except UserError as error:
-        reason = str(error).removeprefix("sbatch --test-only: ")
-        if "node configuration is not available" not in reason:
-            raise UserError(f"sbatch rejects the job: {reason}") from None
+        if "node configuration is not available" not in str(error):
+            raise
         # --test-only ignores nodes that are down or drained, but a submitted job would wait for them.
-        return f"{reason}, counting only nodes in service"
+        return f"{error}, counting only nodes in service"
     return ""
 
 

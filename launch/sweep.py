@@ -3,16 +3,14 @@
 python launch/sweep.py --cluster mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
 python launch/sweep.py --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
 python launch/sweep.py status runs/sweeps/htsat_tiny-…
-python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--cluster NAME] [--time 01:00:00] [--exclude HOSTS]
+python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
 """
 
 import argparse
 import itertools
 import re
-import shlex
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 if not __package__:  # run as a file
@@ -23,8 +21,7 @@ from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH
 from clap_ds.config.errors import UserError, exit_code_of, printable
 from clap_ds.config.overrides import parse_varied
 from clap_ds.config.paths import find_config
-from clap_ds.launch.cluster_profile import is_path
-from clap_ds.launch.job_store import RECORD, Job, Jobs, stamp
+from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_limits, add_request, request_of
 
 DONE = ("completed", "out_of_memory")  # states that a retry would not change
@@ -53,22 +50,22 @@ def start(arguments: argparse.Namespace) -> None:
     """Plan a sweep, write and check its jobs, then submit them."""
     request = request_of(arguments, max(arguments.nodes))
     name = f"{arguments.config[0].stem}-{stamp()}"
-    folder = (arguments.folder or request.load_site().root() / "sweeps" / name).resolve()
-    if (folder / RECORD).exists():
-        raise UserError(f"{folder}: a sweep already exists here: use `sweep.py resume {folder}`")
-    sweep = Jobs(folder, request, plan(arguments, folder / "runs"))
-    sweep.prepare()
+    folder = (arguments.folder or request.site.root() / "sweeps" / name).resolve()
+    if folder.exists():
+        raise UserError(f"{folder} exists: choose another folder, or use `sweep.py resume {folder}`")
+    sweep = Jobs(folder, plan(arguments, folder / "runs"))
+    sweep.prepare(request)
     print(f"sweep: {folder}")
-    if not arguments.dry_run:
-        return submit(sweep, sweep.jobs)
     for job in sweep.jobs:
-        print(f"\n# {folder / job.name}.sbatch\n{sweep.text(job)}", end="")
+        if arguments.dry_run:
+            print(f"\n# {sweep.script(job)}\n{sweep.script(job).read_text()}", end="")
+        else:
+            submit(sweep, job)
 
 
-def submit(sweep: Jobs, jobs: list[Job]) -> None:
-    for job in jobs:
-        sweep.submit(job)
-        print(f"submitted {job.name}: job {job.slurm_id}, {job.nodes} node{'s' * (job.nodes != 1)}", flush=True)
+def submit(sweep: Jobs, job: Job, *options: str) -> None:
+    sweep.submit(job, *options)
+    print(f"submitted {job.name}: job {job.slurm_id}, {job.nodes} node{'s' * (job.nodes != 1)}", flush=True)
 
 
 def show_status(sweep: Jobs) -> None:
@@ -91,16 +88,9 @@ def resume(sweep: Jobs, arguments: argparse.Namespace) -> None:
     for name, status in standings.items():
         if status.state == "held":
             print(f"{name} is held; {status.note}")
-    if missing:
-        cluster = sweep.request.cluster
-        if not arguments.cluster and is_path(cluster):
-            what = "names a profile, which can run any command: inspect the file, then pass it"
-            raise UserError(f"{sweep.folder / RECORD} {what} with --cluster {shlex.quote(cluster)}")
-        changes = {name: getattr(arguments, name) for name in ("cluster", "time", "exclude")}
-        sweep.request = replace(sweep.request, **{name: value for name, value in changes.items() if value})
-        sweep.check(missing)
-        sweep.write_scripts(missing)
-        submit(sweep, missing)
+    limits = {"time": arguments.time, "exclude": arguments.exclude}
+    for job in missing:
+        submit(sweep, job, *(f"--{name}={value}" for name, value in limits.items() if value))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,7 +100,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
-            parser.add_argument("--cluster", help="profile (default: the sweep's; required if that was a file)")
         options = parser.parse_args(rest)
         read = lambda: Jobs.read(options.folder.resolve())  # noqa: E731
         return exit_code_of(lambda: resume(read(), options) if what == "resume" else show_status(read()))

@@ -182,8 +182,12 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 def _give_up(error: UnreachableError) -> NoReturn:
     write_error_file(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
-    print("error:", printable(str(error)), file=sys.stderr, flush=True)
+    _say(str(error))
     leave(FAILED)
+
+
+def _say(problem: str) -> None:
+    print("error:", printable(problem, "\n"), file=sys.stderr, flush=True)
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
@@ -199,13 +203,12 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
         _give_up(error)
     except UserError as error:
         write_error_file(error_file.USER, str(error), USER_ERROR)
-        is_first = os.environ.get("RANK", "0") in ("", "0")
-        if not is_first:
+        if (rank := os.environ.get("RANK") or "0") == "0":
+            _say(str(error))
+        else:
             time.sleep(RANK_0_SPEAKS_S)  # launchers end a job when its first process exits: let rank 0 report first
-        if is_first or not isinstance(error, CollectiveUserError):
-            told = printable(str(error), "\n")
-            who = "" if is_first else f"{socket.gethostname()}: rank {os.environ.get('RANK')}: "
-            print(f"error: {who}{told}", file=sys.stderr, flush=True)
+            if not isinstance(error, CollectiveUserError):
+                _say(f"{socket.gethostname()}: rank {rank}: {error}")
         leave(USER_ERROR)
     except Exception as error:
         write_error_file(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)

@@ -102,22 +102,20 @@ def meet(ranks: Ranks, backend: str, device: torch.device | None, give_up: GiveU
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
         joined.set()
     except (OSError, RuntimeError) as error:
-        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
-            why = "is already in use: pass a free one to the launcher with --master_port"
-            raise CollectiveUserError(f"rendezvous port {port} of {address} {why}") from None
         said = f"{socket.gethostname()}: rank {rank} can't reach {what}: {str(error).splitlines()[0]}"
         raise UnreachableError(said) from None
 
 
 def _check_address(address: str, port: int) -> None:
-    """Raise OSError unless this host can listen at the address; CollectiveUserError if it is another host's."""
+    """Raise CollectiveUserError if the address is another host's, or the port in use."""
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
     try:
         socket.create_server((address, port), family=family).close()
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        raise CollectiveUserError(
-            f"rank 0 runs on {socket.gethostname()}, but the rendezvous address {address} is another host's:"
-            " for a hostfile with one host, deepspeed starts ranks locally unless you pass --force_multi"
-        ) from None
+        problems = {
+            errno.EADDRINUSE: f"rendezvous port {port} of {address} is already in use:"
+            " pass a free one to the launcher with --master_port",
+            errno.EADDRNOTAVAIL: f"rank 0 runs on {socket.gethostname()}, but the rendezvous address {address} is another"
+            " host's: for a hostfile with one host, deepspeed starts ranks locally unless you pass --force_multi",
+        }
+        raise CollectiveUserError(problems.get(error.errno or 0, str(error))) from None

@@ -114,8 +114,8 @@ def _order(error: RankError) -> int:
 
 
 def _blamed(error: RankError) -> RankError:
-    """Add the ranks and hosts at fault to a rank's own error; rank 0's list of missing ranks has them."""
-    if error.kind == UNREACHABLE:
+    """Add the ranks and hosts at fault to a rank's own error."""
+    if error.kind == UNREACHABLE:  # rank 0's list of missing ranks has them
         return error
     is_hosts = error.kind == ERROR and _OF_THE_HOST.search(error.message) and not _OF_THE_PROGRAM.search(error.message)
     message = f"rank {error.rank} on {error.host}: {error.message}"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from clap_ds.config.overrides import with_output
+from clap_ds.launch.cluster_profile import load_site
 from clap_ds.launch.sbatch import Request, script
 from tests import needs
 from tests.cluster.slurm_cluster import OVER, SlurmCluster
@@ -121,10 +122,9 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         (folder / "runs").mkdir()
         run = with_output(micro_run(**changes), stem="micro", root=str(folder / "runs"))
         (folder / "job" / "run.json").write_text(json.dumps(run))
-        request = Request(
-            site_file(folder, **(site or {})), 2, None, time="00:10:00", launcher=launcher, **(asks or {})
-        )
-        (folder / "job" / "site.json").write_text(json.dumps(asdict(request.load_site())))
+        profile = load_site(site_file(folder, launcher=launcher, **(site or {})))
+        request = Request(profile, 2, None, time="00:10:00", **(asks or {}))
+        (folder / "job" / "site.json").write_text(json.dumps(asdict(profile)))
         text = script(request, nodes, "micro", f"{folder}/%j.out", folder / "job")
         (folder / "job.sbatch").write_text(text)
         given = [f"{name}={value}" for name, value in (variables or {}).items()]

@@ -10,7 +10,7 @@ import pytest
 SCRIPTS = {
     "sbatch": """
         if [ "$1" = --test-only ]; then
-            grep '^#SBATCH' >> tested
+            grep '^#SBATCH' "$2" >> tested
             if [ -e refuse_test ]; then cat refuse_test >&2; exit 1; fi
             exit 0
         fi

@@ -11,7 +11,7 @@ import pytest
 
 from clap_ds.check_runs import PACKAGES
 from clap_ds.config.errors import UserError
-from clap_ds.launch.cluster_profile import Site, load_site, main
+from clap_ds.launch.cluster_profile import Site, check_environment, load_site
 from tests.launch.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_a_container_needs_torchrun(tmp_path: Path) -> None:
     assert Site(srun=["--mpi=none"]).container() is None
 
 
-@pytest.mark.parametrize("name", ["hostfile", "cluster_profile", "submit", "sweep"])
+@pytest.mark.parametrize("name", ["hostfile", "submit", "sweep"])
 def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
     """The package is missing, or the Python is too old for it."""
     path = ROOT / "launch" / f"{name}.py"
@@ -75,42 +75,28 @@ def test_runs_as_a_file_of_a_bare_checkout(name: str) -> None:
     assert "requires Python 3.11 or newer" in done.stderr
 
 
-# --- checks with a fake SLURM
+# --- checks with the ranks' Python
 
 
-def _check(tmp_path: Path, **fields: Any) -> int:
-    (tmp_path / "site.json").write_text(json.dumps(fields))
-    return main(["check", str(tmp_path / "site.json")])
-
-
-def test_python_is_tried_in_its_wrapper_and_sbatch_asked(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_is_tried_in_its_wrapper(tmp_path: Path, slurm: FakeSlurm) -> None:
     slurm.write("apptainer", '#!/bin/sh\nshift 3\nexec "$@"\n')
     (slurm.folder / "apptainer").chmod(0o755)
-    container = {"wrapper": ["apptainer", "exec", "--nv", "x y.sif"], "launcher": "torchrun", "python": "python3"}
-    asks = {"account": "Mine", "partition": "gpu", "sbatch": ["--qos=c"]}
-    assert _check(tmp_path, setup=["module() { [ $1 = load ]; }", "module load CUDA"], **asks, **container) == 0
-    python, sbatch = capsys.readouterr().out.splitlines()
-    assert python.startswith("python  apptainer exec --nv 'x y.sif' python3: Python 3.")
-    assert sbatch == "sbatch  accepts the options"
-    expected = {"--qos=c", "--account=Mine", "--partition=gpu", "--time=00:15:00"}
-    assert {line.split()[1] for line in slurm.lines("tested")} == expected
+    setup = ["module() { [ $1 = load ]; }", "module load CUDA"]
+    site = Site(wrapper=["apptainer", "exec", "--nv", "x y.sif"], launcher="torchrun", python="python3", setup=setup)
+    assert check_environment(site).startswith("apptainer exec --nv 'x y.sif' python3: Python 3.")
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"python": "/no/such"}, "/no/such: No such file"),
-        ({"python": "fake_python"}, "error: fake_python has no transformers"),
+        ({"python": "fake_python"}, "^fake_python has no transformers"),
         ({"setup": ["true", "module load CUDA/99"]}, "module: command not found"),
     ],
 )
-def test_refuses_what_is_not_there(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], message: str
-) -> None:
+def test_refuses_what_is_not_there(slurm: FakeSlurm, fields: dict[str, Any], message: str) -> None:
     versions, said = json.dumps(dict.fromkeys(("python", *PACKAGES), "1")), "error: fake_python has no transformers"
     slurm.write("fake_python", f"#!/bin/sh\necho 'clap-check {versions}'\necho '{said}' >&2\nexit 2\n")
     (slurm.folder / "fake_python").chmod(0o755)
-    assert _check(tmp_path, **fields) == 2
-    assert message in capsys.readouterr().err
+    with pytest.raises(UserError, match=message):
+        check_environment(Site(**fields))
