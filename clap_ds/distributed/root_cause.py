@@ -29,9 +29,7 @@ _OF_THE_PROGRAM = re.compile(
 )
 """Variants of these errors caused by a kernel, which would fail on any host."""
 _OF_THE_LINK = re.compile("NCCL|gloo", re.IGNORECASE)
-# faulthandler's format.
-_FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(?:.*/)?(.*?)", line (\d+) in (.*)$', re.MULTILINE)
+_FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)  # faulthandler's format
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,6 @@ class ProgressFile:
     def responds(self) -> bool:
         """Whether it reported that it hangs."""
         return self.hung_at is not None or self.stacks.startswith("Timeout")
-
-    def where(self, thread: int) -> str:
-        """The innermost Python function of a thread, whose stack begins at a position."""
-        found = _FRAME.search(self.stacks, max(thread, 0))
-        return f" in {found[3]} ({found[1]}:{found[2]})" if found else ""
 
     def waits_in(self, group: str) -> bool:
         started, completed = self.collectives.get(group, (0, 0))
@@ -124,7 +117,7 @@ def _blamed(error: RankError) -> RankError:
 
 def _crash(file: ProgressFile) -> RankError:
     name = _FATAL.findall(file.stacks)[0]
-    message = f"rank {file.rank} on {file.host}: {name}{file.where(file.stacks.find('Current thread'))}"
+    message = f"rank {file.rank} on {file.host}: {name}"
     hosts = [file.host] * (name != "Aborted")
     return RankError(file.at, file.rank, file.host, SIGNAL, message, ranks=[file.rank], hosts=hosts)
 
@@ -133,11 +126,10 @@ def _hang(files: list[ProgressFile]) -> RankError:
     """Name the rank that doesn't respond or has the least progress, if there is only one."""
     hung = [file for file in files if file.responds]
     suspects = [file for file in files if not file.responds] + _behind(hung) if len(files) > 1 else files
-    found, said = suspects[:1] if len(suspects) == 1 else [], "no rank made less progress than all others"
+    found, said = suspects if len(suspects) == 1 else [], "no rank made less progress than all others"
     for file in found:
-        how = "blocks the others" if file.responds else "doesn't respond"
-        where = file.where(file.stacks.rfind("Thread 0x")) if file.responds else " at its last report"
-        said = f"rank {file.rank} on {file.host} {how}: {file.activity} after step {file.step}{where}"
+        how = "blocks the others" if file.responds else "doesn't respond; at its last report"
+        said = f"rank {file.rank} on {file.host} {how}: {file.activity} after step {file.step}"
     message = f"no step for {min(file.limit_s for file in hung):.0f} s: {said}"
     first, at = (found or hung)[0], min(file.hung_at or file.at for file in hung)
     ranks, hosts = [file.rank for file in found], [file.host for file in found]

@@ -82,7 +82,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_its_own(
 @pytest.mark.end_to_end
 def test_make_bench_on_the_cpus(tmp_path: Path) -> None:
     """Use a `python` that prints the launcher's arguments instead of starting ranks."""
-    launcher = '[ "$2" != clap_ds.distributed.local_launch ] || { echo "DS_ACCELERATOR=$DS_ACCELERATOR $@"; exit 0; }'
+    launcher = '[ "$2" != deepspeed.launcher.runner ] || { echo "DS_ACCELERATOR=$DS_ACCELERATOR $@"; exit 0; }'
     write_program(tmp_path / "python", f'{launcher}\nexec "{sys.executable}" "$@"')
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
     command = ["make", "bench", f"PYTHON={tmp_path / 'python'}"]
@@ -90,4 +90,5 @@ def test_make_bench_on_the_cpus(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     started = done.stdout.splitlines()[-1]
-    assert started.startswith("DS_ACCELERATOR=cpu -m clap_ds.distributed.local_launch --num_gpus 2 clap_ds/bench.py")
+    assert started.startswith("DS_ACCELERATOR=cpu -m deepspeed.launcher.runner --quiet --master_port ")
+    assert " --num_gpus 2 clap_ds/bench.py" in started

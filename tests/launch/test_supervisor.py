@@ -1,7 +1,6 @@
-"""Complete jobs with a fake `deepspeed`, and decisions of a job without hosts."""
+"""Complete jobs with a fake launcher, and decisions of a job without hosts."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,55 +15,18 @@ from clap_ds.launch.supervisor import RunningJob
 from tests.launch.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = os.uname().nodename
-RUNNER = """
-import json, os, sys
+RANK = """
+import json, sys
 from pathlib import Path
 from clap_ds.distributed import error_file
 folder = Path(sys.argv[sys.argv.index("--job_folder") + 1])
-run = folder.parents[1] / "run"
-run.mkdir()
+(run := folder.parents[1] / "run").mkdir()
 (folder / "run_directory").write_text(f"{run}\\n")
 (run / "summary.json").write_text(json.dumps({"state": "running"}))
-error_file.set_error_dir(folder, 0, os.uname().nodename)
+error_file.set_error_dir(folder, 0, "n1")
 error_file.write_error_file("error", "KeyError: no such key", 1)
 sys.exit(143)
 """
-
-
-def test_nothing_here_needs_torch_or_pydantic() -> None:
-    """The package is found through PYTHONPATH alone, as on hosts without an installation."""
-    scripts = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
-    program = f"import sys; [__import__('clap_ds.launch.' + name) for name in {scripts}]; print(sorted(sys.modules))"
-    shown = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {"torch", "pydantic", "numpy", "deepspeed"} & {name.split(".")[0] for name in eval(shown.stdout)}
-
-
-def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
-    """The program's own error ends the job after one attempt. Its two ranks start with a fake `deepspeed.launcher.runner`."""
-    package = tmp_path / "stub" / "deepspeed" / "launcher"
-    package.mkdir(parents=True)
-    for path in (package, package.parent):
-        (path / "__init__.py").touch()
-    (package / "runner.py").write_text(RUNNER)
-    (tmp_path / "hostfile").write_text(f"{HERE} slots=2\n")
-    (tmp_path / "site.json").write_text("{}")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    own = {"PYTHONPATH": f"{tmp_path}/stub:{ROOT}", "SLURM_JOB_ID": "7"}
-    words = ["--folder", str(tmp_path), "--", "bench.py", "--deepspeed_config", "run.json"]
-    command = [sys.executable, "-m", "clap_ds.launch.supervisor", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=kept | own, capture_output=True, text=True, timeout=180)
-    record = json.loads((tmp_path / "job.json").read_text())
-    assert (done.returncode, record["state"], record["exit_code"]) == (1, "failed", 1), (
-        "not srun's code for ranks that it killed"
-    )
-    assert "KeyError: no such key" in record["error"]
-    assert record["error"] in done.stderr
-    assert [each["error"] for each in record["attempts"]] == [record["error"]]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] == record["error"]
-
-
-# --- decisions
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +39,30 @@ def _job(folder: Path, hosts: int, spare_nodes: int = 0) -> RunningJob:
     (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
     (folder / "site.json").write_text('{"requeues": 1}')
     return RunningJob(folder, ["bench.py"], spare_nodes, auto_requeue=True)
+
+
+def test_nothing_here_needs_torch_or_pydantic() -> None:
+    """The package is found through PYTHONPATH alone, as on hosts without an installation."""
+    scripts = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
+    program = f"import sys; [__import__('clap_ds.launch.' + name) for name in {scripts}]; print(sorted(sys.modules))"
+    shown = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "pydantic", "numpy", "deepspeed"} & {name.split(".")[0] for name in eval(shown.stdout)}
+
+
+def test_error_of_a_rank_reaches_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], slurm: FakeSlurm
+) -> None:
+    """The program's own error ends the job after one attempt, and not with srun's code for ranks that it killed."""
+    launch = lambda site, python, slots, hostfile, words, step: [sys.executable, "-c", RANK, *words]  # noqa: E731
+    monkeypatch.setattr(supervisor, "launch_command", launch)
+    slurm.write("partitions", "n1 idle\n")
+    assert _job(tmp_path, 1).run() == 1
+    record = json.loads((tmp_path / "job.json").read_text())
+    assert (record["state"], record["exit_code"]) == ("failed", 1)
+    assert "KeyError: no such key" in record["error"]
+    assert record["error"] in capfd.readouterr().err
+    assert [each["error"] for each in record["attempts"]] == [record["error"]]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] == record["error"]
 
 
 LOST = AttemptOutcome("failed", "lost n2: down*", 1, ["n2"])
