@@ -27,7 +27,7 @@ from clap_ds.distributed.accelerator import choose_accelerator as choose_acceler
 from clap_ds.distributed.accelerator import choose_device
 from clap_ds.distributed.error_file import some, write_error_file
 from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
-from clap_ds.distributed.rendezvous import UnreachableError, meet
+from clap_ds.distributed.rendezvous import UnreachableError, give_up, meet
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +151,7 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     if not torch.distributed.is_initialized():
         # As DeepSpeed does when it creates the group.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None
-        meet(ranks, backend, bound, _give_up)
+        meet(ranks, backend, bound)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
     # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of its own.
@@ -180,12 +180,6 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     leave(128 + number)
 
 
-def _give_up(error: UnreachableError) -> NoReturn:
-    write_error_file(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
-    _say(str(error))
-    leave(FAILED)
-
-
 def _say(problem: str) -> None:
     print("error:", printable(problem, "\n"), file=sys.stderr, flush=True)
 
@@ -200,7 +194,7 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
             signal.signal(signal.SIGTERM, _end)  # until a run exists and records its end
         main(ranks)
     except UnreachableError as error:
-        _give_up(error)
+        give_up(error)
     except UserError as error:
         write_error_file(error_file.USER, str(error), USER_ERROR)
         if (rank := os.environ.get("RANK") or "0") == "0":

@@ -9,13 +9,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
-from clap_ds.config.errors import CollectiveUserError
-from clap_ds.distributed.error_file import some, this_rank
+from clap_ds.config.errors import CollectiveUserError, printable
+from clap_ds.distributed.error_file import UNREACHABLE, some, this_rank, write_error_file
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,11 @@ class UnreachableError(RuntimeError):
         self.hosts = list(hosts)
 
 
-GiveUp = Callable[[UnreachableError], object]
+def give_up(error: UnreachableError) -> NoReturn:
+    """Record and print the error, and exit at once."""
+    write_error_file(UNREACHABLE, str(error), 1, hosts=error.hosts)
+    print("error:", printable(str(error)), file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _send_beats(store: Store, rank: int) -> None:
@@ -49,7 +54,7 @@ def _send_beats(store: Store, rank: int) -> None:
                 return
 
 
-def _call_roll(store: Store, ranks: Ranks, joined: threading.Event, give_up: GiveUp) -> None:
+def _call_roll(store: Store, ranks: Ranks, joined: threading.Event) -> None:
     """Report ranks that haven't connected or don't respond, until the first step."""
     began = said = time.monotonic()
     heard, beats = dict.fromkeys(range(1, ranks.world_size), began), dict[int, bytes]()
@@ -69,12 +74,11 @@ def _call_roll(store: Store, ranks: Ranks, joined: threading.Event, give_up: Giv
             give_up(UnreachableError(f"{who} didn't connect within {START_LIMIT_S:.0f} s", hosts))
 
 
-def meet(ranks: Ranks, backend: str, device: torch.device | None, give_up: GiveUp) -> None:
-    """Create the default process group once every rank has connected.
+def meet(ranks: Ranks, backend: str, device: torch.device | None) -> None:
+    """Create the default process group once every rank has connected; exit on rank 0 if one doesn't in time.
 
     Args:
         device: this rank's GPU, which makes NCCL connect now instead of in the first collective.
-        give_up: called in a thread of rank 0, with what to report, if a rank doesn't connect in time.
 
     Raises:
         UnreachableError: if this rank can't connect.
@@ -92,8 +96,8 @@ def meet(ranks: Ranks, backend: str, device: torch.device | None, give_up: GiveU
             _check_address(address, port)
         tcp = dist.TCPStore(address, port, world_size, listens, limit, wait_for_workers=False)
         own = dist.PrefixStore(ranks.run, tcp.clone())  # type: ignore[attr-defined]
-        task, others = (_send_beats, (own, rank)) if rank else (_call_roll, (own, ranks, joined, give_up))
-        threading.Thread(target=task, args=others, daemon=True, name="clap.roll_call").start()
+        task = partial(_send_beats, own, rank) if rank else partial(_call_roll, own, ranks, joined)
+        threading.Thread(target=task, daemon=True, name="clap.roll_call").start()
         store = dist.PrefixStore(ranks.run, tcp)
         if store.add("connected", 1) == world_size:
             store.set("complete", "")

@@ -17,7 +17,7 @@ from tests import needs
 from tests.cluster.slurm_cluster import OVER, SlurmCluster
 from tests.conftest import ROOT, micro_run
 
-RANKS = r"clap_ds/(?:bench|train)\.py|deepspeed\.launcher|distributed\.run|clap_ds\.launch\.job"
+RANKS = r"clap_ds/(?:bench|train)\.py|deepspeed\.launcher|distributed\.run|clap_ds\.launch\.supervisor"
 """Matches the command line of everything a job starts."""
 TRAINING: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"max_samples": 16 * 150, "log_every_steps": 1}}
 ENDLESS = {"bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}}
