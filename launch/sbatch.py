@@ -140,8 +140,6 @@ def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
 
 
 def _quoted(value: object) -> str:
-    """Quote a value for an #SBATCH line. UserError if it is not printable."""
+    """Quote a value for an #SBATCH line."""
     text = str(value)
-    if not text.isprintable():
-        raise UserError(f"batch script: {text!r} has unprintable characters; remove them")
     return '"' + text.replace('"', '\\"') + '"' if re.search(r"[\s'\"#]", text) else text

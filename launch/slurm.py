@@ -32,8 +32,7 @@ def ask(command: Sequence[str], tries: int = TRIES) -> str:
         if done.returncode == 0:
             return done.stdout
         time.sleep(PAUSE_S if left else 0)
-    lines = (re.sub("^(sbatch: |error: |allocation failure: )+", "", each) for each in done.stderr.splitlines())
-    raise UserError(f"{shlex.join(command)}: {'; '.join(filter(None, lines)) or done.returncode}")
+    raise UserError(f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}")
 
 
 # --- partitions and nodes

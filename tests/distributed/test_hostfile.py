@@ -23,14 +23,9 @@ LISTS = {
 
 def test_expands() -> None:
     assert {nodelist: expand(nodelist) for nodelist in LISTS} == {name: hosts.split() for name, hosts in LISTS.items()}
-
-
-@pytest.mark.parametrize(
-    "nodelist", ["", "n1,,n2", "n[1-2", "n1]", "user@n1", "n1;reboot", "-oProxyCommand=x", "n[a-b]"]
-)
-def test_refuses(nodelist: str) -> None:
-    with pytest.raises(ValueError, match="expected a node list"):
-        expand(nodelist)
+    for nodelist in ("", "n1,,n2", "n[1-2", "n1]", "user@n1", "n1;reboot", "-oProxyCommand=x", "n[a-b]"):
+        with pytest.raises(ValueError, match="expected a node list"):
+            expand(nodelist)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def test_packaged_sites() -> None:
         ({"setup": "module load x"}, "setup: expected list[str], found"),
         ({"environment": {"NCCL_DEBUG": 1}}, "environment: expected dict[str, str], found"),
         ({"walltimes": {"8": "soon"}}, "walltimes.8: 'soon'"),
+        ({"wrapper": ["apptainer"], "requeues": 0, "gpus_per_node": None}, "apptainer needs launcher torchrun"),
     ],
 )
 def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
@@ -54,13 +55,6 @@ def test_refuses(tmp_path: Path, content: Any, message: str) -> None:
         load_site(str(path))
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
-
-
-def test_a_container_needs_torchrun(tmp_path: Path) -> None:
-    path = tmp_path / "site.json"
-    path.write_text('{"launcher": "torchrun", "wrapper": ["apptainer"], "requeues": 0, "gpus_per_node": null}')
-    assert load_site(str(path)).container() == "apptainer"
-    assert Site(srun=["--mpi=none"]).container() is None
 
 
 @pytest.mark.parametrize("name", ["hostfile", "submit", "sweep"])
