@@ -33,7 +33,6 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
     add_rank_options,
-    check_hostfile,
     choose_accelerator,
     initialize,
     leave,
@@ -83,8 +82,6 @@ def main(ranks: Ranks) -> None:
     settings = evaluation_settings(arguments, run)
     for name in ("json", "predictions"):
         options.check_output(getattr(arguments, name), f"--{name}")
-    if arguments.hostfile:
-        ranks = check_hostfile(arguments.hostfile, ranks)
     try:
         choose_accelerator()  # imports torch
         evaluate_checkpoint(settings, arguments, run, ranks)

@@ -106,7 +106,7 @@ class RunningJob:
         shutil.rmtree(folder, ignore_errors=True)  # left by an earlier job in this folder
         with own_folder(folder) as there:
             write_atomically(there / "hostfile", format_hostfile(hosts))
-        words = [*self.command, "--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
+        words = [*self.command, "--job_folder", str(folder)]
         python = self.site.interpreter() if self.site.container() else sys.executable
         command = launch_command(self.site, python, hosts, folder / "hostfile", words, step)
         # A new session: signals to this process group must not kill the launcher, whose ranks would keep running.

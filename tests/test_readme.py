@@ -55,7 +55,7 @@ def commands(rule: str, *pages: str) -> list[str]:
 
 
 LOADED = commands(
-    r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config ds_configs/\S+( --hostfile H)?"
+    r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config ds_configs/\S+"
 )
 
 

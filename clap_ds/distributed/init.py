@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -25,8 +25,8 @@ from clap_ds.config.errors import USER_ERROR, CollectiveUserError, UserError, pr
 from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.distributed.accelerator import choose_device
-from clap_ds.distributed.error_file import some, write_error_file
-from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
+from clap_ds.distributed.error_file import write_error_file
+from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, this_host
 from clap_ds.distributed.rendezvous import UnreachableError, give_up, meet
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Ranks:
     world_size: int
     local_rank: int
     local_world_size: int
-    hosts: tuple[str, ...] = ()  # per rank, if known from SLURM or a hostfile
+    hosts: tuple[str, ...] = ()  # per rank, if srun started them
     job_folder: Path | None = None  # of a job's attempt, `F/attempts/K`, for the ranks' error files
 
     @classmethod
@@ -71,7 +71,7 @@ class Ranks:
 
     @property
     def host(self) -> str:
-        """This rank's host, as SLURM or the hostfile names it."""
+        """This rank's host, as SLURM names it."""
         return self.hosts[self.rank] if self.hosts else this_host()
 
     @property
@@ -98,7 +98,6 @@ def _adopt_slurm_step() -> tuple[str, ...]:
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that launchers and jobs pass."""
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="abort if its slots aren't the ranks")
     parser.add_argument("--job_folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # added by the deepspeed launcher
 
@@ -110,22 +109,6 @@ def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=what)
     add_rank_options(parser)
     return parser
-
-
-def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
-    """Add each rank's host from a DeepSpeed hostfile.
-    Raises UserError if it can't be read or differs from the started ranks in number or hosts."""
-    try:
-        slots = read_hostfile(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--hostfile {error}") from None
-    hosts = tuple(host for host, number in slots.items() for _ in range(number))
-    if len(hosts) != ranks.world_size:
-        raise UserError(f"--hostfile {path} lists {len(hosts)} slots, but {ranks.world_size} ranks were started")
-    if ranks.hosts and {*ranks.hosts} != {*hosts}:
-        found = some([*dict.fromkeys(ranks.hosts)])
-        raise UserError(f"--hostfile {path}: srun started ranks on {found}; pass deepspeed --include {'@'.join(slots)}")
-    return replace(ranks, hosts=ranks.hosts or hosts)
 
 
 def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S) -> torch.device:

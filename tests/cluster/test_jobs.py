@@ -97,7 +97,6 @@ def _type_line(
         ("pdsh", 2, "", "", "node1 node2"),
         ("slurm", 3, "1d", "", "node2 node3"),
         ("pdsh", 1, "", " --force_multi", "error: --force_multi"),
-        ("slurm", 3, "1d", """ --include "$(cut -d' ' -f1 H | paste -sd@)\"""", "error: --include node2@node3"),
     ],
 )
 def test_deepspeeds_own_line(
