@@ -70,7 +70,7 @@ class Watch:
         import torch
 
         self._cuda: Any = torch.cuda if torch.cuda.is_initialized() else None
-        flight_recorder.dump_to(self._path.parent)
+        os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self._path.with_name(flight_recorder.DUMP))
         self._steps, self._longest_s = 0, 0.0
         self._last_step = 0.0  # 0: another task precedes the next step
         self._queued: deque[tuple[int, Any]] = deque()  # steps that the device hasn't completed, and events after them
