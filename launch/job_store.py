@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -67,8 +68,10 @@ class JobStatus(NamedTuple):
 
 
 class Jobs:
-    def __init__(self, folder: Path, jobs: list[Job]) -> None:
-        self.folder, self.jobs = folder, jobs
+    """Jobs of a folder; as an array they have one script and are submitted at once."""
+
+    def __init__(self, folder: Path, jobs: list[Job], *, array: bool = False) -> None:
+        self.folder, self.jobs, self.array = folder, jobs, array and len(jobs) > 1
 
     @classmethod
     def read(cls, folder: Path) -> Jobs:
@@ -78,15 +81,19 @@ class Jobs:
             raise UserError(f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}")
         content = read_object(record := folder / RECORD)
         try:
-            return cls(folder, [typed(Job, job, record) for job in content["jobs"]])
+            jobs = [typed(Job, job, record) for job in content["jobs"]]
+            return cls(folder, jobs, array=content.get("array") is True)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{record}: malformed record: {error}") from None
 
     def save(self) -> None:
-        write_object(self.folder / RECORD, {"jobs": [asdict(job) for job in self.jobs]})
+        write_object(self.folder / RECORD, {"array": self.array, "jobs": [asdict(job) for job in self.jobs]})
 
     def script(self, job: Job) -> Path:
-        return self.folder / f"{job.name}.sbatch"
+        return self.folder / f"{'array' if self.array else job.name}.sbatch"
+
+    def _submissions(self, jobs: list[Job]) -> list[list[Job]]:
+        return [jobs] if self.array else [[job] for job in jobs]
 
     def log(self, job: Job) -> Path:
         return self.folder / f"{job.name}-{job.slurm_id}.out"
@@ -94,16 +101,19 @@ class Jobs:
     def prepare(self, request: Request) -> None:
         """Write each job's run JSON, cluster profile and script, and check them. UserError, without the folder, if a check
         fails."""
+        self.folder.mkdir(parents=True)
         try:
             for job in self.jobs:
                 folder = self.folder / job.folder
-                folder.mkdir(parents=True)
+                folder.mkdir(exist_ok=True)
                 write_object(folder / "run.json", job.run(job.nodes * request.gpus))
                 write_object(folder / "site.json", asdict(request.site))
-                log = f"{str(self.folder).replace('%', '%%')}/{job.name}-%j.out"  # in SLURM's notation
-                own = f"-{job.name}" if len(self.jobs) > 1 else ""
-                text = script(request, job.nodes, f"clap-{self.folder.name}{own}", log, folder)
-                write_atomically(self.script(job), text)
+            place = str(self.folder).replace("%", "%%")  # in SLURM's notation
+            for first, *others in self._submissions(self.jobs):
+                log = f"{place}/%A_%a.out" if others else f"{place}/{first.name}-%j.out"
+                name = f"clap-{self.folder.name}" + f"-{first.name}" * (len(self.jobs) > 1 and not others)
+                folders = [self.folder / job.folder for job in (first, *others)]
+                write_atomically(self.script(first), script(request, first.nodes, name, log, folders))
             by_nodes = {job.nodes: self.script(job) for job in self.jobs}
             for note in filter(None, dict.fromkeys(map(slurm.check_script, by_nodes.values()))):
                 print(f"note: sbatch: {note}")
@@ -114,13 +124,19 @@ class Jobs:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def submit(self, job: Job, *options: str) -> None:
-        """Submit a job with more options of sbatch, and record its id."""
-        job.slurm_id = None
-        (self.folder / job.folder / "job.json").unlink(missing_ok=True)
-        self.save()
-        job.slurm_id = slurm.submit(self.script(job), *options)
-        self.save()
+    def submit(self, jobs: list[Job], *options: str) -> Iterator[Job]:
+        """Submit jobs with more options of sbatch, and yield each after SLURM accepted it."""
+        for each in self._submissions(jobs) if jobs else []:
+            for job in each:
+                job.slurm_id = None
+                (self.folder / job.folder / "job.json").unlink(missing_ok=True)
+            self.save()
+            tasks = [str(self.jobs.index(job)) for job in each]
+            number = slurm.submit(self.script(each[0]), *[f"--array={','.join(tasks)}"] * self.array, *options)
+            for job, task in zip(each, tasks, strict=True):
+                job.slurm_id = f"{number}_{task}" if self.array else number
+            self.save()
+            yield from each
 
     def standings(self) -> dict[str, JobStatus]:
         """Return the status of each job by name."""

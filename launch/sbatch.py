@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,8 +92,13 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
     )  # fmt: skip
 
 
-def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:
-    """Return the batch script of a job. Its folder holds `run.json` and `site.json`; `log` is in SLURM's notation."""
+def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[Path]) -> str:
+    """Return the batch script of a job or, with several folders, of an array of jobs.
+
+    Args:
+        log: its path in SLURM's notation.
+        folders: of each job, with its `run.json` and `site.json`.
+    """
     site = request.site
     python = shlex.quote(sys.executable if site.container() else site.interpreter())
     threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
@@ -102,13 +108,15 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
     lines = [
         "#!/bin/bash",
         *_header(request, nodes, name, log),
+        *[f"#SBATCH --array=0-{len(folders) - 1}"] * (len(folders) > 1),
         "",
         "set -euo pipefail",
         f"cd {shlex.quote(str(work_folder()))}",
         *site.setup_lines(),
         f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}",
         f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        f"folder={shlex.quote(str(folder))}",
+        f"folders=({shlex.join(map(str, folders))})",
+        "folder=${folders[${SLURM_ARRAY_TASK_ID:-0}]}",
         "",
         f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
         *[GUARD] * bool(request.spare_nodes),
@@ -134,7 +142,7 @@ def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
         "signal": f"USR1@{request.warning_s(nodes)}",
         "open-mode": "append",
     }
-    flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
+    flags = [*site.sbatch, "--wait-all-nodes=1", "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
     flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
     return [f"#SBATCH {flag}" for flag in flags]
 

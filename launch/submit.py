@@ -31,7 +31,7 @@ def start(arguments: argparse.Namespace) -> None:
     job = Job(label, arguments.nodes, str(config), {"clap.output.dir": output["dir"]})
     jobs = Jobs(site.root() / "jobs" / f"{label}-{stamp()}", [job])
     jobs.prepare(request)
-    jobs.submit(job)
+    (job,) = jobs.submit([job])
     log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
     size = f"{nodes} node{'s' * (nodes != 1)}{spare}, {request.gpus} rank{'s' * (request.gpus != 1)} per node"

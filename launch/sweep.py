@@ -1,7 +1,7 @@
 """Submit a sweep of jobs (scales, repeats, hyperparameters), show their states, and resubmit missing ones.
 
 python launch/sweep.py --cluster mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
-python launch/sweep.py --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
+python launch/sweep.py --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 [--array]
 python launch/sweep.py status runs/sweeps/htsat_tiny-…
 python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
 """
@@ -53,19 +53,20 @@ def start(arguments: argparse.Namespace) -> None:
     folder = (arguments.folder or request.site.root() / "sweeps" / name).resolve()
     if folder.exists():
         raise UserError(f"{folder} exists: choose another folder, or use `sweep.py resume {folder}`")
-    sweep = Jobs(folder, plan(arguments, folder / "runs"))
+    if arguments.array and len(arguments.nodes) > 1:
+        raise UserError("--array: the jobs of an array have one number of nodes; submit a sweep for each")
+    sweep = Jobs(folder, plan(arguments, folder / "runs"), array=arguments.array)
     sweep.prepare(request)
     print(f"sweep: {folder}")
-    for job in sweep.jobs:
-        if arguments.dry_run:
-            print(f"\n# {sweep.script(job)}\n{sweep.script(job).read_text()}", end="")
-        else:
-            submit(sweep, job)
+    if not arguments.dry_run:
+        return submit(sweep, sweep.jobs)
+    for path in dict.fromkeys(map(sweep.script, sweep.jobs)):
+        print(f"\n# {path}\n{path.read_text()}", end="")
 
 
-def submit(sweep: Jobs, job: Job, *options: str) -> None:
-    sweep.submit(job, *options)
-    print(f"submitted {job.name}: job {job.slurm_id}, {job.nodes} node{'s' * (job.nodes != 1)}", flush=True)
+def submit(sweep: Jobs, jobs: list[Job], *options: str) -> None:
+    for job in sweep.submit(jobs, *options):
+        print(f"submitted {job.name}: job {job.slurm_id}, {job.nodes} node{'s' * (job.nodes != 1)}", flush=True)
 
 
 def show_status(sweep: Jobs) -> None:
@@ -89,8 +90,7 @@ def resume(sweep: Jobs, arguments: argparse.Namespace) -> None:
         if status.state == "held":
             print(f"{name} is held; {status.note}")
     limits = {"time": arguments.time, "exclude": arguments.exclude}
-    for job in missing:
-        submit(sweep, job, *(f"--{name}={value}" for name, value in limits.items() if value))
+    submit(sweep, missing, *(f"--{name}={value}" for name, value in limits.items() if value))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,6 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--global_batch", type=whole_number(), metavar="N", help="samples per step at every scale, by accumulation")
     add("--repeats", type=whole_number(), default=1, help="jobs per configuration (default: 1)")
     add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="values to try of a field; repeatable")
+    add("--array", action="store_true", help="submit one array job whose tasks are the jobs")
     add("--folder", type=Path, help="folder of the sweep (default: a new one in the site's run_root)")
     add("--dry_run", action="store_true", help="write, check and print the scripts without submitting")
     arguments = parser.parse_args(argv)

@@ -125,7 +125,7 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         profile = load_site(site_file(folder, launcher=launcher, **(site or {})))
         request = Request(profile, 2, None, time="00:10:00", **(asks or {}))
         (folder / "job" / "site.json").write_text(json.dumps(asdict(profile)))
-        text = script(request, nodes, "micro", f"{folder}/%j.out", folder / "job")
+        text = script(request, nodes, "micro", f"{folder}/%j.out", [folder / "job"])
         (folder / "job.sbatch").write_text(text)
         given = [f"{name}={value}" for name, value in (variables or {}).items()]
         words = ["sbatch", "--parsable", "--gpus-per-node=2", *sbatch, str(folder / "job.sbatch")]

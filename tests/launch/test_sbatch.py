@@ -33,10 +33,11 @@ def test_the_script_is_read_at_a_glance() -> None:
         site, 4, "gpu:4", train=True, time="1-00:00:00", exclude="n[1-2]", spare_nodes=1, auto_requeue=True
     )
     assert (
-        script(request, 2, "name", "/jobs/one/slurm-%j.out", Path("/jobs/one"))
+        script(request, 2, "name", "/jobs/one/slurm-%j.out", [Path("/jobs/one")])
         == f"""\
 #!/bin/bash
 #SBATCH --qos=big
+#SBATCH --wait-all-nodes=1
 #SBATCH --requeue
 #SBATCH --no-kill
 #SBATCH --job-name=name
@@ -58,7 +59,8 @@ module load CUDA
 export NCCL_ALGO=Tree,Ring
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-8}}
 export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
-folder=/jobs/one
+folders=(/jobs/one)
+folder=${{folders[${{SLURM_ARRAY_TASK_ID:-0}}]}}
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
 # With --no-kill, a job whose first host is lost would go on without its script.
@@ -74,7 +76,7 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     """Use a path with spaces, quotes and percent signs, and a tricky value."""
     folder = tmp_path / "it's 50%"
     site = Site(environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="torchrun")
-    text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%j.out", folder)
+    text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%j.out", [folder])
     assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%j.out"' in text
     hosts, run = _commands(tmp_path, text, SLURM_CPUS_PER_TASK="6")
     assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
@@ -89,4 +91,4 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
 )
 def test_warning_is_never_more_than_half_the_limit(tmp_path: Path, train: bool, limit: str, seconds: int) -> None:
     request = Request(Site(), 4, None, train=train, time=limit)
-    assert f"#SBATCH --signal=USR1@{seconds}\n" in script(request, 1, "name", "log", tmp_path)
+    assert f"#SBATCH --signal=USR1@{seconds}\n" in script(request, 1, "name", "log", [tmp_path])

@@ -63,6 +63,24 @@ def test_training_runs_for_a_day_or_as_long_as_the_partition_lets_it(tmp_path: P
     assert "-- clap_ds/train.py" in script
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_an_array_is_one_submission(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _start(tmp_path, "--array", "--nodes", "2", "--vary", "optimizer.params.lr=1e-4,2e-4,3e-4")
+    names = [f"n002-lr_0.000{number}" for number in (1, 2, 3)]
+    assert slurm.lines("calls") == [f"--parsable --array=0,1,2 {folder}/array.sbatch"]
+    lines = (folder / "array.sbatch").read_text().splitlines()
+    assert {"#SBATCH --array=0-2", f"#SBATCH --output={folder}/%A_%a.out"} <= {*lines}
+    assert f"folders=({' '.join(f'{folder}/{name}' for name in names)})" in lines
+    slurm.write("queue", "101_0|RUNNING|None\n101_1|FAILED|None\n101_2|PENDING|Resources\n")
+    assert main(["status", str(folder)]) == 0
+    rows = [row.split()[:4] for row in capsys.readouterr().out.splitlines() if row.startswith("n002")]
+    states = ("running", "failed", "pending")
+    assert rows == [[names[task], "2", f"101_{task}", state] for task, state in enumerate(states)]
+    assert main(["resume", str(folder), "--time", "9"]) == 0
+    assert slurm.lines("calls")[1:] == [f"--parsable --array=1 --time=9 {folder}/array.sbatch"]
+    assert [job.slurm_id for job in Jobs.read(folder).jobs] == ["101_0", "102_1", "101_2"]
+
+
 QUEUE = """106|RUNNING|None
 107|CANCELLED|None
 108|PENDING|Resources
