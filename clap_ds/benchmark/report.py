@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from clap_ds.benchmark.breakdown import median_step
-from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather
 from clap_ds.distributed.init import Ranks
@@ -36,27 +35,25 @@ class BenchReport:
         engine: ClapEngine,
         loader: BatchSource,
         scalars: Scalars,
-        sizes: BatchSizes,
         ranks: Ranks,
         num_steps: int,
     ) -> None:
         self._record, self._engine, self._loader, self._scalars = record, engine, loader, scalars
-        self._samples, self._ranks = sizes.global_batch, ranks
+        self._samples, self._ranks = engine.deepspeed.train_batch_size(), ranks
         self._throughput = Throughput(ranks.world_size)
         self._stragglers = Stragglers(gather(ranks.host))
         self._progress = Progress(num_steps, enabled=ranks.is_main_process)
 
     def add(self, number: int | None, times: StepTimes, losses: list[Tensor]) -> None:
         """Record a window, or the warm-up (None). A collective; raises NonFiniteError on all ranks if a loss isn't finite."""
-        window, world_size = gather_window(times, torch.stack(losses)[:, None]), self._ranks.world_size
+        window, shown = gather_window(times, torch.stack(losses)[:, None]), "warm-up"
         if number is not None:
             own_s = window.step_s[:, 0] - window.data_wait_s[:, 0]
-            self._loader.report_throughput((self._samples / world_size / own_s).tolist(), self._ranks.local_world_size)
+            rates = (self._samples / self._ranks.world_size / own_s).tolist()
+            self._loader.report_throughput(rates, self._ranks.local_world_size)
         if self._ranks.is_main_process:
             self._write_steps(number, window)
-            if number is None:
-                shown = "warm-up"
-            else:
+            if number is not None:
                 self._throughput.add(window, self._samples)
                 rate = self._samples * len(losses) / window.slowest_s
                 self._scalars.write([("bench/samples_per_s", rate, self._engine.deepspeed.global_samples)])
@@ -67,23 +64,25 @@ class BenchReport:
         self._engine.check_loss()
 
     def _write_steps(self, number: int | None, window: Window) -> None:
-        loss_means = window.figures[..., 0].astype(np.float32).mean(axis=1).tolist()
-        first_step = self._engine.steps - len(loss_means) + 1
-        for offset, loss in enumerate(loss_means):
-            line = StepLine(
-                step=first_step + offset,
-                phase="warmup" if number is None else "timed",
-                window=number,
-                window_s=window.slowest_s,
-                window_data_wait_s=window.waited_s,
-                time_s=float(window.step_s[offset, 0]),
-                slowest_rank_time_s=float(window.step_s[offset].max()),
-                data_wait_s=float(window.data_wait_s[offset, 0]),
-                loss=loss,
-                memory_bytes=environment.peak_memory_bytes(self._engine.device),
-            )
-            self._record.append_metrics(line)
-        steps = enumerate(loss_means, start=first_step)
+        of_window = StepLine(
+            phase="warmup" if number is None else "timed",
+            window=number,
+            window_s=window.slowest_s,
+            window_data_wait_s=window.waited_s,
+            memory_bytes=environment.peak_memory_bytes(self._engine.device),
+        )
+        losses = window.figures[..., 0].astype(np.float32).mean(axis=1).tolist()
+        columns = (
+            losses,
+            window.step_s[:, 0].tolist(),
+            window.step_s.max(axis=1).tolist(),
+            window.data_wait_s[:, 0].tolist(),
+        )
+        names = ("loss", "time_s", "slowest_rank_time_s", "data_wait_s")
+        first_step = self._engine.steps - len(losses) + 1
+        for step, row in enumerate(zip(*columns, strict=True), start=first_step):
+            self._record.append_metrics(of_window, step=step, **dict(zip(names, row, strict=True)))
+        steps = enumerate(losses, start=first_step)
         self._scalars.write(("bench/loss", loss, step * self._samples) for step, loss in steps)
 
     def finish(
@@ -94,9 +93,8 @@ class BenchReport:
         Args:
             steps: seconds of each instrumented step's phases.
         """
-        deepspeed, device = self._engine.deepspeed, self._engine.device
-        memory = environment.largest_memory(gather(environment.peak_memory(device)))
-        device_name = " and ".join(sorted({*gather(environment.device_name(device))}))  # if mixed, no peak is known
+        deepspeed = self._engine.deepspeed
+        memory = environment.largest_memory(gather(environment.peak_memory(self._engine.device)))
         self._loader.record_statistics(self._record)
         if not self._ranks.is_main_process:
             return
@@ -106,10 +104,9 @@ class BenchReport:
         measured, timer = self._throughput.summary(), deepspeed.tput_timer
         rate = measured["samples_per_s_per_gpu"]["mean"]
         counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
-        published, trained, recomputed = (
-            flops[f"{each}_gflops"] * 1e9 for each in ("published", "training", "recomputed")
-        )
-        used = utilization(published, trained, rate, device_name, peak_tflops, recomputed)
+        work = [flops[f"{each}_gflops"] * 1e9 for each in ("published", "training", "recomputed")]
+        device_name = self._record.summary()["device_name"]  # if mixed, no peak is known
+        used = utilization(*work[:2], rate, device_name, peak_tflops, work[2])
         warnings += doubtful_mfu(used["mfu_published_percent"], used["mfu_model_percent"])
         warnings += uneven_steps(rate, self._samples // self._ranks.world_size, measured["step_time_s"]["median"])
         summary = self._record.update_summary(
@@ -120,7 +117,6 @@ class BenchReport:
             flops=flops,
             skipped_steps=deepspeed.skipped_steps,
             deepspeed_samples_per_s=timer.avg_samples_per_sec() if counted else None,  # but for its first two steps
-            deepspeed_timer_synchronized=True,  # at the end of each window
             warnings=warnings + self._stragglers.warnings,
         )
         print_summary(summary)

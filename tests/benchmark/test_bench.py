@@ -101,8 +101,6 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
         assert text.count("DeepSpeed Flops Profiler ----") == text.count(report) == 1
         assert text.count("time (ms) | fwd: ") == 5  # every step
         assert len(re.findall(r"all_reduce\s+", text)) == 1
-    assert "Profile Summary at step 5" in report
-    assert re.search(r"fwd latency +- {'ClapModel': '[\d.]+ m?s'}", report)
     flops, rate = summary["flops"], summary["samples_per_s_per_gpu"]["mean"]
     assert flops["deepspeed_gflops"] == pytest.approx(flops["model_gflops"], rel=1e-9)
     assert not any("doubtful" in text for text in summary["warnings"])

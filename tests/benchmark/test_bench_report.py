@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from clap_ds.benchmark import report
-from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.run_records import environment
 from clap_ds.run_records.metrics_schema import STEP_PHASES
@@ -33,9 +32,8 @@ def _measured(folder: str) -> dict[str, Any]:
     """Rank 1 takes 1.5× as long as rank 0, and waits twice as long for data."""
     rank, now, cpu = dist.get_rank(), [100.0], torch.device("cpu")
     timer = SimpleNamespace(global_step_count=9, start_step=2, total_elapsed_time=1.0)
-    timer.config = SimpleNamespace(synchronized=True)
     timer.avg_samples_per_sec = lambda: 7.0 + engine.steps
-    deepspeed: Any = SimpleNamespace(skipped_steps=3, global_samples=0, tput_timer=timer)
+    deepspeed: Any = SimpleNamespace(skipped_steps=3, global_samples=0, tput_timer=timer, train_batch_size=lambda: 16)
     engine: Any = SimpleNamespace(steps=0, deepspeed=deepspeed, check_loss=lambda: None, device=cpu)
     engine.timer = StepTimer(cpu)
     scalars: list[Any] = []
@@ -48,8 +46,10 @@ def _measured(folder: str) -> dict[str, Any]:
         mock.patch.object(report, "print_summary"),
         mock.patch.object(report, "Progress"),
     ):
-        record, sizes = RunDirectory(Path(folder)), BatchSizes(4, 2, 16)
-        found = report.BenchReport(record, engine, loader, writer, sizes, ranks, 34)  # type: ignore[arg-type]
+        record = RunDirectory(Path(folder))
+        if rank == 0:
+            record.update_summary(device_name="H200")
+        found = report.BenchReport(record, engine, loader, writer, ranks, 34)  # type: ignore[arg-type]
         for number, num_steps in ((None, 1), (None, 1), (1, 10), (2, 10), (3, 10)):
             engine.timer.start()
             losses = []
