@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import MISTAKES, UserError, run_alone
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import read_bytes
 from clap_ds.inference import options
 from clap_ds.inference.vectors import PARQUET, Block, blocks_of, read_table
@@ -81,7 +81,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-command = partial(run_alone, main, MISTAKES)
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

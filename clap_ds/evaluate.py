@@ -23,8 +23,7 @@ from pydantic import ValidationError
 
 from clap_ds.config import batch_sizes
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.check import explain
-from clap_ds.config.errors import INTERRUPTED, UserError
+from clap_ds.config.errors import INTERRUPTED, UserError, explain
 from clap_ds.config.files import read_object, write_atomically
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import CONTEXT_LENGTH, load_preset

@@ -108,7 +108,7 @@ def make_report(config: ClapConfig, context_length: int, counts: Counts) -> dict
 
 def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> None:
     """Print the report as a table of counts and components, with notes."""
-    title = f"{config.title}, {report['context_length']} text tokens: forward GFLOPs per sample"
+    title = f"{config.name}, {report['context_length']} text tokens: forward GFLOPs per sample"
     table = Table("counted by")
     for convention in CONVENTIONS:
         table.add_column(convention, justify="right")

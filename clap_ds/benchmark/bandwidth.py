@@ -33,7 +33,7 @@ def measure(megabytes: float, ranks: Ranks, device: torch.device) -> dict[str, A
         if ranks.rank in pair:
             best_s = min(seconds(partial(_exchange, part, ranks.rank, *pair), device) for _ in range(REPEATS))
             links += [(*pair, 2 * part.nbytes / best_s / 1e9)] * (ranks.rank == pair[0])
-    everyone = gather({"wrong": wrong, "links": links, "seconds": min(times)})
+    everyone: list[dict[str, Any]] = gather({"wrong": wrong, "links": links, "seconds": min(times)})
     # A ring's bytes per rank over the slowest rank's time: comparable across world sizes.
     sent = 2 * (1 - 1 / ranks.world_size) * buffer.nbytes
     return {"bus_gb_per_s": sent / max(each["seconds"] for each in everyone) / 1e9, "ranks": everyone}

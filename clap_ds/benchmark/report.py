@@ -104,9 +104,9 @@ class BenchReport:
         measured, timer = self._throughput.summary(), deepspeed.tput_timer
         rate = measured["samples_per_s_per_gpu"]["mean"]
         counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
-        work = [flops[f"{each}_gflops"] * 1e9 for each in ("published", "training", "recomputed")]
+        published, trained, recomputed = (1e9 * flops[f"{it}_gflops"] for it in ("published", "training", "recomputed"))
         device_name = self._record.summary()["device_name"]  # if mixed, no peak is known
-        used = utilization(*work[:2], rate, device_name, peak_tflops, work[2])
+        used = utilization(published, trained, rate, device_name, peak_tflops, recomputed)
         warnings += doubtful_mfu(used["mfu_published_percent"], used["mfu_model_percent"])
         warnings += uneven_steps(rate, self._samples // self._ranks.world_size, measured["step_time_s"]["median"])
         summary = self._record.update_summary(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import flatten, read_object
+from clap_ds.config.files import read_object
 from clap_ds.config.paths import find_config
 
 
@@ -50,8 +50,6 @@ def with_output(
     content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
     """Return a copy with a run name (default: its own, or its file's name), and `root` unless it has an output folder."""
-    output = {"dir": root} if root else {}
-    output |= (
-        {"run_name": stem} | flatten(content.get("clap", {}).get("output", {})) | ({"run_name": label} if label else {})
-    )
+    given = content.get("clap", {}).get("output", {})
+    output = {"run_name": stem} | ({"dir": root} if root else {}) | given | ({"run_name": label} if label else {})
     return with_field(content, "clap.output", output)

@@ -59,12 +59,9 @@ def commit() -> str | None:
     if not (CHECKOUT / ".git").exists():
         return None  # no repository, or inside another one
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(CHECKOUT), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

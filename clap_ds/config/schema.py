@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-from clap_ds.config.model import ClapConfig, load_preset, parse_sizes
+from clap_ds.config.model import ClapConfig, Section, load_preset, parse_sizes
 from clap_ds.config.model_names import preset_names, preset_of
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -17,19 +17,6 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 Tower = Literal["audio", "text"]
 NotBlank = Annotated[str, Field(pattern=r"\S")]
 Template = Annotated[str, Field(pattern=r"\{\}")]
-
-
-class Section(BaseModel):
-    """Base of every `clap` section: unknown fields and wrong types are rejected."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-
-def sections_of(annotation: Any) -> list[type[Section]]:
-    """Return the sections in a field's type: none, one (also if nullable), or one per kind of `data`."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
 class ModelSettings(Section):
@@ -128,8 +115,6 @@ class ShardData(Section):
         """Whether every sample comes once before any repeats, if shard sizes are known."""
         return not self.resampled and not (isinstance(self.shards, dict) and len(self.shards) > 1)
 
-
-DATA_SOURCES: dict[str, type[Section]] = {"synthetic": SyntheticData, "webdataset": ShardData}
 
 DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source")]
 

@@ -11,7 +11,7 @@ import torch
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import CONTEXT_LENGTH, load_preset, preset_argument
+from clap_ds.config.model import CONTEXT_LENGTH, load_preset
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import BatchSpec
 from clap_ds.data.loader_throughput import MARGIN, LoaderThroughput, describe
@@ -35,7 +35,7 @@ def measure(data: ShardData, spec: BatchSpec, seconds: float) -> LoaderThroughpu
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
     add, tiny = parser.add_argument, "htsat_tiny_roberta_base"
     add("shards", nargs="+", metavar="TARS", help="paths, patterns or URLs, as in clap.data.shards")
-    add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"model preset (default: {tiny})")
+    add("--preset", default=tiny, metavar="NAME", help=f"model preset (default: {tiny})")
     beside = "tokenizer folder or Hub name (default: folder tokenizer next to TARS, or RoBERTa's)"
     add("--tokenizer", metavar="T", help=beside)
     add("--max_workers", type=whole_number(), metavar="N", help="most workers to try (default: cores, up to 16)")
