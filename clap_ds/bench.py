@@ -71,13 +71,12 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
         if protocol.find_micro_batch:
             find_micro_batch(engine, run, record)
         loader = loader_of(run, ranks, engine)
-        scalars = Scalars(engine, record.path)
-        with loader, scalars:
+        with loader, Scalars(engine, record.path):
             chosen = engine.optimize_towers(loader, clap.model, clap.compile)
             if ranks.is_main_process:
                 record.update_summary(chosen)
             total = sum(num_steps for _, num_steps in windows) + protocol.breakdown_steps
-            report = BenchReport(record, engine, loader, scalars, ranks, total)
+            report = BenchReport(record, engine, loader, ranks, total)
             gc.collect()
             gc.freeze()  # later collections, between windows, only scan new objects
             gc.disable()
@@ -93,9 +92,9 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
             phases_s = measure_breakdown(engine, loader, protocol.breakdown_steps)
             gc.enable()
             gc.unfreeze()
-            flops, warnings = measure_flops(engine, loader, clap.model, profiler, record.path)
+            flops = measure_flops(engine, loader, clap.model, profiler, record.path)
             ending()
-            report.finish(phases_s, flops, warnings, clap.hardware.peak_tflops)
+            report.finish(phases_s, flops, clap.hardware.peak_tflops)
 
 
 def command() -> None:

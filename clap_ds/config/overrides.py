@@ -36,14 +36,10 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse_varied(text: str) -> tuple[str, list[Any]]:
-    """Parse `a.b=1,2` to name and values. Raises UserError for a missing `=`, an empty part or a repeated value."""
-    name, equals, values = text.partition("=")
-    found = [parse_assignment(f"{name}={value}")[1] for value in values.split(",")] if equals and name else []
-    if not found or "" in found:
-        raise UserError(f"--vary {text!r}: expected NAME=VALUE,VALUE…, such as clap.compile=off,towers")
-    if len({json.dumps(value) for value in found}) < len(found):
-        raise UserError(f"--vary {text!r}: a value is repeated")
-    return name, found
+    """Parse `a.b=1,2` to name and values. Raises UserError without a name or `=`."""
+    first, *others = text.split(",")
+    name, value = parse_assignment(first)
+    return name, [value, *(parse_assignment(f"{name}={other}")[1] for other in others)]
 
 
 def with_output(
