@@ -14,14 +14,10 @@ from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
 PAD_TOKEN_ID = 1  # RoBERTa's
-CONTEXT_LENGTH = 77
-"""Default caption length if the training length is unknown: LAION's."""
-CHANNELS = 4
-"""Spectrograms per file with feature fusion: all of it, and crops from its front, middle and back."""
-INT16_SCALE = 32768
-"""int16 value of full scale, as in libsndfile: 16-bit audio passes unchanged."""
-NARROWING = 4
-"""Channel reduction factor of feature fusion's attention."""
+CONTEXT_LENGTH = 77  # LAION's, if the training length is unknown
+CHANNELS = 4  # spectrograms per file with feature fusion: all of it, and crops from its front, middle and back
+INT16_SCALE = 32768  # int16 value of full scale, as in libsndfile: 16-bit audio passes unchanged
+NARROWING = 4  # channel reduction factor of feature fusion's attention
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
 NumLayers = Annotated[int, Field(gt=0, le=1000)]

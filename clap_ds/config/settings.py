@@ -42,8 +42,7 @@ class ClapSettings(schema.EngineSettings):
     context_length: Annotated[int, Field(ge=2)] = 77
     """Caption length in tokens, including start token, end token and padding."""
     text_packing: bool = False
-    """Pack captions without padding in the text tower. Otherwise they are padded to `context_length`, as in the published
-    runs. Packing on CUDA in 16 bits disables attention dropout."""
+    """Pack captions without padding in the text tower. Packing on CUDA in 16 bits disables attention dropout."""
     data: schema.DataSettings = SyntheticData(source="synthetic")
     loss: schema.LossSettings = schema.LossSettings()
     bench: schema.BenchSettings = schema.BenchSettings()
@@ -85,8 +84,8 @@ class RunSettings:
             return Path(os.path.abspath(clap.checkpoint.folder))
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
         train = clap.train.model_dump(mode="json", include={"pretrained", "freeze"})
-        model = clap.model.model_dump(mode="json", include={"preset"})["preset"]
-        identity = [model, clap.model.pretrained_text, data, train, clap.loss.kind, clap.seed]
+        model = clap.model.model_dump(mode="json")
+        identity = [model["preset"], model["pretrained_text"], data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
         return Path(os.path.abspath(clap.output.dir), f"{self.run_name}-{digest}-checkpoints")
 
