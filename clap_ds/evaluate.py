@@ -20,9 +20,10 @@ if __package__ in (None, ""):
 
 from pydantic import ValidationError
 
+from clap_ds.analysis.table import markdown_table
 from clap_ds.config import batch_sizes
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import CollectiveUserError, UserError, explain
+from clap_ds.config.errors import CollectiveUserError, UserError, explain, printable
 from clap_ds.config.files import write_atomically
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import CONTEXT_LENGTH, load_preset
@@ -153,23 +154,17 @@ def evaluate_checkpoint(
 
 def print_evaluation(evaluation: Evaluation, title: str) -> None:
     """Print each metric (percent, except the loss) with its interval, chance level and counts."""
-    from rich.table import Table
-
-    from clap_ds.run_records.terminal import show
-
-    table = Table("metric")
-    for name in ("value", "95% interval", "chance"):
-        table.add_column(name, justify="right")
+    rows = []
     for task, result in evaluation.tasks.items():
-        counts = ", ".join(f"{count:,} {what}" for what, count in result.counts.items())
-        table.add_section()
-        table.add_row(f"{task} ({counts})", style="bold")
+        rows.append([f"{task} ({', '.join(f'{count:,} {what}' for what, count in result.counts.items())})", "", "", ""])
         for name, measure in result.measures.items():
             factor, digits, unit = (1, 4, "") if name == LOSS else (100, 2, "%")
             value, chance, low, high = (f"{factor * each:.{digits}f}" for each in astuple(measure))
-            table.add_row(f"  {name}", value + unit, f"[{low}, {high}]", chance + unit)
-    examples = "; ".join(map(str, evaluation.broken[:NUM_BROKEN_SHOWN]))
-    show(title, table, *[f"skipped {len(evaluation.broken)} broken clips, first: {examples}"] * bool(examples))
+            rows.append([name, value + unit, f"[{low}, {high}]", chance + unit])
+    print(printable(title), markdown_table(["metric", "value", "95% interval", "chance"], rows), sep="\n\n")
+    if broken := evaluation.broken:
+        examples = printable("; ".join(map(str, broken[:NUM_BROKEN_SHOWN])))
+        print(f"skipped {len(broken)} broken clips, first: {examples}")
 
 
 command = partial(run_command, main)

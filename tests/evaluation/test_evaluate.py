@@ -56,7 +56,7 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert content["tasks"]["retrieval"]["counts"] == {"clips": 1234, "captions": 5678}
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
     print_evaluation(evaluation, "the title")
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    shown = " ".join(capsys.readouterr().out.replace("|", " ").split())
     for part in (
         "the title",
         "1,234 clips",
