@@ -69,7 +69,6 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
     """Train until the samples are consumed, the target metrics reached, or a signal arrives."""
     from clap_ds.distributed.collectives import gather, raise_on_all_ranks
     from clap_ds.distributed.watchdog import ending
-    from clap_ds.engine.loss import LOSSES
     from clap_ds.engine.metric_logger import Scalars
     from clap_ds.engine.open_run import open_run_dir
     from clap_ds.run_parts import engine_of, loader_of, model_of
@@ -95,8 +94,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                 of_run = clap.train, clap.evaluation, clap.checkpoint, sizes, ranks.world_size
                 plan = TrainPlan.of(*of_run, data.get("epoch_samples"))
             evaluator, scalars = build_evaluator(run, ranks, engine), Scalars(engine, checkpointer.path)
-            chance = LOSSES[clap.loss.kind].chance(plan.pairs)
-            logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path, chance)
+            logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path)
             if ranks.is_main_process:
                 record.update_summary(chosen)
                 log_run_start(plan, state, checkpointer.path, data, run.deepspeed)
@@ -119,7 +117,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                         due = plan.due(state, signal)  # the target may be reached
                     if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
                         state.train_s, state.data, state.saved_step = logger.train_s, gather(loader.state()), state.step
-                        logger.saved(*checkpointer.save(engine, state, metrics | logger.metrics(), wait=due.stop))
+                        logger.saved(*checkpointer.save(engine, state, metrics, wait=due.stop))
                 ending()
                 checkpointer.close()
                 logger.close()

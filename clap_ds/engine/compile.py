@@ -58,10 +58,8 @@ def compile_towers(
             part = model.get_submodule(name)
             part.compile(backend=backend, mode=mode)
             inputs = text if name == "text" else [audio]
-            attempt, problem = partial(_try, part, inputs, cached=cached), None
-            for turn in (is_first, not is_first):
-                problem = problem_of(attempt) if turn else problem
-                problems[name] = reduce_on_rank0(problem, first_problem)
+            attempt = partial(_try, part, inputs, cached=cached)
+            problems[name] = problem_of(attempt, is_first) or problem_of(attempt, not is_first)
             if problems[name]:
                 part._compiled_call_impl = None
                 _say(f"warning: {PARTS[name]} can't be compiled and runs slower: {problems[name]}")
@@ -69,10 +67,6 @@ def compile_towers(
                 audio = part(audio)
     _say(f"compiled in {time.monotonic() - began_s:.0f} s")
     return Summary(compiled=problems, compile_s=time.monotonic() - began_s)
-
-
-def first_problem(problems: list[str | None]) -> str | None:
-    return next((f"rank {number}: {each}" for number, each in enumerate(problems) if each), None)
 
 
 def _try(part: nn.Module, inputs: list[Any], *, cached: bool) -> None:
@@ -108,15 +102,18 @@ def _backward(outputs: list[Tensor], *parts: nn.Module) -> None:
         torch.autograd.grad(outputs, trained, [torch.zeros_like(each) for each in outputs])
 
 
-def problem_of(action: Callable[[], object]) -> str | None:
-    """Return why an action fails, in one line, or None if it succeeds. Raises torch.OutOfMemoryError."""
+def problem_of(action: Callable[[], object], takes_part: bool = True) -> str | None:
+    """Return why an action fails on the first rank where it does, in one line, or None if it succeeds on all that take part.
+    A collective. Raises torch.OutOfMemoryError."""
+    problem = None
     try:
-        action()
+        if takes_part:
+            action()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers and drivers raise any type
-        return reason_of(error)
-    return None
+        problem = f"rank {rank()}: {reason_of(error)}"
+    return reduce_on_rank0(problem, lambda problems: next(filter(None, problems), None))
 
 
 def reason_of(error: Exception) -> str:

@@ -26,7 +26,7 @@ from clap_ds.engine.factory import wrap
 from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.kernel_fallback import fall_back
-from clap_ds.engine.optimizer import FlatStep, WeightAverage
+from clap_ds.engine.optimizer import FlatStep, WeightAverage, master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.metrics_schema import Summary
 from clap_ds.run_records.run_dir import quiet_deepspeed
@@ -41,6 +41,7 @@ class ClapEngine:
 
     Attributes:
         deepspeed, config: DeepSpeed's engine around the model, and its configuration.
+        masters: the optimizer's fp32 weights by name, in its order; they may be the model's own.
         timer: times phases of steps.
         cached: whether gradients are accumulated with GradCache.
         average: moving average of the weights with `clap.train.ema_decay`; every step updates it, including skipped ones.
@@ -81,8 +82,9 @@ class ClapEngine:
         optimizer = self.deepspeed.optimizer
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
         decay = train.ema_decay
-        self.average = WeightAverage(model, optimizer, decay) if decay is not None else None
-        self.deepspeed.clip_fp32_gradients = self._clip_gradients
+        self.masters = master_weights(model, optimizer)
+        self.average = WeightAverage(model, self.masters, decay) if decay is not None else None
+        self.deepspeed.clip_fp32_gradients = lambda: None  # `_update` has
         self.sync = GradientSync(
             self.deepspeed,
             overlapped=settings.gradient_sync == "overlap" and dist.get_world_size() > 1,
@@ -195,26 +197,23 @@ class ClapEngine:
             self.deepspeed.tput_timer.batch_size = number * per_micro_step
 
     def _update(self) -> None:
-        """Update the weights, and the gradient norm if wanted."""
-        by_deepspeed = hasattr(self.deepspeed.optimizer, "_global_grad_norm")  # in 16 bits
-        if self.norm_wanted and not by_deepspeed and not self.deepspeed.gradient_clipping() > 0:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+        """Update the weights, and the gradient norm if wanted. In 16 bits DeepSpeed's optimizer clips and has the norm."""
+        clip, in_16_bits = self.deepspeed.gradient_clipping(), hasattr(self.deepspeed.optimizer, "_global_grad_norm")
         with self._phase("optimizer"):
+            if not in_16_bits and (self.norm_wanted or clip > 0):
+                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+                self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+                if clip > 0:
+                    torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, self.gradient_norm)
             self.deepspeed.step()
-        if self.norm_wanted and by_deepspeed:
+        if self.norm_wanted and in_16_bits:
             norm = self.deepspeed.get_global_grad_norm()
             self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
-
-    def _clip_gradients(self) -> None:
-        most = self.deepspeed.gradient_clipping()
-        self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
 
     @torch.no_grad()
     def _bound_logit_scale(self) -> None:
         """Clamp the learned scale to its maximum, in the parameter and in the optimizer's fp32 copy."""
-        (group,) = (group for group in self.deepspeed.optimizer.param_groups if group["name"] == "logit_scale")
-        for scale in (self.model.logit_scale, *group["params"]):
+        for scale in (self.model.logit_scale, self.masters["logit_scale"]):
             scale.clamp_(max=self._max_log_scale)
 
     def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from clap_ds.config.schema import ModelSettings
-from clap_ds.distributed.collectives import rank, reduce_on_rank0
+from clap_ds.distributed.collectives import rank
 from clap_ds.distributed.watchdog import activity
-from clap_ds.engine.compile import first_problem, problem_of
+from clap_ds.engine.compile import problem_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernels import Kernels, torch_kernels
 from clap_ds.run_records.metrics_schema import ChosenKernel
@@ -30,7 +30,7 @@ def fall_back(settings: ModelSettings, model: ClapModel, *, autocast: bool = Fal
             if modules[-1].kernel != "triton":
                 continue
             with activity("trying kernels"):
-                problem = reduce_on_rank0(problem_of(partial(_try, stage, part, autocast=autocast)), first_problem)
+                problem = problem_of(partial(_try, stage, part, autocast=autocast))
             if problem:
                 problems[number] = problem
                 for module in modules:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -213,43 +212,36 @@ def _round_the_ring(audio: Tensor, text: Tensor, peer_wait: PeerWait) -> Iterato
 
 
 def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    """Return the softmax loss of each pair of a held-out batch, (B,), and the loss if all similarities are equal."""
+    """Return the softmax loss of each pair of a held-out batch, (B,), and the minimum loss with equal similarities."""
     targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
     both = [F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)]
     return torch.stack(both).mean(0), math.log(len(logits_BB))
 
 
 def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    chance = sigmoid_chance(len(logits_BB), float(positive_BB.mean()))
+    """Return the sigmoid loss likewise."""
+    share = float(positive_BB.mean())
+    chance = -len(logits_BB) * (share * math.log(share) + (1 - share) * math.log1p(-share))
     return -F.logsigmoid((2 * positive_BB - 1) * logits_BB).sum(1), chance
 
 
-def sigmoid_chance(pairs: int, share: float = 0.0) -> float:
-    """Return the minimum loss with equal similarities if this fraction of pairs is positive (default: the diagonal)."""
-    share = share or 1 / pairs
-    return -pairs * (share * math.log(share) + (1 - share) * math.log1p(-share))
-
-
-@dataclass(frozen=True)
-class LossKind:
+class LossKind(NamedTuple):
     """Define one `clap.loss.kind`.
 
     Attributes:
         build: dtype in which features are sent, and `PeerWait` → loss, called like `SoftmaxLoss`.
         needs_bias: whether the model learns a logit bias.
-        chance: number of pairs in a batch → loss if all similarities are equal.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
     """
 
     build: Callable[[torch.dtype, PeerWait], Callable[..., Tensor]]
     needs_bias: bool
-    chance: Callable[[int], float]
     evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
 
 
 LOSSES = {
-    "softmax": LossKind(SoftmaxLoss, False, math.log, softmax_rows),
-    "sigmoid": LossKind(SigmoidLoss, True, sigmoid_chance, sigmoid_rows),
+    "softmax": LossKind(SoftmaxLoss, False, softmax_rows),
+    "sigmoid": LossKind(SigmoidLoss, True, sigmoid_rows),
 }
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from clap_ds.engine.compile import reason_of
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
-from clap_ds.engine.optimizer import by_parameter, master_tensors
 from clap_ds.weights.formats import Checkpoint
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -52,11 +51,9 @@ def load_weights_alone(engine: ClapEngine, weights: Checkpoint, steps: int, samp
     """Load weights, in fp32 if the optimizer keeps them so, after `steps` steps. The optimizer state starts from scratch and
     the scheduler continues. Raises ValueError if the weights are of another model."""
     weights.load_into(engine.model)
-    masters = _masters(engine)
     with torch.no_grad():
-        for name, parameter in engine.model.named_parameters():
-            if id(parameter) in masters:
-                masters[id(parameter)].copy_(weights.state.get(name, parameter))
+        for name, master in engine.masters.items():
+            master.copy_(weights.state.get(name, engine.model.get_parameter(name)))
     engine.deepspeed.global_steps, engine.deepspeed.global_samples = steps, samples
     _set_rates(engine, steps)
 
@@ -79,17 +76,9 @@ def _set_rates(engine: ClapEngine, steps: int | None = None) -> None:
             scheduler.step(last)
 
 
-def _masters(engine: ClapEngine) -> dict[int, Tensor]:
-    """Return the optimizer's fp32 copies, or else the model's parameters, by id of the model's parameter."""
-    optimizer = engine.deepspeed.optimizer
-    return by_parameter(optimizer, master_tensors(optimizer))
-
-
-def master_weights(engine: ClapEngine) -> dict[str, Tensor]:
+def fp32_state(engine: ClapEngine) -> dict[str, Tensor]:
     """Return the model's state in fp32, with the optimizer's copies of weights if it has them."""
-    masters = _masters(engine)
-    state = dict(engine.model.state_dict())
-    state |= {name: masters.get(id(parameter), parameter) for name, parameter in engine.model.named_parameters()}
+    state = {**engine.model.state_dict(), **engine.masters}
     return {name: tensor.detach().float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
@@ -107,9 +96,9 @@ def describe(engine: ClapEngine) -> dict[str, Any]:
     """Return what a run and a checkpoint must have in common to resume, as JSON values."""
     outer, scheduler = engine.deepspeed.optimizer, engine.deepspeed.lr_scheduler
     inner = getattr(outer, "optimizer", None)
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     rates = len({group.get("lr_scale", 1.0) for group in outer.param_groups})
-    layout = [names[each] for each in _masters(engine)], [each.numel() for each in master_tensors(outer)]
+    tensors = getattr(outer, "fp32_groups_flat", engine.masters.values())
+    layout = [*engine.masters], [each.numel() for each in tensors]
     return {
         "optimizer": " over ".join(type(each).__name__ for each in (outer, inner) if each is not None),
         "scheduler": None if scheduler is None else type(scheduler).__name__,

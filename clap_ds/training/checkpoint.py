@@ -23,7 +23,7 @@ from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.grad_cache import random_state
-from clap_ds.engine.state import describe, engine_state, master_weights, not_finite
+from clap_ds.engine.state import describe, engine_state, fp32_state, not_finite
 from clap_ds.run_records.lock import FILE as LOCK
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.training.load_checkpoint import PROGRESS, restore
@@ -296,5 +296,5 @@ def _give_way() -> None:
 
 def _weights(engine: ClapEngine) -> dict[str, State]:
     """Return weights by file name."""
-    weights = master_weights(engine)
-    return {WEIGHTS: weights} if engine.average is None else {RAW: weights, WEIGHTS: weights | engine.average.state()}
+    weights = fp32_state(engine)
+    return {WEIGHTS: weights} if engine.average is None else {RAW: weights, WEIGHTS: weights | engine.average.weights}

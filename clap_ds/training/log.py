@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather
 from clap_ds.distributed.init import Ranks
@@ -23,7 +22,6 @@ from clap_ds.run_records.metrics_schema import StepLine, Summary
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.run_records.stragglers import Stragglers
 from clap_ds.run_records.terminal import Progress
-from clap_ds.training.collapse import LastSteps
 from clap_ds.training.train_state import SavedCheckpoint, TrainPlan, TrainState
 
 FIGURES = ("loss", "gradient_norm", "logit_scale")
@@ -34,7 +32,6 @@ class TrainLogger:
 
     Args:
         folder: holds `history.jsonl`.
-        chance: the loss of equal similarities.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class TrainLogger:
         state: TrainState,
         ranks: Ranks,
         folder: Path,
-        chance: float,
     ) -> None:
         self._record, self._engine, self._loader, self._scalars = record, engine, loader, scalars
         self._plan, self._state, self._ranks, self._folder = plan, state, ranks, folder
@@ -61,7 +57,6 @@ class TrainLogger:
         self._throughput = Throughput(ranks.world_size)
         self._memory = Summary()
         self._stragglers = Stragglers(gather(ranks.host))
-        self._last_steps, self._collapse = LastSteps(chance), list[str]()
         self._checkpoints: list[dict[str, Any]] = []
         self._before_s, self._started_s = state.train_s, time.monotonic()
         self._shown = Progress(plan.last_step(state), enabled=self._is_first, first=state.step)
@@ -70,10 +65,6 @@ class TrainLogger:
     def train_s(self) -> float:
         """Seconds since the first step, including evaluations, checkpoints and earlier starts of the run."""
         return self._before_s + time.monotonic() - self._started_s
-
-    def metrics(self) -> dict[str, float]:
-        """Return a checkpoint's metrics of the last steps."""
-        return {TRAIN_LOSS: self._last_steps.loss}
 
     def begin_step(self) -> None:
         self._engine.timer.start()
@@ -118,7 +109,6 @@ class TrainLogger:
             if means[-1]:
                 line["skipped"] = True
             figures = dict(zip(FIGURES, means, strict=False)) | {"lr": line["lr"]}
-            self._last_steps.add(*means[:3])
             self._append(line, **figures)
             scalars += _scalars("train", figures, line["samples"])
         rate, wait_percent = samples * len(lines) / window.slowest_s, 100 * window.waited_s / window.slowest_s
@@ -133,10 +123,6 @@ class TrainLogger:
             + (f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""),
         )
         self._record.update_summary(self._position(), slow, loss=loss)
-        if not self._collapse and (problem := self._last_steps.problem(last["step"], self._folder)):
-            self._collapse.append(problem)
-            print(f"warning: {problem}", flush=True)
-            self._record.update_summary(warnings=self._collapse)
 
     def evaluated(self, metrics: dict[str, float], chances: dict[str, float], seconds: float) -> dict[str, float]:
         """Record an evaluation and return its metrics."""
@@ -180,7 +166,7 @@ class TrainLogger:
             self._position(),
             self._throughput.summary(),
             self._memory,
-            warnings=[*self._collapse, *self._stragglers.warnings, *lost],
+            warnings=[*self._stragglers.warnings, *lost],
             time_to_target_s=self._state.time_to(wanted),
             stop_reason=self._state.reached(wanted),
         )
