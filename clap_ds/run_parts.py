@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from clap_ds.config.check import missing_monitors
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.dataloader import BatchSource, build_batches
 from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.factory import build_model, check_deepspeed_sections, fetch_from_hub
+from clap_ds.engine.factory import build_model, fetch_from_hub
 from clap_ds.engine.loss import build_loss
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.run_dir import quiet_deepspeed
@@ -30,7 +31,8 @@ def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
     try:
         device = initialize(ranks, collective_timeout_s=run.clap.debug.collective_timeout_s)
         with quiet_deepspeed(), raise_on_all_ranks():
-            check_deepspeed_sections(run.deepspeed)
+            if problems := missing_monitors(run.deepspeed):  # rank 0 alone would find them
+                raise ValueError(problems[0])
         yield device
     except UserError as error:
         raise type(error)(f"{run.path}: {error}") from None

@@ -46,18 +46,17 @@ def compile_towers(
     _note_compilations()
     mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
     model, problems, began_s = engine.module, dict[str, str | None](), time.monotonic()
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     audio, *text = batch.model_inputs()
     if batch.packed is not None:
         for tensor in (batch.packed[0], batch.packed[1].bounds):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     with watchdog.activity("compiling"), untouched(model, batch.device), autocast_if_enabled(engine):
         run_eager(engine, batch)  # finds that memory is too small in a second, not after minutes of compiling
         for name in PARTS if audio.ndim == 2 else ("audio", "text"):
             _say(f"compiling {PARTS[name]} …")
-            part = model.get_submodule(name)
+            part, inputs = model.get_submodule(name), text if name == "text" else [audio]
             part.compile(backend=backend, mode=mode)
-            inputs = text if name == "text" else [audio]
             attempt = partial(_try, part, inputs, cached=cached)
             problems[name] = problem_of(attempt, is_first) or problem_of(attempt, not is_first)
             if problems[name]:

@@ -10,10 +10,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
-from clap_ds.config.check import missing_monitors
 from clap_ds.config.schema import (
     EngineSettings,
     LossSettings,
@@ -88,16 +86,6 @@ def trained_towers(model: ClapModel) -> list[str]:
     return [each for each in TOWERS if model.get_parameter(f"{each}_projection.linear1.weight").requires_grad]
 
 
-def check_deepspeed_sections(deepspeed: dict[str, Any]) -> None:
-    """Raise ValueError for mistakes that DeepSpeed would find later on one rank alone, while the others wait."""
-    for problem in missing_monitors(deepspeed):
-        raise ValueError(problem)
-    try:
-        DeepSpeedConfig(dict(deepspeed))
-    except Exception as error:
-        raise ValueError(f"DeepSpeed rejects the configuration: {error}") from None
-
-
 def wrap(
     model: ClapModel, config: dict[str, Any], settings: EngineSettings, train: TrainSettings
 ) -> deepspeed.DeepSpeedEngine:
@@ -139,7 +127,7 @@ def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[st
     logit scale have no weight decay. A tower's `lr_scale` is in its groups.
     """
     kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
-    scale_of: dict[str, float] = {**train.lr_scale}
+    scale_of: dict[Any, float] = {**train.lr_scale}
 
     def group_of(name: str, parameter: nn.Parameter) -> str:
         if parameter is model.logit_scale:

@@ -48,7 +48,7 @@ def restore(
         load_weights_alone(engine, weights, progress.step, progress.samples)
         return progress
     state = read_state_file(folder / STATE)
-    load_engine_state(engine, state, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
+    load_engine_state(engine, state, folder)
     if rank() < len(state["random"]):
         restore_random_state(state["random"][rank()], engine.model.logit_scale.device)
     return progress
@@ -70,7 +70,7 @@ def compare(
         check_same_model(folder, ClapConfig.model_validate(manifest.model), model)
     except ValueError as error:
         to_accept.append(str(error))
-    for found in differences(engine | {"learning_rates": 1} | manifest.engine, engine):
+    for found in differences(engine | manifest.engine, engine):
         (others if found.startswith("scheduler is") else to_accept).append(found)
     if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text):
         to_accept.append(f"the tokenizer: {problem}")

@@ -41,7 +41,8 @@ def _average(precision: str, accumulation: str, folder: str) -> tuple[bytes, dic
         torchs.update_parameters(masters)
     assert engine.average is not None
     assert engine.average.weights.keys() == {*names}
-    state, before = {name: engine.average.weights[name] for name in names}, {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = {name: engine.average.weights[name] for name in names}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def compare(model: Any) -> Any:
         same = all(torch.equal(p, state.get(name, p).to(p.dtype)) for name, p in model.named_parameters())
