@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,8 +23,7 @@ def fall_back(settings: ModelSettings, model: ClapModel, *, autocast: bool = Fal
     for part in Kernels._fields:
         if getattr(settings, f"{part}_impl") != "auto":
             continue
-        problems = dict[int, str]()
-        stages: Any = model.audio.stages
+        problems, stages = dict[int, str](), cast("Any", model.audio.stages)
         for number, stage in enumerate(stages):
             modules = [getattr(block, part) for block in stage.blocks]
             if modules[-1].kernel != "triton":
@@ -36,14 +35,11 @@ def fall_back(settings: ModelSettings, model: ClapModel, *, autocast: bool = Fal
                 for module in modules:
                     module.kernel = getattr(torch_kernels(device), part)
         used = {getattr(block, part).kernel for block in model.audio.blocks()}
-        kernel = "triton" if "triton" in used else used.pop()
-        problem = "; ".join(dict.fromkeys(problems.values())) or None
+        kernel, problem = "triton" if "triton" in used else used.pop(), "; ".join({*problems.values()}) or None
         chosen[part] = {"kernel": kernel, "problem": problem}
         if rank() == 0:
-            print(f"kernel of clap.model.{part}_impl: {kernel}", flush=True)
-            if problem:
-                where = ", ".join(map(str, problems))
-                print(f"warning: Triton {part} kernel unavailable ({problem}); stages {where} run slower", flush=True)
+            slower = f"; stages {[*problems]} run slower without it: {problem}" if problem else ""
+            print(f"kernel of clap.model.{part}_impl: {kernel}{slower}", flush=True)
     return chosen
 
 

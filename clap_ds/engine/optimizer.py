@@ -69,7 +69,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         by_torch: list[tuple[Tensor, Tensor]] = []
         for group, gradients, (low,) in zip(self.param_groups, grads, output_params, strict=True):
             (master,) = group["params"]
-            if self.steps_natively(gradients, low, master):
+            if self.steps_natively(low):
                 self._step_natively(group, gradients, low, float(scale), found_inf)
             else:
                 master.grad = gradients[0].float()
@@ -84,9 +84,9 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
             low.copy_(master)
             master.grad = None
 
-    def steps_natively(self, gradients: Sequence[Tensor], low: Tensor, master: Tensor) -> bool:
-        """Return whether the CPU kernel supports a group with these tensors."""
-        return self.cpu_kernels and adamw_native.supports(low, low, master) and is_ready(*gradients)
+    def steps_natively(self, low: Tensor) -> bool:
+        """Return whether the CPU kernel supports a group with this tensor in the model's dtype."""
+        return self.cpu_kernels and is_ready(low) and not unavailable()
 
     def _step_natively(
         self, group: dict[str, Any], gradients: list[Tensor], low: Tensor, scale: float, found_inf: Tensor | None
@@ -116,7 +116,6 @@ class FlatStep:
     def __init__(self, wrapper: FP16_Optimizer) -> None:
         self._wrapper = wrapper
         self.skipped = torch.zeros((), dtype=torch.bool, device=wrapper.fp32_groups_flat[0].device)
-        self._flats = wrapper.fp16_groups_flat, wrapper.fp32_groups_flat
         wrapper.step_fused_adam = self
 
     @staticmethod
@@ -129,13 +128,12 @@ class FlatStep:
     def __call__(self) -> bool:
         """Clip and update, and set the wrapper's `_global_grad_norm` to the norm before clipping, scalar fp64.
         Return False, like the wrapper without an overflow."""
-        wrapper = self._wrapper
-        gradients = [self._gradients(*group) for group in zip(wrapper.fp16_groups, *self._flats, strict=True)]
-        norm = wrapper._global_grad_norm = norm_of(
-            [each for group in gradients for each in group], natively=wrapper.optimizer.cpu_kernels
-        )
-        self.skipped = ~norm.isfinite()
-        most = wrapper.clip_grad
+        wrapper, most = self._wrapper, self._wrapper.clip_grad
+        gradients = [
+            self._gradients(*group) for group in zip(wrapper.fp16_groups, wrapper.fp16_groups_flat, strict=True)
+        ]
+        norm = norm_of([*chain(*gradients)], natively=wrapper.optimizer.cpu_kernels)
+        wrapper._global_grad_norm, self.skipped = norm, ~norm.isfinite()
         wrapper.optimizer.step(
             grads=gradients,
             output_params=[[low] for low in wrapper.fp16_groups_flat],
@@ -144,11 +142,10 @@ class FlatStep:
         )
         return False
 
-    def _gradients(self, group: Sequence[Tensor], low: Tensor, master: Tensor) -> list[Tensor]:
+    def _gradients(self, group: Sequence[Tensor], low: Tensor) -> list[Tensor]:
         """Return a group's gradients: one per parameter for the CPU kernel, else one flat tensor, to launch few kernels."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in group]
-        natively = self._wrapper.optimizer.steps_natively(gradients, low, master)
-        return gradients if natively else [_flatten_dense_tensors(gradients)]
+        return gradients if self._wrapper.optimizer.steps_natively(low) else [_flatten_dense_tensors(gradients)]
 
 
 def scale_rates(optimizer: Any) -> None:
