@@ -89,15 +89,15 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
             state = resume(checkpointer, engine, clap.train.resume, options, ranks, record)
         begun_at = state.step
         with loader_of(run, ranks, engine, state.data_of(ranks.rank)) as loader:
-            chosen, data = engine.optimize_towers(loader, clap.model, clap.compile), loader.statistics()
+            chosen = engine.optimize_towers(loader, clap.model, clap.compile)
             with raise_on_all_ranks():
-                of_run = clap.train, clap.evaluation, clap.checkpoint, sizes, ranks.world_size
-                plan = TrainPlan.of(*of_run, data.get("epoch_samples"))
+                of_run = clap.train, clap.evaluation, clap.checkpoint, sizes
+                plan = TrainPlan.of(*of_run, loader.statistics().get("epoch_samples"))
             evaluator, scalars = build_evaluator(run, ranks, engine), Scalars(engine, checkpointer.path)
             logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path)
             if ranks.is_main_process:
                 record.update_summary(chosen)
-                log_run_start(plan, state, checkpointer.path, data, run.deepspeed)
+                log_run_start(plan, state, checkpointer.path, run.deepspeed)
             with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
                 while not (signal or plan.is_done(state)):
                     skip_batches(loader, state, options, sizes.accumulation_steps)
@@ -128,13 +128,14 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
 
 
 def open_checkpointer(run: RunSettings, ranks: Ranks) -> Checkpointer:
-    from clap_ds.distributed.collectives import raise_on_all_ranks
+    from clap_ds.distributed.collectives import raise_on_all_ranks, run_on_rank0
     from clap_ds.training.checkpoint import Checkpointer
     from clap_ds.training.remote_sync import try_target
 
     clap = run.clap
-    with raise_on_all_ranks():
-        try_target(clap.checkpoint.remote_sync)
+    if (url := clap.checkpoint.remote_sync) is not None:
+        with raise_on_all_ranks():
+            run_on_rank0(lambda: try_target(url))
     settings = clap.checkpoint.model_copy(update={"best_metric": best_metric(clap.checkpoint, clap.evaluation)})
     tokenizer, job = getattr(clap.data, "tokenizer", None), ranks.job_folder and ranks.job_folder.parent
     return Checkpointer(run.checkpoint_folder, settings, tokenizer=tokenizer, config=run.resolved(), job=job)

@@ -23,7 +23,7 @@ from clap_ds.launch.job_store import Job, Jobs
 from clap_ds.launch.sbatch import Request
 from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.run_dir import start_log
-from clap_ds.training.remote_sync import RemoteFolder
+from clap_ds.training.remote_sync import try_target
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.tokenizer import load_tokenizer
@@ -66,7 +66,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "errors": lambda run: error_file.write_error_file("error", "message", 1),
     "stacks": lambda run: Watch().start(run, 0, "host"),
     "tensorboard": lambda run: Scalars(_engine(), run),
-    ".probe": lambda folder: RemoteFolder(str(folder)).try_writing(),
+    ".probe": lambda folder: try_target(str(folder)),
     "n001": lambda folder: _sweep(folder).write_scripts(_sweep(folder).jobs),
     ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),
 }

@@ -194,8 +194,8 @@ class ClapEngine:
 
     @torch.no_grad()
     def _update(self) -> None:
-        """Update the weights, their average and, if wanted, the gradient norm. In 16 bits DeepSpeed's optimizer clips and has the
-        norm. The learned scale is clamped to its maximum, in the parameter and in the optimizer's fp32 copy."""
+        """Update the weights, their average and, if wanted, the gradient norm. In 16 bits DeepSpeed's optimizer has clipped.
+        The learned scale is clamped to its maximum, in the parameter and in the optimizer's fp32 copy."""
         clip, in_16_bits = self.deepspeed.gradient_clipping(), hasattr(self.deepspeed.optimizer, "_global_grad_norm")
         with self._phase("optimizer"):
             if not in_16_bits and (self.norm_wanted or clip > 0):

@@ -92,7 +92,7 @@ def wrap(
     """Build DeepSpeed's engine around a model on its device. A collective; raises ValueError if DeepSpeed rejects a section."""
     # DeepSpeed's timer would synchronize twice a step, which waits for the copy of the next batch: 8% of a step on an H200.
     config, optimizer = {"timers": {"throughput": {"synchronized": False}}, **config}, None
-    if "output_path" not in config.get("tensorboard", {"output_path": ""}):
+    if "tensorboard" in config:
         config["tensorboard"] = {**config["tensorboard"], "enabled": False}  # `Scalars` writes it
     if takes_flat_adamw(config, settings):
         section = config["optimizer"]

@@ -18,7 +18,7 @@ from clap_ds.config.files import read_bytes
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.redaction import redacted_all
 from clap_ds.config.schema import CheckpointSettings
-from clap_ds.distributed.collectives import gather, raise_on_all_ranks, rank, reduce_on_rank0, run_on_rank0
+from clap_ds.distributed.collectives import gather, raise_on_all_ranks, rank, run_on_rank0
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
@@ -51,6 +51,7 @@ class Checkpointer:
 
     Attributes:
         last: result of the last complete save.
+        run_id: run to save as; other runs' checkpoints are kept.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Checkpointer:
         self.tokenizer, self._config, self._job = tokenizer, config or {}, job
         self._lock: FolderLock | None = None
         self.last: SavedCheckpoint | None = None
-        self._run_id = ""
+        self.run_id = ""
         self._sync: BackgroundSync | None = None
         if rank() == 0 and self._rule.remote_sync is not None:
             self._sync = BackgroundSync(self._rule.remote_sync, self._rule)
@@ -126,7 +127,7 @@ class Checkpointer:
             tokenizer=self.tokenizer,
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
             files={},
-            run=self._run_id,
+            run=self.run_id,
             settings=redacted_all(self._config),
             best_metric=self._rule.best_metric,
         )
@@ -162,28 +163,24 @@ class Checkpointer:
         """
         return run_on_rank0(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
 
-    def begin(self, run_id: str) -> None:
-        """Save as the run with this id from now on; other runs' checkpoints are kept."""
-        self._run_id = run_id
-
     def was_begun_by(self, run_id: str) -> bool:
         """Return whether the newest checkpoint here is from this run. A collective."""
         return run_on_rank0(lambda: [each.run for each in files.read_all(self.path).values()])[:1] == [run_id]
 
-    def move_aside(self) -> Path | None:
-        """Move everything here into another folder and return it; None if empty. A collective."""
-        return run_on_rank0(lambda: files.move_aside(self.path, but=LOCK))
+    def move_aside(self) -> None:
+        """Move everything here into another folder. A collective."""
+        aside = run_on_rank0(lambda: files.move_aside(self.path, but=LOCK))
+        if aside is not None and rank() == 0:
+            print(f"starting from scratch; moved the contents of {self.path} to {aside}", flush=True)
 
     @activity("loading a checkpoint")
     def load(self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False) -> TrainState:
         """Resume from a checkpoint that `find` returned. A collective; raises ValueError if a rank can't see it, or as
         `restore` does."""
-        self._run_id = run_on_rank0(lambda: Manifest.read(folder).run)
-        blind = reduce_on_rank0(
-            (folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None
-        )
-        if blind is not None:
-            raise ValueError(f"rank {blind} can't see {folder}: put checkpoints on a file system that all hosts share")
+        self.run_id = run_on_rank0(lambda: Manifest.read(folder).run)
+        with raise_on_all_ranks():
+            if not (folder / PROGRESS).is_file():
+                raise ValueError(f"can't see {folder}: put checkpoints on a file system that all hosts share")
         return restore(folder, engine, self._config, self.tokenizer, resume_weights_only=resume_weights_only)
 
     @activity("copying checkpoints")
@@ -196,15 +193,11 @@ class Checkpointer:
     def _copied(self, state: Any) -> Any:
         """Return the state with its tensors in host memory, the same at each call: in pinned memory those of a GPU, if the host
         can pin as much."""
-        state, is_cuda = tree_map_only(Tensor, Tensor.detach, state), torch.cuda.is_available()
-        if self._stager is not None:
-            return self._stager.stage(state)
-        self._stager = _stager(pins=is_cuda)
+        state = tree_map_only(Tensor, Tensor.detach, state)
+        self._stager = self._stager or _stager(pins=torch.cuda.is_available())
         try:
             return self._stager.stage(state)
         except RuntimeError as error:
-            if not is_cuda:
-                raise
             warn(f"checkpoints are copied without pinned memory, which takes longer: {error}")
             self._stager = _stager(pins=False)
             return self._stager.stage(state)
@@ -267,13 +260,12 @@ class Checkpointer:
         return found
 
     def _delete_superfluous(self) -> None:
-        own = {name: each for name, each in files.read_all(self.path).items() if each.run == self._run_id}
+        own = {name: each for name, each in files.read_all(self.path).items() if each.run == self.run_id}
         try:
             for name in files.superfluous(own, self._rule):
                 path = self.path / name
-                if not (
-                    path.is_symlink() or (self._sync and self._sync.is_copying(path))
-                ):  # a link may point to other runs' files
+                is_used = self._sync is not None and self._sync.is_copying(path)
+                if not (path.is_symlink() or is_used):  # a link may point to other runs' files
                     files.remove(path)
         except OSError as error:
             warn(f"an old checkpoint can't be deleted: {error}")

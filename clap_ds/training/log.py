@@ -4,6 +4,7 @@ Losses and norms stay on the device until several steps are written together, to
 """
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,13 @@ class TrainLogger:
         """Write the steps since the last call. A collective; raises NonFiniteError on all ranks if any loss isn't finite."""
         if not self._lines:
             return
-        times, own_samples = self._engine.timer.stop(), self._plan.samples_per_step / self._ranks.world_size
+        times = self._engine.timer.stop()
         self._engine.count_skipped()
-        waits = (phases["data_wait"] for phases in times.phases_s)
-        own_s = (whole_s - wait_s for whole_s, wait_s in zip(times.step_s, waits, strict=True))
-        self._loader.report_throughput((own_samples / each for each in own_s), self._ranks.local_world_size)
         lines, figures = zip(*self._lines, strict=True)
         self._lines = []
         window = gather_window(times, torch.stack(figures))
+        rates = self._plan.samples_per_step / self._ranks.world_size / (window.step_s - window.data_wait_s)[:, 0]
+        self._loader.report_throughput(rates.tolist(), self._ranks.local_world_size)
         if self._is_first:
             self._write_window(lines, window)
         self._engine.check_loss()
@@ -102,10 +102,10 @@ class TrainLogger:
         if self._is_warm:
             self._throughput.add(window, samples)
         self._is_warm, self._memory = True, window.memory
-        scalars: list[Scalar] = []
-        for number, (line, means) in enumerate(zip(lines, window.figures.mean(axis=1).tolist(), strict=True)):
-            line |= StepLine(time_s=float(first_s[number]), data_wait_s=float(window.data_wait_s[number, 0]))
-            line["memory_bytes"] = environment.peak_memory_bytes(self._engine.device)
+        scalars, memory = list[Scalar](), environment.peak_memory_bytes(self._engine.device)
+        each_s = zip(lines, window.figures.mean(axis=1).tolist(), first_s, window.data_wait_s[:, 0], strict=True)
+        for line, means, time_s, wait_s in each_s:
+            line |= StepLine(time_s=float(time_s), data_wait_s=float(wait_s), memory_bytes=memory)
             if means[-1]:
                 line["skipped"] = True
             figures = dict(zip(FIGURES, means, strict=False)) | {"lr": line["lr"]}
@@ -139,29 +139,28 @@ class TrainLogger:
 
     def saved(self, *checkpoints: SavedCheckpoint) -> None:
         """Record results of saving."""
-        for checkpoint in checkpoints if self._is_first else ():
-            seconds, stalled_s = checkpoint.end - checkpoint.begin, checkpoint.stalled_s
-            outcome: dict[str, Any] = {
-                "step": checkpoint.step, "saved": checkpoint.saved, "seconds": seconds, "bytes": checkpoint.bytes,
-                "path": str(checkpoint.path) if checkpoint.path else None, "problem": checkpoint.problem,
-                "stalled_s": stalled_s,
-            }  # fmt: skip
+        for each in checkpoints if self._is_first else ():
+            outcome = asdict(each)
+            begin, seconds = outcome.pop("begin"), outcome.pop("end") - each.begin
+            outcome |= {"saved": each.saved, "seconds": seconds, "path": str(each.path) if each.saved else None}
             self._checkpoints.append(outcome)
-            self._append(
-                {"phase": "checkpoint"}, checkpoint=[checkpoint.begin, checkpoint.begin + stalled_s], **outcome
-            )
+            self._append({"phase": "checkpoint"}, checkpoint=[begin, begin + each.stalled_s], **outcome)
             self._record.update_summary(checkpoints=self._checkpoints[-20:])
-            if checkpoint.saved:
-                size = f"{checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
-                print(f"saved {checkpoint.path}: {size}, blocking training for {stalled_s:.2f} s", flush=True)
+            if each.saved:
+                size = f"{each.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
+                print(f"saved {each.path}: {size}, blocking training for {each.stalled_s:.2f} s", flush=True)
 
     def close(self) -> None:
         """Record the run's results."""
         if not self._is_first:
             return
         self._history.close()
-        wanted, missed = self._plan.target_metrics, [each for each in self._checkpoints if not each["saved"]]
-        lost = [f"the checkpoint of step {each['step']} could not be saved: {each['problem']}" for each in missed]
+        wanted = self._plan.target_metrics
+        lost = [
+            f"the checkpoint of step {each['step']} could not be saved: {each['problem']}"
+            for each in self._checkpoints
+            if not each["saved"]
+        ]
         self._record.update_summary(
             self._position(),
             self._throughput.summary(),
@@ -173,8 +172,8 @@ class TrainLogger:
 
     def _position(self) -> Summary:
         now, skipped = self._state, self._engine.deepspeed.skipped_steps
-        position = Summary(command="train", step=now.step, samples=now.samples, epoch=now.epoch, train_s=self.train_s)
-        return position | Summary(skipped_steps=skipped)
+        fields: Any = {"step": now.step, "samples": now.samples, "epoch": now.epoch, "train_s": self.train_s}
+        return Summary(command="train", skipped_steps=skipped, **fields)
 
     def _append(self, line: StepLine, **more: Any) -> None:
         self._record.append_metrics(line, **more)

@@ -246,7 +246,7 @@ def starts(folder: str, jobs: list[str], choices: ResumeOptions, wanted: str = "
     each start saves one more step."""
     trained = trained_engine()
     theirs = Checkpointer(folder)
-    theirs.begin("theirs")
+    theirs.run_id = "theirs"
     theirs.save(trained, progress(5))
     wanted, rule = wanted.format(folder), CheckpointSettings(keep_last=9)
     found = []
