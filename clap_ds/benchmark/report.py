@@ -61,7 +61,7 @@ class BenchReport:
                 rate = self._samples * len(losses) / window.slowest_s
                 self._scalars.write([("bench/samples_per_s", rate, self._engine.deepspeed.global_samples)])
                 slow = self._stragglers.add(self._samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
-                self._record.update_summary(slow, samples_per_s_per_gpu=self._throughput.rates())
+                self._record.update_summary(slow, self._throughput.summary())
                 shown = f"window {number}: {rate:,.1f} samples/s"
             self._progress.advance(len(losses), shown)
         self._engine.check_loss()

@@ -19,12 +19,11 @@ from clap_ds.config.paths import compile_cache_dir
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import rank, reduce_on_rank0
+from clap_ds.engine.grad_cache import kept_statistics
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.metrics_schema import Summary
 
 T = TypeVar("T")
-
-PARTS = {"mel": "the mel front end", "audio": "the audio tower", "text": "the text tower"}
 
 
 def what_to_compile(asked: str, device: torch.device) -> str:
@@ -53,15 +52,15 @@ def compile_towers(
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
     with watchdog.activity("compiling"), untouched(model, batch.device), autocast_if_enabled(engine):
         run_eager(engine, batch)  # finds that memory is too small in a second, not after minutes of compiling
-        for name in PARTS if audio.ndim == 2 else ("audio", "text"):
-            _say(f"compiling {PARTS[name]} …")
+        for name in ("mel", "audio", "text") if audio.ndim == 2 else ("audio", "text"):
+            _say(f"compiling {name} …")
             part, inputs = model.get_submodule(name), text if name == "text" else [audio]
             part.compile(backend=backend, mode=mode)
             attempt = partial(_try, part, inputs, cached=cached)
             problems[name] = problem_of(attempt, is_first) or problem_of(attempt, not is_first)
             if problems[name]:
                 part._compiled_call_impl = None
-                _say(f"warning: {PARTS[name]} can't be compiled and runs slower: {problems[name]}")
+                _say(f"warning: {name} can't be compiled and runs slower: {problems[name]}")
             if name == "mel":
                 audio = part(audio)
     _say(f"compiled in {time.monotonic() - began_s:.0f} s")
@@ -79,11 +78,8 @@ def _try(part: nn.Module, inputs: list[Any], *, cached: bool) -> None:
 @contextmanager
 def untouched(model: ClapModel, device: torch.device) -> Iterator[None]:
     """Restore random states and the batch norm's statistics afterwards."""
-    statistics = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with kept_statistics(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
-    for buffer, value in statistics:
-        buffer.copy_(value)
 
 
 def run_eager(engine: Any, batch: Batch) -> None:

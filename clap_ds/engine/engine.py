@@ -148,19 +148,15 @@ class ClapEngine:
             with self._phase("data_wait"):
                 batch = next(batches)
             self.deepspeed.set_gradient_accumulation_boundary(left == 0)
-            loss_sum += self.forward_backward(batch).detach()
+            with self._phase("forward"):
+                features = self.deepspeed(*batch.model_inputs())
+            with self._phase("loss"):
+                loss = self.loss(*features)
+            with self._phase("backward"):
+                self.sync.backward(loss)
+            loss_sum += loss.detach()
             self._count_micro_batch()
         return loss_sum / number
-
-    def forward_backward(self, batch: Batch) -> Tensor:
-        """Return the loss of one micro-batch, scalar fp32, and add its gradients to the parameters'."""
-        with self._phase("forward"):
-            features = self.deepspeed(*batch.model_inputs())
-        with self._phase("loss"):
-            loss = self.loss(*features)
-        with self._phase("backward"):
-            self.sync.backward(loss)
-        return loss
 
     def _cached_micro_steps(self, batches: Iterator[Batch], number: int) -> Tensor:
         with self._phase("data_wait"):

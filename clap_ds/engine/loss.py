@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -143,16 +144,12 @@ class ContrastiveLoss:
 
     def gather_early(self, model: nn.Module) -> None:
         """Start gathering each tower's features when they are ready, during the other tower's forward pass."""
-
-        def start(name: str) -> Any:
-            def hook(module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
-                if torch.is_grad_enabled():
-                    self._early[name] = _Gather(features_BD, self._wire_dtype)
-
-            return hook
-
         for name in ("audio", "text"):
-            model.get_submodule(f"{name}_projection").register_forward_hook(start(name))
+            model.get_submodule(f"{name}_projection").register_forward_hook(partial(self._start, name))
+
+    def _start(self, name: str, module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self._early[name] = _Gather(features_BD, self._wire_dtype)
 
     def __call__(
         self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None

@@ -99,11 +99,10 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         if found_inf is not None and bool(found_inf):
             return
         state["step"] += 1
-        options = {name: group[name] for name in OPTIONS}
-        sizes = [each.numel() for each in gradients]
-        masters, *moments = (each.split(sizes) for each in (master.detach(), state["exp_avg"], state["exp_avg_sq"]))
-        tensors = low.split(sizes), gradients, masters, *moments
-        adamw_native.native_adamw(*tensors, **options, step=int(state["step"]), scale=scale)
+        options, sizes = {name: group[name] for name in OPTIONS}, [each.numel() for each in gradients]
+        flats = low, master.detach(), state["exp_avg"], state["exp_avg_sq"]
+        lows, *rest = (each.split(sizes) for each in flats)
+        adamw_native.native_adamw(lows, gradients, *rest, **options, step=int(state["step"]), scale=scale)
 
 
 class FlatStep:

@@ -11,7 +11,7 @@ from torch import Tensor
 from clap_ds.distributed.collectives import gather
 from clap_ds.run_records.environment import largest_memory, peak_memory
 from clap_ds.run_records.intervals import rates
-from clap_ds.run_records.metrics_schema import Rates, StepTime, Summary
+from clap_ds.run_records.metrics_schema import StepTime, Summary
 from clap_ds.run_records.stragglers import Floats
 from clap_ds.run_records.timers import StepTimes
 
@@ -69,16 +69,14 @@ class Throughput:
         self._step_s.extend(window.step_s[:, 0])
         self._slowest_s.extend(window.step_s.max(axis=1))
 
-    def rates(self) -> Rates:
-        """Compute samples/s of one GPU, each window as long as its slowest rank's."""
-        samples, window_s, _ = self._merged()
-        return rates((samples / window_s / self._world_size).tolist(), window_s.tolist())
-
     def summary(self) -> Summary:
-        """Return the statistics; empty without windows."""
+        """Return the statistics, with each window as long as its slowest rank's; empty without windows."""
         if not self._windows:
             return {}
-        found, (_, window_s, waited_s) = self.rates(), self._merged()
+        every = -(-len(self._windows) // MOST_WINDOWS)
+        merged = np.add.reduceat(np.array(self._windows, float), range(0, len(self._windows), every))
+        samples, window_s, waited_s = merged.T
+        found = rates((samples / window_s / self._world_size).tolist(), window_s.tolist())
         return Summary(
             samples_per_s_per_gpu=found,
             samples_per_s=found["mean"] * self._world_size,
@@ -89,7 +87,3 @@ class Throughput:
             ),
             data_wait_percent=float(100 * waited_s.sum() / window_s.sum()),
         )
-
-    def _merged(self) -> Floats:
-        every = -(-len(self._windows) // MOST_WINDOWS)
-        return np.add.reduceat(np.array(self._windows, float), range(0, len(self._windows), every)).T

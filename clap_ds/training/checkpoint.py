@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -119,14 +120,12 @@ class Checkpointer:
         found = {"state": state, **_weights(engine)}
         found = self._copied(found) if copied else found
         found["state"]["random"] = random
-        manifest = Manifest(
-            serial=0,
+        manifest = partial(
+            Manifest,
             step=progress.step,
             model=engine.model.config.model_dump(mode="json"),
             engine=describe(engine),
-            tokenizer=self.tokenizer,
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
-            files={},
             run=self.run_id,
             settings=redacted_all(self._config),
             best_metric=self._rule.best_metric,
@@ -203,7 +202,7 @@ class Checkpointer:
             return self._stager.stage(state)
 
     def _write(
-        self, saved: SavedCheckpoint, found: dict[str, Any], progress: str, model: ClapConfig, manifest: Manifest
+        self, saved: SavedCheckpoint, found: dict[str, Any], progress: str, model: ClapConfig, manifest: Any
     ) -> SavedCheckpoint:
         """Write the checkpoint, delete superfluous ones, and start the copy to `sync_to`. Errors become warnings."""
         try:
@@ -223,7 +222,7 @@ class Checkpointer:
                 copies = {name: write_file(draft / name, content) for name, content in self._tokenizer_files()}
                 newest = max((each.serial for each in files.read_all(self.path).values()), default=0)
                 serial, tokenizer = max(int(time.time() * 1000), newest + 1), TOKENIZER if copies else self.tokenizer
-                manifest = replace(manifest, serial=serial, tokenizer=tokenizer, files=records | copies)
+                manifest = manifest(serial=serial, tokenizer=tokenizer, files=records | copies)
                 write_file(draft / MANIFEST, manifest.to_json().encode())
             path = self.path / draft.name
         except Exception as error:  # training can continue without a checkpoint
