@@ -22,7 +22,7 @@ import transformers
 
 import clap_ds
 from benchmarks.common import make_parser, show, table
-from clap_ds.config.errors import run_alone
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import htsat_alone
 from clap_ds.weights.load import load_weights
@@ -85,16 +85,14 @@ def compare(open_clip: Any, name: str) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser("open_clip_parity", __doc__)
     parser.add_argument("--commit", default="unknown", metavar="HASH", help="open_clip's, to record (default: unknown)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="to compare (default: all)")
     arguments = parser.parse_args(argv)
     try:
         open_clip: Any = importlib.import_module("open_clip")
         importlib.import_module("open_clip.audio.htsat")
     except ImportError as error:
-        print(f"skipped: open_clip 4 with audio, and what it requires, can't be imported: {error}")
-        return 0
+        raise UserError(f"open_clip 4 with audio, and what it requires, can't be imported: {error}") from None
     rows = []
-    for name in arguments.models:
+    for name in MODELS:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), torch.no_grad():
             sizes: Any = {
                 "vocab_size": 50265,
