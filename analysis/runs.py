@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,11 +66,8 @@ def _read_log(path: Path, given: argparse.Namespace) -> Run:
     if match:
         count, is_gpus = int(match[1] or match[4]), (match[2] or match[3]).startswith("g")
         nodes, gpus = (0, count) if is_gpus else (count, 0)
-    of_run = read_record(path.parent) if is_record(path.parent) else Run()  # the log is in this run directory
-    gpus = gpus or nodes * per_node or of_run.gpus
+    gpus = gpus or nodes * per_node
     run = read_log(path, gpus)
-    names = ("nodes", "gpus", "model", "device", "precision", "context_length", "peak_tflops")
-    run = replace(run, **{name: getattr(run, name) or getattr(of_run, name) for name in names})
     if run.nodes or not match:
         return run
     return noted(replace(run, nodes=0 if per_node else nodes, gpus=run.gpus or gpus), "scale by the log's name")
@@ -109,18 +105,11 @@ def _with_mfu(run: Run, context_length: int | None) -> Run:
 
 
 def _by_engine(run: Run) -> Run:
-    """Replace the measured rate, and what is computed from it, by the engine's: of a run directory's own log, or else of its
-    summary."""
-    engine, windows = run.engine_samples_per_s_per_gpu, run.windows if run.kind == "log" else ()
-    with suppress(UserError):
-        log = read_log(Path(run.source) / "rank0.log", run.gpus)
-        engine, windows = log.engine_samples_per_s_per_gpu or engine, log.windows
+    """Replace the measured rate, and what is computed from it, by the engine's."""
+    engine = run.engine_samples_per_s_per_gpu
     share = engine / run.rate if engine and run.rate else None
     tflops, mfu = (share and value and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
-    run = replace(
-        run, samples_per_s_per_gpu=engine, engine_samples_per_s_per_gpu=engine, windows=windows, achieved_tflops=tflops,
-        mfu_model_percent=mfu,
-    )  # fmt: skip
+    run = replace(run, samples_per_s_per_gpu=engine, windows=(), achieved_tflops=tflops, mfu_model_percent=mfu)
     return noted(run, BY_TIMER if engine else "no rate from DeepSpeed's timer")
 
 

@@ -228,17 +228,13 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
 def read_table_runs(path: Path) -> list[Run]:
     """Read the rows of a table of this project or of `published/` as runs. Efficiency and MFU are recomputed from them.
 
-    Columns may be separated by semicolons; commas are then decimal commas. UserError names the wrong row or column.
+    UserError names the wrong row or column.
     """
     import pandas as pd
 
     try:
         with open_regular(path) as file:
-            semicolons = b";" in file.readline()
-            file.seek(0)
-            separators = {"sep": ";", "decimal": ","} if semicolons else {}
-            types = dict.fromkeys(TEXTS, str)
-            frame = pd.read_csv(file, dtype=types, keep_default_na=False, na_values=[""], **separators)
+            frame = pd.read_csv(file, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
     frame = frame.rename(columns={"text_tokens": "context_length"})  # of older tables

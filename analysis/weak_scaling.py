@@ -102,15 +102,17 @@ class Series:
         chances = np.exp(logs - logs.max())
         generator = np.random.default_rng(0)
         counts = generator.multinomial(DRAWS, chances / chances.sum())
-        times: dict[int, list[Floats]] = {nodes: [] for nodes in node_counts}
+        nodes, largest = np.array(node_counts, float), self.rates[-1][0]
+        doublings = np.log2(np.maximum(nodes / largest, 1))
+        times = []
         for shape, (inverse, fitted, missed), count in zip(SHAPES.values(), solved, counts, strict=True):
-            drawn = fitted + generator.choice(missed, (count, len(self.rates))) @ inverse.T
-            drift, noise = generator.standard_normal(count), generator.choice(missed, count)
-            for nodes in node_counts:
-                times[nodes].append(self._drawn_s(shape, nodes, drawn, drift) * (1 + noise))
-        first_s = 100 / self.rates[0][1]
-        ends = {nodes: np.percentile(first_s / np.concatenate(found), (2.5, 97.5)) for nodes, found in times.items()}
-        return {nodes: (float(low), float(high)) for nodes, (low, high) in ends.items()}
+            start, slope = (fitted + generator.choice(missed, (count, len(self.rates))) @ inverse.T).T[..., None]
+            drift, noise = generator.standard_normal((count, 1)), generator.choice(missed, (count, 1))
+            inside = growth(np.minimum(nodes, largest), shape)
+            beyond = (growth(nodes, shape) - inside) * np.exp(DRIFT * np.sqrt(doublings) * drift)
+            times.append((start + slope * inside + np.maximum(slope, 0) * beyond) * (1 + noise))
+        ends = np.percentile(100 / self.rates[0][1] / np.concatenate(times), (2.5, 97.5), axis=0)
+        return dict(zip(node_counts, zip(*ends.tolist(), strict=True), strict=True))
 
     def _solved(self, shape: float) -> tuple[Floats, Floats, Floats]:
         """Return the inverse of a law's columns, its parameters and its residuals. Residuals are those of the rates, widened
@@ -121,14 +123,6 @@ class Series:
         noise = max(NOISE, float(np.sqrt(np.mean(np.square(self.errors or 0.0)))) / 2)
         missed = np.append(missed * math.sqrt(len(missed) / (len(missed) - 2)), [noise, -noise])
         return inverse, inverse @ target, missed - missed.mean()
-
-    def _drawn_s(self, shape: float, nodes: int, drawn: Floats, drift: Floats) -> Floats:
-        largest = self.rates[-1][0]
-        inside = growth(min(nodes, largest), shape)
-        beyond = np.maximum(drawn[:, 1], 0.0) * (growth(nodes, shape) - inside)
-        doublings = max(math.log2(nodes / largest), 0.0)
-        drifted = beyond * np.exp(DRIFT * math.sqrt(doublings) * drift)
-        return np.asarray(drawn[:, 0] + drawn[:, 1] * inside + drifted)
 
     def hold_outs(self) -> list[tuple[Series, int, float]]:
         """Return (series of smaller scales, node count, measured efficiency) of each scale. The series are all smaller scales,

@@ -1,14 +1,12 @@
 """Reading runs from directories, logs, tables, incomplete and invalid inputs."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis.read_run import read_record
 from clap_ds.analysis.runs import read_runs
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, ROOT, TINY, given, record, running_log, write
@@ -36,13 +34,10 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
 
 
-def test_the_log_of_a_run_directory_states_its_scale(tmp_path: Path) -> None:
+def test_this_projects_log_states_its_scale(tmp_path: Path) -> None:
     copy = write(tmp_path / "moved.log", "ranks: 16, nodes: 4\n" + running_log([1.0] * 20, batch=64))
     (run,) = read_runs([copy], given())
     assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
-    folder = Path(shutil.copytree(DATA / "record_2ranks", tmp_path / "run"))
-    (run,) = read_runs([write(folder / "rank0.log", running_log([1.0] * 20, batch=64))], given())
-    assert (run.nodes, run.gpus, run.model, run.rate) == (1, 2, read_record(folder).model, 32.0)
 
 
 def test_the_input_is_believed_before_the_options() -> None:

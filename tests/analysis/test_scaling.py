@@ -21,11 +21,10 @@ def test_failed_and_partial_runs_are_in_the_table_and_count_only_where_nothing_c
     partial = run(1, 50.0, state="timeout")
     base, row = scaling_table([run(1, 100.0), partial, failed])
     assert (base.rate, base.repeats, base.state) == (100.0, 1, "1 completed, 1 timeout")
-    assert base.notes.startswith("excluded from the mean: 1")
     assert (row.state, row.rate, row.scaling_efficiency_percent, row.repeats) == ("out_of_memory", None, None, 0)
     assert row.notes == "out_of_memory: CUDA out of memory, tried 2 GiB"
     (row,) = scaling_table([partial])
-    assert (row.rate, "rate of a run that did not complete" in row.notes) == (50.0, True)
+    assert (row.rate, row.state) == (50.0, "timeout")
 
 
 def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written(tmp_path: Path) -> None:
@@ -39,13 +38,11 @@ def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written
         for rows in (written, scaling_table(read_table_runs(tmp_path / "t.csv"))):
             shown = [(row.scaling, row.gpus, row.scaling_efficiency_percent, row.speedup) for row in rows]
             assert shown == [(*told, pytest.approx(speedup)) for *told, speedup in found]
-    more = [run(nodes, 50.0, batch_per_gpu=64 // nodes) for nodes in (2, 4)]
-    mixed = scaling_table([*weak, *more])
-    write_csv(tmp_path / "t.csv", mixed)
-    for rows in (mixed, scaling_table(read_table_runs(tmp_path / "t.csv"))):
-        assert [(row.scaling, row.gpus, row.repeats) for row in rows] == [
-            *(("weak", 4 * nodes, 1) for nodes in (1, 2, 4)), *(("strong", 4 * nodes, 1) for nodes in (1, 2, 4)),
-        ]  # fmt: skip
+    mixed = [*weak, *(run(nodes, 50.0, batch_per_gpu=32) for nodes in (1, 2))]
+    found = [
+        (f"batch per GPU {batch}", "weak", 4 * nodes) for batch, most in ((64, 4), (32, 2)) for nodes in (1, 2, most)
+    ]
+    assert [(row.variant, row.scaling, row.gpus) for row in scaling_table(mixed)] == [*dict.fromkeys(found)]
     unknown = scaling_table([run(nodes, 100.0, batch_per_gpu=None) for nodes in (1, 2)])
     assert [row.scaling for row in unknown] == ["", ""]
 
@@ -175,7 +172,7 @@ def test_engines_efficiency_of_each_scale_from_deepspeed_logs_alone(
     assert "relative to 2 nodes" in capsys.readouterr().out
 
 
-def test_engines_efficiency_of_run_directories_is_from_their_own_log_or_their_summary(tmp_path: Path) -> None:
+def test_engines_efficiency_of_run_directories_is_from_their_summary(tmp_path: Path) -> None:
     """The engine's rates and efficiency differ from the measured ones; TFLOPS and MFU follow them."""
     folders = []
     for nodes, measured, engine in ((1, 90.0, 100.0), (2, 81.0, 75.0)):
@@ -190,12 +187,6 @@ def test_engines_efficiency_of_run_directories_is_from_their_own_log_or_their_su
     assert [(row.scaling_efficiency_percent, row.engine_efficiency_percent) for row in both] == [(100, 100), (90, 75)]
     assert [(row.rate, row.scaling_efficiency_percent) for row in alone] == [(100.0, 100.0), (75.0, 75.0)]
     assert (alone[0].achieved_tflops, alone[0].mfu_model_percent) == (pytest.approx(50.0), pytest.approx(10.0))
-    for folder, nodes in zip(folders, (1, 2), strict=True):
-        engine_log(folder / "rank0.log", nodes, 1.0 + 0.6 * nodes)
-    logged = scaling_table(read_runs(folders, given(rate="engine")))
-    assert [row.rate for row in logged] == pytest.approx([10.0, 64 / 2.2 / 4])
-    assert logged[1].scaling_efficiency_percent == pytest.approx(100 * 1.6 / 2.2)
-    assert len(logged[0].runs[0].windows) == 6
 
 
 def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_measured() -> None:
