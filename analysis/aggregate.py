@@ -18,7 +18,6 @@ from clap_ds.analysis.published import published_mfu_percent
 from clap_ds.analysis.table import Run, Scale
 from clap_ds.run_records.intervals import COVERAGE, SLOW, range_label, student_t
 from clap_ds.run_records.metrics_schema import STEP_PHASES
-from clap_ds.run_records.sanity_checks import doubtful_mfu
 
 FAR_LARGER = 1.5
 """A scale uses its own spread if it exceeds that of all scales by this factor."""
@@ -85,19 +84,18 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
         known[name] = fmean(values) if values else None
     rate, exposed = known["samples_per_s_per_gpu"], known["exposed_communication_s"]
     peak = next((run.peak_tflops for run in used if run.peak_tflops), None)
-    mfu = published_mfu_percent(first.model, rate, peak) if rate else None
     half, half_from = (used[0].samples_per_s_per_gpu_2sigma, used[0].uncertainty_from) if used else (None, "")
     if rate and spread and len(used) > 1:
         half, half_from = rate * spread.half_width(len(used)), spread.label()
     states = Counter(run.state for run in runs)
     return Scale(
-        runs=tuple(used), **known, mfu_percent=mfu, peak_tflops=peak,
+        runs=tuple(used), **known, mfu_percent=rate and published_mfu_percent(first.model, rate, peak), peak_tflops=peak,
         samples_per_s=rate and rate * first.gpus, samples_per_s_per_gpu_2sigma=half,
         uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
         exposed_communication_percent=exposed and 100 * exposed / sum(known[f"{part}_s"] or 0 for part in STEP_PHASES),
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
         state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
-        notes="; ".join(dict.fromkeys([*_notes(runs, used), *doubtful_mfu(mfu, known["mfu_model_percent"])])),
+        notes="; ".join(dict.fromkeys(_notes(runs, used))),
     )  # fmt: skip
 
 

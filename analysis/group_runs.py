@@ -56,18 +56,13 @@ def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     import pandas as pd
 
     facts = pd.DataFrame([_facts(run) for run in group]).fillna("not recorded")
-    facts = facts.loc[:, facts.nunique() > 1]
     scales = [(run.nodes, run.gpus, run.batch_per_gpu) for run in group]
-    if ACCUMULATION in facts and len({*zip(scales, facts[ACCUMULATION], strict=True)}) == len({*scales}):
+    if len({*zip(scales, facts[ACCUMULATION], strict=True)}) == len({*scales}):
         facts = facts.drop(columns=ACCUMULATION)  # implied by the scale
-    naming: list[str] = []
-    told = 1
-    for name in sorted(facts, key=lambda name: name.startswith("clap.bench.")):  # measurement settings matter least
-        if (count := facts.groupby([*naming, name]).ngroups) > told:
-            naming, told = [*naming, name], count
     titles = pd.Series([""] * len(group))
-    for name in naming:
-        titles += f", {name.removeprefix('clap.')}=" + facts[name].str[:40]
+    for name in sorted(facts, key=lambda name: name.startswith("clap.bench.")):  # measurement settings matter least
+        longer = titles + f", {name.removeprefix('clap.')}=" + facts[name].str[:40]
+        titles = longer if longer.nunique() > titles.nunique() else titles
     return [(title[2:], [group[at] for at in places]) for title, places in titles.groupby(titles).indices.items()]
 
 

@@ -15,7 +15,6 @@ from clap_ds.analysis.table import Run, checked
 from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.run_records.metrics_schema import FORMER_PHASES, FORMER_PRESETS, RECORD_FILES, STEP_PHASES, current
-from clap_ds.run_records.sanity_checks import uneven_steps
 
 BY_TIMER = "DeepSpeed's timer: excludes data loading and time between steps"
 
@@ -43,8 +42,7 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     accumulation = known.get("gradient_accumulation_steps") or 1
     micro_batch = summary.get("micro_batch_per_gpu") or config.get("train_micro_batch_size_per_gpu")
     batch = micro_batch and micro_batch * accumulation
-    rate, step_s = rates.get("mean"), step.get("median")
-    notes = uneven_steps(rate, batch, step_s) if rate and batch and step_s else []
+    rate = rates.get("mean")
     gpus, engine, memory = (known.get(name) for name in ("world_size", "deepspeed_samples_per_s", "memory_peak_bytes"))
     name = known.get("preset") or ""
     name = FORMER_PRESETS.get(name, name) if summary and summary.get("schema", 0) < 4 else name
@@ -58,9 +56,9 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
         device=known.get("device_name", ""), context_length=known.get("context_length") or known.get("text_tokens"),
         nodes=known.get("num_nodes", 0), gpus=gpus or 0, batch_per_gpu=batch, accumulation=accumulation,
         samples_per_s_per_gpu=rate, windows=tuple(rates.get("windows", ())), **fields,
-        engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step_s,
+        engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step.get("median"),
         slowest_rank_step_time_s=step.get("slowest_rank_median"), memory_peak_gib=memory and memory / 1024**3,
-        notes="; ".join(notes if rate else ["no complete window was measured"]), config=config, environment=environment,
+        notes="" if rate else "no complete window was measured", config=config, environment=environment,
     )  # fmt: skip
 
 

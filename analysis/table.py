@@ -38,7 +38,6 @@ class Row:
     """Nodes of the scale that efficiencies and speed-up are relative to."""
     speedup: float | None = None
     engine_samples_per_s_per_gpu: float | None = None
-    engine_efficiency_percent: float | None = None
     achieved_tflops: float | None = None
     mfu_model_percent: float | None = None
     """MFU by executed FLOPs."""
