@@ -38,9 +38,7 @@ EVALUATED = 4
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
     """Draw one benchmark run, or any number of training runs, in the format of `output`'s suffix. UserError if these aren't
     run directories with timed steps."""
-    is_training = read_json(directories[0], "summary").get("command") == "train" or read_steps(directories[0], "train")
-    if len(directories) > 1 and not is_training:
-        raise UserError("only training runs can share a picture; plot several benchmark runs with plot_scaling.py")
+    is_training = len(directories) > 1 or read_json(directories[0], "summary").get("command") == "train"
     (draw_training(directories) if is_training else draw_benchmark(directories[0])).save(output)
 
 

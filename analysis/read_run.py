@@ -53,7 +53,7 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
         fields[column] = summary.get(column, "")
     return Run(
         source=str(path), state=summary.get("state", "unknown"), model=name,
-        device=known.get("device_name", ""), context_length=known.get("context_length") or known.get("text_tokens"),
+        device=known.get("device_name", ""), context_length=known.get("context_length"),
         nodes=known.get("num_nodes", 0), gpus=gpus or 0, batch_per_gpu=batch, accumulation=accumulation,
         samples_per_s_per_gpu=rate, windows=tuple(rates.get("windows", ())), **fields,
         engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step.get("median"),

@@ -168,7 +168,7 @@ def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
 
 
 def noted(row: _Row, note: str) -> _Row:
-    return replace(row, notes="; ".join(dict.fromkeys(filter(None, [*row.notes.split("; "), note]))))
+    return replace(row, notes="; ".join(filter(None, [row.notes, note])))
 
 
 def relative_to(rows: Sequence[Row]) -> str:
@@ -181,9 +181,9 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def unit(*devices: str) -> str:
-    """Return what a rank runs on: "GPU", or "rank" if a device is a CPU."""
-    return "rank" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", " ".join(devices), re.IGNORECASE) else "GPU"
+def unit(device: str) -> str:
+    """Return what a rank runs on: "GPU", or "rank" if its device is a CPU."""
+    return "rank" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", device, re.IGNORECASE) else "GPU"
 
 
 def significant(value: float, least_decimals: int = 0) -> str:
@@ -236,7 +236,6 @@ def read_table_runs(path: Path) -> list[Run]:
             frame = pd.read_csv(file, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
-    frame = frame.rename(columns={"text_tokens": "context_length"})  # of older tables
     if missing := [name for name in COLUMNS[:3] if name not in frame]:
         raise UserError(f"{path}: no column {', '.join(missing)}; found {', '.join(map(str, frame))}")
     if frame.empty or not isinstance(frame.index, pd.RangeIndex):

@@ -70,17 +70,17 @@ class Series:
     def fit(self, law: str) -> Law:
         """Fit one of `LAWS` to rates at two or more node counts, by least squares on relative time. Parameters are
         nonnegative."""
-        columns, target = self._equations(SHAPES[law])
-        fitted = np.linalg.lstsq(columns, target, rcond=None)[0]
+        columns = self._columns(SHAPES[law])
+        fitted = np.linalg.pinv(columns).sum(axis=1)
         if fitted.min() < 0:
             columns[:, fitted.argmin()] = 0.0  # the least-norm solution has 0 there
-            fitted = np.linalg.lstsq(columns, target, rcond=None)[0]
+            fitted = np.linalg.pinv(columns).sum(axis=1)
         return Law(SHAPES[law], *fitted.tolist())
 
-    def _equations(self, shape: float) -> tuple[Floats, Floats]:
-        """Return two columns and a target in relative time."""
+    def _columns(self, shape: float) -> Floats:
+        """Return two columns, whose combination by a law's parameters should be 1: time relative to the measured."""
         nodes, rates = np.array(self.rates).T
-        return np.stack([rates, rates * growth(nodes, shape)], axis=1), np.ones_like(rates)
+        return np.stack([rates, rates * growth(nodes, shape)], axis=1)
 
     def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
         """Return 95% bands of the efficiency that would be measured at each node count; empty with fewer than 3 scales.
@@ -110,11 +110,12 @@ class Series:
     def _solved(self, shape: float) -> tuple[Floats, Floats, Floats]:
         """Return the inverse of a law's columns, its parameters and its residuals. Residuals are those of the rates, widened
         for two fitted parameters, and two of the expected noise."""
-        columns, target = self._equations(shape)
+        columns = self._columns(shape)
         inverse: Floats = np.asarray(np.linalg.pinv(columns))
-        missed = target - columns @ inverse @ target
+        fitted = inverse.sum(axis=1)
+        missed = 1 - columns @ fitted
         missed = np.append(missed * math.sqrt(len(missed) / (len(missed) - 2)), [NOISE, -NOISE])
-        return inverse, inverse @ target, missed - missed.mean()
+        return inverse, fitted, missed - missed.mean()
 
     def hold_outs(self) -> list[tuple[Series, int, float]]:
         """Return (series of smaller scales, node count, measured efficiency) of each scale. The series are all smaller scales,

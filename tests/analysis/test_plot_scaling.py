@@ -1,6 +1,5 @@
 """Scaling figures show the table's data."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,31 +50,27 @@ def test_a_baseline_of_several_nodes_is_stated() -> None:
     assert ["relative to 2 nodes" in panel.get_ylabel() for panel in picture.panels] == [True, True]
 
 
-@pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("scales", [1, 10])
-def test_a_picture_fits_a_papers_columns_and_no_texts_overlap(columns: int, scales: int) -> None:
+def test_no_texts_of_a_picture_overlap(scales: int) -> None:
     names = ("gradient_sync=deepspeed, a rather long name=of a setting", "compile=step", "compile=off")
     runs = [
         run(2**place, 600 * rate**place, variant=name, device="H100", precision="bf16")
         for name, rate in zip(names, (0.95, 0.96, 0.97), strict=True) for place in range(scales)
     ]  # fmt: skip
-    picture = draw(curves(*runs), columns)
+    picture = draw(curves(*runs))
     picture.figure.draw_without_rendering()
-    assert picture.figure.get_figwidth() == 3.25 * columns
     (legend,) = picture.figure.legends
     assert legend.get_title().get_text() == "htsat-tiny-roberta-base, H100, bf16, weak scaling"
     for panel in picture.panels:
-        ticks = [tick for tick in panel.get_xticklabels() if tick.get_text()]
+        left, right = panel.get_xlim()
+        ticks = [tick for tick in panel.get_xticklabels() if left <= tick.get_position()[0] <= right]
         texts = [*(ticks if panel is picture.panels[-1] else ()), panel.xaxis.label, *legend.get_texts()]
         boxes = [text.get_window_extent() for text in texts if text.get_text()]
         assert not any(one.overlaps(other) for at, one in enumerate(boxes) for other in boxes[:at])
         assert all(
             picture.figure.bbox.padded(1).fully_contains(*corner) for box in boxes for corner in box.get_points()
         )
-        counts = panel.get_xticks().tolist()
-        assert (counts[0], counts[-1]) == (4, 4 * 2 ** (scales - 1))
-    bottom, top = picture.panels[0].get_ylim()
-    assert bottom < 100 < top
+        assert ticks[0].get_text() == "4"
 
 
 def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,16 +85,11 @@ def test_the_command_takes_runs_beside_tables(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_projections_figure_holds_measurements_line_and_band() -> None:
-    series = replace(
-        series_of(scaling_table(read_table_runs(TINY))),
-        errors=tuple(0.001 * nodes for nodes in (1, 2, 4, 8, 16, 32, 64, 128)),
-    )
+    series = series_of(scaling_table(read_table_runs(TINY)))
     picture = draw_projection([series])
     (efficiency,) = picture.panels
-    (points,) = efficiency.containers
-    assert points.lines[0].get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
-    (low, high) = points.lines[2][0].get_segments()[-1]
-    assert high[1] - low[1] == pytest.approx(2 * 0.128 * 87.3, abs=0.05)
+    (points,) = (line for line in efficiency.lines if line.get_linestyle() == "None")
+    assert points.get_xydata()[-1].tolist() == pytest.approx([512, 87.3], abs=0.05)
     band = next(each for each in efficiency.collections if each.get_alpha()).get_paths()[0].get_extents()
     assert (band.x0, band.x1) == (512, 2048)
     assert (band.y0, band.y1) == pytest.approx((series.bands([512])[512][0], series.bands([128])[128][1]))

@@ -43,7 +43,6 @@ def test_every_field_of_a_real_record_arrives(record: Path) -> None:
     changes = CHANGES | {"gradient_accumulation_steps": 3, "micro_batch_per_gpu": None}
     run = read_record(summed_up(record, **changes))
     assert run.batch_per_gpu == 12
-    assert "step times are uneven" in run.notes
 
 
 def test_what_had_a_presets_name_before_is_another_model(record: Path) -> None:
@@ -75,10 +74,6 @@ def test_records_of_older_schemas_are_read_by_todays_names(record: Path) -> None
     steps = read_steps(record, "timed")
     write(record / "metrics.jsonl", text.replace('"window",', '"timed",'))
     assert len(steps) == len(read_steps(record, "timed")) == sum(step["phase"] == "window" for step in STEPS)
-    write(record / "summary.json", "{}")
-    write(record / "environment.json", "{}")
-    write(record / "config.json", json.dumps({"clap": {"text_tokens": 77}}))
-    assert read_record(record).context_length == 77
 
 
 def test_a_run_that_ended_early_tells_what_it_had_measured(record: Path) -> None:

@@ -29,7 +29,7 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     gflops = 3 * 25.23  # HTSAT-tiny with 77 tokens: about three forward passes
     assert run.achieved_tflops == pytest.approx(8 * gflops / 1000, rel=0.01)
     assert run.mfu_model_percent == pytest.approx(100 * 8 * gflops / 1000 / 10, rel=0.01)
-    assert "77 text tokens" in run.notes
+    assert run.context_length == 77
     (run,) = read_runs([write(tmp_path / "l.log", ENGINE.format(16) + log.read_text())], given(gpus_per_node=4))
     assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
 

@@ -1,6 +1,5 @@
 """Scaling tables by hand: repeats, weak and strong scaling, grouping into series, failures, gaps."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,11 +67,7 @@ def test_mfu_needs_a_peak_and_exposed_communication_is_its_share_of_the_parts() 
     assert row.memory_peak_gib == 3.0
 
 
-def test_figures_that_cannot_be_are_said_to_be_none() -> None:
-    (row,) = scaling_table([run(1, 2998.0, peak_tflops=989.0, mfu_model_percent=90.5)])
-    assert "101.1% in the published convention" in row.notes
-    assert "90.5% (executed FLOPs)" in row.notes
-    assert "MFU" not in scaling_table([run(1, 2940.0, peak_tflops=989.0, mfu_model_percent=89.0)])[0].notes
+def test_efficiency_above_all_is_doubted() -> None:
     stated = {"kind": "table", "repeats": 2, "samples_per_s_per_gpu_2sigma": 10.0}
     for fields, rate, doubted in (({}, 103.0, True), ({}, 101.0, False), (stated, 103.0, False)):
         rows = scaling_table([run(n, r, **fields) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
@@ -173,7 +168,6 @@ def test_engines_efficiency_of_each_scale_from_deepspeed_logs_alone(
 
 
 def test_engines_efficiency_of_run_directories_is_from_their_summary(tmp_path: Path) -> None:
-    """The engine's rates and efficiency differ from the measured ones; TFLOPS and MFU follow them."""
     folders = []
     for nodes, measured, engine in ((1, 90.0, 100.0), (2, 81.0, 75.0)):
         summary = {
@@ -184,9 +178,9 @@ def test_engines_efficiency_of_run_directories_is_from_their_summary(tmp_path: P
         summary |= {"achieved_tflops": 45.0, "mfu_model_percent": 9.0, "schema": 3, "preset": "micro"}
         folders.append(record(tmp_path / f"n{nodes}", [], **summary))
     both, alone = (scaling_table(read_runs(folders, given(rate=rate))) for rate in ("measured", "engine"))
-    assert [(row.scaling_efficiency_percent, row.engine_efficiency_percent) for row in both] == [(100, 100), (90, 75)]
+    assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in both] == [(100, 45), (90, 45)]
     assert [(row.rate, row.scaling_efficiency_percent) for row in alone] == [(100.0, 100.0), (75.0, 75.0)]
-    assert (alone[0].achieved_tflops, alone[0].mfu_model_percent) == (pytest.approx(50.0), pytest.approx(10.0))
+    assert (alone[0].achieved_tflops, alone[0].mfu_model_percent) == (None, None)
 
 
 def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_measured() -> None:
@@ -196,16 +190,12 @@ def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_meas
     header, _, first, second = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out[2:6])
     assert dict(zip(header, first, strict=True)) == {
         "nodes": "1", "GPUs": "4", "runs": "1", "samples/s/GPU ±": "100.0", "samples/s": "400.0", "efficiency % ±": "100.0",
-        "speed-up": "1.00", "engine's": "110.0", "engine's %": "100.0", "TFLOPS/GPU": "41.50", "state": "completed [1]",
+        "speed-up": "1.00", "engine's": "110.0", "TFLOPS/GPU": "41.50", "state": "completed [1]",
     }  # fmt: skip
-    assert second[3:9] == ["90.00", "720.0", "90.0", "1.80", "88.00", "80.0"]
+    assert second[3:9] == ["90.00", "720.0", "90.0", "1.80", "88.00", "41.50"]
 
 
-def test_scales_below_the_target_are_marked_and_notes_numbered() -> None:
-    text = render(scaling_table([run(1, 100.0), run(2, 90.0, notes="a"), run(4, 89.9, notes="b; a")]), target=90)
-    assert re.findall(r"(\d+\.\d+) ▼", text) == ["89.9"]
-    assert "Target of 90% efficiency: below it (▼): 4 nodes, 16 GPUs." in text
-    assert ("completed [2] [1] |" in text, "completed [3] [2] [1] |" in text, "\n\n[2] a\n\n[3] b\n" in text) == (
-        True,
-    ) * 3
-    assert "no scale is below it" in render(scaling_table([run(1, 100.0), run(2, 90.0)]), target=90)
+def test_notes_are_numbered() -> None:
+    text = render(scaling_table([run(1, 100.0), run(2, 90.0, notes="a"), run(4, 89.9, notes="b; a")]))
+    for part in ("completed [2] [1] |", "completed [3] [2] [1] |", "\n\n[2] a\n\n[3] b\n"):
+        assert part in text
