@@ -16,7 +16,7 @@ from typing import Any
 from clap_ds.analysis.group_runs import global_batch
 from clap_ds.analysis.published import published_mfu_percent
 from clap_ds.analysis.table import Run, Scale
-from clap_ds.run_records.intervals import COVERAGE, SLOW, range_label, student_t
+from clap_ds.run_records.intervals import COVERAGE, student_t
 from clap_ds.run_records.metrics_schema import STEP_PHASES
 
 FAR_LARGER = 1.5
@@ -104,9 +104,6 @@ def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
         yield from filter(None, run.notes.split("; "))
     rates = [run.rate or 0.0 for run in used]
     for run, rate in zip(used, rates, strict=True):
-        if slow := sum(each < SLOW * median(run.windows) for each in run.windows):
-            low, high = min(run.windows), max(run.windows)
-            yield f"{range_label(run.windows, slow)}: {low:,.4g} – {high:,.4g} samples/s/{run.unit}"
         if len(rates) > 2 and abs(off := rate / median(rates) - 1) > OUTLYING:
             yield f"{run.name} is {100 * off:+.1f}% from the median repeat"
     for run in runs:

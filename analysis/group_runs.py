@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from clap_ds.analysis.table import Run
@@ -39,16 +39,16 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
     return found
 
 
-def _with_scaling(runs: Sequence[Run], variant: str) -> list[Run]:
+def _with_scaling(runs: Sequence[Run], variant: str) -> Iterator[Run]:
     """Runs of one batch per GPU are weak scaling, of one global batch strong. Otherwise each batch per GPU is a series."""
-    known = {run.batch_per_gpu for run in runs if run.batch_per_gpu}
-    if len(known) < 2:  # a failed run may not state it
-        weak = {"scaling": "weak" if known else "", "batch_per_gpu": max(known, default=None)}
-        return [replace(run, variant=variant, **weak) for run in runs]
-    if len({global_batch(run) for run in runs}) == 1:
-        return [replace(run, variant=variant, scaling="strong") for run in runs]
-    names = [", ".join(filter(None, (variant, f"batch per GPU {run.batch_per_gpu or 'not stated'}"))) for run in runs]
-    return [replace(run, variant=name, scaling="weak") for run, name in zip(runs, names, strict=True)]
+    batches = {run.batch_per_gpu for run in runs if run.batch_per_gpu}
+    is_mixed, is_strong = len(batches) > 1, len({global_batch(run) for run in runs}) == 1
+    for run in runs:
+        batch, name = run.batch_per_gpu if is_mixed else max(batches, default=None), variant
+        if is_mixed and not is_strong:
+            name = ", ".join(filter(None, (variant, f"batch per GPU {batch or 'not stated'}")))
+        scaling = "strong" if is_mixed and is_strong else "weak" if batches else ""
+        yield replace(run, variant=name, batch_per_gpu=batch, scaling=scaling)  # a failed run may not state its batch
 
 
 def split_settings(group: Sequence[Run]) -> list[tuple[str, list[Run]]]:

@@ -97,8 +97,9 @@ def draw_projection(found: Sequence[Series]) -> Picture:
         axes.plot(gpus[:last], fitted[:last], color=color)
         label = fill(f"{name} by {law}: {fitted[-1]:.1f}% on {gpus[-1]} GPUs", 60)
         axes.plot(gpus[last - 1 :], fitted[last - 1 :], "--", color=color, label=label)
-        if ends := [*series.bands(counts[last - 1 :]).values()]:
-            axes.fill_between(gpus[last - 1 :], *zip(*ends, strict=True), color=color, alpha=0.18, linewidth=0)
+        if bands := series.bands(counts[last - 1 :]):
+            low, high = zip(*bands.values(), strict=True)
+            axes.fill_between(gpus[last - 1 :], low, high, color=color, alpha=0.18, linewidth=0)
     gpu_axis(axes, all_gpus, f"{unit(found[0].title)}s")
     axes.set_ylabel("scaling efficiency (%)")
     picture.name_below(axes, 2, "; ".join(filter(None, [common, "shaded: 95% band"])))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -72,16 +71,11 @@ def projections(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
 
 
 def summary(rows: Sequence[Scale]) -> Iterator[str]:
-    """Yield each series' throughput, scaling and projection."""
+    """Yield each series' throughput and scaling."""
     for members in by_series(rows):
-        yield f"**{members[0].title}**"
-        lines = [f"No rate was measured ({members[0].state})."]
-        if measured := [row for row in members if row.rate]:
-            last = max(measured, key=lambda row: row.gpus)
-            lines = [f"{plot_scaling.answer(measured)}, {last.cell('samples_per_s')} samples/s in total."]
-        with suppress(UserError):  # shown in its own section
-            lines.append(f"Projected: {extrapolate.headline(series_of(members))}.")
-        yield "\n".join(f"- {line}" for line in lines)
+        measured = [row for row in members if row.rate]
+        found = plot_scaling.answer(measured) if measured else f"No rate was measured ({members[0].state})"
+        yield f"- **{members[0].title}**: {found}."
 
 
 def provenance(runs: Sequence[Run]) -> Iterator[str]:

@@ -104,7 +104,7 @@ def _with_mfu(run: Run, context_length: int) -> Run:
 def _by_engine(run: Run) -> Run:
     """Replace the measured rate by the engine's. TFLOPS and MFU are then known for logs only."""
     engine = run.engine_samples_per_s_per_gpu
-    run = replace(run, samples_per_s_per_gpu=engine, windows=())
+    run = replace(run, samples_per_s_per_gpu=engine)
     if run.kind == "record":
         run = replace(run, achieved_tflops=None, mfu_model_percent=None)
     return noted(run, BY_TIMER if engine else "no rate from DeepSpeed's timer")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +75,16 @@ class Log:
         if time_s > before_s:
             self.points.append((samples, time_s))
 
-    def rates(self, gpus: int) -> tuple[float | None, list[float]]:
-        """Return samples/s/GPU after the warm-up and between progress lines; the running average if all are warm-up."""
+    def rate(self) -> tuple[float | None, bool]:
+        """Return samples/s after the warm-up and True, or if all is warm-up the running average and False."""
         batch, dialect = self.global_batch, self.dialect
         if not (self.points and dialect and (batch or dialect.is_cumulative)):
-            return None, []
-        batch = batch or 1
-        timed = [(samples / gpus, time_s) for samples, time_s in self.points if samples >= WARMUP_STEPS * batch]
-        if len(timed) < 2:
-            samples, time_s = self.points[-1]
-            return (samples - dialect.untimed * batch) / time_s / gpus, []
-        windows = [(after - before) / (after_s - before_s) for (before, before_s), (after, after_s) in pairwise(timed)]
-        (first, first_s), *_, (last, last_s) = timed
-        return (last - first) / (last_s - first_s), windows
+            return None, False
+        batch, (last, last_s) = batch or 1, self.points[-1]
+        first, first_s = next((point for point in self.points if point[0] >= WARMUP_STEPS * batch), (last, last_s))
+        if last > first:
+            return (last - first) / (last_s - first_s), True
+        return (last - dialect.untimed * batch) / last_s, False
 
 
 def read_log(path: Path, given_gpus: int = 0) -> Run:
@@ -106,11 +102,12 @@ def read_log(path: Path, given_gpus: int = 0) -> Run:
         printed = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
         raise UserError(f"{path}: no usable throughput lines ({printed})")
     gpus, accumulation = facts.get("gpus") or given_gpus or 1, facts.get("accumulation", 1)
-    rate, windows = log.rates(gpus)
+    total, is_warm = log.rate()
+    rate = total and total / gpus
     by_timer = bool(log.dialect and not log.dialect.counts_data_wait)
     noted = {
         BY_TIMER: by_timer,
-        "too short to drop the warm-up: using the running average": rate and not windows,
+        "too short to drop the warm-up: using the running average": rate and not is_warm,
         "no rate, because the log doesn't state its batch": log.points and not rate,
     }
     micro_batch = facts.get("micro_batch") or batch // gpus // accumulation
@@ -119,5 +116,5 @@ def read_log(path: Path, given_gpus: int = 0) -> Run:
         source=str(path), kind="log", state=log.state, **{name: facts[name] for name in names if name in facts},
         batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
         memory_peak_gib=facts.get("memory_gib") or None, engine_samples_per_s_per_gpu=rate if by_timer else None,
-        samples_per_s_per_gpu=rate, windows=tuple(windows), notes="; ".join(note for note, holds in noted.items() if holds),
+        samples_per_s_per_gpu=rate, notes="; ".join(note for note, holds in noted.items() if holds),
     )  # fmt: skip

@@ -60,12 +60,6 @@ def test_the_spread_is_of_what_counts() -> None:
     assert pooled_spread([[run(1, 98.0)]]) is None
 
 
-def test_slow_windows_are_counted() -> None:
-    rows = scaling_table([run(1, 100.0, windows=(100.0, 101.0, 99.0, 50.0)), run(2, 90.0)])
-    assert "range of 4 windows, 1 of them slow: 50 – 101" in rows[0].notes
-    assert "slow" not in rows[1].notes
-
-
 def test_an_outlying_repeat_is_named() -> None:
     quiet = [run(1, rate) for rate in (99.6, 100.0, 104.9)]
     *others, row = scaling_table([*quiet, run(8, 95.2), run(8, 95.0), run(8, 76.0, source="a/slow")])

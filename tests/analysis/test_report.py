@@ -54,9 +54,7 @@ def test_numbers_and_versions_are_the_inputs_own(folder: Path) -> None:
         assert found[5] == row["scaling_efficiency_percent"]
     shown = {cell for line in lines for cell in line}
     assert f"{SUMMARY['breakdown_s']['forward']:#.4g}" in shown
-    for part in ("87.3% efficiency on 512 GPUs: 544.6 samples/s/GPU, 278833 samples/s in total.",
-                 "Projected: 77.1% efficiency on 2048 GPUs"):  # fmt: skip
-        assert part in text[: text.index(">Efficiency<")]
+    assert "87.3% efficiency on 512 GPUs: 544.6 samples/s/GPU." in text[: text.index(">Efficiency<")]
     runs = (folder / "report.md").read_text().partition("## Runs")[2]
     versions = ENVIRONMENT["versions"]
     for part in (versions["torch"], versions["deepspeed"], " ".join(ENVIRONMENT["command"]), " 544.6 | published |"):

@@ -20,7 +20,6 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     for options in (given(nodes=2, gpus_per_node=4), given(gpus=8, gpus_per_node=4), given(gpus=8, nodes=2)):
         (run,) = read_runs([log], options)
         assert (run.nodes, run.gpus, run.rate, run.engine_samples_per_s_per_gpu) == (2, 8, 8.0, 8.0)
-        assert set(run.windows) == {8.0}
     write(log, "gradient_accumulation_steps .. 2\ntrain_micro_batch_size_per_gpu  4\n" + log.read_text())
     told = given(nodes=2, gpus=8, model="HTSAT-tiny-Roberta-base", peak_tflops=10.0)
     (run,) = read_runs([log], told)
@@ -96,7 +95,7 @@ def test_runs_are_found_in_folders_and_the_log_of_one_that_is_there_is_left_out(
 def test_the_command_works_as_a_script_without_torch(tmp_path: Path) -> None:
     words = [sys.executable, "-X", "importtime", "analysis/scaling.py", LOG, "--model", "HTSAT-tiny-Roberta-base"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    shown = r"### htsat-tiny-roberta-base,.*\| +1 \| +2 \| +1 \| +9154.0 \|.*range of 30 windows, 7 of them slow"
+    shown = r"### htsat-tiny-roberta-base,.*\| +1 \| +2 \| +1 \| +9154.0 \|"
     assert re.search(shown, done.stdout, re.DOTALL)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "clap_ds" in imported
