@@ -67,24 +67,6 @@ def test_an_outlying_repeat_is_named() -> None:
     assert not any("median repeat" in each.notes for each in others)
 
 
-@pytest.mark.parametrize(("counts", "growth"), [((3,) * 8, 1.45), ((3, 3, 3, 1, 1), 1.45), ((3,) * 5, 0.6)])
-def test_plus_minus_holds_the_truth_where_spreads_grow_or_fall(counts: tuple[int, ...], growth: float) -> None:
-    """Without own spreads, 67% in the worst case."""
-    generator, held = random.Random(3), [0] * len(counts)
-    deviations = [0.003 * growth**place if growth > 1 else 0.04 * growth**place for place in range(len(counts))]
-    for _ in range(120):
-        rows = scaling_table([
-            run(2**place, 600 * math.exp(generator.gauss(0, deviations[place])))
-            for place, count in enumerate(counts) for _ in range(count)
-        ])  # fmt: skip
-        for place, row in enumerate(rows):
-            half = row.samples_per_s_per_gpu_2sigma
-            assert (half is None) == (counts[place] == 1)
-            held[place] += half is not None and abs((row.rate or 0) - 600) <= half
-    repeated = [share / 120 for share, count in zip(held, counts, strict=True) if count > 1]
-    assert min(repeated) > 0.8
-
-
 def test_a_tables_row_keeps_its_plus_minus() -> None:
     runs = [run(nodes, rate, kind="table") for nodes, rate in THREE_SCALES]
     stated = run(8, 70.0, kind="table", repeats=3, samples_per_s_per_gpu_2sigma=1.5, uncertainty_from="what it says")

@@ -48,9 +48,6 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     assert timed == [[2, 200], [3, 300], [4, 400], [5, 500]]
     bars = [(bar[0].get_x(), bar[0].get_width()) for bar in parts.containers]
     assert bars == [(0, 100), (100, 200)]
-    picture.figure.draw_without_rendering()
-    shown = times.get_legend().get_window_extent()
-    assert shown.y0 >= times.get_window_extent().y1 - 1  # outside the panel
 
 
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
@@ -69,9 +66,8 @@ def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
 
 def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
     picture = draw_breakdown([Row(n, 4 * n, forward_s=0.1, backward_s=0.2 * n) for n in (1, 2, 4)])
-    forward, backward = picture.panels[0].containers
-    assert [bar.get_width() for bar in forward] == [100] * 3
-    assert [(bar.get_x(), bar.get_width()) for bar in backward] == [(100, 200), (100, 400), (100, 800)]
+    bars = [[(bar.get_x(), bar.get_width()) for bar in part] for part in picture.panels[0].containers]
+    assert bars == [[(0, 100)] * 3, [(100, 200), (100, 400), (100, 800)]]
     named = {text.get_text() for text in picture.figure.legends[0].get_texts()}
     assert named == {"backward 88.9%", "forward 11.1%"}
 
