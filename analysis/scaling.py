@@ -15,10 +15,12 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
+from clap_ds.analysis import time_to_target
 from clap_ds.analysis.aggregate import combine_repeats, run_spreads
 from clap_ds.analysis.group_runs import split_series
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, noted, relative_to, write_csv
+from clap_ds.analysis.time_to_target import target_argument
 from clap_ds.config.errors import run_alone
 
 _COLUMNS = {
@@ -89,8 +91,14 @@ def _blocks(rows: Sequence[Row]) -> Iterator[str]:
 def main() -> None:
     parser = input_parser("Compute scaling efficiency and MFU of runs, logs or tables.")
     parser.add_argument("--csv", type=Path, help="CSV file to write the table to")
+    told = "print instead what training runs needed to reach a target, such as zero_shot_top1=0.9"
+    parser.add_argument("--time_to", type=target_argument, metavar="METRIC=VALUE", help=told)
     options = parser.parse_args()
-    rows = scaling_table(read_runs(options.inputs, options))
+    runs = read_runs(options.inputs, options)
+    if options.time_to:
+        print(time_to_target.render(runs, *options.time_to), end="")
+        return
+    rows = scaling_table(runs)
     print(render(rows), end="")
     if options.csv:
         write_csv(options.csv, rows)
