@@ -17,6 +17,7 @@ from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError, printable
 from clap_ds.config.model_names import preset_of
+from clap_ds.flop_count.device_specs import peak_for
 
 _NAMED = re.compile(r"(?<![a-z0-9])(nodes?|n|gpus?)[-_=]?(\d+)(?![a-z0-9])")
 
@@ -123,5 +124,13 @@ def input_parser(description: str) -> argparse.ArgumentParser:
     add("--model", type=preset_of, help="model of logs: a preset or a published name (HTSAT-tiny-Roberta-base)")
     told = f"caption length of logs, for TFLOPS and MFU (default: {PUBLISHED_CONTEXT_LENGTH})"
     add("--context_length", type=whole_number(), default=PUBLISHED_CONTEXT_LENGTH, help=told)
-    add("--peak_tflops", type=positive, help="dense peak of one GPU, if not stated, for MFU")
+    add(
+        "--peak_tflops",
+        type=peak_argument,
+        help="dense peak of one GPU or its name, such as H200, if not stated, for MFU",
+    )
     return parser
+
+
+def peak_argument(text: str) -> float:
+    return gpu.bf16_tflops if (gpu := peak_for(text)) else positive(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.analysis.runs import read_runs
+from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.config.errors import UserError
 from tests.analysis.samples import DATA, ROOT, TINY, given, record, running_log, write
 
@@ -29,6 +29,7 @@ def test_counts_not_in_the_log_are_those_given(tmp_path: Path) -> None:
     assert run.achieved_tflops == pytest.approx(8 * gflops / 1000, rel=0.01)
     assert run.mfu_model_percent == pytest.approx(100 * 8 * gflops / 1000 / 10, rel=0.01)
     assert run.context_length == 77
+    assert input_parser("").parse_args(["a.log", "--peak_tflops", "H200"]).peak_tflops == 989
     (run,) = read_runs([write(tmp_path / "l.log", ENGINE.format(16) + log.read_text())], given(gpus_per_node=4))
     assert (run.nodes, run.gpus, run.rate) == (4, 16, 4.0)
 
