@@ -15,7 +15,7 @@ from typing import Any
 
 from clap_ds.analysis.group_runs import global_batch
 from clap_ds.analysis.published import published_mfu_percent
-from clap_ds.analysis.table import Run, Scale
+from clap_ds.analysis.table import ENERGY, Run, Scale
 from clap_ds.run_records.intervals import COVERAGE, student_t
 from clap_ds.run_records.metrics_schema import STEP_PHASES
 
@@ -29,7 +29,7 @@ _IDENTITY = (
     "nodes", "gpus", "model", "scaling", "device", "precision", "context_length", "variant", "micro_batch", "batch_per_gpu",
 )  # fmt: skip
 _AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent", "step_time_s",
-             "slowest_rank_step_time_s", "data_wait_percent", *(f"{part}_s" for part in STEP_PHASES))  # fmt: skip
+             "slowest_rank_step_time_s", "data_wait_percent", *ENERGY, *(f"{part}_s" for part in STEP_PHASES))  # fmt: skip
 
 
 @dataclass(frozen=True)

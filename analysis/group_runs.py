@@ -42,7 +42,7 @@ def split_series(runs: Sequence[Run]) -> list[Run]:
 def _with_scaling(runs: Sequence[Run], variant: str) -> Iterator[Run]:
     """Runs of one batch per GPU are weak scaling, of one global batch strong. Otherwise each batch per GPU is a series."""
     batches = {run.batch_per_gpu for run in runs if run.batch_per_gpu}
-    is_mixed, is_strong = len(batches) > 1, len({global_batch(run) for run in runs}) == 1
+    is_mixed, is_strong = len(batches) > 1, len({global_batch(run) for run in runs if run.batch_per_gpu}) == 1
     for run in runs:
         batch, name = run.batch_per_gpu if is_mixed else max(batches, default=None), variant
         if is_mixed and not is_strong:

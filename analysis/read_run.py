@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clap_ds.analysis.table import Run, checked
+from clap_ds.analysis.table import ENERGY, Run, checked
 from clap_ds.config import files
 from clap_ds.config.errors import UserError
 from clap_ds.run_records.metrics_schema import FORMER_PHASES, FORMER_PRESETS, RECORD_FILES, STEP_PHASES, current
@@ -47,7 +47,7 @@ def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], envi
     name = known.get("preset") or ""
     name = FORMER_PRESETS.get(name, name) if summary and summary.get("schema", 0) < 4 else name
     fields: dict[str, Any] = {f"{part}_s": parts.get(part) for part in STEP_PHASES}
-    for column in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops"):
+    for column in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops", *ENERGY):
         fields[column] = summary.get(column)
     for column in ("error", "precision", "finished"):
         fields[column] = summary.get(column, "")

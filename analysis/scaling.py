@@ -30,7 +30,7 @@ _COLUMNS = {
     "micro-batch": "micro_batch", "TFLOPS/GPU": "achieved_tflops", "MFU % published": "mfu_percent",
     "MFU % model": "mfu_model_percent", "slowest rank s": "slowest_rank_step_time_s",
     "exposed comm. %": "exposed_communication_percent", "data wait %": "data_wait_percent",
-    "memory GiB": "memory_peak_gib", "state": "state",
+    "memory GiB": "memory_peak_gib", "J/sample": "joules_per_sample", "kWh": "energy_kwh", "state": "state",
 }  # fmt: skip
 
 

@@ -58,6 +58,8 @@ class Row:
     exposed_communication_percent: float | None = None
     data_wait_percent: float | None = None
     memory_peak_gib: float | None = None
+    joules_per_sample: float | None = None
+    energy_kwh: float | None = None
     data_wait_s: float | None = None
     forward_s: float | None = None
     loss_s: float | None = None
@@ -144,6 +146,7 @@ SPREADS = {
     "scaling_efficiency_percent": "scaling_efficiency_2sigma_percent",
 }
 """Columns with the ± of others."""
+ENERGY = ("joules_per_sample", "energy_kwh")
 MOST = 1e15
 """Upper limit of all measured values, in the units of their fields."""
 _KINDS = {column.name: str(column.type).partition(" ")[0] for column in fields(Row)}

@@ -36,6 +36,8 @@ def at_target(run: Run, metric: str, target: float) -> dict[str, Any]:
     summary = read_json(Path(run.source), "summary")
     history = summary.get("history") if summary.get("resumed_at_step") else None
     lines = read_steps(Path(run.source), "evaluation", history=history)
+    if history:  # has the energy of each start
+        lines = [{**line, "energy_kwh": None} for line in lines]
     reached = (line for line in lines if metric in line and score(metric, line[metric]) >= score(metric, target))
     return next(reached, {})
 

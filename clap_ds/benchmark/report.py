@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class BenchReport:
     ) -> None:
         self._record, self._engine, self._loader, self._scalars = record, engine, loader, scalars
         self._samples, self._ranks = sizes.global_batch, ranks
-        self._throughput = Throughput(ranks.world_size)
+        self._throughput, self._begin_joules = Throughput(ranks.world_size), math.nan
         self._stragglers = Stragglers(gather(ranks.host))
         self._progress = Progress(num_steps, enabled=ranks.is_main_process)
 
@@ -55,13 +56,14 @@ class BenchReport:
         if self._ranks.is_main_process:
             self._write_steps(number, window)
             if number is None:
-                shown = "warm-up"
+                shown, self._begin_joules = "warm-up", window.joules
             else:
                 self._throughput.add(window, self._samples)
                 rate = self._samples * len(losses) / window.slowest_s
                 self._scalars.write([("bench/samples_per_s", rate, self._engine.deepspeed.global_samples)])
                 slow = self._stragglers.add(self._samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
-                self._record.update_summary(slow, samples_per_s_per_gpu=self._throughput.rates())
+                energy = environment.energy(window.joules - self._begin_joules, number * len(losses) * self._samples)
+                self._record.update_summary(slow, energy, samples_per_s_per_gpu=self._throughput.rates())
                 shown = f"window {number}: {rate:,.1f} samples/s"
             self._progress.advance(len(losses), shown)
         self._engine.check_loss()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clap_ds.distributed.collectives import gather_tensor
-from clap_ds.run_records.environment import largest_memory, peak_memory
+from clap_ds.run_records.environment import energy_joules, largest_memory, peak_memory
 from clap_ds.run_records.intervals import rates
 from clap_ds.run_records.metrics_schema import Rates, StepTime, Summary
 from clap_ds.run_records.stragglers import Floats
@@ -27,6 +28,7 @@ class Window(NamedTuple):
         step_s, own_s, data_wait_s: seconds, (steps, ranks), as in `StepTimes`.
         figures: other numbers of each step, (steps, ranks, number).
         memory: peak memory so far.
+        joules: counters of all ranks' GPUs at its end, in total; NaN if unknown.
     """
 
     window_s: Floats
@@ -35,6 +37,7 @@ class Window(NamedTuple):
     data_wait_s: Floats
     figures: Floats
     memory: Summary
+    joules: float = math.nan
 
     @property
     def slowest_s(self) -> float:
@@ -51,12 +54,13 @@ def gather_window(times: StepTimes, figures: Tensor) -> Window:
     data_wait_s = [phases["data_wait"] for phases in times.phases_s]
     seconds = torch.tensor([times.step_s, times.own_s, data_wait_s], dtype=torch.float64, device=figures.device)
     rows = torch.cat((seconds.T, figures.double()), dim=1)
-    whole = rows.new_tensor([times.window_s, *peak_memory(figures.device)])
+    whole = rows.new_tensor([times.window_s, energy_joules(figures.device), *peak_memory(figures.device)])
     ranks = gather_tensor(torch.cat((rows.flatten(), whole))).cpu().numpy()
     by_step = ranks[:, : rows.numel()].reshape(-1, *rows.shape).swapaxes(0, 1)
     step_s, own_s, waits_s = np.moveaxis(by_step[..., :3], 2, 0)
-    memory = largest_memory(ranks[:, rows.numel() + 1 :].tolist())
-    return Window(ranks[:, rows.numel()], step_s, own_s, waits_s, by_step[..., 3:], memory)
+    window_s, joules, *memory = ranks[:, rows.numel() :].T
+    found = largest_memory(zip(*memory, strict=True))
+    return Window(window_s, step_s, own_s, waits_s, by_step[..., 3:], found, float(joules.sum()))
 
 
 class Throughput:

@@ -17,7 +17,7 @@ SUMMARY = json.loads((RECORD / "summary.json").read_text())
 STEPS = [json.loads(line) for line in (RECORD / "metrics.jsonl").read_text().splitlines()]
 RATES = {"mean": 1.5, "low": 1.4, "high": 1.6, "windows": [1.0, 2.0]}
 CHANGES = {"schema": 3, "samples_per_s_per_gpu": RATES, "achieved_tflops": 0.25, "device_name": "NVIDIA H100",
-           "step_time_s": {"median": 4 / 1.5}}  # fmt: skip
+           "step_time_s": {"median": 4 / 1.5}, "joules_per_sample": 0.5}  # fmt: skip
 
 
 @pytest.fixture
@@ -38,6 +38,7 @@ def test_every_field_of_a_real_record_arrives(record: Path) -> None:
     assert (run.rate, run.windows) == (1.5, (1.0, 2.0))
     assert (run.breakdown_s, run.achieved_tflops, run.notes) == (SUMMARY["breakdown_s"], 0.25, "")
     assert run.engine_samples_per_s_per_gpu == SUMMARY["deepspeed_samples_per_s"] / 2
+    assert (run.joules_per_sample, run.energy_kwh) == (0.5, None)
     assert run.memory_peak_gib == SUMMARY["memory_peak_bytes"] / 2**30
     assert run.environment["versions"]["torch"] == "2.13.0+cpu"
     changes = CHANGES | {"gradient_accumulation_steps": 3, "micro_batch_per_gpu": None}
