@@ -31,6 +31,7 @@ from clap_ds.weights.open_clip import WEIGHTS, save_open_clip
 ROBERTA = {"hf_model_name": "roberta-base", "hf_pooler_type": "mean_pooler", "hf_model_pretrained": False}
 NAMED = ("CLAP-HTSAT-tiny-Roberta-base", "CLAP-HTSAT-tiny-Roberta-base-fused", "CLAP-HTSAT-base-Roberta-base")
 MODELS = {key: {} if key in NAMED else {"text_cfg": ROBERTA} for key in (*NAMED, "CLAP-HTSAT-tiny", "CLAP-HTSAT-large")}
+SIZES: Any = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 FUSED = ("sed_model.patch_embed.mel_conv2d", "sed_model.patch_embed.fusion_model")
 TOLERANCE = 1e-6
 PAIRS = {"audio": "audio", "text": "text", "back_audio": "exported: audio", "back_text": "exported: text"}
@@ -94,13 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for name in MODELS:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), torch.no_grad():
-            sizes: Any = {
-                "vocab_size": 50265,
-                "max_position_embeddings": 514,
-                "type_vocab_size": 1,
-                "layer_norm_eps": 1e-5,
-            }
-            transformers.RobertaConfig(**sizes).save_pretrained("roberta-base")  # instead of the Hub's
+            transformers.RobertaConfig(**SIZES).save_pretrained("roberta-base")  # instead of the Hub's
             rows.append(compare(open_clip, name))
     versions = f"open_clip {open_clip.__version__} at commit {arguments.commit}, torch {torch.__version__}"
     text = table(f"{COLUMNS} | different inputs {{least:.1e}}", rows)
