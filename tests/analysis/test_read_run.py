@@ -83,7 +83,6 @@ def test_a_run_that_ended_early_tells_what_it_had_measured(record: Path) -> None
         ({"samples_per_s_per_gpu": {"mean": float("inf"), "low": 1, "high": 2}}, "samples_per_s_per_gpu is inf"),
         ({"breakdown_s": [1]}, r"schema\.py"),
         ({"num_nodes": 1.5}, "nodes is 1.5; expected a whole number"),
-        ({"preset": 3}, "model is 3; expected text"),
         (None, "not valid JSON"),
     ],
 )

@@ -99,19 +99,15 @@ def test_runs_of_other_settings_are_series_of_their_own_also_after_writing(tmp_p
     assert [row.variant for row in rows] == ["batch per GPU 8"] * 2 + ["batch per GPU 64"] * 2
 
 
-def of(**environment: Any) -> dict[str, Any]:
-    return {"environment": environment}
-
-
 @pytest.mark.parametrize(
     ("first", "second", "names"),
     [
         ({"zero_optimization__stage": 0}, {"zero_optimization__stage": 1},
          ["zero_optimization.stage=0", "zero_optimization.stage=1"]),
         ({"clap__data__shards": "/a/x"}, {"clap__data__shards": "/b/x"}, []),
-        (of(git_commit="a" * 40), of(git_commit="b" * 40 + "+"), ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"]),
-        (of(device_names=["H100", "H100"]), of(device_names=["H100", "A100"]), ["devices=A100 and H100", "devices=H100"]),
-        (of(hosts=["n1"]), of(hosts=["n2"]), []),
+        ({"environment": {"git_commit": "a" * 40}}, {"environment": {"git_commit": "b" * 40 + "+"}},
+         ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"]),
+        ({"environment": {"hosts": ["n1"]}}, {"environment": {"hosts": ["n2"]}}, []),
         # As few differences as possible name them.
         ({"a": 1, "clap__bench__windows": 8, "b": 1}, {"a": 2, "clap__bench__windows": 9, "b": 2}, ["a=1", "a=2"]),
     ],

@@ -30,12 +30,9 @@ def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(tmp
         (HEADER, "no rows"),
         ("nodes,gpus,Throughput (tokens/s)\n1,2,3\n", "no column samples_per_s_per_gpu"),
         (HEADER + "1,4,fast,2,3,4\n", "row 1: samples_per_s_per_gpu is 'fast'"),
-        (HEADER + "1,4,10,40,3,100\n2,8,-3,0,0,0\n", "row 2: samples_per_s_per_gpu is -3"),
-        (HEADER + "1,4,inf,40,3,100\n", "is inf"),
         (HEADER + "1.5,4,3,40,3,100\n", "nodes is 1.5; expected a whole number"),
         (HEADER + ",4,3,40,3,100\n", "nodes or gpus is empty"),
         (HEADER + "1,4,1,234.5,4938,3,100\n", "more cells than the header"),
-        (HEADER + '1,4,"1,234",4938,3,100\n', "is '1,234'"),
         (b"\x89PNG\xff\xfe\0", "not a CSV table"),
     ],
 )
