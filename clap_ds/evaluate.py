@@ -33,7 +33,6 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
     add_rank_options,
-    check_hostfile,
     choose_accelerator,
     initialize,
     leave,
@@ -63,8 +62,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--micro_batch", help=f"set clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
     add("--num_workers", type=whole_number(0), metavar="N", help="set decoding processes per rank (default: 0)")
     add("--json", help="also write the results to this file", type=Path, metavar="FILE")
-    more = "write each clip's ranks and scores, zero-shot results per class and the confusion matrix to this JSON file"
-    add("--predictions", help=more, type=Path, metavar="FILE")
     more = "print each metric's mean and standard deviation over files written by --json (replaces CHECKPOINT)"
     add("--folds", help=more, type=Path, nargs="+", metavar="FILE")
     more = "read clap.evaluation from this run: a JSON file or packaged name"
@@ -81,10 +78,7 @@ def main(ranks: Ranks) -> None:
         raise UserError("expected a CHECKPOINT, or --folds FILE …")
     run = load_run(arguments.deepspeed_config) if arguments.deepspeed_config else None
     settings = evaluation_settings(arguments, run)
-    for name in ("json", "predictions"):
-        options.check_output(getattr(arguments, name), f"--{name}")
-    if arguments.hostfile:
-        ranks = check_hostfile(arguments.hostfile, ranks)
+    options.check_output(arguments.json, "--json")
     try:
         choose_accelerator()  # imports torch
         evaluate_checkpoint(settings, arguments, run, ranks)
@@ -146,9 +140,8 @@ def evaluate_checkpoint(
     )
     precision = arguments.precision or (run.precision if run and run.precision in DTYPES else "fp32")
     model = checkpoint.build_for(device, getattr(torch, DTYPES[precision]))
-    predictions: dict[str, Any] | None = {} if arguments.predictions and ranks.is_main_process else None
     try:
-        evaluation = evaluator.evaluate(model, predictions)
+        evaluation = evaluator.evaluate(model)
     except ValueError as error:  # the same on all ranks
         raise UserError(str(error)) from None
     if ranks.is_main_process:
@@ -160,9 +153,8 @@ def evaluate_checkpoint(
         }
         title = "{model} on {world_size} × {device_name}, {precision}, {context_length} text tokens".format_map(where)
         print_evaluation(evaluation, f"{checkpoint.shown}: {title}")
-        for path, content in ((arguments.json, evaluation.to_dict()), (arguments.predictions, predictions)):
-            if path is not None:
-                write_atomically(path, json.dumps({**where, **(content or {})}, indent=1) + "\n")
+        if arguments.json is not None:
+            write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
 
 
 def print_folds(paths: list[Path]) -> None:

@@ -25,7 +25,6 @@ from clap_ds.config.metrics import best_metric, names
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
-    check_hostfile,
     choose_accelerator,
     prepare_debugging,
     run_arguments,
@@ -54,8 +53,6 @@ def main(ranks: Ranks) -> None:
     run = load_run(arguments.deepspeed_config, ranks.world_size)
     if problems := problems_for_training(run.clap, run.deepspeed, ranks.world_size):
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
-    if arguments.hostfile:
-        ranks = check_hostfile(arguments.hostfile, ranks)
     prepare_debugging(run.clap.debug)
     choose_accelerator()
     from clap_ds.run_parts import joined_ranks
