@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +17,6 @@ from huggingface_hub import constants, get_session
 
 from clap_ds.config.clap_json import TEXT
 from clap_ds.config.model import TextConfig
-from clap_ds.distributed.timeout import within
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
 
 if TYPE_CHECKING:
@@ -40,10 +40,8 @@ def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str)
     Raises ValueError, with `field`, `what` and the places searched, if `name` isn't found or can't be loaded.
     """
     folder = Path(name)
-    before, constants.HF_HUB_OFFLINE = (
-        constants.HF_HUB_OFFLINE,
-        True,
-    )  # else transformers contacts the Hub for 3 s or more
+    # Otherwise transformers contacts the Hub, for 3 s or more.
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:
         return load(True)
     except Exception as error:  # a damaged folder raises various errors
@@ -55,7 +53,7 @@ def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str)
     tried = f"no such folder in {Path.cwd()}"
     if HUB_NAME.fullmatch(name):
         try:
-            within(ANSWER_S, lambda: get_session().head(constants.ENDPOINT, timeout=2 * ANSWER_S))
+            ThreadPoolExecutor(1).submit(get_session().head, constants.ENDPOINT, timeout=ANSWER_S).result(2 * ANSWER_S)
             return load(False)
         except Exception as error:  # the HTTP package raises various errors
             problem = f"{constants.ENDPOINT}: {_first_line(error)}. {OFFLINE}"
