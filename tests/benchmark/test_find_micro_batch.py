@@ -36,14 +36,14 @@ def _found(fits: int, folder: str) -> tuple[int, int, int, dict[str, int]]:
 
     run, record = settings("fp32", 2), RunDirectory(Path(folder))
     engine = engine_of(run, model_of(run))
-    before = [float(each.sum()) for each in engine.model.audio.running_statistics()]
+    before = [float(each.sum()) for each in engine.model.running_statistics()]
     with pytest.raises(UserError, match="needs a GPU"):
         find_micro_batch(engine, run, record)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "run_eager", run_eager)
         patch.setattr(module, "require_gpu", lambda device: None)
         find_micro_batch(engine, run, record)
-    assert before == [float(each.sum()) for each in engine.model.audio.running_statistics()]
+    assert before == [float(each.sum()) for each in engine.model.running_statistics()]
     dist.barrier()
     deepspeed, recorded = (
         engine.deepspeed,
