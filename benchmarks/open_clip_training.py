@@ -123,7 +123,7 @@ def compare(name: str, folder: Path, ranks: Ranks, device: torch.device) -> dict
         Batch(noise, *tokenize(captions, tokenizer, length))
         for noise, captions in batches(audio.num_samples, ranks.rank)
     )
-    found = [float(engine.step(data)) for _ in range(STEPS)]  # type: ignore[arg-type]
+    found = [float(engine.step(data)) for _ in range(STEPS)]
     apart = max(abs(a - b) for a, b in zip(found, expected, strict=True))
     return {"name": name, "ranks": ranks.world_size, "first": found[0], "last": found[-1], "apart": apart}
 

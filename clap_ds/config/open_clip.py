@@ -23,7 +23,11 @@ def sizes_of_open_clip(name: str) -> dict[str, Any]:
     are HTSAT-tiny's and have no effect. Raises ValueError if open_clip isn't installed or has no such audio–text model."""
     theirs, sizes = _config_of(name), read_object(PRESET_DIR / "htsat_tiny_roberta_base.json")
     audio, text, is_hf = theirs["audio_cfg"], theirs["text_cfg"], "hf_model_name" in theirs["text_cfg"]
-    sizes["audio"] |= {ours: audio[their] for ours, their in AUDIO.items() if their in audio}
+    own = sizes["audio"] | {ours: audio[their] for ours, their in AUDIO.items() if their in audio}
+    own["mel_bins"] = audio.get("mel_bins", 64) if audio.get("model_type") == "naflexvit" else own["mel_bins"]
+    while own["num_samples"] // own["hop_size"] >= own["image_size"] ** 2 // own["mel_bins"]:
+        own["image_size"] *= 2  # or HTSAT's image could not hold the frames
+    sizes["audio"] = own
     length, is_roberta = text.get("context_length", 77), "roberta" in text.get("hf_model_name", "")
     sizes["text"] |= {
         "hub_name": PREFIX + name,
