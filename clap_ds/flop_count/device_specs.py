@@ -1,6 +1,6 @@
 """List accelerators' data-sheet rates, and compute model FLOPs utilization (MFU) from their peaks.
 
-Peaks are for dense bf16 (V100: fp16) with fp32 accumulation, by the driver's full device name; rates with 2:4 sparsity are halved.
+Peaks are for dense bf16 (V100: fp16) with fp32 accumulation. Rates with 2:4 sparsity are halved. Names are those of drivers.
 A device that isn't listed, such as a MIG slice, has no peak and no MFU.
 """
 
