@@ -9,7 +9,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from clap_ds.config.schema import (
@@ -139,9 +138,6 @@ def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[st
 
     def groups() -> Iterator[dict[str, Any]]:
         for parameter, value in kept.items():
-            value = value.to(parameter.device)
-            if dist.is_initialized():
-                dist.broadcast(value, src=0)
             parameter.data = value
         named: dict[tuple[str, float], list[nn.Parameter]] = defaultdict(list)
         for name, parameter in model.named_parameters():
