@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from clap_ds.config.check import missing_monitors
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.dataloader import BatchSource, build_batches
@@ -21,7 +20,6 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model, fetch_from_hub
 from clap_ds.engine.loss import build_loss
 from clap_ds.model.clap import ClapModel
-from clap_ds.run_records.run_dir import quiet_deepspeed
 from clap_ds.run_records.timers import StepTimer
 
 
@@ -30,9 +28,6 @@ def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
     """Join the process group, check DeepSpeed's sections, and yield the device. User errors begin with the run's file."""
     try:
         device = initialize(ranks, collective_timeout_s=run.clap.debug.collective_timeout_s)
-        with quiet_deepspeed(), raise_on_all_ranks():
-            if problems := missing_monitors(run.deepspeed):  # rank 0 alone would find them
-                raise ValueError(problems[0])
         yield device
     except UserError as error:
         raise type(error)(f"{run.path}: {error}") from None

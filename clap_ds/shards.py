@@ -1,8 +1,7 @@
-"""Build and prepare training shards, and measure or estimate loader speed.
+"""Build and prepare training shards, and estimate what they need of storage.
 
     clap-shards build clips.csv shards --held_out 0.05      audio files with captions → shards
     clap-shards prepare 'shards/train-*.tar' mel --kind mel  shards → shards of model inputs
-    clap-shards measure 'mel/*.tar'                         samples/s by workers
     clap-shards size --clips 1000000 --link 100             bytes, files, copy time, bandwidth per GPU
 
 Subcommands are modules of `clap_ds.data`.
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from clap_ds.config.errors import MISTAKES, run_alone
+from clap_ds.config.errors import run_alone
 
 COMMANDS = {
     "build": ("build_shards.build", "turn audio files with captions into shards"),
@@ -24,7 +23,6 @@ COMMANDS = {
         "build_shards.prepare",
         "turn shards into shards of waveforms or log-mel features, a model's inputs",
     ),
-    "measure": ("loader_speed", "measure how fast shards are read and decoded, and how many workers a step needs"),
     "size": ("shard_size", "estimate what shards need of disks, links and file systems before building any"),
 }
 """Subcommand → (module of `clap_ds.data` with `add_…_options(parser)` and `run_…(options)`, help)."""
@@ -47,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     return code
 
 
-command = partial(run_alone, main, MISTAKES)
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

@@ -37,7 +37,7 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
         print(*lines, *[f"CPU kernels: {kernels}"] * (device.type == "cpu"), sep="\n", flush=True)
     error_file.set_error_dir(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:  # a debugger may hold a rank for hours
-        watchdog.start(record.path, ranks.rank, ranks.host)
+        watchdog.start(record.path)
     what = lambda: f"micro-batch {run.micro_batch} on {environment.device_name(device)}"  # noqa: E731
     with record_outcome(record, ranks, what):
         yield record

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError, printable
-from clap_ds.config.model import PRESETS, preset_argument
+from clap_ds.config.model import PRESETS
 from clap_ds.data.build_shards.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
 from clap_ds.inference.vectors import text_of
 
@@ -33,9 +33,9 @@ def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") 
     best = "use a folder's best checkpoint by its run's best_metric (default: newest)"
     add("--best", action="store_true", help=best)
     add("--tokenizer", metavar="NAME", help="Hub name or folder (default: the checkpoint's)")
-    add("--preset", type=preset_argument, metavar="NAME", help=sizes)
-    known = precision if precision in DTYPES else None
-    add("--precision", choices=tuple(DTYPES), default=known, help=f"model's precision (default: {precision})")
+    add("--preset", metavar="NAME", help=sizes)
+    told = f"model's precision (default: {precision})"
+    add("--precision", choices=tuple(DTYPES), default=precision if precision in DTYPES else None, help=told)
 
 
 def make_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
@@ -75,12 +75,12 @@ def _sources_in(argument: str) -> Iterable[Found]:
 
         clips, broken = list_clips(expand_shards(argument))
         return [*clips, *broken]
-    if suffix in LIST_SUFFIXES and path.exists():
+    if suffix in (*LIST_SUFFIXES, ".txt"):
         return read_paths(path)
     if suffix in AUDIO_SUFFIXES and path.exists():
         return [path]
-    kinds = f"a folder, audio ({', '.join(AUDIO_SUFFIXES)}), a list ({', '.join(LIST_SUFFIXES)}) or .tar"
-    raise UserError(f"{argument}: {'' if path.exists() else 'no such file or folder; '}expected {kinds}")
+    kinds = f"a folder, audio ({', '.join(AUDIO_SUFFIXES)}), a list (.txt, {', '.join(LIST_SUFFIXES)}) or .tar"
+    raise UserError(f"{argument}: expected {kinds} that exists")
 
 
 def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[EmbeddingRow]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from clap_ds.config import paths
-from clap_ds.run_records.metrics_schema import Environment, Summary
+from clap_ds.run_records.metrics_schema import Summary
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
 
@@ -43,12 +45,30 @@ def peak_memory(device: torch.device) -> list[int]:
     return [peak_memory_bytes(device), *reserved]
 
 
+def energy_joules(device: torch.device) -> float:
+    """Return what a GPU has used since its driver was loaded, by NVML's counter; NaN without one."""
+    if device.type == "cuda":
+        with suppress(Exception):  # a broken driver may raise anything
+            import pynvml
+
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(torch.cuda._get_pynvml_handler(device))) / 1000
+    return math.nan
+
+
+def energy(joules: float, samples: int) -> Summary:
+    """Return a summary's fields of energy; none if it is unknown."""
+    return (
+        Summary(energy_kwh=joules / 3.6e6, joules_per_sample=joules / samples) if joules > 0 and samples else Summary()
+    )
+
+
 def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
     names = ("memory_peak_bytes", "memory_reserved_peak_bytes")
     return cast(Summary, {name: int(max(of)) for name, of in zip(names, zip(*ranks, strict=True), strict=False)})
 
 
-def environment(device: torch.device, cpu_kernels: str | None = None) -> Environment:
+def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[str, Any]:
+    """Return the content of `environment.json`."""
     on_gpu = device.type == "cuda"
     return {
         "python": platform.python_version(),
@@ -68,9 +88,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> Environ
 
 
 def _driver() -> str | None:
-    with suppress(Exception):  # a broken driver may raise anything
-        import pynvml
-
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
+    with suppress(OSError):
+        found = re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        return found and found[1]
     return None

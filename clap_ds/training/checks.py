@@ -36,8 +36,7 @@ def problems_for_training(clap: ClapSettings, deepspeed: dict[str, Any], world_s
     ]
     if train.target_metrics and evaluation.every_steps is None:
         problems.append("clap.train.target_metrics: clap.evaluation.every_steps is missing; set it")
-    problems += _problems_with_urls(clap)
-    return problems
+    return problems + _problems_with_urls(clap)
 
 
 def _problems_with_urls(clap: ClapSettings) -> list[str]:

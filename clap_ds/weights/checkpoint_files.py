@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -182,9 +182,8 @@ def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged:
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:
-            manifests[name] = read(name)
-        except FileNotFoundError:
-            continue
+            with suppress(FileNotFoundError):
+                manifests[name] = read(name)
         except DamagedError as error:
             damaged[name] = str(error)
     return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
@@ -201,8 +200,8 @@ def newest_good(folder: Path, damaged: dict[str, str] | None = None, *, best: bo
     Warn of skipped ones, and add the reasons to `damaged` by name."""
     damaged = {} if damaged is None else damaged
     manifests = read_all(folder, damaged)
-    metric = next((manifest.best_metric or "" for manifest in manifests.values()), "")
-    for name in best_first(manifests, metric) if best else manifests:
+    metrics = [manifest.best_metric or "" for manifest in manifests.values()]
+    for name in best_first(manifests, *metrics[:1]) if best else manifests:
         try:
             verify(folder / name)
         except DamagedError as error:
@@ -237,7 +236,7 @@ def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> lis
     return [name for name in reversed(manifests) if name not in kept]
 
 
-def best_first(manifests: dict[str, Manifest], metric: str) -> list[str]:
+def best_first(manifests: dict[str, Manifest], metric: str = "") -> list[str]:
     """Return the names of checkpoints that have this metric, best first (stable)."""
-    scores = {name: score(metric, each.metrics[metric]) for name, each in manifests.items() if metric in each.metrics}
-    return sorted(scores, key=lambda name: -scores[name])
+    names = [name for name, each in manifests.items() if metric in each.metrics]
+    return sorted(names, key=lambda name: -score(metric, manifests[name].metrics[metric]))

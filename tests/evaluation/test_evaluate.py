@@ -11,14 +11,13 @@ from clap_ds.config.errors import UserError
 from clap_ds.config.model import load_preset
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.data.clip import Broken
-from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation, print_folds
+from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.formats import save_safetensors
 from tests import processes
 from tests.evaluation.conftest import WriteClips
 from tests.training.training_commands import environment
-from tests.weights.fake_checkpoints import checkpoint_of
+from tests.weights.fake_checkpoints import checkpoint_of, save_safetensors
 
 
 def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
@@ -26,10 +25,15 @@ def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
 
 
 def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(write_run: Callable[..., Path]) -> None:
-    alone = settings_of("--retrieval a.tar b.tar --zero_shot c.tar --class_key label --template {}! --num_workers 2")
+    options = (
+        "--retrieval a.tar b.tar --zero_shot c.tar --class_key label --template {}! --num_workers 2 --micro_batch 5"
+    )
+    alone = settings_of(options)
     zero_shot: dict[str, Any] = {"shards": ["c.tar"], "class_key": "label", "templates": ["{}!"]}
     retrieval = {"shards": ["a.tar", "b.tar"]}
-    assert alone == {"retrieval": retrieval, "zero_shot": zero_shot, "num_workers": 2, "tokenizer": None}
+    assert alone == {
+        "retrieval": retrieval, "zero_shot": zero_shot, "num_workers": 2, "batch_size": 5, "tokenizer": None,
+    }  # fmt: skip
     zero_shot = {"shards": "c.tar", "class_key": "label", "classes": {"a": ["b"], "c": ["d"]}}
     data = {"source": "webdataset", "shards": "train.tar", "tokenizer": "from-data"}
     run = load_run(write_run(clap={"evaluation": {"zero_shot": zero_shot, "batch_size": 3}, "data": data}))
@@ -51,7 +55,7 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert content["tasks"]["retrieval"]["counts"] == {"clips": 1234, "captions": 5678}
     assert content["broken_items"] == [{"name": "a.tar: [0001]", "reason": "empty caption"}]
     print_evaluation(evaluation, "the title")
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    shown = " ".join(capsys.readouterr().out.replace("|", " ").split())
     for part in (
         "the title",
         "1,234 clips",
@@ -60,21 +64,6 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
         "empty caption",
     ):
         assert part in shown
-
-
-def test_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [tmp_path / f"fold{number}.json" for number in range(3)]
-    for path, top1 in zip(paths, (0.5, 0.6, 0.8), strict=True):
-        path.write_text(json.dumps({"metrics": {"zero_shot_top1": top1, "retrieval_loss": 10 * top1}}))
-    print_folds(paths)
-    assert capsys.readouterr().out.splitlines() == [
-        "zero_shot_top1: 63.33 ± 15.28% (3 folds: 50.00, 60.00, 80.00)",
-        "retrieval_loss: 6.33 ± 1.53 (3 folds: 5.00, 6.00, 8.00)",
-    ]
-    (other := tmp_path / "other.json").write_text('{"metrics": {"zero_shot_top1": 1.0}}')
-    for wrong in ([*paths, other], paths[:1]):
-        with pytest.raises(UserError, match="two or more folds"):
-            print_folds(wrong)
 
 
 def on_ranks(world_size: int, *options: str | Path) -> tuple[list[int], str, str]:
@@ -91,7 +80,6 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
         model, metrics = ClapModel(load_preset("micro")), {"zero_shot_top1": top1}
         checkpoint_of(model, tmp_path / "run", step, Path(clip_tokenizer), metrics=metrics, **told)
     options = ["--best", "--retrieval", *write_clips(5, 4), "--json", str(tmp_path / "found.json")]
-    options += ["--predictions", str(tmp_path / "clips.json")]
     codes, output, errors = on_ranks(2, tmp_path / "run", *options)
     assert codes == [0, 0], errors
     assert ", step 1, zero_shot_top1 0.5: micro on 2 × " in output
@@ -99,7 +87,6 @@ def test_the_best_checkpoint_on_two_ranks(write_clips: WriteClips, clip_tokenize
     assert output.count(" retrieval_audio_to_text_r1 ") == output.count("retrieval (9 clips, 14 captions)") == 1
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["world_size"], found["model"], found["num_broken_items"]) == (2, "micro", 0)
-    assert len(json.loads((tmp_path / "clips.json").read_text())["retrieval"]) == 9
 
 
 @pytest.mark.end_to_end
