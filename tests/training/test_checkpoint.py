@@ -3,11 +3,13 @@ run deletes only its own checkpoints."""
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from clap_ds.config.schema import CheckpointSettings
+from clap_ds.training import checkpoint
 from clap_ds.training.checkpoint import Checkpointer
 from clap_ds.training.remote_sync import RemoteFolder
 from clap_ds.training.train_state import ResumeOptions
@@ -102,6 +104,8 @@ def test_other_settings_are_said_and_taken(one_rank: RankPool, saved: Path) -> N
     warning, found = resume({"scheduler": ranks.SCHEDULER})
     assert "scheduler is None there, 'WarmupCosineLR' here" in warning
     assert (found[0], found[3]) == pytest.approx((5e-3 / 4, 5e-3 / 2))
+    cooldown = {"type": "WarmupStableDecayLR", "params": {"total_num_steps": 4, "decay_num_steps": 3}}
+    assert resume({"scheduler": cooldown})[1][::3] == pytest.approx((5e-3 * 2 / 3, 5e-3 / 3))
     assert resume({})[0] == ""
 
 
@@ -132,6 +136,14 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
     for reason in ("step-00000001", f"{STATE} has changed", "weights.safetensors has changed", "--restart"):
         assert reason in str(refusal.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_is_late_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: now[0]))
+    folders = [Checkpointer(tmp_path, CheckpointSettings(every_minutes=minutes)) for minutes in (None, 3.0, 2.0)]
+    now[0] += 120
+    assert [each.is_late() for each in folders] == [False, False, True]
 
 
 def test_a_full_disk_costs_the_checkpoint_and_nothing_else(one_rank: RankPool, tmp_path: Path) -> None:
