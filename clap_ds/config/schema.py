@@ -195,7 +195,9 @@ class CheckpointSettings(Section):
     folder: str | None = None
     """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash of model, data, loss, seed, weights, freeze>-checkpoints`."""
     every_steps: PositiveInt | None = None
-    """Optimizer steps between checkpoints; null: only at the end or on a stop signal."""
+    """Optimizer steps between checkpoints; null: only by `every_minutes`, at the end or on a stop signal."""
+    every_minutes: PositiveFloat | None = None
+    """Minutes after which a checkpoint is saved if none by steps has been; null: only by `every_steps`."""
     keep_last: PositiveInt = 3
     """Newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1
