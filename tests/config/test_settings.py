@@ -36,6 +36,7 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"gradient_acumulation_steps": 1}, r"did you mean 'gradient_accumulation_steps'\?"),
     ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: expected 0 \(plain data parallel\), found 3"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r'torch_autocast\.dtype: expected "bfloat16"'),
+    ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed"),
 ]
 
 

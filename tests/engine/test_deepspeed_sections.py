@@ -21,7 +21,6 @@ from tests.training.reference_steps import settings
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed"),
         ({"tensorboard": {"enabled": True, "output": "x"}}, "DeepSpeed rejects the configuration"),
     ],
 )
