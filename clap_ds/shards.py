@@ -1,8 +1,7 @@
-"""Build and prepare training shards, and measure or estimate loader speed.
+"""Build and prepare training shards, and estimate what they need of storage.
 
     clap-shards build clips.csv shards --held_out 0.05      audio files with captions → shards
     clap-shards prepare 'shards/train-*.tar' mel --kind mel  shards → shards of model inputs
-    clap-shards measure 'mel/*.tar'                         samples/s by workers
     clap-shards size --clips 1000000 --link 100             bytes, files, copy time, bandwidth per GPU
 
 Subcommands are modules of `clap_ds.data`.
@@ -24,7 +23,6 @@ COMMANDS = {
         "build_shards.prepare",
         "turn shards into shards of waveforms or log-mel features, a model's inputs",
     ),
-    "measure": ("loader_speed", "measure how fast shards are read and decoded, and how many workers a step needs"),
     "size": ("shard_size", "estimate what shards need of disks, links and file systems before building any"),
 }
 """Subcommand → (module of `clap_ds.data` with `add_…_options(parser)` and `run_…(options)`, help)."""

@@ -14,11 +14,13 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith(f"usage: clap-shards {name} ")
 
 
-@pytest.mark.parametrize(("words", "message"), [(["sizes"], "choose from"), (["measure", "."], "a folder")])
+@pytest.mark.parametrize(
+    ("words", "message"), [("sizes", "choose from"), ("prepare . x --kind mel --preset micro", "a folder")]
+)
 def test_mistakes_in_words(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["clap-shards", *words])
+    monkeypatch.setattr(sys, "argv", ["clap-shards", *words.split()])
     with pytest.raises(SystemExit, match="2"):
         shards.command()
     assert message in capsys.readouterr().err

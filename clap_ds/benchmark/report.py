@@ -57,7 +57,7 @@ class BenchReport:
                 self._throughput.add(window, self._samples)
                 rate = self._samples * len(losses) / window.slowest_s
                 slow = self._stragglers.add(self._samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
-                self._record.update_summary(slow, samples_per_s_per_gpu=self._throughput.rates())
+                self._record.update_summary(slow, self._throughput.summary())
                 shown = f"window {number}: {rate:,.1f} samples/s"
             self._progress.advance(len(losses), shown)
         self._engine.check_loss()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from clap_ds.config.model import INT16_SCALE, ClapConfig
+from clap_ds.config.model import CONTEXT_LENGTH, INT16_SCALE, ClapConfig
 from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.model.packed import Packing, pack
 
@@ -78,8 +78,8 @@ class BatchSpec:
     """Specify a rank's batches; see `clap_ds.data.dataloader.build_batches`."""
 
     model: ClapConfig
-    context_length: int
-    micro_batch: int
+    context_length: int = CONTEXT_LENGTH
+    micro_batch: int = 1
     rank: int = 0
     world_size: int = 1
     seed: int = 0

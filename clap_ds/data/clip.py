@@ -6,7 +6,7 @@ import functools
 import io
 import random
 import tokenize
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,14 +57,6 @@ def captions_of(members: Mapping[str, Any]) -> list[str]:
     if usable := [caption.strip() for caption in captions if caption.strip()]:
         return usable
     raise BrokenItemError("empty caption")
-
-
-def monotony(captions: Collection[object]) -> str:
-    """Return a warning if captions, one per clip, are all equal or fewer than 2% are distinct; else an empty string."""
-    num_different, num_clips = len(set(captions)), len(captions)
-    if num_clips < 2 or num_different >= max(2, 0.02 * num_clips):
-        return ""
-    return f"only {num_different:,} different caption(s) among {num_clips:,} clips; check the caption source"
 
 
 def choose_clip(members: Mapping[str, Any], kind: Kind) -> Any:

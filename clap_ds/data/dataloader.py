@@ -3,17 +3,15 @@ the step before, whose batch's memory it may take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from clap_ds.config.errors import printable
-from clap_ds.config.model import CONTEXT_LENGTH, ClapConfig
 from clap_ds.config.schema import ShardData, SyntheticData
 from clap_ds.data.batch import Batch, BatchSpec, MicroBatchStream, join
-from clap_ds.data.loader_throughput import LoaderThroughput, describe
+from clap_ds.data.loader_throughput import describe
 from clap_ds.data.synthetic import SyntheticStream
 from clap_ds.distributed.accelerator import CORES
 from clap_ds.distributed.collectives import gather, rank
@@ -28,13 +26,10 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     def __init__(
         self, pieces: MicroBatchStream, device: torch.device, *, copy_ahead: bool, pack_captions: bool = False
     ) -> None:
-        self._pieces = pieces
-        self._device = device
-        self._pack_captions = pack_captions
+        self._pieces, self._device, self._pack_captions = pieces, device, pack_captions
         self._copy_stream = torch.cuda.Stream(device) if copy_ahead else None
         self._ahead: _Ahead | None = None
-        self._state = pieces.state()
-        self._is_reported = False
+        self._state, self._is_reported = pieces.state(), False
 
     def __next__(self) -> Batch:
         """Return the next batch, ready for work queued on the current stream."""
@@ -71,27 +66,21 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
     def statistics(self) -> dict[str, Any]:
         return self._pieces.statistics()
 
-    def throughput(self) -> LoaderThroughput | None:
-        return self._pieces.throughput()
-
     def report_throughput(self, rates: Iterable[float], ranks_per_host: int) -> None:
         """Print once, on rank 0, whether workers keep up with the fastest of several steps, given their `rates` in clips/s
         without waiting for data."""
-        rates, found = [*rates], self.throughput()
+        rates, found = [*rates], self._pieces.throughput()
         if not self._is_reported and rank() == 0 and found is not None and len(rates) > 1:
             print(describe(found, max(rates), ranks_per_host=ranks_per_host, cores=CORES), flush=True)
             self._is_reported = True
 
     def record_statistics(self, record: RunDirectory) -> None:
-        """Record statistics; record and print samples that any rank couldn't use. A collective."""
+        """Record statistics, and the samples that any rank couldn't use. A collective."""
         found = gather(self.statistics())
         broken = {each["name"]: each for of_rank in found for each in of_rank.get("broken_items", ())}
         if rank() == 0:
-            shown = list(broken.values())[:5]
-            record.update_summary(data={**found[0], "num_broken_items": len(broken), "broken_items": shown})
-            if shown:
-                examples = printable("; ".join(f"{each['name']}: {each['reason']}" for each in shown))
-                print(f"warning: {len(broken)} item(s) or tar(s) could not be used, the first: {examples}", flush=True)
+            counted = {"num_broken_items": len(broken), "broken_items": [*broken.values()][:5]}
+            record.update_summary(data=found[0] | counted)
 
     def close(self) -> None:
         if self._ahead and self._ahead[1]:
@@ -103,45 +92,32 @@ class BatchSource(Iterator[Batch], AbstractContextManager["BatchSource"]):
         self.close()
 
 
-def _synthetic(data: SyntheticData, spec: BatchSpec, state: dict[str, Any] | None, _: bool) -> MicroBatchStream:
-    return SyntheticStream(data, spec, state)
-
-
-def _webdataset(data: ShardData, spec: BatchSpec, state: dict[str, Any] | None, needs_epochs: bool) -> MicroBatchStream:
-    from clap_ds.data.webdataset import WebDatasetStream  # needs audio decoders and tokenizers
-
-    return WebDatasetStream(data, spec, state, needs_epochs=needs_epochs)
-
-
-STREAMS: dict[str, Callable[..., MicroBatchStream]] = {"synthetic": _synthetic, "webdataset": _webdataset}
-"""By `clap.data.source`."""
-
-
 def build_batches(
     data: SyntheticData | ShardData,
     *,
-    model: ClapConfig,
-    context_length: int = CONTEXT_LENGTH,
-    micro_batch: int,
-    rank: int = 0,
-    world_size: int = 1,
-    seed: int = 0,
-    device: torch.device,
     pack_captions: bool = False,
     state: dict[str, Any] | None = None,
     needs_epochs: bool = False,
+    **spec: Any,
 ) -> BatchSource:
-    """Build one rank's endless batches on `device` from the `clap.data` section.
+    """Build one rank's endless batches on a device from the `clap.data` section.
 
     Args:
         state: `BatchSource.state()` of this rank to resume, or of any rank if the number of ranks changed. Exact if ranks,
             workers, settings and shards are unchanged; else data continues in a new order.
         needs_epochs: count local tars without a manifest regardless of their size.
+        spec: fields of `BatchSpec`.
 
     Raises:
         ValueError: invalid settings, with the field's name, on all ranks.
     """
-    spec = BatchSpec(model, context_length, micro_batch, rank, world_size, seed, device)
-    copy_ahead = device.type == "cuda" and getattr(data, "placement", "host") == "host"
-    pieces = STREAMS[data.source](data, spec, state, needs_epochs)
-    return BatchSource(pieces, device, copy_ahead=copy_ahead, pack_captions=pack_captions)
+    of_rank = BatchSpec(**spec)
+    pieces: MicroBatchStream
+    if isinstance(data, SyntheticData):
+        pieces = SyntheticStream(data, of_rank, state)
+    else:
+        from clap_ds.data.webdataset import WebDatasetStream  # needs audio decoders and tokenizers
+
+        pieces = WebDatasetStream(data, of_rank, state, needs_epochs=needs_epochs)
+    copy_ahead = of_rank.device.type == "cuda" and getattr(data, "placement", "host") == "host"
+    return BatchSource(pieces, of_rank.device, copy_ahead=copy_ahead, pack_captions=pack_captions)

@@ -10,7 +10,6 @@ import io
 import math
 import os
 import random
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -33,7 +32,6 @@ _MP3_LEAD_IN_SECONDS = 30
 _INTEGERS = ("PCM_16", "PCM_S8", "PCM_U8")  # libsndfile's names of subtypes that fit int16
 _MOST_SEARCHED = 2**24  # frames; bounds memory: 1 MB of FLAC can decode to hours of silence
 _LOUDEST = 1000  # floating-point samples beyond are unscaled integers or garbage
-LOUD = 1.5
 _LONGEST_PAGE = 27 + 255 + 255 * 255  # bytes of an Ogg page (RFC 3533)
 _OF_A_STREAM = 0x7FFF0000  # sizes from here on mark WAVs written to a pipe: sox 0x7FFFF000, ffmpeg 0xFFFFFFFF
 _ORDERS: dict[bytes, Literal["little", "big"]] = {b"RIFF": "little", b"FORM": "big"}
@@ -129,12 +127,11 @@ def check_samples(found: int, expected: int, is_silent: bool) -> None:
         raise BrokenItemError("audio is silent: every sample is 0")
 
 
-def check_peak(samples: NDArray[np.float32]) -> float:
-    """Return the largest absolute sample. Raises BrokenItemError for NaN or samples beyond `_LOUDEST`."""
+def check_peak(samples: NDArray[np.float32]) -> None:
+    """Raise BrokenItemError for NaN or samples beyond `_LOUDEST`."""
     peak = float(np.abs(samples).max(initial=0))
     if not peak <= _LOUDEST:
         raise BrokenItemError(f"audio peaks at {peak:g}: expected full scale ±1 (integers kept as floating point?)")
-    return peak
 
 
 def _read_at(file: soundfile.SoundFile, start: int, num_frames: int) -> NDArray[Any]:
@@ -165,8 +162,7 @@ def mix(frames: NDArray[Any], mixed: NDArray[Any]) -> tuple[int, bool]:
         scale = frames.shape[1] * (INT16_SCALE if frames.dtype == np.int16 else 1)
         # Much faster than a mean over such a short axis.
         mean = functools.reduce(np.add, frames.astype(np.float32, copy=False).T) / np.float32(scale)
-        if check_peak(mean) > LOUD:
-            warnings.warn(f"audio peaks above {LOUD}: samples are clipped to full scale ±1", stacklevel=2)
+        check_peak(mean)
         np.clip(mean, -1, 1, out=mean)  # as in LAION-CLAP's training
         target[:] = to_int16(torch.from_numpy(mean)) if mixed.dtype == np.int16 else mean
     return len(frames), not frames.any()

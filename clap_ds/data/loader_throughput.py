@@ -17,7 +17,6 @@ class LoaderThroughput(NamedTuple):
     samples_per_s: float
     num_workers: int  # 0: loading in the training process
     kind: Kind
-    prepared: Kind = "mel"  # the cheapest kind to load that the model accepts
 
     def workers_for(self, needed: float) -> int:
         """Return the number of workers for `MARGIN` times the `needed` clips per second."""
@@ -36,10 +35,9 @@ def describe(throughput: LoaderThroughput, needed: float, *, ranks_per_host: int
     if (wanted := throughput.workers_for(needed)) <= throughput.num_workers:
         return f"{found}: enough"
     waits = "the step will wait" if needed > throughput.samples_per_s else f"margin below {MARGIN - 1:.0%}"
-    in_all = wanted * ranks_per_host
-    enough = "enough" if in_all + ranks_per_host <= cores else "NOT enough"
-    has = f"{in_all} worker(s) and {ranks_per_host} training process(es) on this host's {cores} cores: {enough}"
-    found += f": {waits}. Set clap.data.num_workers to {wanted} ({has})"
-    if throughput.kind != throughput.prepared:
-        found += f"; prepared shards need fewer (clap-shards prepare --kind {throughput.prepared})"
+    found += f": {waits}. Set clap.data.num_workers to {wanted}"
+    if (wanted + 1) * ranks_per_host > cores:
+        found += f", which is more than this host's {cores} cores for {ranks_per_host} rank(s)"
+    if throughput.kind == "encoded":
+        found += "; prepared shards need fewer (clap-shards prepare)"
     return found

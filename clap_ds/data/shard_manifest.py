@@ -8,9 +8,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from braceexpand import braceexpand
+from pydantic import TypeAdapter
 
 from clap_ds.config.files import MOST_BYTES, parse_json, read_bytes, write_atomically
 from clap_ds.config.model import AudioConfig, ClapConfig
@@ -30,25 +32,16 @@ class ShardRecord:
     sha256: str  # of the whole file, in hex
 
 
-@dataclass(frozen=True, slots=True)
-class FrontEnd:
-    """Describe the audio processing before the audio tower, with the fields of `AudioConfig`."""
-
-    sample_rate: int
-    num_samples: int
-    stft_window: int
-    hop_size: int
-    mel_bins: int
-    fmin: float
-    fmax: int
-    fusion: bool = False
-
-    @classmethod
-    def of(cls, audio: AudioConfig) -> FrontEnd:
-        return cls(**{name: getattr(audio, name) for name in cls.__slots__})
+FRONT_END = ("sample_rate", "num_samples", "stft_window", "hop_size", "mel_bins", "fmin", "fmax", "fusion")
+"""Fields of `AudioConfig` that determine features."""
+FrontEnd = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+def front_end_of(audio: AudioConfig) -> FrontEnd:
+    return audio.model_dump(include={*FRONT_END})
+
+
+@dataclass(frozen=True)
 class ShardManifest:
     """Describe a folder's tars by file name, their kind and, for prepared kinds, the front end."""
 
@@ -57,7 +50,7 @@ class ShardManifest:
     front_end: FrontEnd | None = None
 
 
-def expand_shards(shards: str | list[str]) -> list[str]:
+def expand_shards(shards: str | list[str], field: str = FIELD) -> list[str]:
     """Expand paths or URLs with braces and wildcards to tar files, in order. Raises ValueError for none."""
     names: list[str] = []
     try:
@@ -65,13 +58,13 @@ def expand_shards(shards: str | list[str]) -> list[str]:
             for name in braceexpand(pattern.removeprefix("file://")):
                 names += _matches(name)
     except ValueError as error:
-        raise ValueError(f"{FIELD}: {error}") from None
+        raise ValueError(f"{field}: {error}") from None
     if not names:
-        raise ValueError(f"{FIELD}: expected at least one tar file, found an empty list")
+        raise ValueError(f"{field}: expected at least one tar file, found an empty list")
     for name in names:
         if not (is_remote(name) or Path(name).is_file()):
             what = "is a folder; expected its tars, as in 'folder/*.tar'" if Path(name).is_dir() else "does not exist"
-            raise ValueError(f"{FIELD}: {name} {what} (working folder: {Path.cwd()})")
+            raise ValueError(f"{field}: {name} {what} (working folder: {Path.cwd()})")
     return names
 
 
@@ -97,17 +90,8 @@ def folder_of(shard: str) -> str:
     return shard.rpartition("/")[0] or "."
 
 
-def tokenizer_beside(shard: str) -> str:
-    """Return the tokenizer for a tar's captions: the folder `tokenizer` next to it, or RoBERTa's."""
-    beside = Path(shard).parent / "tokenizer"
-    return str(beside) if beside.is_dir() else HUB_TOKENIZER
-
-
 def write_manifest(folder: Path, manifest: ShardManifest) -> None:
-    front_end = {"front_end": asdict(manifest.front_end)} if manifest.front_end else {}
-    shards = {name: asdict(record) for name, record in sorted(manifest.shards.items())}
-    content = {"kind": manifest.kind, **front_end, "shards": shards}
-    write_atomically(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
 
 
 def read_manifest(folder: str) -> ShardManifest:
@@ -119,40 +103,33 @@ def read_manifest(folder: str) -> ShardManifest:
             return bytes(file.read(MOST_BYTES))
 
     try:
-        found = again(read) if is_remote(path) else read_bytes(path)
+        content = parse_json(again(read) if is_remote(path) else read_bytes(path))
+        is_own = isinstance(content, dict) and "shards" in content  # else another program's
+        return TypeAdapter(ShardManifest).validate_python(content) if is_own else ShardManifest({})
     except Exception as error:  # any error of the file system package
         if isinstance(error, NotADirectoryError | IsADirectoryError | PermissionError) or is_absent(error):
             return ShardManifest({})  # without permission to list, object stores deny access to missing files
         reason = error.__cause__ if isinstance(error, FileNotFoundError) else error
-        raise ValueError(f"{path} can't be read: {reason}") from None
-    try:
-        content = parse_json(found)
-        shards = {name: ShardRecord(**record) for name, record in content["shards"].items()}
-        front_end = FrontEnd(**content["front_end"]) if "front_end" in content else None
-        manifest = ShardManifest(shards, content.get("kind", "encoded"), front_end)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return ShardManifest({})  # another program's file
-    if manifest.kind not in KINDS or (manifest.kind != "encoded" and front_end is None):
-        wanted = f"{', '.join(KINDS)}, with a front_end unless encoded"
-        raise ValueError(f"{path}: kind is {manifest.kind!r}, with front_end {front_end}; expected one of {wanted}")
-    return manifest
+        raise ValueError(f"{path} can't be read: {' '.join(str(reason).split())}") from None
 
 
-def kind_of(shards: Iterable[str], model: ClapConfig) -> Kind:
+def kind_of(shards: Iterable[str], model: ClapConfig, field: str = FIELD) -> Kind:
     """Return the kind of these shards from their folders' manifests; `encoded` without one or if mixed with `waveform`.
     Raises ValueError for kinds that can't be mixed and for another model's front end."""
-    own, kinds = FrontEnd.of(model.audio), dict[str, str]()  # kind → its last folder
+    own, kinds = front_end_of(model.audio), dict[Kind, str]()  # kind → its last folder
     for folder in dict.fromkeys(map(folder_of, shards)):
         manifest = read_manifest(folder)
-        matters = {"encoded": (), "waveform": ("sample_rate",), "mel": FrontEnd.__slots__}[manifest.kind]
-        pairs = [(name, getattr(manifest.front_end, name), getattr(own, name)) for name in matters]
-        if others := [f"{name} is {there}, not {ours}" for name, there, ours in pairs if there != ours]:
-            where = f"{FIELD}: {folder} was prepared for another model than {model.name}"
+        found = manifest.front_end or {}
+        matters = {"encoded": (), "waveform": ("sample_rate",), "mel": FRONT_END}[manifest.kind]
+        if others := [
+            f"{name} is {found.get(name)}, not {own[name]}" for name in matters if found.get(name) != own[name]
+        ]:
+            where = f"{field}: {folder} was prepared for another model than {model.name}"
             raise ValueError(f"{where}: {', '.join(others)}")
         kinds[manifest.kind] = folder
     if "mel" in kinds and len(kinds) > 1:
-        found = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
-        raise ValueError(f"{FIELD}: {found} can't be mixed; prepare all as mel, or none (clap-shards prepare)")
+        found_in = " and ".join(f"{kind} in {folder}" for kind, folder in sorted(kinds.items()))
+        raise ValueError(f"{field}: {found_in} can't be mixed; prepare all as mel, or none (clap-shards prepare)")
     return next(kind for kind in KINDS if kind in kinds)
 
 

@@ -132,8 +132,7 @@ class ShardReader:
     def _read(self, parts: list[Part]) -> Iterator[Item]:
         opened = open_ahead((shard for shard, _, _ in parts), 1e9 * self.data.cache_gb)
         for (_, first, end), (shard, open_file) in zip(parts, opened, strict=True):
-            items = list_items(shard, self._report, open_file)
-            yield from items if (first, end) == (0, None) else samples_between(items, first, end)
+            yield from samples_between(list_items(shard, self._report, open_file), first, end)
 
     def _decode(self, item: Item, rng: random.Random) -> str | None:
         """Write an item's audio to the next row. Return its caption, or None if it is broken."""

@@ -6,6 +6,8 @@ import argparse
 import math
 import tarfile
 
+import pandas
+
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.data.shard_io import KINDS, Kind
@@ -14,7 +16,7 @@ ENCODED = {"flac": 105_600, "wav": 192_000, "mp3": 16_000, "ogg": 14_000}
 """Typical bytes per second: 48 kHz 16-bit stereo (FLAC: 55% of WAV), MP3 at 128 and Ogg at 112 kbit/s."""
 RATES = (624.0, 3300.0, 4500.0)
 """Samples per second per GPU: the published throughput, and this project's goals for an H200."""
-WAV_HEADER, NPY_HEADER = 44, 128
+WAV_HEADER, NPY_HEADER, TAR_BYTES = 44, 128, 500e6
 
 
 def clip_bytes(kind: Kind, audio: AudioConfig, seconds: float, encoded: str = "flac") -> int:
@@ -43,63 +45,39 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     add("--preset", default=tiny, metavar="NAME", help=f"model preset (default: {tiny})")
     rates = ", ".join(f"{name} {rate:,}" for name, rate in ENCODED.items())
     add("--format", choices=ENCODED, default="flac", help=f"encoded clips' format (default: flac); bytes/s: {rates}")
-    add("--shard_mb", type=rate, default=500.0, metavar="MB", help="approximate size of a tar in MB (default: 500)")
     add("--link", type=rate, metavar="GBIT", help="bandwidth of the link for copying, in Gbit/s")
     opened = "files per second that storage can create, which limits the copy of small files (default: 1000)"
     add("--files_per_s", type=rate, default=1000.0, metavar="N", help=opened)
-    add("--disk_mb_per_s", type=rate, default=1000.0, metavar="MB", help="disk write rate in MB/s (default: 1000)")
     add("--rate", type=rate, nargs="+", default=RATES, metavar="R", help="samples/s per GPU (default: 624 3300 4500)")
     add("--gpus", type=count, default=4, metavar="N", help="total GPUs (default: 4)")
     add("--gpus_per_node", type=count, default=4, metavar="N", help="GPUs per node (default: 4)")
 
 
 def run_size(options: argparse.Namespace) -> None:
-    kinds = {kind: figures(kind, options) for kind in KINDS}
-    rows = [(f"{options.clips:,} clips of {digits(options.seconds)} s", *kinds)]
-    rows += [(label, *(found[label] for found in kinds.values())) for label in kinds["encoded"]]
-    width = max(len(label) for label, *_ in rows)
-    print("\n".join(label.ljust(width) + "".join(f"{cell:>18}" for cell in cells) for label, *cells in rows))
+    print(pandas.DataFrame({kind: figures(kind, options) for kind in KINDS}).to_string())
     print(f"\nRates are for {options.gpus:,} GPU(s), {options.gpus_per_node} per node, with nothing cached in memory.")
-    print(f"encoded: {options.format}, {ENCODED[options.format]:,} bytes/s. GB = 10⁹ bytes.")
 
 
 def figures(kind: Kind, options: argparse.Namespace) -> dict[str, str]:
-    """Compute a kind's bytes, files and seconds, and the rates that a file system must deliver to GPUs."""
+    """Compute a kind's bytes, files and copy time, and the rates that a file system must deliver to GPUs."""
     clips, gpus = options.clips, options.gpus
     clip = clip_bytes(kind, load_preset(options.preset).audio, options.seconds, options.format)
-    tars = min(clips, max(1, round(clips * clip / (options.shard_mb * 1e6))))
+    tars = min(clips, max(1, round(clips * clip / TAR_BYTES)))
     size = clips * item_bytes(clip) + tars * tarfile.RECORDSIZE  # upper bound: tar padding
-    found = {
-        "per clip, in its tar": f"{round(size / clips):,} B",
-        "total": amount(size),
-        f"tars of about {digits(options.shard_mb)} MB": f"{tars:,}",
-    }
+    found = {"per clip, in its tar": f"{round(size / clips):,} B", "total": f"{digits(size / 1e9)} GB"}
+    found["tars of about 500 MB"] = f"{tars:,}"
     if options.link:
         for label, files in ("copied", tars), ("copied as single files", clips):
             seconds = max(8 * size / (options.link * 1e9), files / options.files_per_s)
-            found[f"{label} at {digits(options.link)} Gbit/s in"] = duration(seconds)
-    found[f"written at {digits(options.disk_mb_per_s)} MB/s in"] = duration(size / (options.disk_mb_per_s * 1e6))
+            found[f"{label} at {digits(options.link)} Gbit/s in"] = f"{digits(seconds / 3600)} h"
     for rate in options.rate:
-        in_all, at = rate * gpus * size / clips, f"at {digits(rate)} samples/s per GPU"
-        to_node = in_all * min(options.gpus_per_node, gpus) / gpus
-        found[f"{at}, total"] = f"{amount(in_all)}/s"
-        found[f"{at}, per node"] = f"{amount(to_node)}/s"
+        for where, number_of in ("total", gpus), ("per node", min(options.gpus_per_node, gpus)):
+            found[f"at {digits(rate)} samples/s per GPU, {where}"] = (
+                f"{digits(rate * number_of * size / clips / 1e9)} GB/s"
+            )
     return found
 
 
 def digits(value: float) -> str:
     """Format a number with three or more significant digits, without an exponent."""
     return f"{value:.3g}" if 1e-4 < value < 99.95 else f"{value:,.0f}"
-
-
-def amount(size: float) -> str:
-    """Format bytes with a unit, in powers of 1000."""
-    power = next((k for k in range(4) if size < 1000 ** (k + 1)), 4)
-    return f"{digits(size / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
-def duration(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{digits(seconds / length)} {unit}"
-    return f"{digits(seconds)} s"

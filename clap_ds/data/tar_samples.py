@@ -32,11 +32,8 @@ class Place(NamedTuple):
     size: int
 
     def read(self, file: OpenFile) -> bytes:
-        """Read the content. Raises BrokenItemError if the tar is truncated or unreadable."""
-        try:
-            content = file.read(self.start, self.size)
-        except OSError as error:
-            raise BrokenItemError(f"its tar can't be read: {words(error)}") from None
+        """Read the content. Raises BrokenItemError if the tar is truncated, and OSError."""
+        content = file.read(self.start, self.size)
         if len(content) < self.size:
             raise BrokenItemError("its tar is truncated within it")
         return content

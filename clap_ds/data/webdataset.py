@@ -21,10 +21,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from clap_ds.config.errors import printable
 from clap_ds.config.schema import ShardData
 from clap_ds.data.batch import Batch, BatchSpec
-from clap_ds.data.clip import Broken, monotony
+from clap_ds.data.clip import Broken
 from clap_ds.data.loader_throughput import LoaderThroughput
 from clap_ds.data.shard_assignment import Source, assign_shards, expand_sources
-from clap_ds.data.shard_io import Kind
 from clap_ds.data.shard_manifest import FIELD, kind_of, samples_of
 from clap_ds.data.shard_reader import START, Chunk, ShardReader
 from clap_ds.data.workers import Loader, lock_pages, shared_empty, unlock_pages
@@ -55,7 +54,6 @@ class WebDatasetStream:
         self, data: ShardData, spec: BatchSpec, state: dict[str, Any] | None = None, *, needs_epochs: bool = False
     ) -> None:
         self._num_workers, self._micro_batch = data.num_workers, spec.micro_batch
-        self._prepared: Kind = "waveform" if spec.model.audio.fusion else "mel"
         piece_size = min(spec.micro_batch, PIECE_SIZE)
         shares, order = self._share(data, spec, piece_size, math.inf if needs_epochs else COUNTED_BYTES)
         # origin: all ranks' samples before this order; samples: this rank's since; rows_taken: of the current piece.
@@ -78,8 +76,6 @@ class WebDatasetStream:
             ShardReader(worker, own, data, spec, tokenizer, self._memory[worker], f"{seed}{worker}", start)
             for worker, (own, start) in enumerate(zip(shares, self._state["positions"], strict=True))
         ]
-        self._captions: list[bytes] = []  # the first, to check that they differ
-        self._num_checked = 0 if spec.rank else min(1000, self._described["num_samples"] or 100)
         self._made, self._made_in_s = 0, 0.0  # rows, and worker seconds for them
         self._broken: dict[str, Broken] = {}  # by name
         self._piece: tuple[Chunk, Batch] | None = None
@@ -105,16 +101,16 @@ class WebDatasetStream:
         shards = [shard for source in sources for shard in source.shards]
         self._kind, samples = kind_of(shards, spec.model), samples_of(shards, most_bytes)
         num_samples = sum(samples) if samples else None
-        self._described: dict[str, Any] = {
+        has_epochs = bool(num_samples and data.has_epochs)
+        self._described = {
             "source": "webdataset",
             "kind": self._kind,
             "num_shards": len(shards),
             "num_samples": num_samples,
-            "epoch_samples": num_samples or None if data.has_epochs else None,
+            "epoch_samples": num_samples if has_epochs else None,
             "num_workers": data.num_workers,
         }
         contents: Any = [[source.shards, source.weight] for source in sources]
-        has_epochs = bool(self._described["epoch_samples"])
         shares = assign_shards(sources, data, spec, samples if has_epochs else None, piece_size)
         contents = [contents, samples] if has_epochs else contents
         return shares, {
@@ -137,8 +133,7 @@ class WebDatasetStream:
         origin = state.get("origin", 0) + state.get("samples", 0) * before.get("ranks", spec.world_size)
         self._state["origin"] = origin
         if spec.rank == 0:
-            values = {name: f" (then {before.get(name)}, now {order[name]})" for name in changed} | {"shards": ""}
-            other = ", ".join(name + values[name] for name in changed)
+            other = ", ".join(f"{name} (then {before.get(name)}, now {order[name]})" for name in changed)
             note(f"resuming after {origin:,} samples in a new order, because these changed: {other}")
 
     def __next__(self) -> list[Batch]:
@@ -169,12 +164,6 @@ class WebDatasetStream:
             examples = "; ".join(map(str, islice(self._broken.values(), NUM_EXAMPLES)))
             found = f"{len(self._broken)} broken, the first: {examples}" if examples else "they contain no items"
             raise ValueError(f"{FIELD}: {piece.failure}; {found}")
-        if self._num_checked:
-            self._captions += map(bytes, piece.captions[0])
-            if len(self._captions) >= self._num_checked:
-                if few := monotony(self._captions[: self._num_checked]):
-                    note(few)
-                self._num_checked = 0
         ids, mask = map(torch.from_numpy, piece.captions)
         batch = Batch(self._memory[piece.worker, piece.place], ids, mask)
         self._made += len(batch) if piece.made_in_s else 0
@@ -185,7 +174,7 @@ class WebDatasetStream:
         if not self._made_in_s:
             return None
         rate = max(self._num_workers, 1) * self._made / self._made_in_s
-        return LoaderThroughput(rate, self._num_workers, self._kind, self._prepared)
+        return LoaderThroughput(rate, self._num_workers, self._kind)
 
     def state(self) -> dict[str, Any]:
         return dict(self._state)

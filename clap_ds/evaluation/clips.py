@@ -62,7 +62,7 @@ def list_clips(shards: Iterable[str], kind: Kind = "encoded") -> tuple[list[Clip
                 texts = [extension for extension in CAPTION_FORMATS if extension in item]
                 described = {extension: item[extension].read(item["__file__"]) for extension in texts}
                 clips.append(Clip(shard, item["__key__"], choose_clip(item, kind), described))
-            except BrokenItemError as error:
+            except (BrokenItemError, OSError) as error:
                 report(f"{shard}: {item['__key__']}", str(error))
     return clips, broken
 
@@ -76,8 +76,7 @@ def classes_of(described: Mapping[str, bytes], field: str) -> list[str]:
     value = content.get(field) if isinstance(content, dict) else None
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name.strip() for name in names):
-        found = f"{value!r} among {', '.join(content) if isinstance(content, dict) else 'no fields'}"
-        raise BrokenItemError(f"{field} in its json: expected a class name or a list of them, found {found}")
+        raise BrokenItemError(f"{field} in its json: expected a class name or a list of them, found {value!r}")
     return list(dict.fromkeys(name.strip() for name in names))
 
 
@@ -89,7 +88,6 @@ class Plan:
     clips: list[int]
     captions: list[list[str]]
     classes: list[list[int]] | None = None
-    names: tuple[str, ...] = ()
 
 
 def plan_retrieval(clips: dict[int, Clip]) -> tuple[Plan, list[Broken]]:
@@ -113,7 +111,7 @@ def plan_zero_shot(clips: dict[int, Clip], settings: ZeroShotSettings) -> tuple[
     captions = class_captions(classes, settings.templates)
     index = {name: number for number, name in enumerate(classes)}
     of_each = [[index[name] for name in names] for names in found.values()]
-    return Plan(list(found), captions, of_each, (*classes,)), broken
+    return Plan(list(found), captions, of_each), broken
 
 
 def _read(
@@ -145,10 +143,8 @@ class _ClipAudio(Dataset[Tensor | str]):
             encoded = clip.place.read(self._open_shard(clip.shard))
             read_clip(encoded, row, audio=self._audio, rng=Middle())
             return row
-        except BrokenItemError as error:
-            return str(error)
         except DAMAGE as error:
-            return f"its tar can't be read: {words(error)}"
+            return words(error)
 
 
 class Middle(random.Random):
@@ -169,8 +165,6 @@ def load_audio(
 ) -> Iterator[Tensor | str]:
     """Yield clips in order, shaped like `empty_row`, or the reason why one is unusable, from `num_workers` processes
     (0: this one). Raises ValueError if one was killed."""
-    if not clips:
-        return
     dataset, num_workers = _ClipAudio(clips, audio, kind), min(num_workers, len(clips))
     loader: Loader[Any] = Loader(dataset, num_workers=num_workers, section=FIELD, batch_size=_PIECE, collate_fn=list)
     try:

@@ -13,15 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clap_ds.config.model import TextConfig
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, tokenize
+from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, load_tokenizer, tokenize
 
 T = TypeVar("T")
 
 
+def tokenizer_of(name: str | None, text: TextConfig, field: str) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer. Raises ValueError with `field`."""
+    if name is None:
+        raise ValueError(f"{field}: missing; set the tokenizer that the model was trained with")
+    return load_tokenizer(name, vocab_size=text.vocab_size, pad_token_id=text.pad_token_id, field=field)
+
+
 def embed_audio(model: ClapModel, clips: Iterable[Tensor], micro_batch: int) -> Tensor:
     """Embed inputs of `ClapModel.encode_audio`: (N, joint_dim)."""
-    return torch.cat([_none(model), *audio_batches(model, clips, micro_batch)])
+    return _joined(model, audio_batches(model, clips, micro_batch))
 
 
 def audio_batches(model: ClapModel, clips: Iterable[Tensor], micro_batch: int, fill: bool = True) -> Iterator[Tensor]:
@@ -29,7 +37,7 @@ def audio_batches(model: ClapModel, clips: Iterable[Tensor], micro_batch: int, f
 
     def encode(batch: list[Tensor]) -> Tensor:
         audio = torch.stack(batch + [torch.zeros_like(batch[0])] * (micro_batch - len(batch)) * fill)
-        return model.encode_audio(audio.to(_device(model)).float())
+        return model.encode_audio(audio.to(model.logit_scale.device).float())
 
     return _batches(model, clips, micro_batch, encode)
 
@@ -42,9 +50,9 @@ def embed_text(
 
     def encode(batch: list[str]) -> Tensor:
         ids, mask = tokenize(batch + [""] * (micro_batch - len(batch)) * fill, tokenizer, context_length)
-        return model.encode_text(ids.to(_device(model)), mask.to(_device(model)))
+        return model.encode_text(ids.to(model.logit_scale.device), mask.to(model.logit_scale.device))
 
-    return torch.cat([_none(model), *_batches(model, captions, micro_batch, encode)])
+    return _joined(model, _batches(model, captions, micro_batch, encode))
 
 
 def class_captions(classes: Mapping[str, Sequence[str]], templates: Sequence[str]) -> list[list[str]]:
@@ -58,8 +66,8 @@ def class_features(captions: Sequence[Sequence[str]], text_MD: Tensor) -> Tensor
     return F.normalize(torch.stack(means), dim=-1).float()
 
 
-def _none(model: ClapModel) -> Tensor:
-    return torch.zeros(0, model.config.joint_dim, device=_device(model))
+def _joined(model: ClapModel, batches: Iterator[Tensor]) -> Tensor:
+    return torch.cat([*batches] or [model.logit_scale.detach().new_zeros(0, model.config.joint_dim)])
 
 
 @torch.no_grad()
@@ -74,7 +82,3 @@ def _batches(
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _device(model: ClapModel) -> torch.device:
-    return model.logit_scale.device

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,18 +21,16 @@ from clap_ds.config.errors import CollectiveUserError, printable
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.schema import EvaluationSettings
-from clap_ds.data import shard_manifest
 from clap_ds.data.clip import Broken
+from clap_ds.data.shard_manifest import expand_shards, kind_of
 from clap_ds.distributed.collectives import reduce_on_rank0, run_on_rank0, together
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity, alive
 from clap_ds.evaluation import metrics
 from clap_ds.evaluation.clips import FIELD, Plan, empty_row, list_clips, load_audio, plan_retrieval, plan_zero_shot
-from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text
+from clap_ds.evaluation.embedding import class_features, embed_audio, embed_text, tokenizer_of
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
-from clap_ds.evaluation.predictions import by_class, of_clips
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.tokenizer import load_tokenizer
 
 MAX_NOTES = 20  # lines about broken items
 
@@ -65,25 +62,18 @@ class Evaluator:
             raise CollectiveUserError(f"{FIELD}: the ranks see different shards")
 
     def _load_tokenizer(self) -> None:
-        field, text = f"{FIELD}.tokenizer", self.model_config.text
-        if self.tokenizer_name is None:
-            raise ValueError(f"{field}: missing; set the tokenizer that the model was trained with")
-        fit = {"vocab_size": text.vocab_size, "pad_token_id": text.pad_token_id}
-        self._tokenizer = load_tokenizer(self.tokenizer_name, **fit, field=field)
+        self._tokenizer = tokenizer_of(self.tokenizer_name, self.model_config.text, f"{FIELD}.tokenizer")
 
     def _prepare(self) -> None:
         if self.ranks.rank:
             self._load_tokenizer()
-        shards = {}
-        for task, settings in (("retrieval", self.settings.retrieval), ("zero_shot", self.settings.zero_shot)):
-            if settings is not None:
-                with _about(f"{FIELD}.{task}.shards"):
-                    shards[task] = shard_manifest.expand_shards(settings.shards)
-        if not shards:
+        tasks = {"retrieval": self.settings.retrieval, "zero_shot": self.settings.zero_shot}
+        named = {task: (f"{FIELD}.{task}.shards", settings) for task, settings in tasks.items() if settings}
+        if not named:
             raise ValueError(f"{FIELD}: expected retrieval, zero_shot or both, found neither")
-        tars = list(dict.fromkeys(chain.from_iterable(shards.values())))
-        with _about(" and ".join(f"{FIELD}.{task}.shards" for task in shards)):
-            self._kind = shard_manifest.kind_of(tars, self.model_config)
+        shards = {task: expand_shards(settings.shards, field) for task, (field, settings) in named.items()}
+        tars = list(dict.fromkeys(chain(*shards.values())))
+        self._kind = kind_of(tars, self.model_config, " and ".join(field for field, _ in named.values()))
         self._clips, broken = list_clips(tars, self._kind)
         self._note(broken)
         self._plans: dict[str, Plan] = {}
@@ -91,15 +81,12 @@ class Evaluator:
             own = set(paths)
             clips = {number: clip for number, clip in enumerate(self._clips) if clip.shard in own}
             settings = self.settings.zero_shot if task == "zero_shot" else None
-            plan, broken = plan_zero_shot(clips, settings) if settings else plan_retrieval(clips)
-            self._plans[task] = plan
+            self._plans[task], broken = plan_zero_shot(clips, settings) if settings else plan_retrieval(clips)
             self._note(broken)
-            if settings and self.ranks.is_main_process:
-                print(f"example of a class caption: {max(chain(*plan.captions), key=len)!r}", flush=True)
 
     @activity("evaluating")
-    def evaluate(self, model: ClapModel, predictions: dict[str, Any] | None = None) -> Evaluation:
-        """Compute metrics with chance levels, intervals and counts, and fill `predictions` by task. A collective.
+    def evaluate(self, model: ClapModel) -> Evaluation:
+        """Compute metrics with chance levels, intervals and counts. A collective.
 
         All ranks get the same result. Raises ValueError if no clip can be decoded or embeddings aren't finite.
         """
@@ -114,25 +101,16 @@ class Evaluator:
                 nothing = f"none of the {len(plan.clips)} clips can be decoded: {failed[plan.clips[0]]}"
                 raise ValueError(f"{FIELD}.{name}.shards: {nothing}")
             numbers = [plan.clips[place] for place in used]
-            features, named = audio[numbers], [self._clips[number] for number in numbers]
             captions = plan.captions if plan.classes else [plan.captions[place] for place in used]
             text = self._embed_captions(model, captions)
             if plan.classes is None:
-                counts, measures = {"captions": len(text)}, self._retrieval(model, features, text, captions)
-                if predictions is not None:
-                    at = iter(range(len(text)))
-                    own = [[next(at) for _ in each] for each in captions]
-                    predictions[name] = of_clips(named, own, [*chain(*captions)], features, text)
+                counts, measures = {"captions": len(text)}, self._retrieval(model, audio[numbers], text, captions)
             else:
                 is_of_class = torch.zeros(len(used), len(captions), dtype=torch.bool)
                 for row, place in zip(is_of_class, used, strict=True):
                     row[plan.classes[place]] = True
-                of = features, class_features(captions, text), is_of_class.to(audio.device)
-                measures = metrics.evaluate_zero_shot(*of, self.ranks)
-                counts = {"classes": len(captions)}
-                if predictions is not None:
-                    own = [plan.classes[place] for place in used]
-                    predictions[name] = by_class(of_clips(named, own, plan.names, *of[:2]), plan.names)
+                pairs = audio[numbers], class_features(captions, text), is_of_class.to(audio.device)
+                counts, measures = {"classes": len(captions)}, metrics.evaluate_zero_shot(*pairs, self.ranks)
             tasks[name] = TaskResult({"clips": len(used), **counts}, measures)
         return Evaluation(tasks, list(self._broken))
 
@@ -162,12 +140,10 @@ class Evaluator:
                 yield empty_row(audio, self._kind) if isinstance(found, str) else found
 
         features = self._shared(len(self._clips), lambda: embed_audio(model, rows(), self.micro_batch))
-        return features, reduce_on_rank0(
-            failed, lambda found: {number: why for each in found for number, why in each.items()}
-        )
+        return features, reduce_on_rank0(failed, lambda found: dict(ChainMap(*found)))
 
     def _embed_captions(self, model: ClapModel, captions_of_each: list[list[str]]) -> Tensor:
-        captions = list(chain.from_iterable(captions_of_each))
+        captions = [*chain(*captions_of_each)]
         own = captions[self.ranks.rank :: self.ranks.world_size]
         embed = lambda: embed_text(model, own, self._tokenizer, self.context_length, self.micro_batch)  # noqa: E731
         return self._shared(len(captions), embed)
@@ -188,12 +164,3 @@ class Evaluator:
         if self.ranks.is_main_process:
             for broken in new[:MAX_NOTES]:
                 print(f"{FIELD}: skipped {printable(str(broken))}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _about(field: str) -> Iterator[None]:
-    """Make errors name `field` instead of the training data's."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace(shard_manifest.FIELD, field)) from None

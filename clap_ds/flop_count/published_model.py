@@ -17,7 +17,7 @@ from clap_ds.model.mel import MIN_POWER, LogMel, full_scale
 def published_model(config: ClapConfig) -> ClapModel:
     """Build a model with convolutional STFT, interpolated stretch, AudioSet head, and all tokens in the last text layer."""
     model = build(config)
-    model.text.compute_every_token()
+    model.text.blocks()[-1].first_only = False
     model.add_module("mel", ConvolutionMel(config.audio))
     model.audio.add_module("fold", InterpolatingFold(config.audio))
     model.audio.add_module("norm", NormWithAudioSetHead(config.audio))

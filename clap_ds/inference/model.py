@@ -18,11 +18,11 @@ from clap_ds.config.schema import ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
 from clap_ds.distributed.accelerator import choose_accelerator, set_up_cuda
 from clap_ds.evaluation.clips import Clip
-from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text
-from clap_ds.inference.windows import Content, EmbeddingRow, Pooling, Sound, Source, read_windows
+from clap_ds.evaluation.embedding import audio_batches, class_captions, class_features, embed_text, tokenizer_of
+from clap_ds.inference.windows import EmbeddingRow, Pooling, Sound, Source, Window, read_windows
 from clap_ds.weights.formats import Checkpoint
 from clap_ds.weights.load import load_weights
-from clap_ds.weights.tokenizer import PreTrainedTokenizerBase, load_tokenizer
+from clap_ds.weights.tokenizer import PreTrainedTokenizerBase
 
 TEMPLATES: Sequence[str] = ZeroShotSettings.model_fields["templates"].default
 MOST_CHANNELS = 8
@@ -40,11 +40,6 @@ class Clap:
     ((2, 32), (1, 32))
     >>> clap.classify("dog.wav", ["dog", "rain"]).sum(axis=1).round(6).tolist()
     [1.0]
-    >>> for row in clap.iter_windows(["storm.wav"], overlap=0.5):
-    ...     print(f"{row.source} {row.start_s:.1f}–{row.end_s:.1f} s: {row.error or row.vector.shape}")
-    storm.wav 0.0–1.0 s: (32,)
-    storm.wav 0.5–1.5 s: (32,)
-    storm.wav 0.8–1.8 s: (32,)
 
     Batches are padded to `batch_size`: an input's result is bitwise independent of the others, and equals evaluation's in
     float32. A single input that isn't in a list isn't padded, and may be rounded differently.
@@ -62,15 +57,16 @@ class Clap:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        if self._tokenizer_name is None:
-            raise ValueError("tokenizer: missing; set the one that the model was trained with")
-        fit = {"vocab_size": self.config.text.vocab_size, "pad_token_id": self.config.text.pad_token_id}
-        return load_tokenizer(self._tokenizer_name, **fit, field="tokenizer")
+        return tokenizer_of(self._tokenizer_name, self.config.text, "tokenizer")
 
     def embed_audio(
-        self, audio: Audio | Sequence[Audio], sample_rate: float | None = None, *, sampling_rate: float | None = None,
-        pooling: Pooling = "mean", overlap: float = 0.0, batch_size: int = 32, num_workers: int = 0,
-    ) -> Array:  # fmt: skip
+        self,
+        audio: Audio | Sequence[Audio],
+        sample_rate: float | None = None,
+        *,
+        pooling: Pooling = "mean",
+        **options: Any,
+    ) -> Array:
         """Embed sounds of any length: (n, dim) float32, rows of length 1. Raises ValueError for the first unusable one.
 
         Args:
@@ -79,50 +75,42 @@ class Clap:
                 `array` and `sampling_rate` or a decoder. Arrays are (num_samples,) or (channels, num_samples) with at most
                 8 channels, floating point in ±1 or int16. Channels are averaged, other rates resampled, samples clipped
                 to ±1, short sounds repeated.
-            sample_rate: of arrays only, in Hz. `sampling_rate` is `transformers`' name for it.
+            sample_rate: of arrays, in Hz.
             pooling: for longer sounds, "mean" (normalized mean of all windows' embeddings) or "center" (the center
                 window, as in evaluation; with feature fusion, the whole sound).
-            overlap: fraction of overlap between consecutive windows, from 0 to below 1.
-            batch_size: windows per batch.
-            num_workers: decoding processes (0: none).
+            options: `overlap`, `batch_size` and `num_workers` of `iter_windows`.
         """
-        is_alone = _is_encoded(audio) or isinstance(audio, Mapping) or getattr(audio, "ndim", 3) < 3
         items: Any = audio
-        if sampling_rate is not None:
-            if sample_rate is not None:
-                raise ValueError("sample_rate and sampling_rate are synonyms: expected one of them")
-            sample_rate = sampling_rate
+        is_alone = isinstance(items, Source | bytes | Mapping) or getattr(items, "ndim", 3) < 3
+        is_alone = is_alone or hasattr(items, "read") or hasattr(items, "get_all_samples")
         named = {"audio": items} if is_alone else {f"audio[{n}]": each for n, each in enumerate(items)}
         sources = [_source(name, each, sample_rate) for name, each in named.items()]
         vectors = [np.empty((0, self.dim), np.float32)]
-        options: Any = {"pooling": pooling, "overlap": overlap, "batch_size": batch_size, "num_workers": num_workers}
-        for row in self.iter_windows(sources, **options, _fill=not is_alone):
+        for row in self.iter_windows(sources, pooling=pooling, _fill=not is_alone, **options):
             if row.vector is None:
                 raise ValueError(f"{row.source}: {row.error}")
             vectors.append(row.vector[None])
         return np.concatenate(vectors)
 
     def iter_windows(
-        self, sources: Source | Iterable[Source], *, pooling: Pooling = "none", overlap: float = 0.0, batch_size: int = 32,
+        self, sources: Iterable[Source], *, pooling: Pooling = "none", overlap: float = 0.0, batch_size: int = 32,
         num_workers: int = 0, _fill: bool = True,
     ) -> Iterator[EmbeddingRow]:  # fmt: skip
         """Embed paths and clips of any length in order, keeping only a batch of windows in memory.
 
         "none" yields a row every (1 - overlap) · `clip_s`, and one that ends with the file; else one row per file, as in
-        `embed_audio`. Errors yield a row with the reason and without a vector, after the windows before it.
+        `embed_audio`. Errors yield a row with the reason and without a vector, after the windows before it. `overlap` is
+        from 0 to below 1, `batch_size` is in windows, and `num_workers` decoding processes (0: none) work ahead.
         """
-        sources = [sources] if isinstance(sources, Source) else sources
         if pooling not in ("none", "mean", "center") or not 0 <= overlap < 1:
             expected = "pooling none, mean or center, and an overlap from 0 to below 1"
             raise ValueError(f"expected {expected}, found {pooling!r} and {overlap}")
-        options: Any = {"num_workers": num_workers, "ahead": batch_size}
-        pieces = read_windows([*sources], self.config.audio, pooling, overlap, **options)
+        audio = self.config.audio
+        pieces = read_windows([*sources], audio, pooling, overlap, num_workers=num_workers, ahead=batch_size)
         rows = self._embedded(pieces, batch_size, _fill)
         return (row for row in rows if row.vector is not None or row.error) if pooling == "none" else _whole(rows)
 
-    def _embedded(
-        self, pieces: Iterator[tuple[EmbeddingRow, torch.Tensor | None]], batch_size: int, fill: bool
-    ) -> Iterator[EmbeddingRow]:
+    def _embedded(self, pieces: Iterator[Window], batch_size: int, fill: bool) -> Iterator[EmbeddingRow]:
         """Set the vectors of `read_windows`' rows that have waveforms."""
         waiting: deque[EmbeddingRow] = deque()
 
@@ -156,11 +144,10 @@ class Clap:
 
         Each is the normalized mean over templates, whose {} becomes the label, with spaces for underscores (`dog_bark`).
         """
-        for name, given in (("labels", labels), ("templates", templates)):
-            if isinstance(given, str) or not given or len(set(given)) < len(given):
-                raise ValueError(f"{name}: expected a list of distinct texts, found {given!r}")
-        if not all("{}" in text for text in templates):
-            raise ValueError(f"templates: expected {{}} in the label's place, found {templates!r}")
+        if isinstance(labels, str) or not labels or len(set(labels)) < len(labels):
+            raise ValueError(f"labels: expected a list of distinct texts, found {labels!r}")
+        if isinstance(templates, str) or not templates or not all("{}" in text for text in templates):
+            raise ValueError(f"templates: expected a list of texts with {{}} in the label's place, found {templates!r}")
         captions = class_captions({label: [in_words(label)] for label in labels}, templates)
         return class_features(captions, torch.from_numpy(self.embed_text([*chain(*captions)]))).numpy()
 
@@ -170,14 +157,12 @@ class Clap:
     ) -> Array:  # fmt: skip
         """Compute the probabilities of two or more labels per sound, (n, len(labels)) float32: the softmax of the logit
         scale times the cosines with `class_embeddings`. `options` are those of `embed_audio`."""
-        if len(labels) < 2:
-            raise ValueError(f"labels: expected at least 2, found {labels!r}")
         classes = self.class_embeddings(labels, templates)
         return self.probabilities(self.embed_audio(audio, sample_rate, **options), classes)
 
     def probabilities(self, audio: Array, classes: Array) -> Array:
         """Compute probabilities from embeddings of sounds (n, dim) and classes (K, dim): (n, K) float32."""
-        cosines = torch.from_numpy(audio).double() @ torch.from_numpy(classes).double().T
+        cosines = torch.tensor(audio).double() @ torch.tensor(classes).double().T
         return (self.model.logit_scale.detach().cpu().double().exp() * cosines).softmax(dim=1).float().numpy()
 
 
@@ -189,29 +174,20 @@ def _whole(rows: Iterator[EmbeddingRow]) -> Iterator[EmbeddingRow]:
         if row.vector is not None:
             vectors.append(row.vector)
         if row.is_end:
-            mean: Any = None if error else vectors[0]
-            if len(vectors) > 1 and not error:
+            mean: Any = None
+            if not error:
                 total = np.sum(vectors, axis=0, dtype=np.float64)
-                mean = (total / np.linalg.norm(total)).astype(np.float32)
+                mean = vectors[0] if len(vectors) == 1 else (total / np.linalg.norm(total)).astype(np.float32)
             yield EmbeddingRow(row.source, 0.0, row.end_s, mean, error)
             vectors, error = [], ""
 
 
-def _is_encoded(audio: Any) -> bool:
-    """Return whether audio is a file, its content or a decoder, which have a sample rate."""
-    return isinstance(audio, Source | bytes) or hasattr(audio, "read") or hasattr(audio, "get_all_samples")
-
-
 def _source(name: str, audio: Any, sample_rate: float | None) -> Source:
-    if (_is_encoded(audio) or isinstance(audio, Mapping)) and sample_rate is not None:
-        raise ValueError(f"sample_rate: only for arrays; {name} has its own")
     if isinstance(audio, Source):
         return audio
-    if isinstance(audio, bytes) or hasattr(audio, "read"):
-        content = audio if isinstance(audio, bytes) else audio.read()
-        if not isinstance(content, bytes):
-            raise ValueError(f"{name}: expected a file opened in binary mode, found one of {type(content).__name__}")
-        return Content(name, content)
+    audio = audio.read() if hasattr(audio, "read") else audio
+    if isinstance(audio, bytes):
+        return Sound(name, audio)
     if hasattr(audio, "get_all_samples"):  # torchcodec's decoder, as in `datasets`
         samples = audio.get_all_samples()
         audio, sample_rate = samples.data, samples.sample_rate
@@ -224,7 +200,7 @@ def _source(name: str, audio: Any, sample_rate: float | None) -> Source:
         raise ValueError(f"{name}: expected {expected}, found {type(audio).__name__} of shape {array.shape}")
     if array.dtype.kind != "f" and array.dtype != np.int16:
         raise ValueError(f"{name}: expected samples in floating point or int16, found {array.dtype}")
-    if not isinstance(sample_rate, int | float | np.number) or not sample_rate > 0 or sample_rate % 1:
+    if not sample_rate or sample_rate < 0 or sample_rate % 1:
         raise ValueError(f"sample_rate: expected that of the array {name}, in Hz, found {sample_rate!r}")
     return Sound(name, rows if array.dtype == np.int16 else rows.astype(np.float32, copy=False), int(sample_rate))
 
@@ -244,17 +220,12 @@ def load(
         tokenizer: Hub name or folder (default: the checkpoint's).
         preset: expected sizes: a preset's name or path.
     """
-    if (name := str(dtype).removeprefix("torch.")) not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype: expected float32, bfloat16 or float16, found {dtype!r}")
     expected = None if preset is None else load_preset(preset)
-    try:
-        where = torch.device(device or choose_accelerator())
-        if where.type == "cuda":
-            torch.cuda.init()
-            set_up_cuda()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {str(device)!r}: {str(error).splitlines()[0]}") from None
-    clap = Clap(load_weights(source, expected, best=best), where, getattr(torch, name), tokenizer)
+    where = torch.device(device or choose_accelerator())
+    if where.type == "cuda":
+        set_up_cuda()
+    computed_in = getattr(torch, str(dtype).removeprefix("torch."))
+    clap = Clap(load_weights(source, expected, best=best), where, computed_in, tokenizer)
     if tokenizer is not None:
         clap.tokenizer  # noqa: B018  (detects a wrong name early)
     return clap

@@ -34,8 +34,8 @@ def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") 
     add("--best", action="store_true", help=best)
     add("--tokenizer", metavar="NAME", help="Hub name or folder (default: the checkpoint's)")
     add("--preset", metavar="NAME", help=sizes)
-    known = precision if precision in DTYPES else None
-    add("--precision", choices=tuple(DTYPES), default=known, help=f"model's precision (default: {precision})")
+    told = f"model's precision (default: {precision})"
+    add("--precision", choices=tuple(DTYPES), default=precision if precision in DTYPES else None, help=told)
 
 
 def make_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
@@ -75,12 +75,12 @@ def _sources_in(argument: str) -> Iterable[Found]:
 
         clips, broken = list_clips(expand_shards(argument))
         return [*clips, *broken]
-    if suffix in LIST_SUFFIXES and path.exists():
+    if suffix in (*LIST_SUFFIXES, ".txt"):
         return read_paths(path)
     if suffix in AUDIO_SUFFIXES and path.exists():
         return [path]
-    kinds = f"a folder, audio ({', '.join(AUDIO_SUFFIXES)}), a list ({', '.join(LIST_SUFFIXES)}) or .tar"
-    raise UserError(f"{argument}: {'' if path.exists() else 'no such file or folder; '}expected {kinds}")
+    kinds = f"a folder, audio ({', '.join(AUDIO_SUFFIXES)}), a list (.txt, {', '.join(LIST_SUFFIXES)}) or .tar"
+    raise UserError(f"{argument}: expected {kinds} that exists")
 
 
 def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[EmbeddingRow]:

@@ -1,6 +1,6 @@
 """Write and read Parquet tables of vectors in blocks, and find the nearest rows to a vector.
 
-`vector` is null and `error` holds the reason for an unusable file. The metadata describe the model as JSON.
+For an unusable file, `vector` is NaN and `error` holds the reason. The metadata describe the model as JSON.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Block(NamedTuple):
     @property
     def left_out(self) -> list[tuple[str, str]]:
         """List unusable files and the reasons."""
-        return [(str(self.file[n]), str(self.error[n])) for n in np.flatnonzero(self.error != "")]
+        return [(str(file), str(error)) for file, error in zip(self.file, self.error, strict=True) if error]
 
 
 def text_of(name: object) -> str:
@@ -67,10 +67,17 @@ def blocks_of(rows: Iterable[EmbeddingRow], dim: int, size: int = ROWS) -> Itera
     """Collect a model's rows in blocks of `size`."""
     rest, none = iter(rows), np.full(dim, np.nan, np.float32)
     while part := list(islice(rest, size)):
-        files, errors = (np.array([text_of(getattr(row, name)) for row in part]) for name in ("source", "error"))
-        start_s, end_s = np.array([(row.start_s, row.end_s) for row in part]).T
-        vectors = np.stack([none if row.vector is None else row.vector for row in part])
-        yield Block(files, start_s, end_s, errors, vectors)
+        cells = (
+            (
+                text_of(row.source),
+                row.start_s,
+                row.end_s,
+                text_of(row.error),
+                none if row.vector is None else row.vector,
+            )
+            for row in part
+        )
+        yield Block(*map(np.array, zip(*cells, strict=True)))
 
 
 def check_suffix(path: Path) -> None:
@@ -84,17 +91,15 @@ def write_table(file: BinaryIO, about: About, blocks: Iterable[Block]) -> tuple[
     import pyarrow
     import pyarrow.parquet
 
-    kinds = pyarrow.string(), pyarrow.float64(), pyarrow.float64(), pyarrow.string()
-    vector = pyarrow.list_(pyarrow.float32(), about.dim)
-    fields = list(zip(Block._fields, (*kinds, vector), strict=True))
+    text, seconds, vector = pyarrow.string(), pyarrow.float64(), pyarrow.list_(pyarrow.float32(), about.dim)
+    fields = zip(Block._fields, (text, seconds, seconds, text, vector), strict=True)
     schema = pyarrow.schema(fields, metadata={METADATA: json.dumps(asdict(about))})
     num_rows, left_out = 0, list[tuple[str, str]]()
     with pyarrow.parquet.ParquetWriter(file, schema, compression="none", use_dictionary=["file", "error"]) as writer:
         for block in blocks:
-            columns = [pyarrow.array(each, kind) for each, kind in zip(block, kinds, strict=False)]
-            none, flat = np.isnan(block.vector).any(axis=1), pyarrow.array(block.vector.reshape(-1))
-            columns.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=vector, mask=pyarrow.array(none)))
-            writer.write_table(pyarrow.Table.from_arrays(columns, schema=schema), row_group_size=ROWS)
+            flat = pyarrow.array(block.vector.reshape(-1))
+            columns = [*block[:4], pyarrow.FixedSizeListArray.from_arrays(flat, about.dim)]
+            writer.write_table(pyarrow.table(columns, schema=schema), row_group_size=ROWS)
             num_rows += len(block.file)
             left_out += block.left_out
     return num_rows, left_out
@@ -115,12 +120,9 @@ def read_table(path: Path) -> tuple[About, Iterator[Block]]:
 
 
 def _read_blocks(table: Any, dim: int) -> Iterator[Block]:
-    for batch in table.iter_batches(ROWS, columns=list(Block._fields)):
-        *columns, vectors = (batch.column(name) for name in Block._fields)
-        found = np.full((len(vectors), dim), np.nan, np.float32)
-        there = vectors.is_valid().to_numpy(zero_copy_only=False)
-        found[there] = vectors.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim)  # flatten omits null vectors
-        yield Block(*(*(each.to_numpy(zero_copy_only=False) for each in columns), found))
+    for batch in table.iter_batches(ROWS):
+        *columns, flat = (each.to_numpy(False) for each in (*batch.columns[:4], batch.columns[4].flatten()))
+        yield Block._make([*columns, flat.reshape(-1, dim)])
 
 
 def nearest(blocks: Iterable[Block], query: NDArray[np.float32], top: int) -> list[tuple[float, str, float, float]]:
@@ -129,7 +131,7 @@ def nearest(blocks: Iterable[Block], query: NDArray[np.float32], top: int) -> li
     best: list[tuple[float, str, float, float]] = []
     for block in blocks:
         scores = block.vector @ query
-        order = [n for n in np.argsort(-scores, kind="stable")[:top] if not np.isnan(scores[n])]
-        rows = ((float(scores[n]), str(block.file[n]), float(block.start_s[n]), float(block.end_s[n])) for n in order)
-        best = sorted([*best, *rows], key=lambda row: -row[0])[:top]  # stable
+        order = np.argsort(-scores, kind="stable")[: min(top, np.isfinite(scores).sum())]  # NaN is last
+        columns = (each[order].tolist() for each in (scores, block.file, block.start_s, block.end_s))
+        best = sorted([*best, *zip(*columns, strict=True)], key=lambda row: -row[0])[:top]  # stable
     return best

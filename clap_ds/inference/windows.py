@@ -18,9 +18,17 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from clap_ds.config.model import AudioConfig
-from clap_ds.data import decoding
 from clap_ds.data.clip import Broken, read_clip
-from clap_ds.data.decoding import BrokenItemError, Encoded, check_samples, mix, open_audio, repeat
+from clap_ds.data.decoding import (
+    BrokenItemError,
+    Encoded,
+    check_samples,
+    mix,
+    open_audio,
+    repeat,
+    resample_blocks,
+    resampling_ratio,
+)  # fmt: skip
 from clap_ds.data.shard_io import open_shard
 from clap_ds.data.tar_samples import DAMAGE, words
 from clap_ds.data.workers import Loader
@@ -33,22 +41,15 @@ Pooling = Literal["none", "mean", "center"]
 
 @dataclass(frozen=True)
 class Sound:
-    """Hold samples in memory, (channels, num_samples) float32 in ±1 or int16, and their name for errors."""
+    """Hold a sound in memory and its name for errors: an encoded file, or samples, (channels, num_samples) float32 in ±1 or
+    int16."""
 
     name: str
-    samples: NDArray[Any]
-    sample_rate: int
+    samples: bytes | NDArray[Any]
+    sample_rate: int = 0
 
 
-@dataclass(frozen=True)
-class Content:
-    """Hold an encoded file in memory, and its name for errors."""
-
-    name: str
-    encoded: bytes
-
-
-Source = str | Path | Clip | Sound | Content | Broken
+Source = str | Path | Clip | Sound | Broken
 
 
 @dataclass(slots=True)
@@ -68,16 +69,20 @@ class EmbeddingRow:
         return self.start_s == self.end_s
 
 
+Window = tuple[EmbeddingRow, Tensor | None]
+"""A row without its embedding and its waveform, or the end of a source."""
+
+
 def read_windows(
     sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float, *, num_workers: int, ahead: int
-) -> Iterator[tuple[EmbeddingRow, Tensor | None]]:
+) -> Iterator[Window]:
     """Yield the windows of the sources in order, and after each source a row without a window, with the error if any.
     `num_workers` processes (0: this one) prefetch `ahead` windows."""
     num_streams = max(1, min(num_workers, len(sources)))
     options: dict[str, Any] = {"prefetch_factor": max(2, ahead // num_streams)} if num_workers else {}
     options |= {"num_workers": min(1, num_workers), "section": "inference", "batch_size": None}
     streams = [_Windows(sources[first::num_streams], audio, pooling, overlap) for first in range(num_streams)]
-    loaders: list[Loader[tuple[EmbeddingRow, Tensor | None]]] = [Loader(stream, **options) for stream in streams]
+    loaders: list[Loader[Window]] = [Loader(stream, **options) for stream in streams]
     try:
         for number in range(len(sources)):
             for row, waveform in loaders[number % num_streams]:
@@ -89,41 +94,36 @@ def read_windows(
             loader.close()
 
 
-class _Windows(IterableDataset[tuple[EmbeddingRow, Tensor | None]]):
+class _Windows(IterableDataset[Window]):
     def __init__(self, sources: Sequence[Source], audio: AudioConfig, pooling: Pooling, overlap: float) -> None:
         self._sources, self._audio, self._pooling = sources, audio, pooling
         self._hop = max(1, round((1 - overlap) * audio.num_samples))
         self._open_shard = lru_cache(maxsize=1)(open_shard)
 
-    def __iter__(self) -> Iterator[tuple[EmbeddingRow, Tensor | None]]:
+    def __iter__(self) -> Iterator[Window]:
         for source in self._sources:
-            name = source.name if isinstance(source, (Clip, Sound, Content, Broken)) else str(source)
+            name = source.name if isinstance(source, (Clip, Sound, Broken)) else str(source)
             end_s, error = 0.0, ""
             try:
                 for start_s, end_s, waveform in self._windows(source):
                     yield EmbeddingRow(name, start_s, end_s), waveform
-            except BrokenItemError as broken:
-                error = str(broken)
             except (*DAMAGE, soundfile.SoundFileError) as damage:
-                error = f"can't be read: {words(damage)}"
+                error = words(damage)
             yield EmbeddingRow(name, end_s, end_s, error=error), None
 
     def _windows(self, source: Source) -> Iterator[tuple[float, float, Tensor]]:
         encoded = self._content(source)
         rate, length = self._audio.sample_rate, self._audio.num_samples
         with open_audio(encoded) as opened:
-            ratio, duration_s = decoding.resampling_ratio(opened.samplerate, rate), opened.frames / opened.samplerate
-            is_one = self._pooling == "center" or opened.frames <= math.ceil(length / ratio)
-        if is_one:
-            row = empty_row(self._audio, "encoded") if self._pooling == "center" else torch.zeros(length)
-            read_clip(encoded, row, audio=self._audio, rng=Middle())
-            yield 0.0, duration_s, row
-            return
-        with open_audio(encoded) as opened:
+            ratio = resampling_ratio(opened.samplerate, rate)
+            if self._pooling == "center" or opened.frames <= math.ceil(length / ratio):
+                row = empty_row(self._audio, "encoded") if self._pooling == "center" else torch.zeros(length)
+                read_clip(encoded, row, audio=self._audio, rng=Middle())
+                yield 0.0, opened.frames / opened.samplerate, row
+                return
             blocks = _mono(opened)
-            blocks = (
-                blocks if ratio == 1 else (block.clamp_(-1, 1) for block in decoding.resample_blocks(blocks, ratio))
-            )
+            if ratio != 1:
+                blocks = (block.clamp_(-1, 1) for block in resample_blocks(blocks, ratio))
             for start, waveform in _cut(blocks, length, self._hop):
                 yield start / rate, (start + length) / rate, waveform
 
@@ -131,11 +131,11 @@ class _Windows(IterableDataset[tuple[EmbeddingRow, Tensor | None]]):
         """Return a source's encoded content, or a path for a file."""
         if isinstance(source, Broken):
             raise BrokenItemError(source.reason)
-        if isinstance(source, Content):
-            return source.encoded
-        if isinstance(source, Sound):  # to use the same code as for files
-            subtype = "PCM_16" if source.samples.dtype == np.int16 else "FLOAT"
-            soundfile.write(to := io.BytesIO(), source.samples.T, source.sample_rate, format="RF64", subtype=subtype)
+        if isinstance(source, Sound):
+            if isinstance(samples := source.samples, bytes):
+                return samples
+            subtype = "PCM_16" if samples.dtype == np.int16 else "FLOAT"  # to use the same code as for files
+            soundfile.write(to := io.BytesIO(), samples.T, source.sample_rate, format="RF64", subtype=subtype)
             return to.getvalue()
         file = self._open_shard(source.shard if isinstance(source, Clip) else str(source))
         return source.place.read(file) if isinstance(source, Clip) else f"/proc/self/fd/{file.number}"
@@ -154,16 +154,15 @@ def _mono(file: soundfile.SoundFile) -> Iterator[Tensor]:
 
 def _cut(blocks: Iterable[Tensor], length: int, hop: int) -> Iterator[tuple[int, Tensor]]:
     """Yield windows and their starts: every `hop` samples, and one at the end. Repeat audio shorter than a window."""
-    held, at, following = torch.empty(0), 0, 0  # `at`: start of the held samples
+    held, start, end = torch.empty(0), 0, 0  # the next window's start, and the end of the held samples
     for block in blocks:
-        held = torch.cat([held, block])
-        while following + length <= at + len(held):
-            yield following, held[following - at :][:length].clone()
-            following += hop
-        passed = max(0, len(held) - length)
-        held, at = held[passed:], at + passed
-    if len(held) < length:
-        found, held = len(held), torch.cat([held, torch.zeros(length - len(held))])
-        repeat(held.numpy(), found)
-    if following - hop < at:
-        yield at, held
+        held, end = torch.cat([held[-length:], block]), end + len(block)
+        while start + length <= end:
+            yield start, held[len(held) - end + start :][:length].clone()
+            start += hop
+    if end < length:
+        window = torch.cat([held, torch.zeros(length - end)])
+        repeat(window.numpy(), end)
+        yield 0, window
+    elif start - hop + length < end:
+        yield end - length, held[-length:].clone()

@@ -16,7 +16,6 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import soundfile
@@ -25,8 +24,9 @@ from webdataset.writer import TarWriter
 
 from clap_ds.config.arguments import whole_number
 from clap_ds.config.errors import UserError, run_alone
+from clap_ds.data.build_shards.shard_writer import print_settings
 from clap_ds.weights.tokenizer import train_tokenizer
-from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, Wordings, class_names
+from examples.synthetic_sounds.kinds import KINDS, LOUDNESS, TEMPLATES, Kind, class_names
 from examples.synthetic_sounds.signals import SIGNALS, Signal
 
 ENCODINGS = (("flac", "PCM_16"), ("flac", "PCM_24"), ("wav", "PCM_16"), ("wav", "FLOAT"), ("ogg", "VORBIS"),
@@ -35,19 +35,18 @@ ENCODINGS = (("flac", "PCM_16"), ("flac", "PCM_24"), ("wav", "PCM_16"), ("wav", 
 SAMPLE_RATES = (16000, 22050, 44100, 48000)
 
 
-def make_clip(
-    kind: Kind, rng: random.Random, length: tuple[float, float], rates: Sequence[int], wordings: Wordings
-) -> tuple[Signal, int, list[str]]:
-    """Return a sound (T, channels) in [-1, 1], its sample rate and captions, drawn from `rng`. `length`: range in seconds."""
-    sample_rate, seconds = rng.choice(rates), rng.uniform(*length)
-    time = np.arange(max(1, round(seconds * sample_rate))) / sample_rate
+def make_clip(kind: Kind, rng: random.Random, options: argparse.Namespace) -> tuple[Signal, int, list[str]]:
+    """Return a sound (T, channels) in [-1, 1], its sample rate and captions, drawn from `rng`."""
+    rates = [options.sample_rate] if options.sample_rate else SAMPLE_RATES
+    sample_rate, seconds = rng.choice(rates), rng.uniform(*options.seconds)
+    time = np.arange(round(seconds * sample_rate)) / sample_rate
     value, quality = kind.scale.draw(rng) if kind.scale else (0.0, "")
     amplitude, loudness = LOUDNESS.draw(rng)
     signal = SIGNALS[kind.label](np.random.default_rng(rng.getrandbits(64)), time, value)
     signal = signal * (amplitude / np.abs(signal).max())
     if rng.random() < 0.5:
         signal = np.stack([signal, signal * rng.uniform(0.3, 1.0)], axis=1)
-    captions = [kind.caption(wordings, rng, (loudness, quality), seconds) for _ in range(rng.choice((1, 1, 3)))]
+    captions = [kind.caption(options.wordings, rng, (loudness, quality), seconds) for _ in range(rng.choice((1, 1, 3)))]
     return signal.reshape(len(time), -1), sample_rate, captions
 
 
@@ -61,73 +60,61 @@ def encode(waveform: Signal, sample_rate: int, file_format: str, subtype: str) -
     return buffer.getvalue()
 
 
-def write_sounds(options: argparse.Namespace) -> list[Path]:
-    """Write `sounds-000.tar`, …, `tokenizer/` and `classes.json`, and return the tars.
+def write_sounds(options: argparse.Namespace) -> None:
+    """Write `sounds-000.tar`, …, `tokenizer/` and `classes.json`.
 
     The same options give the same sounds and captions, but not the same bytes: libsndfile writes random Ogg stream numbers and
     the time into floating-point WAVs. Kinds alternate, so every shard with enough clips has all of them.
     """
     directory, count = options.directory, options.shards
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"sounds-{shard:0{max(3, len(str(count - 1)))}d}.tar" for shard in range(count)]
+    paths = [directory / f"sounds-{shard:03d}.tar" for shard in range(count)]
     encodings = [each for each in ENCODINGS if each[0] == options.format][:1] or ENCODINGS
-    rates = [options.sample_rate] if options.sample_rate else SAMPLE_RATES
     all_captions: list[str] = []
-    with tqdm(total=options.clips, unit="clip", disable=None) as progress:
-        for shard, path in enumerate(paths):
-            with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
-                for number in range(shard * options.clips // count, (shard + 1) * options.clips // count):
-                    rng, kind = random.Random(f"seed {options.seed}, clip {number}"), KINDS[number % len(KINDS)]
-                    waveform, sample_rate, captions = make_clip(kind, rng, options.seconds, rates, options.wordings)
-                    all_captions += captions
-                    encoding = rng.choice(encodings)
-                    audio = {encoding[0]: encode(waveform, sample_rate, *encoding)}
-                    described: dict[str, object] = {"kind": kind.label}
-                    if rng.random() < 0.5:
-                        audio["txt"] = captions[0].encode()
-                    else:
-                        described["caption"] = captions[0] if len(captions) == 1 else captions
-                    tar.write({"__key__": f"{number:06d}", **audio, "json": json.dumps(described).encode()})
-                    progress.update()
+    for shard, path in enumerate(tqdm(paths, unit="shard", disable=None)):
+        with path.open("wb") as file, TarWriter(file, encoder=False, mtime=0, user="clap", group="clap") as tar:
+            for number in range(shard * options.clips // count, (shard + 1) * options.clips // count):
+                rng, kind = random.Random(f"seed {options.seed}, clip {number}"), KINDS[number % len(KINDS)]
+                waveform, sample_rate, captions = make_clip(kind, rng, options)
+                all_captions += captions
+                encoding = rng.choice(encodings)
+                audio = {encoding[0]: encode(waveform, sample_rate, *encoding)}
+                described: dict[str, object] = {"kind": kind.label}
+                if rng.random() < 0.5:
+                    audio["txt"] = captions[0].encode()
+                else:
+                    described["caption"] = captions[0] if len(captions) == 1 else captions
+                tar.write({"__key__": f"{number:06d}", **audio, "json": json.dumps(described).encode()})
     train_tokenizer(all_captions, directory / "tokenizer")
     classes = {wordings: class_names(wordings) for wordings in TEMPLATES}
     (directory / "classes.json").write_text(json.dumps(classes, indent=1) + "\n")
-    return paths
 
 
 def seconds(text: str) -> tuple[float, float]:
-    """Parse `10` or `1-15`, from 0.1 to 600; else ValueError."""
+    """Parse `10` or `1-15`."""
     low, _, high = text.partition("-")
-    if not 0.1 <= float(low) <= float(high or low) <= 600:
-        raise ValueError
     return float(low), float(high or low)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    description = "Make audio–caption shards of synthetic sounds, and a tokenizer."
-    parser = argparse.ArgumentParser("python -m examples.synthetic_sounds", description=description)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m examples.synthetic_sounds", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    wordings = "caption templates: for training, held out (new combinations of the same words), or all (default)"
+    wordings = "caption templates: for training (default), or held out (new combinations of the same words)"
     add("directory", type=Path, metavar="DIR", help="new or empty output folder")
     add("--clips", type=whole_number(), default=256, metavar="N", help="number of sounds (default: 256)")
     add("--shards", type=whole_number(), default=4, metavar="S", help="number of tar files (default: 4)")
     add("--seed", type=int, default=0, metavar="K", help="random seed of the sounds (default: 0)")
-    add("--seconds", type=seconds, default=(1.0, 15.0), metavar="1-15", help="length of clips in s, within 0.1 to 600")
-    add("--wordings", choices=get_args(Wordings), default="all", help=wordings)
+    add("--seconds", type=seconds, default=(1.0, 15.0), metavar="1-15", help="length of clips in s (default: 1-15)")
+    add("--wordings", choices=TEMPLATES, default="train", help=wordings)
     add("--sample_rate", type=whole_number(8000, 48000), metavar="HZ", help="rate of all clips (default: varied)")
     add("--format", choices=sorted({name for name, _ in ENCODINGS}), help="format of all clips (default: varied)")
     options = parser.parse_args(arguments)
     directory: Path = options.directory
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} exists and isn't an empty folder: pass a new folder, or empty it")
-    if options.clips < options.shards:
-        raise UserError(f"--clips {options.clips} is less than --shards {options.shards}: a shard would be empty")
-    paths = write_sounds(options)
-    print(f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {len(paths)} shard(s): {directory}")
-    places = {"shards": str(directory / "sounds-*.tar"), "tokenizer": str(directory / "tokenizer")}
-    settings = json.dumps({"source": "webdataset", **places, "num_workers": min(len(paths), 2)}, indent=2)
-    print(f'For a run\'s JSON, in "clap":\n"data": {settings}')
-    return 0
+    write_sounds(options)
+    print(f"{options.clips} clips of {len(KINDS)} kinds and a tokenizer, {options.shards} shard(s): {directory}")
+    print_settings(str(directory / "sounds-*.tar"), str(directory / "tokenizer"), None)
 
 
 if __name__ == "__main__":

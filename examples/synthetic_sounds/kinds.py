@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-Wordings = Literal["train", "held_out", "all"]
+Wordings = Literal["train", "held_out"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,12 @@ class Scale:
         return self.low * (self.high / self.low) ** position, rng.choice(self.words[int(3 * position)])
 
 
-PITCH = Scale(110, 1760, (("low", "deep", "low-pitched"), ("medium", "mid-range"), ("high", "high-pitched")))  # Hz
-TEMPO = Scale(1, 16, (("slow", "unhurried"), ("steady", "regular"), ("fast", "rapid")))  # events per second
+SCALES = {
+    "pitch": Scale(
+        110, 1760, (("low", "deep", "low-pitched"), ("medium", "mid-range"), ("high", "high-pitched"))
+    ),  # Hz
+    "tempo": Scale(1, 16, (("slow", "unhurried"), ("steady", "regular"), ("fast", "rapid"))),  # events per second
+}
 LOUDNESS = Scale(0.01, 0.9, (("quiet", "faint", "soft"), ("moderate", "clear"), ("loud", "strong")))  # peak amplitude
 
 TEMPLATES = {
@@ -48,7 +52,6 @@ TEMPLATES = {
         "about {seconds} seconds of {sound}",
     ),
 }
-TEMPLATES["all"] = TEMPLATES["train"] + TEMPLATES["held_out"]
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,7 @@ def _parse(line: str) -> Kind:
     kind, _, nouns = line.partition(": ")
     scale, _, label = kind.partition(" ")
     train, held_out = (tuple(part.split(", ")) for part in nouns.split(" / "))
-    scales = {"pitch": PITCH, "tempo": TEMPO, "-": None}
-    return Kind(label, {"train": train, "held_out": held_out, "all": train + held_out}, scales[scale])
+    return Kind(label, {"train": train, "held_out": held_out}, SCALES.get(scale))
 
 
 KINDS = [_parse(line) for line in _TABLE.strip().splitlines()]

@@ -11,13 +11,9 @@ from numpy.typing import NDArray
 Signal = NDArray[np.floating]
 
 
-def _step(time: Signal) -> float:
-    return float(time[1] - time[0]) if len(time) > 1 else 0.0
-
-
 def _sine(time: Signal, frequency: Any) -> Signal:
     """Return a sine whose frequency (Hz) may change over time."""
-    phase = np.cumsum(np.broadcast_to(frequency, time.shape)) * _step(time)
+    phase = np.cumsum(np.broadcast_to(frequency, time.shape)) * time[1]
     return np.asarray(np.sin(2 * np.pi * phase))
 
 

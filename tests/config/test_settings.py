@@ -29,7 +29,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"context_length": 600}, r"clap\.context_length: expected at most 64, the limit of micro, found 600"),
     ({"train": {"freeze": ["text"], "lr_scale": {"text": 0.1}}}, r"train\.lr_scale: text is in clap\.train\.freeze"),
-    ({"train": {"layer_decay": {"txt": 0.5}}}, r"layer_decay\.txt.*expected 'audio' or 'text', found \"txt\""),
+    ({"train": {"lr_scale": {"txt": 0.5}}}, r"lr_scale\.txt.*expected 'audio' or 'text', found \"txt\""),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"context_length": 4}, r"context_length: no such field; did you mean 'clap\.context_length'\?"),

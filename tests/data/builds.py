@@ -41,7 +41,6 @@ def reasons_in(folder: Path) -> dict[str, str]:
 def items_by_source(folder: Path, pattern: str = "*.tar") -> dict[str, dict[str, bytes]]:
     """Return members of all tars by source file name."""
     items = list(items_in(folder, pattern).values())
-    sources = [json.loads(item["json"])["source"] for item in items]
-    by_source = {" = ".join(np.atleast_1d(source)): item for source, item in zip(sources, items, strict=True)}
+    by_source = {json.loads(item["json"])["source"]: item for item in items}
     assert len(by_source) == len(items)
     return by_source

@@ -67,14 +67,11 @@ def test_names_in_a_cell_become_a_list(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_caption_files_beside_its_audio(tmp_path: Path) -> None:
-    folder, text = (
-        tmp_path / "audio",
-        {"text": ["A dog barks.", "A bark"], "tag": ["dog"], "original_data": {"title": "x"}},
-    )
+    folder, text = tmp_path / "audio", {"text": ["A dog barks.", "A bark"], "tag": ["dog"]}
     (folder / "within").mkdir(parents=True)
     files = {  # name: caption file's name and content, captions or reason for skipping
         "within/lines": ("txt", "a sound\n\nanother\n", {"caption": ["a sound", "another"]}),
-        "laion": ("json", json.dumps(text), {"caption": text["text"], "tag": ["dog"], "original_data": {"title": "x"}}),
+        "laion": ("json", json.dumps(text), {"caption": text["text"], "tag": ["dog"]}),
         "none": ("text", "a sound", "expected none.txt"),
         "blank": ("txt", "", "empty caption"),
     }
@@ -99,7 +96,7 @@ MISTAKES = [  # list content, options, message; CSV by default
     ("path,caption\na.wav,b\n\na.wav,b,c\n", "", "list.csv:4"),
     ("path,caption\nx,Gl\u00f6ckchen\n", "", "UTF-8"),
     ("path,caption\nx,y\n", "", "none of 1 items are usable; the first: {folder}/x"),
-    ('{"path": "x"\n', "jsonl", "list.jsonl:1: not valid JSON"),
+    ('{"path": "x"\n', "jsonl", "list.jsonl:1: expected a JSON object"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Test held-out splits: a fraction of items or groups, or by a column."""
+"""Test held-out splits: a fraction of items, or by a column."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clap_ds.config.errors import UserError
-from clap_ds.data.build_shards.build import Numbered, check_columns, divide
+from clap_ds.data.build_shards.build import Numbered, divide
 from clap_ds.data.build_shards.caption_lists import Entry
 
 
@@ -16,60 +16,42 @@ def entries(values: list[Any], column: str = "speaker") -> list[Entry]:
 
 
 def divided(items: list[Entry], **options: Any) -> dict[str, Numbered]:
-    unsaid = {"split_column": None, "group_column": None, "seed": 0, "shards": None, "shard_mb": 1, "held_out": 0.2}
-    unsaid |= {"fold_column": None}
-    check_columns(items, Namespace(**(unsaid | options)))
+    unsaid = {"split_column": None, "fold_column": None, "seed": 0, "shards": None, "shard_mb": 1, "held_out": 0}
     return divide(items, Namespace(**(unsaid | options)))
 
 
-def sides(items: list[Entry], share: float = 0.2, **options: Any) -> dict[str, set[int]]:
-    """Return the item numbers of each split, checking that each occurs once."""
-    shards = divided(items, held_out=share, **options)
+def held_out(items: list[Entry], **options: Any) -> set[int]:
+    """Return the numbers of held-out items, checking that each item is in one shard."""
+    shards = divided(items, **options)
     assert sorted(int(str(entry.path)) for group in shards.values() for _, entry in group) == list(range(len(items)))
-    of_side = {
-        side: [n for name in shards if name.startswith(side) for n, _ in shards[name]] for side in ("train", "held_out")
-    }
-    return {side: set(numbers) for side, numbers in of_side.items()}
+    return {number for name in shards if name.startswith("held_out") for number, _ in shards[name]}
 
 
 def test_a_share_is_drawn_anew_for_each_seed_alone() -> None:
     items = entries(list(range(40)))
-    found = sides(items, seed=0)
-    assert len(found["held_out"]) == 8
-    assert found == sides(items, seed=0) != sides(items, seed=3)
-    assert sides(items, 0)["held_out"] == set()
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_groups_are_never_divided(seed: int) -> None:
-    values = [n % 7 for n in range(37)]
-    held_out = sides(entries(values), seed=seed, group_column="speaker")["held_out"]
-    assert 5 <= len(held_out) <= 10
-    assert {values[n] for n in held_out}.isdisjoint(values[n] for n in set(range(37)) - held_out)
+    found = held_out(items, held_out=0.2)
+    assert len(found) == 8
+    assert found == held_out(items, held_out=0.2) != held_out(items, held_out=0.2, seed=3)
+    assert held_out(items) == set()
 
 
 def test_a_column_says_what_is_held_out() -> None:
-    """By common names; identical files are held out if any of them is."""
+    """By common names, or a fold compared as text. A sound in both sets is held out."""
     said = ["train", "Training", "held_out", "valid", "val", "validation", "Test", "dev", ["train", "test"]]
-    assert sides(entries(said, "split"), 0, split_column="split") == {"train": {0, 1}, "held_out": set(range(2, 9))}
-
-
-def test_a_fold_is_held_out() -> None:
-    """Compared as text, also in a JSONL; a sound of two folds is held out with either."""
-    items = entries(["1", "2", 1, [2, 1], "11"], "fold")
-    found = sides(items, 0, fold_column="fold", held_out_fold="1")
-    assert found == {"train": {1, 4}, "held_out": {0, 2, 3}}
+    assert held_out(entries(said, "split"), split_column="split") == set(range(2, 9))
+    folds = entries(["1", "2", 1, [2, 1], "11"], "fold")
+    assert held_out(folds, fold_column="fold", held_out_fold="1") == {0, 2, 3}
     with pytest.raises(UserError, match="found 1, 11, 2"):
-        divided(items, held_out=0, fold_column="fold", held_out_fold="3")
+        divided(folds, fold_column="fold", held_out_fold="3")
 
 
 @pytest.mark.parametrize(
     ("values", "options", "message"),
     [
-        (["a"], {}, r"all 1 item\(s\) would be held out"),
-        (["train", "development"], {"split_column": "speaker"}, "found 'development'"),
-        (["a"], {"group_column": "who"}, "its columns: speaker"),
-        (["a", "b"], {"shards": 2}, "--shards 2 exceeds the 1 items"),
+        (["a"], {"held_out": 0.2}, r"all 1 item\(s\) would be held out"),
+        (["train", "development"], {"split_column": "speaker"}, "found development"),
+        (["a"], {"fold_column": "who", "held_out_fold": "1"}, "its columns: speaker"),
+        (["a", "b"], {"shards": 3}, "--shards 3 exceeds the 2 items"),
     ],
 )
 def test_divisions_that_cannot_be(values: list[str], options: dict[str, Any], message: str) -> None:

@@ -1,7 +1,6 @@
 """Test an item's captions, features, and the input of feature fusion, which equals transformers' except for random crops."""
 
 import contextlib
-import io
 import json
 import random
 from pathlib import Path
@@ -22,6 +21,7 @@ from clap_ds.evaluation.clips import Middle, list_clips, load_audio
 from clap_ds.model.patch_embed import longer_rows
 from clap_ds.weights.hf_config import feature_extractor
 from tests.data.tars import wav, write_tar
+from tests.evaluation.conftest import npy
 
 MICRO = load_preset("micro")
 AUDIO = load_preset("clap_htsat_tiny_roberta_base_fused").audio.model_copy(update={"num_samples": 48000})
@@ -49,31 +49,21 @@ def test_captions_are_found_or_refused_with_a_reason(members: dict[str, bytes], 
             captions_of(members)
 
 
-def npy(features: np.ndarray) -> bytes:
-    np.save(buffer := io.BytesIO(), features)
-    return buffer.getvalue()
-
-
-def read(encoded: bytes, num_frames: int = 10, seed: int = 0) -> np.ndarray:
+def read(features: np.ndarray | bytes, num_frames: int = 10, seed: int = 0) -> np.ndarray:
     row = torch.empty(num_frames, 4, dtype=torch.float16)
-    read_mel(encoded, row, rng=random.Random(seed))
+    read_mel(features if isinstance(features, bytes) else npy(features), row, rng=random.Random(seed))
     return row.numpy()
 
 
 FEATURES = np.random.default_rng(0).normal(-30, 30, (12, 4)).astype(np.float16)
-HEADER = npy(FEATURES)[:128]
 
 
 def test_features_are_cropped_at_frames() -> None:
-    starts = set()
-    for seed in range(40):
-        crop = read(npy(FEATURES), seed=seed)
-        (start,) = (start for start in range(3) if np.array_equal(crop, FEATURES[start : start + 10]))
-        starts.add(start)
+    crops = [read(FEATURES, seed=seed) for seed in range(40)]
+    starts = {start for crop in crops for start in range(3) if np.array_equal(crop, FEATURES[start : start + 10])}
     assert starts == {0, 1, 2}
-    assert np.array_equal(read(npy(FEATURES), num_frames=12), FEATURES)
-    large = np.full((10, 4), -65504, np.float16)
-    assert np.array_equal(read(npy(large)), large)
+    for features in (FEATURES, np.full((12, 4), -65504, np.float16)):
+        assert np.array_equal(read(features, num_frames=12), features)
 
 
 def put(value: float) -> np.ndarray:
@@ -83,20 +73,20 @@ def put(value: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("encoded", "reason"),
+    ("features", "reason"),
     [
         (b"", "aren't a NumPy file"),
-        (HEADER.replace(b"descr", b"[[[[["), "aren't a NumPy file"),
-        (npy(FEATURES.astype("f4")), r"are float32 of shape \(12, 4\), expected float16, at least 10 frames"),
-        (npy(FEATURES[:9]), r"of shape \(9, 4\)"),
-        (npy(FEATURES[0]), r"of shape \(4,\)"),
+        (npy(FEATURES)[:128].replace(b"descr", b"[[[[["), "aren't a NumPy file"),
         (npy(FEATURES)[:-1], "aren't a NumPy file"),
-        *((npy(put(value)), "NaN or infinite") for value in (np.nan, -np.nan, np.inf, -np.inf)),
+        (FEATURES.astype("f4"), r"are float32 of shape \(12, 4\), expected float16, at least 10 frames"),
+        (FEATURES[:9], r"of shape \(9, 4\)"),
+        (FEATURES[0], r"of shape \(4,\)"),
+        *((put(value), "NaN or infinite") for value in (np.nan, -np.nan, np.inf, -np.inf)),
     ],
 )
-def test_unusable_features_are_refused_with_a_reason(encoded: bytes, reason: str) -> None:
+def test_unusable_features_are_refused_with_a_reason(features: np.ndarray | bytes, reason: str) -> None:
     with pytest.raises(BrokenItemError, match=reason):
-        read(encoded)
+        read(features)
 
 
 def noise(num_samples: int, seed: int = 0) -> np.ndarray:

@@ -30,8 +30,7 @@ class RecordedStream:
 def test_a_source_is_closed_when_the_step_fails() -> None:
     pieces = RecordedStream([[random_batch(4, seed=2)]])
     source = BatchSource(pieces, CPU, copy_ahead=False)
-    assert_equal(next(source), random_batch(4, seed=2))
-    assert (source.state(), pieces.is_closed) == ({"given": 1}, False)
+    assert not pieces.is_closed
     with pytest.raises(RuntimeError, match="the step"), source:
         raise RuntimeError("the step")
     assert pieces.is_closed

@@ -19,8 +19,7 @@ from clap_ds.config.model import INT16_SCALE, load_preset
 from clap_ds.data.build_shards import prepare
 from clap_ds.data.clip import read_mel
 from clap_ds.data.decoding import decode_audio
-from clap_ds.data.shard_manifest import FrontEnd, read_manifest
-from clap_ds.model.clap import ClapModel
+from clap_ds.data.shard_manifest import front_end_of, read_manifest
 from clap_ds.model.mel import LogMel
 from tests.data.tars import items_in, wav, write_tar
 
@@ -66,7 +65,7 @@ def live(clip: bytes, num_samples: int = RATE) -> torch.Tensor:
 
 
 def test_features_are_those_of_decoding_live(tmp_path: Path) -> None:
-    """Up to rounding; embeddings, too."""
+    """Up to rounding."""
     shard = write_tar(tmp_path / "a.tar", members(CLIPS))
     assert run(shard, tmp_path / "mel", "--kind", "mel") == 0
     items = items_in(tmp_path / "mel")
@@ -76,15 +75,10 @@ def test_features_are_those_of_decoding_live(tmp_path: Path) -> None:
         read_mel(item["npy"], row, rng=random.Random(0))
         assert item.keys() == {"npy", "json"}
         assert json.loads(item["json"]) == {"caption": f"a sound, {name}", "kind": name}
-    torch.manual_seed(0)
-    model = ClapModel(MICRO).eval()
     waveforms = torch.stack([live(clip) for clip in CLIPS.values()]).float() / INT16_SCALE
-    with torch.no_grad():
-        assert (stored - model.mel(waveforms)).abs().max() <= HALF_STEP
-        cosines = (model.encode_audio(stored.float()) * model.encode_audio(waveforms)).sum(dim=1)
-    assert cosines.min() > 0.9999
+    assert (stored - LogMel(MICRO.audio)(waveforms)).abs().max() <= HALF_STEP
     manifest = read_manifest(str(tmp_path / "mel"))
-    assert (manifest.kind, manifest.front_end) == ("mel", FrontEnd.of(MICRO.audio))
+    assert (manifest.kind, manifest.front_end) == ("mel", front_end_of(MICRO.audio))
     assert (manifest.shards["a.tar"].items, manifest.shards["a.tar"].seconds) == (6, pytest.approx(3.8))
 
 
@@ -105,18 +99,14 @@ def test_waveforms_are_those_of_decoding_live(tmp_path: Path) -> None:
     assert (tmp_path / "mel" / "a.tar").read_bytes() == (tmp_path / "twice" / "a.tar").read_bytes()
 
 
-@pytest.mark.parametrize("num_samples", [1, 3 * RATE])
-def test_long_clips_are_stored_whole(tmp_path: Path, num_samples: int) -> None:
+def test_long_clips_are_stored_whole(tmp_path: Path) -> None:
     """Features of longer clips are equal whether computed in parts or at once."""
-    clip = wav(sound((RATE + num_samples) / RATE), RATE, "PCM_16")
+    clip, length = wav(sound(4 + 1 / RATE), RATE, "PCM_16"), 4 * RATE
     assert run(write_tar(tmp_path / "a.tar", members({"long": clip})), tmp_path / "mel", "--kind", "mel") == 0
     (item,) = items_in(tmp_path / "mel").values()
-    features = np.load(io.BytesIO(item["npy"]))
-    whole = RATE + num_samples // MICRO.audio.hop_size * MICRO.audio.hop_size
-    log_mel = LogMel(MICRO.audio.model_copy(update={"num_samples": whole}))
-    expected = log_mel(live(clip, RATE + num_samples)[None, :whole].float() / INT16_SCALE)[0]
-    assert features.shape == expected.shape
-    assert np.abs(features - expected.numpy()).max() <= HALF_STEP
+    log_mel = LogMel(MICRO.audio.model_copy(update={"num_samples": length}))
+    expected = log_mel(live(clip, length + 1)[None, :length].float() / INT16_SCALE)[0].numpy()
+    np.testing.assert_allclose(np.load(io.BytesIO(item["npy"])), expected, rtol=0, atol=HALF_STEP)
 
 
 def test_the_same_command_resumes(

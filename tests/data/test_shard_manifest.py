@@ -1,6 +1,5 @@
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,23 @@ from clap_ds.config.model import ClapConfig
 from clap_ds.data import shard_manifest
 from clap_ds.data.shard_assignment import expand_sources
 from clap_ds.data.shard_io import Kind, check_url
-from clap_ds.data.shard_manifest import FrontEnd, ShardManifest, ShardRecord, read_manifest, samples_of, write_manifest
+from clap_ds.data.shard_manifest import (
+    FrontEnd,
+    ShardManifest,
+    ShardRecord,
+    front_end_of,
+    read_manifest,
+    samples_of,
+    write_manifest,
+)  # fmt: skip
 from tests.data.tars import marked_item, marked_tars, put, write_tar
 
 
-@pytest.fixture
-def three_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def test_patterns_name_files_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    return [write_tar(tmp_path / f"a-{number:02d}.tar", marked_item(number)) for number in range(9, 12)]
-
-
-@pytest.mark.parametrize("shards", ["a-{09..11}.tar", ["a-09.tar", "a-{10,11}.tar"], "a-*.tar"])
-def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list[str]) -> None:
-    assert [Path(path).resolve() for path in shard_manifest.expand_shards(shards)] == three_tars
+    names = [str(write_tar(Path(f"a-{number:02d}.tar"), [])) for number in range(9, 12)]
+    for shards in ("a-{09..11}.tar", ["a-09.tar", "a-{10,11}.tar"], "a-*.tar"):
+        assert shard_manifest.expand_shards(shards) == names
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,6 @@ def test_patterns_name_files_in_order(three_tars: list[Path], shards: str | list
         ("s3://key:secret@bucket/a.tar", "s3 URL of bucket contains credentials"),
     ],
 )
-@pytest.mark.usefixtures("three_tars")
 def test_shards_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch, shards: str | list[str] | dict[str, float], message: str
 ) -> None:
@@ -67,14 +69,14 @@ def test_samples_of(tmp_path: Path) -> None:
 
 
 def test_kind_of(tmp_path: Path, micro: ClapConfig) -> None:
-    own, shards = FrontEnd.of(micro.audio), {"000.tar": ShardRecord(1, 0, 0.0, "")}
+    own, shards = front_end_of(micro.audio), {"000.tar": ShardRecord(1, 0, 0.0, "")}
     kinds: dict[str, tuple[Any, FrontEnd | None]] = {
         "bare": ("encoded", None),
         "plain": ("encoded", None),
-        "wav": ("waveform", replace(own, mel_bins=99)),  # left to the model
+        "wav": ("waveform", own | {"mel_bins": 99}),  # left to the model
         "mel": ("mel", own),
-        "slow": ("waveform", replace(own, sample_rate=16000)),
-        "other": ("mel", replace(own, fmin=0.0, mel_bins=99)),
+        "slow": ("waveform", own | {"sample_rate": 16000}),
+        "other": ("mel", own | {"fmin": 0.0, "mel_bins": 99}),
     }
     for name, (kind, front_end) in kinds.items():
         marked_tars(tmp_path / name, 2, 1)
@@ -106,10 +108,9 @@ def test_only_a_manifest_that_is_not_there_is_none(monkeypatch: pytest.MonkeyPat
         failures[:] = [error] * 5
         with pytest.raises(ValueError, match="reset"):
             read_manifest("memory://flaky")
-    for kind in ("strange", "mel"):  # mel lacks a front end
-        put("memory://strange/manifest.json", b'{"shards": {}, "kind": "%s"}' % kind.encode())
-        with pytest.raises(ValueError, match=f"manifest.json: .*{kind}.*encoded, waveform, mel"):
-            read_manifest("memory://strange")
+    put("memory://strange/manifest.json", b'{"shards": {}, "kind": "strange"}')
+    with pytest.raises(ValueError, match=r"manifest.json can't be read: .* 'waveform' or 'mel'.*strange"):
+        read_manifest("memory://strange")
     put("memory://other/manifest.json", b'["something else"]')
     assert read_manifest("memory://none") == read_manifest("memory://other") == ShardManifest({})
 

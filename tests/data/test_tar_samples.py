@@ -1,7 +1,6 @@
 import gzip
 import io
 import os
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -10,10 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clap_ds.data.tar_samples import Item, Place, fetch, list_items
-from tests import needs
 from tests.data.tars import marked_item, marked_items, write_tar
-
-CONTENT = {f"sub/{n}.{extension}": bytes([n]) * (511 + n) for n in range(3) for extension in ("wav", "txt")}
 
 
 def items_of(path: Path) -> tuple[list[Item], list[str]]:
@@ -41,19 +37,6 @@ def test_contents_left_in_the_tar_are_fetched_later(tar: Path) -> None:
     assert [(item["wav"], item["txt"]) for item in listed] == [(wav, text) for (_, wav), (_, text) in contents]
     del listed, item
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_what_tar_writes_is_read(tmp_path: Path) -> None:
-    needs.programs("tar")
-    (tmp_path / "sub").mkdir()
-    for name, content in CONTENT.items():
-        (tmp_path / name).write_bytes(content)
-        os.utime(tmp_path / name, (1.7e9, 1.7e9 + 0.25))
-    (tmp_path / "sub/link.wav").symlink_to("0.wav")
-    subprocess.run(["tar", "--format=pax", "-cf", "a.tar", "sub"], cwd=tmp_path, check=True)
-    items, reported = items_of(tmp_path / "a.tar")
-    found = {f"{item['__key__']}.{e}": item[e] for item in items for e in item.keys() & {"wav", "txt"}}
-    assert (found, reported) == (CONTENT, [])
 
 
 def test_damage_anywhere_is_told_and_costs_what_is_behind_it(tar: Path, tmp_path: Path) -> None:

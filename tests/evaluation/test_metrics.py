@@ -55,15 +55,11 @@ def test_retrieval_equals_a_computation_with_numpy(captions_per_clip: list[int],
     assert all((measure.low, measure.high) == wilson(measure.value, len(audio)) for measure in found.values())
 
 
-def test_retrieval_by_a_perfect_and_by_constant_models() -> None:
-    audio, clip_of_caption = torch.eye(40), torch.arange(40).repeat_interleave(2)
-    perfect = evaluate_retrieval(audio, audio[clip_of_caption], clip_of_caption, ALONE)
-    assert [measure.value for measure in perfect.values()] == pytest.approx([1.0] * 8)
+def test_a_constant_model_scores_chance() -> None:
+    clip_of_caption = torch.arange(40).repeat_interleave(2)
     for constant in (features(1, 0, dim=512), torch.full((1, 4), torch.nan)):
         found = evaluate_retrieval(constant.expand(40, -1), constant.expand(80, -1), clip_of_caption, ALONE)
         assert [measure.value for measure in found.values()] == pytest.approx([each.chance for each in found.values()])
-        assert found["retrieval_text_to_audio_r10"].value == pytest.approx(10 / 40)
-        assert found["retrieval_text_to_audio_map10"].value == pytest.approx(sum(1 / r for r in range(1, 11)) / 40)
         assert found["retrieval_audio_to_text_r5"].value == pytest.approx(1 - (75 * 74) / (80 * 79))
 
 

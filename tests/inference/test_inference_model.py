@@ -22,11 +22,11 @@ from clap_ds.inference import model as module
 from clap_ds.inference.model import Clap
 from clap_ds.model.torchaudio_compat import torchaudio
 from clap_ds.weights.export import export
-from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.load import load_weights
 from tests.data.tars import write_tar
 from tests.evaluation.conftest import ALONE
 from tests.inference.conftest import noise, write_sound
+from tests.weights.fake_checkpoints import save_safetensors
 
 import transformers  # isort: skip
 
@@ -72,22 +72,27 @@ def test_embeddings_and_scores_are_evaluations_to_the_bit(clap: Clap, shard: str
 
 
 def test_arrays_are_as_files(clap: Clap, tmp_path: Path) -> None:
-    made = [noise(1.7, 44100, 2), noise(0.4, 44100)]
-    shorts = [(samples * 32768).astype(np.int16) for samples in made]
+    """As transformers and `datasets` have them, and encoded files in memory."""
+    shorts = [(noise(*sizes) * 32768).astype(np.int16) for sizes in ((1.7, 44100, 2), (0.4, 44100))]
     paths = [write_sound(tmp_path / f"{n}.wav", samples, 44100) for n, samples in enumerate(shorts)]
+    floats = [samples / np.float32(32768) for samples in shorts]
     embedded = clap.embed_audio(paths)
     assert (embedded.shape, embedded.dtype) == ((2, clap.dim), np.float32)
-    assert np.array_equal(clap.embed_audio([shorts[0], shorts[1][0]], 44100), embedded)
-    floats = [samples / np.float32(32768) for samples in shorts]
-    assert np.array_equal(
-        clap.embed_audio([torch.from_numpy(floats[0]), floats[1].astype(np.float64)], 44100), embedded
-    )
-    dicts = [{"path": None, "array": each, "sampling_rate": 44100} for each in floats]  # as in `datasets`
-    assert np.array_equal(clap.embed_audio(dicts), embedded)
-    assert clap.embed_audio(dicts[0]).shape == (1, clap.dim)
+    decoded = SimpleNamespace(data=torch.from_numpy(floats[1]), sample_rate=44100)
+    contents = [Path(path).read_bytes() for path in paths]
+    for sounds in (
+        [shorts[0], shorts[1][0]],
+        [torch.from_numpy(floats[0]), floats[1].astype(np.float64)],
+        [{"path": None, "array": floats[0], "sampling_rate": 44100}, SimpleNamespace(get_all_samples=lambda: decoded)],
+        [contents[0], io.BytesIO(contents[1])],
+    ):
+        assert np.array_equal(clap.embed_audio(sounds, 44100), embedded)
+        assert clap.embed_audio(sounds[0], 44100.0).shape == (1, clap.dim)
     batch = np.stack([noise(0.4), noise(0.4) / 2])  # (N, 1, T)
     assert np.array_equal(clap.embed_audio(batch, 48000), clap.embed_audio([*batch], 48000))
     assert clap.embed_audio([]).shape == clap.embed_text([]).shape == (0, clap.dim)
+    loud = np.tile(noise(0.9)[0] * 3.4, 3)
+    assert np.array_equal(clap.embed_audio(loud, 44100), clap.embed_audio(loud.clip(-1, 1), 44100))
 
 
 def test_the_same_model_from_wherever_it_lies(clap: Clap, clap_folder: Path, tmp_path: Path) -> None:
@@ -112,7 +117,7 @@ def test_the_same_model_from_wherever_it_lies(clap: Clap, clap_folder: Path, tmp
 def test_the_examples_of_docstring_and_docs(
     clap_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.wav", 1.8), ("storm.mp3", 1.8)):
+    for name, seconds in (("dog.wav", 0.5), ("rain.flac", 1.2), ("storm.mp3", 1.8)):
         write_sound(tmp_path / name, noise(seconds))
     (tmp_path / clap_folder.name).symlink_to(clap_folder)
     (tmp_path / "runs").symlink_to(clap_folder.parent)
@@ -121,27 +126,8 @@ def test_the_examples_of_docstring_and_docs(
     exec(page.read_text().split("```python\n")[1].split("```")[0], {})
     assert capsys.readouterr().out.count("storm.mp3 ") == 3
     results = doctest.testmod(module)
-    assert (results.failed, results.attempted) == (0, 5)
+    assert (results.failed, results.attempted) == (0, 4)
     assert "load" in dir(clap_ds)
-
-
-@pytest.mark.filterwarnings("ignore:audio peaks")
-def test_audio_as_transformers_and_datasets_have_it(clap: Clap, tmp_path: Path) -> None:
-    samples = noise(0.9)[0]
-    write_sound(tmp_path / "a.wav", samples[None])
-    content = (tmp_path / "a.wav").read_bytes()
-    decoder = SimpleNamespace(
-        get_all_samples=lambda: SimpleNamespace(data=torch.from_numpy(samples)[None], sample_rate=48000)
-    )
-    expected = clap.embed_audio(samples, 48000.0)
-    with open(tmp_path / "a.wav", "rb") as file:
-        for given in (content, io.BytesIO(content), file, tmp_path / "a.wav", decoder):
-            np.testing.assert_allclose(clap.embed_audio(given), expected, atol=1e-4)  # the file has 16 bits
-    assert np.array_equal(clap.embed_audio(torch.from_numpy(samples), sampling_rate=48000), expected)
-    loud = samples / np.abs(samples).max() * 1.7
-    assert np.array_equal(clap.embed_audio(loud, 48000), clap.embed_audio(loud.clip(-1, 1), 48000))
-    long = np.tile(loud, 3)
-    assert np.array_equal(clap.embed_audio(long, 44100), clap.embed_audio(long.clip(-1, 1), 44100))
 
 
 def test_the_middle_is_cut_at_the_files_rate_and_resampled_then(clap: Clap) -> None:
@@ -159,20 +145,17 @@ def test_the_middle_is_cut_at_the_files_rate_and_resampled_then(clap: Clap) -> N
     [
         (lambda c: c.embed_audio(noise(1) * 32767 / np.abs(noise(1)).max(), 48000), "integers"),
         (lambda c: c.embed_audio(noise(1), 44100.5), "found 44100.5"),
-        (lambda c: c.embed_audio(noise(1), 48000, sampling_rate=48000), "expected one of them"),
-        (lambda c: c.embed_audio(io.StringIO("x")), "binary mode"),
-        (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: can't be read"),
+        (lambda c: c.embed_audio(io.StringIO("x")), "found str of shape ()"),
+        (lambda c: c.embed_audio(["gone.wav"]), "gone.wav: No such file"),
         (lambda c: c.embed_audio([noise(1)]), "sample_rate"),
         (lambda c: c.embed_audio([(noise(1)[0], 48000)]), "audio[0]: expected a path, samples"),
         (lambda c: c.embed_audio({"samples": noise(1)}), "found NoneType"),
-        (lambda c: c.embed_audio(["gone.wav"], 48000), "sample_rate: only for arrays"),
         (lambda c: c.embed_audio(noise(1, channels=9), 48000), "at most 8 channels"),
         (lambda c: c.embed_audio(noise(1).astype(int), 48000), "int64"),
         (lambda c: c.iter_windows(["x"], overlap=1.0), "overlap"),
         (lambda c: c.embed_text(["dog", " "]), "expected texts"),
         (lambda c: c.class_embeddings(["a"], ["sound"]), "templates"),
         (lambda c: clap_ds.load("some/where"), "no CLAP 'some/where'"),
-        (lambda c: clap_ds.load(c.source, device="gpu"), "device 'gpu'"),
         (lambda c: clap_ds.load(c.source, tokenizer="/nowhere"), "no tokenizer '/nowhere'"),
     ],
 )

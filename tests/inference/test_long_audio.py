@@ -19,8 +19,10 @@ from clap_ds.model.torchaudio_compat import torchaudio
 from tests.inference.conftest import noise, write_sound
 
 
-@pytest.mark.parametrize(("name", "rate"), [("a.wav", 44100), ("a.flac", 8000), ("a.mp3", 44100), ("a.ogg", 48000)])
-@pytest.mark.parametrize("overlap", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("name", "rate", "overlap"),
+    [("a.wav", 44100, 0), ("a.flac", 8000, 0.5), ("a.mp3", 44100, 0.5), ("a.ogg", 48000, 0)],
+)
 def test_windows_are_those_of_the_whole_file(
     clap: Clap, tmp_path: Path, name: str, rate: int, overlap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,18 +41,18 @@ def test_windows_are_those_of_the_whole_file(
 
 
 def test_memory_does_not_grow_with_the_file(clap: Clap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 36 minutes: 440 MB, or 880 resampled.
-    blocks = itertools.repeat(np.full((windows._BLOCK, 2), 0.25, np.float32), 400)
-    endless = SimpleNamespace(read=lambda *_, **__: next(blocks, []), frames=400 * windows._BLOCK, samplerate=24000)
+    # 18 minutes: 210 MB, or 420 resampled.
+    blocks = itertools.repeat(np.full((windows._BLOCK, 2), 0.25, np.float32), 200)
+    endless = SimpleNamespace(read=lambda *_, **__: next(blocks, []), frames=200 * windows._BLOCK, samplerate=24000)
     monkeypatch.setattr(windows, "open_audio", lambda _: contextlib.nullcontext(endless))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     path = write_sound(tmp_path / "a.wav", noise(0.1))
     number = sum(1 for _ in read_windows([path], clap.config.audio, "none", 0.0, num_workers=0, ahead=1))
-    assert number == 2 * 400 * windows._BLOCK // 48000 + 2
+    assert number == 2 * 200 * windows._BLOCK // 48000 + 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
 
-def test_means_and_middles(clap: Clap, tmp_path: Path) -> None:
+def test_means(clap: Clap, tmp_path: Path) -> None:
     long = write_sound(tmp_path / "long.wav", noise(3.5))
     short = write_sound(tmp_path / "short.wav", noise(0.7))
     rows = list(clap.iter_windows([long, short], overlap=0.25))
@@ -61,13 +63,9 @@ def test_means_and_middles(clap: Clap, tmp_path: Path) -> None:
     assert (mean.start_s, mean.end_s, alone.start_s, alone.end_s) == (0, 3.5, 0, 0.7)
     np.testing.assert_allclose(mean.vector, total / np.linalg.norm(total), atol=3e-7)  # roundings of numbers below 1
     assert np.array_equal(alone.vector, rows[5].vector)
-    middle = soundfile.read(long, dtype="float32")[0][60000:108000]
-    (found,) = clap.iter_windows([long], pooling="center")
-    assert np.array_equal(found.vector[None], clap.embed_audio([middle], 48000))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("which", ["none", "mean"])
+@pytest.mark.parametrize(("which", "num_workers"), [("none", 2), ("mean", 0)])
 def test_what_is_broken_is_a_row_in_its_place(
     clap: Clap, tmp_path: Path, which: Any, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +82,7 @@ def test_what_is_broken_is_a_row_in_its_place(
     rows = list(clap.iter_windows(sources, pooling=which, num_workers=num_workers, batch_size=2))
     errors = {Path(row.source).name: row.error for row in rows if row.vector is None}
     assert errors.keys() == {"gone.wav", tmp_path.name, "silent.wav", "cut.flac", "text.wav"}
-    assert "can't be read" in errors["gone.wav"]
+    assert "No such file" in errors["gone.wav"]
     assert "silent" in errors["silent.wav"]
     number = {"none": {"a.wav": 2, "late.wav": 4, "silent.wav": 3, "cut.flac": 2}, "mean": {}}[which]
     assert [Path(row.source).name for row in rows] == [

@@ -46,8 +46,7 @@ def test_a_table_is_read_as_written_by_pandas_too(tmp_path: Path, monkeypatch: p
         np.testing.assert_array_equal(column, expected)
     table = pyarrow.parquet.read_table(path)
     assert json.loads(table.schema.metadata[b"clap_ds"]) == asdict(ABOUT)
-    assert [each is None for each in table["vector"].to_pylist()[:5]] == [False, False, False, True, False]
-    np.testing.assert_array_equal(np.stack(table.to_pandas()["vector"][:3]), rows(5).vector[:3])
+    np.testing.assert_array_equal(np.stack(table.to_pandas()["vector"][:5]), rows(5).vector)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def _logged(folder: str) -> dict[str, Any]:
         mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
         mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
     ):
-        log = TrainLogger(record, engine, loader, writer, plan, state, ranks, Path(folder), math.log(20))  # type: ignore[arg-type]
+        log = TrainLogger(record, engine, loader, writer, plan, state, ranks, Path(folder))  # type: ignore[arg-type]
         for step in range(1, 7):
             log.begin_step()
             with engine.timer("data_wait"):

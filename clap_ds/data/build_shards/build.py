@@ -3,7 +3,7 @@
     clap-shards build clips.csv shards --held_out 0.05
 
 SOURCE is a CSV or JSONL with a column of paths and columns of captions. Or it is a folder in which each audio file has a
-.txt (one caption per line) or .json (field caption) of the same name. Identical files become one item with several
+.txt (one caption per line) or .json (field caption) of the same name. Rows of the same file become one item with several
 captions; other columns are kept in the item's json. Unusable files are skipped, counted and listed in `broken.jsonl`.
 """
 
@@ -13,22 +13,17 @@ import json
 import random
 import sys
 from argparse import ArgumentParser, Namespace
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from clap_ds.config import arguments
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import own_folder, read_bytes, write_atomically
-from clap_ds.config.model import load_preset
-from clap_ds.config.model_names import preset_names
+from clap_ds.config.files import own_folder, read_bytes
 from clap_ds.data.build_shards import shard_writer
-from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, Entry, look_at, merge, read_entries, values_of
+from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, Entry, check_files, read_entries, values_of
 from clap_ds.data.build_shards.prepare import EncodedClip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.build_shards.shard_writer import Member, Named
-from clap_ds.data.clip import monotony
 from clap_ds.data.decoding import BrokenItemError
 from clap_ds.data.shard_io import KINDS
 from clap_ds.data.shard_manifest import HUB_TOKENIZER
@@ -55,7 +50,6 @@ def add_build_options(parser: ArgumentParser) -> None:
     add, add_one = group.add_argument, group.add_mutually_exclusive_group().add_argument
     more = "fraction of items to hold out at random (default: 0); 1: all, for a test set"
     add_one("--held_out", type=arguments.number(0, 1), default=0.0, metavar="SHARE", help=more)
-    add("--group_column", metavar="NAME", help="column such as the speaker: items with equal values stay in one split")
     add_one("--split_column", metavar="NAME", help=f"instead, column with each item's split: {SIDES}")
     add_one("--fold_column", metavar="NAME", help="instead, column with each item's fold, as in ESC-50")
     add("--held_out_fold", metavar="FOLD", help="fold to hold out, with --fold_column")
@@ -67,38 +61,32 @@ def add_build_options(parser: ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="K", help="seed for shuffling and holding out (default: 0)")
     add_preparation_options(parser, KINDS, default="encoded")
     more = "train a tokenizer with N tokens on the captions, to train a model from scratch; typically 1000 to 10000"
-    sizes = arguments.whole_number(261, max(load_preset(name).text.vocab_size for name in preset_names()))
-    parser.add_argument("--train_tokenizer", type=sizes, metavar="VOCABULARY", help=more)
+    parser.add_argument("--train_tokenizer", type=arguments.whole_number(261), metavar="VOCABULARY", help=more)
     shard_writer.add_work(parser)
 
 
 def run_build(options: Namespace) -> int:
     """Build shards and return the exit code."""
-    if bool(options.fold_column) != bool(options.held_out_fold) or (options.group_column and not options.held_out):
-        raise UserError("expected --fold_column with --held_out_fold, and --group_column with --held_out")
+    if bool(options.fold_column) != bool(options.held_out_fold):
+        raise UserError("expected --fold_column with --held_out_fold")
     preparation, folder = preparation_of(options), options.folder
-    listed = read_entries(options.source, options)
-    check_columns(listed, options)
-    saved = folder / shard_writer.RECORDS / "files.json"
-    look_at(listed, options.workers, saved if options.part or options.join else None)
-    entries = merge(listed)
+    entries = read_entries(options.source, options)
+    check_files(entries, options.workers)
     usable = [entry for entry in entries if not entry.problem]
     broken = [(str(entry.path), entry.problem) for entry in entries if entry.problem]
     if not usable:
         none = shard_writer.none_usable(broken)
         raise UserError(f"{none}; set --audio_root if paths are relative to another folder")
-    if few := monotony([tuple(entry.captions) for entry in usable]):
-        print(f"warning: {few}", file=sys.stderr)
+    num_different = len({tuple(entry.captions) for entry in usable})
+    if len(usable) > num_different * (50 if num_different > 1 else 1):
+        few = f"only {num_different:,} different caption(s) among {len(usable):,} clips"
+        print(f"warning: {few}; check the caption source", file=sys.stderr)
     divided = divide(usable, options)
     convert = preparation.clip if preparation else as_it_is
     members = {name: partial(members_of, items, convert) for name, items in divided.items()}
-    prepared = (preparation.kind, preparation.front_end) if preparation else ()
-    shards = shard_writer.fill(folder, _plan(divided), members, options, prepared, broken)
-    if options.part:
-        if not saved.is_file():
-            write_atomically(saved, json.dumps([(entry.size, entry.problem, entry.digest) for entry in listed]))
-        shard_writer.print_amount("part {}/{}".format(*options.part), shards)
-        return 0
+    prepared = preparation.described if preparation else ()
+    work = members, options.workers, prepared, broken
+    records, broken = shard_writer.write_shards(folder, _plan(divided), *work)
     tokenizer = HUB_TOKENIZER
     if options.train_tokenizer:
         captions = (caption for entry in usable for caption in entry.captions)
@@ -106,12 +94,14 @@ def run_build(options: Namespace) -> int:
             vocab_size = train_tokenizer(captions, own, vocab_size=options.train_tokenizer)
         tokenizer = str(folder / "tokenizer")
         print(f"trained a tokenizer of {vocab_size} tokens, for a model trained from scratch")
-    more: dict[str, Any] = {}
-    has_train = shard_writer.print_amount("train", [shard for shard in shards if shard.name.startswith("train")])
-    if shard_writer.print_amount("held_out", [shard for shard in shards if shard.name.startswith("held_out")]):
-        more["evaluation"] = {"retrieval": {"shards": f"{folder}/held_out-*.tar"}}
-    shard_writer.print_settings(f"{folder}/train-*.tar" if has_train else None, tokenizer, options.preset, more)
-    return shard_writer.print_left_out(folder, shards, broken, options.max_left_out)
+    patterns = {}
+    for side in ("train", "held_out"):
+        if of_side := [record for name, record in records.items() if name.startswith(side)]:
+            shard_writer.print_amount(side, of_side)
+            patterns[side] = f"{folder}/{side}-*.tar"
+    more = {"evaluation": {"retrieval": {"shards": patterns["held_out"]}}} if "held_out" in patterns else {}
+    shard_writer.print_settings(patterns.get("train"), tokenizer, options.preset, **more)
+    return shard_writer.print_left_out(folder, records.values(), broken, options.max_left_out)
 
 
 def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
@@ -119,41 +109,22 @@ def _plan(divided: dict[str, Numbered]) -> Iterator[str]:
     for name, items in divided.items():
         yield name
         for number, entry in items:
-            parts = [number, str(entry.path), entry.size, entry.captions, entry.more, list(map(str, entry.others))]
-            yield json.dumps(parts, default=str)
+            yield json.dumps([number, str(entry.path), entry.size, entry.captions, entry.more], default=str)
 
 
 def members_of(items: Numbered, convert: Callable[[bytes, str], EncodedClip], broken: list[Named]) -> Iterator[Member]:
     """Yield the items of a shard, and add unusable ones to `broken`."""
     for number, entry in items:
-        names = [entry.path, *entry.others]
         try:
             content = read_bytes(entry.path, MOST_OF_A_FILE)
             clip = convert(content, entry.path.suffix.lower().removeprefix("."))
         except (BrokenItemError, OSError) as error:
-            broken += [(str(path), str(error)) for path in names]
+            broken.append((str(entry.path), str(error)))
             continue
-        sources = list(dict.fromkeys(path.name for path in names))
-        caption, source = (each[0] if len(each) == 1 else each for each in (entry.captions, sources))
-        described = {**entry.more, "caption": caption, "source": source}
+        caption = entry.captions[0] if len(entry.captions) == 1 else entry.captions
+        described = {**entry.more, "caption": caption, "source": entry.path.name}
         said = json.dumps(described, ensure_ascii=False, default=str).encode(errors="replace")
         yield {"__key__": f"{number:09d}", clip.extension: clip.content, "json": said}, clip.seconds
-
-
-def check_columns(entries: list[Entry], options: Namespace) -> None:
-    """Raise UserError if the column that assigns an entry is empty or has an unexpected value."""
-    column = options.split_column or options.group_column or options.fold_column
-    for entry in entries if column else ():
-        found = names_in(entry, column)
-        odd = [name for name in found if options.split_column and name.lower() not in TRAIN + HELD_OUT]
-        if not entry.problem and (odd or not found):
-            what = f"found {odd[0]!r}" if odd else f"found none; its columns: {', '.join(entry.more) or 'none'}"
-            expected = SIDES if options.split_column else "a value"
-            raise UserError(f"{entry.path}: expected {expected} in its column {column!r}, {what}")
-
-
-def names_in(entry: Entry, column: str) -> list[str]:
-    return [name for value in values_of(entry.more, column) if (name := str(value).strip())]
 
 
 def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
@@ -176,25 +147,23 @@ def divide(entries: list[Entry], options: Namespace) -> dict[str, Numbered]:
 
 
 def held_out(entries: list[Entry], order: list[int], options: Namespace) -> set[int]:
-    """Return the indices of the held-out entries, by a column or as a fraction of whole groups in the given order."""
+    """Return the indices of the held-out entries, by a column or as the first part of the given order."""
     chosen: set[int] = set()
     if column := options.split_column or options.fold_column:
-        wanted = (options.held_out_fold.lower(),) if options.fold_column else HELD_OUT
-        values = [{name.lower() for name in names_in(entry, column)} for entry in entries]
+        sides = {*TRAIN, *HELD_OUT} if options.split_column else None
+        wanted = HELD_OUT if sides else (options.held_out_fold.lower(),)
+        values = [{str(value).strip().lower() for value in values_of(entry.more, column)} for entry in entries]
+        for entry, found in zip(entries, values, strict=True):
+            if not found or (sides and not found <= sides):
+                expected = f"{SIDES if sides else 'a value'} in its column {column!r}"
+                there = f"found {', '.join(found) or 'none'}; its columns: {', '.join(entry.more) or 'none'}"
+                raise UserError(f"{entry.path}: expected {expected}, {there}")
         chosen = {number for number in order if not values[number].isdisjoint(wanted)}
-        if options.fold_column and not chosen:
+        if not chosen and not sides:
             there = ", ".join(sorted(set().union(*values))[:20])
             raise UserError(f"--held_out_fold {options.held_out_fold}: no such value in {column!r}; found {there}")
     elif options.held_out:
-        groups: dict[object, list[int]] = defaultdict(list)
-        for number in order:
-            group = options.group_column
-            groups[names_in(entries[number], group)[0] if group else number].append(number)
-        wanted_items = max(1, round(options.held_out * len(entries)))
-        for members in groups.values():
-            if 2 * (wanted_items - len(chosen)) > len(members):
-                chosen.update(members)
-        chosen = chosen or {*min(groups.values(), key=len)}
+        chosen = {*order[: max(1, round(options.held_out * len(entries)))]}
     if len(chosen) == len(entries) and options.held_out != 1:
         raise UserError(f"all {len(entries)} item(s) would be held out, with none left for training")
     return chosen

@@ -1,30 +1,29 @@
-"""Read the captions of audio files from a list or a folder, and check the files: regular ones only, each content once."""
+"""Read the captions of audio files from a list or a folder."""
 
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import os
 import re
 from argparse import Namespace
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from tqdm import tqdm
 
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import open_regular, parse_json, read_bytes, read_json
+from clap_ds.config.files import parse_json, read_bytes, read_json
 
 AUDIO_SUFFIXES = tuple(f".{name}" for name in "wav flac ogg mp3 opus aiff aif au caf w64 m4a aac wma".split())  # noqa: SIM905
-LIST_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
+LIST_SUFFIXES = (".csv", ".tsv", ".jsonl")
 AUDIO_COLUMNS = ("path", "audio_path", "file", "filename", "file_name", "audio", "filepath", "file_path")
 _CAPTION_COLUMN = re.compile(r"(caption|text|raw_text|sentence|description)s?[_ ]?\d*", re.IGNORECASE)
-COLUMN_IN_NAME = re.compile(r"\{([^{}]+)\}")  # in an --audio_column template
 
 MOST_OF_A_FILE = 2**30
 """Bytes of a list or an audio file."""
@@ -39,10 +38,8 @@ class Entry:
     path: Path
     captions: list[str]
     more: Row = field(default_factory=dict)
-    problem: str | None = None
+    problem: str = ""
     size: int = 0  # bytes, if the file was checked
-    digest: str = ""  # of the content, if another file is as long
-    others: list[Path] = field(default_factory=list)  # identical files
 
     def add(self, other: Entry) -> None:
         """Merge the captions and metadata of another entry of the same sound."""
@@ -60,40 +57,45 @@ def values_of(row: Row, name: str) -> list[Any]:
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:
-    """Read the entries of a folder or list by the command's `options`, merging rows of the same path."""
-    merged: dict[Path, Entry] = {}
+    """Read the entries of a folder or list by the command's `options`, merging rows of the same file."""
+    merged: dict[str, Entry] = {}
     for entry in (_read_folder if source.is_dir() else _read_list)(source, options):
-        if (first := merged.setdefault(entry.path, entry)) is not entry:
+        if (first := merged.setdefault(os.path.abspath(entry.path), entry)) is not entry:
             first.add(entry)
     for entry in merged.values():
-        entry.problem = entry.problem or (None if entry.captions else "empty caption")
+        entry.problem = entry.problem or ("" if entry.captions else "empty caption")
     return list(merged.values())
 
 
 def read_paths(source: Path) -> list[Path]:
-    """Read a list's audio paths from a column of `AUDIO_COLUMNS`, or from its only column, with or without heading."""
-    rows, names = rows_of(source)
-    of_audio = [name for name in names if is_of_audio(name)] or names
-    if len(of_audio) > 1 and not is_of_audio(of_audio[0]):
-        raise UserError(f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are {', '.join(names)}")
-    is_heading = not names[0].lower().endswith(AUDIO_SUFFIXES)
-    paths = [*([] if is_heading else names[:1]), *(path_in(row, of_audio[0]) for _, row in rows)]
-    return [source.parent / path for path in paths if path]
+    """Read audio paths from the lines of a .txt, or from a list's column of `AUDIO_COLUMNS`."""
+    if source.suffix.lower() == ".txt":
+        paths = _text_of(source).split("\n")
+    else:
+        rows, names = rows_of(source)
+        audio = next(filter(is_of_audio, names), None)
+        if audio is None:
+            raise UserError(f"{source}: no column named {', '.join(AUDIO_COLUMNS)}; there are {', '.join(names)}")
+        paths = [path_in(row, audio) for _, row in rows]
+    return [source.parent / path.strip() for path in paths if path.strip()]
 
 
 def rows_of(source: Path) -> tuple[list[tuple[int, Row]], list[str]]:
     """Read a list's rows, each with its line number, and its column names."""
-    if not source.is_file() or source.suffix.lower() not in LIST_SUFFIXES:
-        found = "" if source.exists() else ": no such file or folder"
-        raise UserError(f"{source}{found}; expected a folder, or a list in .csv, .tsv or .jsonl")
-    try:
-        text = read_bytes(source, MOST_OF_A_FILE).decode("utf-8-sig")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"{source} can't be read: {error}; expected a list in UTF-8") from None
-    rows = list((_jsonl_rows if source.suffix.lower() == ".jsonl" else _csv_rows)(source, text))
+    suffix = source.suffix.lower()
+    if suffix not in LIST_SUFFIXES:
+        raise UserError(f"{source}: expected a folder, or a list in {', '.join(LIST_SUFFIXES)}")
+    rows = list((_jsonl_rows if suffix == ".jsonl" else _csv_rows)(source, _text_of(source)))
     if not rows:
         raise UserError(f"{source}: no rows found")
     return rows, list(dict.fromkeys(name for _, row in rows for name in row))
+
+
+def _text_of(source: Path) -> str:
+    try:
+        return read_bytes(source, MOST_OF_A_FILE).decode("utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{source} can't be read: {error}; expected a list in UTF-8") from None
 
 
 def is_of_audio(column: str) -> bool:
@@ -114,12 +116,9 @@ def _jsonl_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                row = parse_json(line)
-            except ValueError as error:
-                raise UserError(f"{source}:{number}: not valid JSON: {getattr(error, 'msg', error)}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{source}:{number}: expected an object, as in each line of a JSONL")
-            yield number, row
+                yield number, dict(parse_json(line))
+            except (ValueError, TypeError) as error:
+                raise UserError(f"{source}:{number}: expected a JSON object: {error}") from None
 
 
 def _csv_rows(source: Path, text: str) -> Iterator[tuple[int, Row]]:
@@ -143,7 +142,7 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
     audio = options.audio_column or next(filter(is_of_audio, names), "")
     captions = options.caption_columns or list(filter(_CAPTION_COLUMN.fullmatch, names))
     for option, columns in (
-        ("--audio_column", COLUMN_IN_NAME.findall(audio) or [audio or "path"]),
+        ("--audio_column", _columns_in(audio) or [audio or "path"]),
         ("--multilabel_column", options.multilabel_column),
         ("--caption_columns", captions or ["caption"]),
     ):
@@ -152,10 +151,13 @@ def _columns(source: Path, names: list[str], options: Namespace) -> tuple[str, l
     return audio, captions
 
 
+def _columns_in(template: str) -> list[str]:
+    return [name for _, name, _, _ in Formatter().parse(template) if name]
+
+
 def path_in(row: Row, audio: str) -> str:
-    path = row.get(audio)
-    if COLUMN_IN_NAME.search(audio):
-        path = COLUMN_IN_NAME.sub(lambda column: str(row.get(column[1], "")), audio)
+    """Return a row's path in a column, or by a template of columns."""
+    path = audio.format_map(defaultdict(str, row)) if "{" in audio else row.get(audio)
     return path.strip() if isinstance(path, str) else ""
 
 
@@ -175,10 +177,10 @@ def in_words(name: str) -> str:
 
 
 def audio_files_in(folder: Path) -> list[Path]:
-    """List a folder's audio files recursively, sorted. Raises UserError for none or an unreadable folder."""
+    """List a folder's audio files recursively, sorted. Raises UserError for none, and OSError."""
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename} can't be read: {error.strerror}; check its permissions") from None
+        raise error
 
     found = (Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names)
     paths = sorted(path for path in found if path.suffix.lower() in AUDIO_SUFFIXES)
@@ -205,41 +207,14 @@ def _read_folder(folder: Path, options: Namespace) -> Iterator[Entry]:
             yield Entry(path, [], problem=f"captions can't be read: {error}")
 
 
-def look_at(entries: list[Entry], num_threads: int, saved: Path | None) -> None:
-    """Set the entries' sizes, problems and, if another file is as long, digests, from `saved` or the files."""
-    if saved and saved.is_file() and len(seen := parse_json(read_bytes(saved, MOST_OF_A_FILE))) == len(entries):
-        for entry, found in zip(entries, seen, strict=True):
-            entry.size, entry.problem, entry.digest = found
-        return
+def check_files(entries: list[Entry], num_threads: int) -> None:
+    """Set the entries' sizes, and the problems of missing files."""
     with ThreadPoolExecutor(num_threads) as pool:
-        list(tqdm(pool.map(_look, entries), "files", len(entries), unit="file", disable=None))
-        number_of = Counter(entry.size for entry in entries if not entry.problem)
-        alike = [entry for entry in entries if not entry.problem and number_of[entry.size] > 1]
-        list(tqdm(pool.map(_hash, alike), "duplicates", len(alike), unit="file", disable=None))
+        list(tqdm(pool.map(_check, entries), "files", len(entries), unit="file", disable=None))
 
 
-def merge(entries: list[Entry]) -> list[Entry]:
-    """Merge entries of identical files into the first, which then has all captions and lists the others."""
-    first_of: dict[object, Entry] = {}
-    for entry in entries:
-        if (first := first_of.setdefault(entry.digest or id(entry), entry)) is not entry:
-            first.add(entry)
-            first.others.append(entry.path)
-    return list(first_of.values())
-
-
-def _look(entry: Entry) -> None:
+def _check(entry: Entry) -> None:
     try:
         entry.size = entry.path.stat().st_size
-        if not entry.path.is_file():
-            entry.problem = entry.problem or "isn't a regular file"
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         entry.problem = entry.problem or f"audio file can't be read: {error}"
-
-
-def _hash(entry: Entry) -> None:
-    try:
-        with open_regular(entry.path) as file:
-            entry.digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        entry.problem = f"audio file can't be read: {error}"

@@ -12,6 +12,7 @@ import io
 import math
 import random
 import re
+import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -24,16 +25,23 @@ import torch
 from numpy.typing import NDArray
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import own_folder, read_bytes, replacing
 from clap_ds.config.model import PRESETS, AudioConfig, load_preset
 from clap_ds.cpu_kernels.patch_model import convert
-from clap_ds.data import decoding
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.shard_writer import Member, Named
 from clap_ds.data.clip import CLIP_FORMATS, FEATURES, captions_of, choose_clip
-from clap_ds.data.decoding import AUDIO_FORMATS, BrokenItemError, check_peak, check_samples, decode_audio, open_audio
+from clap_ds.data.decoding import (
+    AUDIO_FORMATS,
+    BrokenItemError,
+    check_peak,
+    check_samples,
+    decode_part,
+    open_audio,
+    repeat,
+    resampling_ratio,
+)
 from clap_ds.data.shard_io import Kind
-from clap_ds.data.shard_manifest import FrontEnd, expand_shards, folder_of, read_manifest, tokenizer_beside
+from clap_ds.data.shard_manifest import HUB_TOKENIZER, expand_shards, front_end_of
 from clap_ds.data.tar_samples import fetch, list_items
 from clap_ds.model.mel import LogMel
 
@@ -45,15 +53,14 @@ class EncodedClip(NamedTuple):
 
 
 def as_it_is(content: bytes, extension: str) -> EncodedClip:
-    """Keep a file, or convert it to FLAC if training doesn't support its format. Raises BrokenItemError."""
+    """Keep a file, or convert it to mono FLAC if training doesn't support its format. Raises BrokenItemError."""
     with open_audio(content) as file:
         rate, expected = file.samplerate, file.frames
         samples = file.read(dtype="float32", always_2d=True)
     check_peak(samples)
     check_samples(len(samples), expected, not samples.any())
     if extension not in AUDIO_FORMATS:
-        mixed = samples if samples.shape[1] <= 8 else samples.mean(axis=1)  # FLAC supports 8 channels
-        extension, content = "flac", _encoded(mixed.clip(-1, 1), rate, "FLAC")
+        extension, content = "flac", _encoded(samples.mean(axis=1).clip(-1, 1), rate, "FLAC")
     return EncodedClip(extension, content, len(samples) / rate)
 
 
@@ -61,32 +68,26 @@ class Preparation:
     """Convert audio files to kind `waveform`, or `mel` after repeating short clips."""
 
     def __init__(self, kind: Kind, audio: AudioConfig) -> None:
-        self.kind, self.audio, self.front_end = kind, audio, FrontEnd.of(audio)
-        self._log_mel = LogMel(audio)
-        convert(self._log_mel)
+        self.audio, self.described = audio, (kind, front_end_of(audio))
+        self._log_mel = LogMel(audio) if kind == "mel" else None
+        if self._log_mel:
+            convert(self._log_mel)
 
     def clip(self, content: bytes, extension: str = "") -> EncodedClip:
         """Convert an audio file. Raises BrokenItemError."""
-        rate = self.audio.sample_rate
+        rate, length, hop = self.audio.sample_rate, self.audio.num_samples, self.audio.hop_size
         with open_audio(content) as file:
-            num_samples = math.ceil(file.frames * decoding.resampling_ratio(file.samplerate, rate))
-            row = torch.from_numpy(np.empty(num_samples, np.int16))  # torch's error isn't a MemoryError
-        waveform = row[: decode_audio(content, row, sample_rate=rate, rng=random.Random(0))].numpy()
-        if not waveform.any():
+            num_samples = math.ceil(file.frames * resampling_ratio(file.samplerate, rate))
+            row = torch.from_numpy(np.zeros(max(num_samples, length), np.int16))  # torch's error isn't a MemoryError
+        found = decode_part(content, row[:num_samples], sample_rate=rate, rng=random.Random(0))
+        if not row[:found].any():
             raise BrokenItemError("audio is silent: every sample is 0 in 16 bits")
-        wav, seconds = _encoded(waveform, rate, "WAV"), len(waveform) / rate
-        if self.kind == "waveform":
-            return EncodedClip("wav", wav, seconds)
-        np.save(file := io.BytesIO(), self._features(wav, len(waveform)))
-        return EncodedClip(FEATURES, file.getvalue(), seconds)
-
-    def _features(self, wav: bytes, num_samples: int) -> NDArray[np.float16]:
-        """Compute the (frames, mel_bins) features of a WAV, as training would, but uncropped."""
-        length, hop = self.audio.num_samples, self.audio.hop_size
-        row = torch.empty(max(num_samples, length), dtype=torch.int16)
-        decode_audio(wav, row, sample_rate=self.audio.sample_rate, rng=random.Random(0))
-        whole = length + (len(row) - length) // hop * hop
-        return self._log_mel.of_any_length(row[None, :whole])[0].half().numpy()
+        if self._log_mel is None:
+            return EncodedClip("wav", _encoded(row[:found].numpy(), rate, "WAV"), found / rate)
+        repeat(row[: max(found, length)].numpy(), found)
+        whole = length + max(found - length, 0) // hop * hop  # uncropped
+        np.save(file := io.BytesIO(), self._log_mel.of_any_length(row[None, :whole])[0].half().numpy())
+        return EncodedClip(FEATURES, file.getvalue(), found / rate)
 
 
 def _encoded(samples: NDArray[Any], rate: int, file_format: str) -> bytes:
@@ -105,9 +106,12 @@ def preparation_of(options: Namespace) -> Preparation | None:
     """Build the `Preparation` of these options; None for kind `encoded`. Raises UserError if they conflict."""
     if (options.kind == "encoded") == bool(options.preset):
         raise UserError(f"--kind {options.kind}: waveform and mel require a --preset ({PRESETS}); encoded takes none")
-    if options.kind == "mel" and load_preset(options.preset).audio.fusion:
+    if not options.preset:
+        return None
+    audio = load_preset(options.preset).audio
+    if options.kind == "mel" and audio.fusion:
         raise UserError(f"--kind mel: {options.preset} has feature fusion: expected --kind waveform")
-    return Preparation(options.kind, load_preset(options.preset).audio) if options.preset else None
+    return Preparation(options.kind, audio)
 
 
 def add_prepare_options(parser: ArgumentParser) -> None:
@@ -123,22 +127,15 @@ def run_prepare(options: Namespace) -> int:
     preparation = preparation_of(options)
     assert preparation is not None  # `encoded` isn't among the choices
     tars, folder = _by_name(expand_shards(options.shards)), options.folder
-    for place in dict.fromkeys(map(folder_of, tars.values())):
-        if read_manifest(place).kind == "mel":
-            raise UserError(f"{place} holds features; expected audio")
     members = {name: partial(members_of, tar, preparation) for name, tar in tars.items()}
-    shards = shard_writer.fill(folder, tars.values(), members, options, (preparation.kind, preparation.front_end))
-    shard_writer.print_amount("part {}/{}".format(*options.part) if options.part else preparation.kind, shards)
-    if options.part:
-        return 0
-    tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer"
-    if tokenizer.is_dir():
-        with own_folder(folder / tokenizer.name) as own:
-            for file in filter(Path.is_file, tokenizer.iterdir()):
-                with replacing(own / file.name) as copy:
-                    copy.write(read_bytes(file))
-    shard_writer.print_settings(f"{folder}/*.tar", tokenizer_beside(f"{folder}/*.tar"), options.preset)
-    return shard_writer.print_left_out(folder, shards, [], options.max_left_out)
+    work = members, options.workers, preparation.described
+    records, broken = shard_writer.write_shards(folder, tars.values(), *work)
+    shard_writer.print_amount(options.kind, [*records.values()])
+    beside, tokenizer = Path(next(iter(tars.values()))).parent / "tokenizer", HUB_TOKENIZER
+    if beside.is_dir():
+        tokenizer = str(shutil.copytree(beside, folder / beside.name, dirs_exist_ok=True))
+    shard_writer.print_settings(f"{folder}/*.tar", tokenizer, options.preset)
+    return shard_writer.print_left_out(folder, records.values(), broken, options.max_left_out)
 
 
 def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Iterator[Member]:
