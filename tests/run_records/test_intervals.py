@@ -25,18 +25,12 @@ def test_interval_covers_the_true_median_as_often_as_it_says(count: int) -> None
     assert covered / trials == pytest.approx(interval.coverage, abs=0.011)
 
 
-def test_too_few_values_for_95_percent_give_their_range_and_say_so() -> None:
-    interval = median_interval([0.0, 1.0, 2.0, 3.0])
-    assert (interval.low, interval.median, interval.high) == (0.0, 1.5, 3.0)
-    assert interval.coverage == 0.875
-
-
 def test_rate_is_all_samples_over_all_seconds_whatever_the_windows() -> None:
     """Every tenth step takes 4× as long: 10 samples per step in 0.13 s on average."""
-    steps_s = [0.4 if step % 10 == 9 else 0.1 for step in range(6000)]
-    for size in (1, 7, 10, 250, 1000, 6000):
-        windows = [sum(steps_s[start : start + size]) for start in range(0, 6000, size)]
-        samples = [10 * min(size, 6000 - start) for start in range(0, 6000, size)]
+    steps_s = [0.4 if step % 10 == 9 else 0.1 for step in range(600)]
+    for size in (1, 7, 10, 250, 600):
+        windows = [sum(steps_s[start : start + size]) for start in range(0, 600, size)]
+        samples = [10 * min(size, 600 - start) for start in range(0, 600, size)]
         found = rates([a / b for a, b in zip(samples, windows, strict=True)], windows)
         assert found["mean"] == pytest.approx(10 / 0.13)
 
