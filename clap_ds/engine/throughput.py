@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from clap_ds.distributed.collectives import gather
-from clap_ds.run_records.environment import largest_memory, peak_memory
+from clap_ds.run_records.environment import energy_joules, largest_memory, peak_memory
 from clap_ds.run_records.intervals import rates
 from clap_ds.run_records.metrics_schema import StepTime, Summary
 from clap_ds.run_records.stragglers import Floats
@@ -26,6 +27,7 @@ class Window(NamedTuple):
         step_s, own_s, data_wait_s: seconds, (steps, ranks), as in `StepTimes`.
         figures: other numbers of each step, (steps, ranks, number).
         memory: peak memory so far.
+        joules: counters of all ranks' GPUs at its end, in total; NaN if unknown.
     """
 
     window_s: Floats
@@ -34,6 +36,7 @@ class Window(NamedTuple):
     data_wait_s: Floats
     figures: Floats
     memory: Summary
+    joules: float = math.nan
 
     @property
     def slowest_s(self) -> float:
@@ -49,10 +52,12 @@ def gather_window(times: StepTimes, figures: Tensor) -> Window:
     """Gather a window's times, and `figures` of each step, (steps, number), on rank 0. A collective."""
     data_wait_s = [phases["data_wait"] for phases in times.phases_s]
     own = np.column_stack((times.step_s, times.own_s, data_wait_s, figures.double().cpu().numpy()))
-    window_s, rows, memory = zip(*gather((times.window_s, own, peak_memory(figures.device))), strict=True)
+    device = figures.device
+    ranks = gather((times.window_s, own, peak_memory(device), energy_joules(device)))
+    window_s, rows, memory, joules = zip(*ranks, strict=True)
     by_step = np.stack(rows, axis=1)
     step_s, own_s, waits_s = np.moveaxis(by_step[..., :3], 2, 0)
-    return Window(np.array(window_s), step_s, own_s, waits_s, by_step[..., 3:], largest_memory(memory))
+    return Window(np.array(window_s), step_s, own_s, waits_s, by_step[..., 3:], largest_memory(memory), sum(joules))
 
 
 class Throughput:

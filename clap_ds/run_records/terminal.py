@@ -57,6 +57,8 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "data wait", f"{summary['data_wait_percent']:.2f}%"
     held = f" of tensors, {reserved / 2**30:,.2f} GiB reserved" if reserved else ""
     yield "peak memory per rank (largest)", f"{summary['memory_peak_bytes'] / 2**30:,.2f} GiB{held}"
+    if "joules_per_sample" in summary:
+        yield "energy", f"{summary['joules_per_sample']:,.4g} J per sample, {summary['energy_kwh']:,.4g} kWh"
     if "flops" in summary:
         yield from _utilization_rows(summary, summary["flops"], summary["peak_tflops"])
     breakdown = summary["breakdown_s"] or {}

@@ -3,6 +3,7 @@
 Losses and norms stay on the device until several steps are written together, to avoid a synchronization per step.
 """
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -56,7 +57,8 @@ class TrainLogger:
         self._lines: list[tuple[StepLine, Tensor]] = []  # tensor: loss, norm, logit scale, skipped
         self._is_warm = False
         self._throughput = Throughput(ranks.world_size)
-        self._memory = Summary()
+        self._memory, self._first_samples, self._joules = Summary(), state.samples, math.nan
+        self._begin_joules = sum(gather(environment.energy_joules(engine.device)))
         self._stragglers = Stragglers(gather(ranks.host))
         self._checkpoints: list[dict[str, Any]] = []
         self._before_s, self._started_s = state.train_s, time.monotonic()
@@ -101,7 +103,7 @@ class TrainLogger:
         slow = self._stragglers.add(samples, first_s, window.own_s, window.data_wait_s)
         if self._is_warm:
             self._throughput.add(window, samples)
-        self._is_warm, self._memory = True, window.memory
+        self._is_warm, self._memory, self._joules = True, window.memory, window.joules - self._begin_joules
         scalars, memory = list[Scalar](), environment.peak_memory_bytes(self._engine.device)
         each_s = zip(lines, window.figures.mean(axis=1).tolist(), first_s, window.data_wait_s[:, 0], strict=True)
         for line, means, time_s, wait_s in each_s:
@@ -130,7 +132,7 @@ class TrainLogger:
         self._state.note(metrics, self._plan.target_metrics, train_s)
         if self._is_first:
             line = StepLine(phase="evaluation", step=step, samples=samples, time_s=seconds, chance=chances)
-            self._append(line, train_s=train_s, **metrics)
+            self._append(line, train_s=train_s, **self._energy(), **metrics)
             self._scalars.write(_scalars("evaluation", metrics, samples))
             evaluation = {"step": step, "samples": samples, "train_s": train_s, **metrics}
             self._record.update_summary(evaluation=evaluation, best=self._state.best)
@@ -164,6 +166,7 @@ class TrainLogger:
         self._record.update_summary(
             self._position(),
             self._throughput.summary(),
+            self._energy(),
             self._memory,
             warnings=[*self._stragglers.warnings, *lost],
             time_to_target_s=self._state.time_to(wanted),
@@ -174,6 +177,9 @@ class TrainLogger:
         now, skipped = self._state, self._engine.deepspeed.skipped_steps
         fields: Any = {"step": now.step, "samples": now.samples, "epoch": now.epoch, "train_s": self.train_s}
         return Summary(command="train", skipped_steps=skipped, **fields)
+
+    def _energy(self) -> Summary:
+        return environment.energy(self._joules, self._state.samples - self._first_samples)
 
     def _append(self, line: StepLine, **more: Any) -> None:
         self._record.append_metrics(line, **more)

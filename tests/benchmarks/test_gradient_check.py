@@ -30,7 +30,7 @@ def _wrong(factor: float) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(gradient_check, "gradients", off):
         path = Path(folder) / "run.json"
         path.write_text(json.dumps(changed(Path("htsat_tiny"), MICRO.split())))
-        rows = gradient_check.compare(load_run(path, 1), torch.device("cpu"), 6, "towers", backend="aot_eager")
+        rows = gradient_check.compare(load_run(path, 1), torch.device("cpu"), 6, backend="aot_eager")
     return [row["name"] for row in rows if row["wrong"]]
 
 
