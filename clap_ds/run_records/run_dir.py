@@ -84,7 +84,7 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[tupl
     per_host, devices = Counter(host for host, _ in everywhere), sorted({name for _, name in everywhere})
     places = {"world_size": len(everywhere), "num_nodes": len(per_host), "hosts": [*per_host], "device_names": devices}
     try:
-        record = RunDirectory(RunDirectory.create(Path(clap.output.dir), run.run_name).path.resolve())
+        record = RunDirectory.create(Path(clap.output.dir).resolve(), run.run_name)
         start_log(record.path / "rank0.log")
         record.write_json("environment.json", {**here, **places, "gpus_per_node": [*per_host.values()]})
         record_batch_sizes(record, run, len(everywhere))

@@ -14,7 +14,7 @@ from clap_ds.config.settings import ClapSettings, load_run
 
 WriteRun = Callable[..., Path]
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
+    ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'clap.bench.windows'\?"),
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
     (
         {"model": {"preset": "htsat_tiny"}},
@@ -22,7 +22,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'webdataset'"),
     ({"data": {"source": "webdataset", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
-    ({"data": {"source": "synthetic", "placment": "host"}}, r"data\.placment: no such field; did you mean 'placement'"),
+    (
+        {"data": {"source": "synthetic", "placment": "host"}},
+        r"data\.placment: no such field; did you mean 'clap.data.placement'",
+    ),
     (
         {"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}},
         r"context_length = 16, found \['99'\]",
