@@ -8,7 +8,6 @@ saves and exits. torchrun also works, as does plain python with one rank.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -42,14 +41,10 @@ if TYPE_CHECKING:
     from clap_ds.training.checkpoint import Checkpointer
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def main(ranks: Ranks) -> None:
     parser = run_arguments("clap_ds/train.py", (__doc__ or "").splitlines()[0])
     add_checkpoint_choices(parser)
-    return parser.parse_args(argv)
-
-
-def main(ranks: Ranks) -> None:
-    arguments = parse_arguments()
+    arguments = parser.parse_args()
     run = load_run(arguments.deepspeed_config, ranks.world_size)
     if problems := problems_for_training(run.clap, run.deepspeed, ranks.world_size):
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
@@ -66,7 +61,6 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
     """Train until the samples are consumed, the target metrics reached, or a signal arrives."""
     from clap_ds.distributed.collectives import gather, raise_on_all_ranks
     from clap_ds.distributed.watchdog import ending
-    from clap_ds.engine.loss import LOSSES
     from clap_ds.engine.metric_logger import Scalars
     from clap_ds.engine.open_run import open_run_dir
     from clap_ds.run_parts import engine_of, loader_of, model_of
@@ -87,16 +81,15 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
             state = resume(checkpointer, engine, clap.train.resume, options, ranks, record)
         begun_at = state.step
         with loader_of(run, ranks, engine, state.data_of(ranks.rank)) as loader:
-            chosen, data = engine.optimize_towers(loader, clap.model, clap.compile), loader.statistics()
+            chosen = engine.optimize_towers(loader, clap.model, clap.compile)
             with raise_on_all_ranks():
-                of_run = clap.train, clap.evaluation, clap.checkpoint, sizes, ranks.world_size
-                plan = TrainPlan.of(*of_run, data.get("epoch_samples"))
+                of_run = clap.train, clap.evaluation, clap.checkpoint, sizes
+                plan = TrainPlan.of(*of_run, loader.statistics().get("epoch_samples"))
             evaluator, scalars = build_evaluator(run, ranks, engine), Scalars(engine, checkpointer.path)
-            chance = LOSSES[clap.loss.kind].chance(plan.pairs)
-            logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path, chance)
+            logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path)
             if ranks.is_main_process:
                 record.update_summary(chosen)
-                log_run_start(plan, state, checkpointer.path, data, run.deepspeed)
+                log_run_start(plan, state, checkpointer.path, run.deepspeed)
             with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
                 while not (signal or plan.is_done(state)):
                     skip_batches(loader, state, options, sizes.accumulation_steps)
@@ -116,7 +109,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                         due = plan.due(state, signal)  # the target may be reached
                     if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
                         state.train_s, state.data, state.saved_step = logger.train_s, gather(loader.state()), state.step
-                        logger.saved(*checkpointer.save(engine, state, metrics | logger.metrics(), wait=due.stop))
+                        logger.saved(*checkpointer.save(engine, state, metrics, wait=due.stop))
                 ending()
                 checkpointer.close()
                 logger.close()
@@ -127,13 +120,14 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
 
 
 def open_checkpointer(run: RunSettings, ranks: Ranks) -> Checkpointer:
-    from clap_ds.distributed.collectives import raise_on_all_ranks
+    from clap_ds.distributed.collectives import raise_on_all_ranks, run_on_rank0
     from clap_ds.training.checkpoint import Checkpointer
     from clap_ds.training.remote_sync import try_target
 
     clap = run.clap
-    with raise_on_all_ranks():
-        try_target(clap.checkpoint.remote_sync)
+    if (url := clap.checkpoint.remote_sync) is not None:
+        with raise_on_all_ranks():
+            run_on_rank0(lambda: try_target(url))
     settings = clap.checkpoint.model_copy(update={"best_metric": best_metric(clap.checkpoint, clap.evaluation)})
     tokenizer, job = getattr(clap.data, "tokenizer", None), ranks.job_folder and ranks.job_folder.parent
     return Checkpointer(run.checkpoint_folder, settings, tokenizer=tokenizer, config=run.resolved(), job=job)

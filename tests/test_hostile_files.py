@@ -21,7 +21,7 @@ from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
 from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.run_dir import start_log
-from clap_ds.training.remote_sync import RemoteFolder
+from clap_ds.training.remote_sync import try_target
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.tokenizer import load_tokenizer
@@ -64,7 +64,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "errors": lambda run: error_file.write_error_file("error", "message", 1),
     "stacks": lambda run: Watch().start(run),
     "tensorboard": lambda run: Scalars(_engine(), run),
-    ".probe": lambda folder: RemoteFolder(str(folder)).try_writing(),
+    ".probe": lambda folder: try_target(str(folder)),
     ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),
 }
 

@@ -14,26 +14,21 @@ from clap_ds.training.train_state import TrainPlan, TrainState
 from clap_ds.weights.checkpoint_files import read_all
 
 
-def log_run_start(
-    plan: TrainPlan, state: TrainState, checkpoints: Path, data: dict[str, Any], deepspeed: dict[str, Any]
-) -> None:
-    """Print the steps to train and the checkpoint folder, and warn about doubtful settings. `data`: the loader's statistics."""
+def log_run_start(plan: TrainPlan, state: TrainState, checkpoints: Path, deepspeed: dict[str, Any]) -> None:
+    """Print the steps to train and the checkpoint folder, and warn about a schedule of another length."""
     last = plan.last_step(state)
+    of_epochs = f" ({plan.samples / plan.epoch_samples:g} epochs)" if plan.epoch_samples else ""
     if reached := state.reached(plan.target_metrics):
         print(f"nothing left to train: {reached}; change clap.train.target_metrics to continue", flush=True)
     elif last > state.step:
-        of_epochs = plan.epoch_samples and f" ({plan.samples / plan.epoch_samples:g} epochs of {plan.epoch_samples:,})"
-        print(f"training to {plan.samples:,} samples{of_epochs or ''}: {last - state.step:,} steps", flush=True)
+        print(f"training to {plan.samples:,} samples{of_epochs}: {last - state.step:,} steps", flush=True)
     else:
         print(f"nothing left to train: all {plan.samples:,} samples are consumed", flush=True)
     print(f"checkpoints: {checkpoints}", flush=True)
     planned = deepspeed.get("scheduler", {}).get("params", {}).get("total_num_steps", last)
     if planned != last:
-        print(
-            f"warning: scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps", flush=True
-        )
-    if (items := data.get("num_samples")) is not None and items < plan.pairs:
-        print(f"warning: a global batch has {plan.pairs:,} pairs, but the data only {items:,} samples", flush=True)
+        said = f"scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps"
+        print(f"warning: {said}", flush=True)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from clap_ds.config.errors import printable
 from clap_ds.config.files import drafted, open_regular, parse_json, read_bytes
-from clap_ds.config.metrics import TRAIN_LOSS, score
+from clap_ds.config.metrics import score
 from clap_ds.config.schema import CheckpointSettings
 
 MANIFEST = "manifest.json"
@@ -61,7 +61,7 @@ class Manifest:
         serial: time of saving in ms since 1970, increasing within a folder.
         engine: what a resuming run must match (`clap_ds.engine.state.describe`).
         tokenizer: Hub name of the captions' tokenizer, or `TOKENIZER` for the folder in the checkpoint.
-        metrics: `TRAIN_LOSS`, and evaluation metrics at this step if any.
+        metrics: evaluation metrics at this step if any.
         run: id of the run that saved it, constant across restarts.
         settings: the run's resolved JSON.
         best_metric: evaluation metric that selects the run's best checkpoint.
@@ -231,9 +231,9 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
 
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
-    """Return the names to delete (`manifests`: newest first): all but the last, the best and the lowest training loss."""
-    best = best_first(manifests, rule.best_metric or "")[: rule.keep_best] + best_first(manifests, TRAIN_LOSS)[:1]
-    return [name for name in [*manifests][rule.keep_last :][::-1] if name not in best]
+    """Return the names to delete (`manifests`: newest first): all but the last and the best."""
+    kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_metric or "")[: rule.keep_best]}
+    return [name for name in reversed(manifests) if name not in kept]
 
 
 def best_first(manifests: dict[str, Manifest], metric: str = "") -> list[str]:

@@ -20,7 +20,7 @@ from clap_ds.data.dataloader import build_batches
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import parameter_groups
-from clap_ds.engine.state import engine_state, master_weights
+from clap_ds.engine.state import engine_state, fp32_state
 from clap_ds.model.clap import ClapModel
 from tests.conftest import micro_run
 from tests.engine.plain_ddp import PlainDDP
@@ -119,7 +119,7 @@ def _difference(
         loss, plain_loss = engine.step(batches).cpu(), torch.tensor(plain.step(plain_batches))
         assert float(engine.gradient_norm) == pytest.approx(plain.norm, rel=1e-3)  # type: ignore[arg-type]
         found.append(_roundings(loss, plain_loss, 0.0))
-        weights = master_weights(engine)
+        weights = fp32_state(engine)
         assert weights.keys() == plain.model.state_dict().keys()
         # An update is about as large as the learning rate for any gradient.
         found += [_roundings(weights[name], master, LEARNING_RATE) for name, master in plain.masters.items()]
@@ -186,7 +186,7 @@ def _scales_with_a_low_bound(precision: str) -> tuple[list[float], set[str]]:
     run.clap = run.clap.model_copy(update={"max_logit_scale": 5.0})
     engine = engine_of(run, model_of(run))
     engine.step(batches_of(run))
-    scales = [float(each.exp()) for each in (engine.model.logit_scale, master_weights(engine)["logit_scale"])]
+    scales = [float(each.exp()) for each in (engine.model.logit_scale, fp32_state(engine)["logit_scale"])]
     fp32 = {name for name, parameter in engine.model.named_parameters() if parameter.dtype == torch.float32}
     return scales, fp32
 

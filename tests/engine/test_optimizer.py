@@ -53,7 +53,7 @@ def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Te
     ("changes", "taken"),
     [
         ({}, True),
-        ({"optimizer": {"type": "adam", "params": {"lr": 1e-3, "adam_w_mode": True, "torch_adam": False}}}, True),
+        ({"optimizer": {"type": "adam", "params": {"lr": 1e-3}}}, True),
         ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, False),
         ({"clap": {"optimizer_implementation": "deepspeed"}}, False),
     ],

@@ -27,7 +27,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import freeze
 from clap_ds.engine.loss import LOSSES
-from clap_ds.engine.state import master_weights
+from clap_ds.engine.state import fp32_state
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training import checkpoint
@@ -115,13 +115,13 @@ def load(folder: Checkpointer, into: ClapEngine, path: Path | None = None, **opt
 
 def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, Any]:
     """Return losses of a run that continues, and of one that resumes from its checkpoint, with dropout."""
-    train = {"freeze": list(frozen), "ema_decay": 0.9, "layer_decay": {"audio" if "text" in frozen else "text": 0.5}}
+    train = {"freeze": list(frozen), "ema_decay": 0.9, "lr_scale": {"text": 0.5} if "audio" in frozen else {}}
     run = settings(precision, scheduler=SCHEDULER, clap={"train": train})
 
     def three_steps(trained: ClapEngine) -> tuple[object, ...]:
         draws = losses(trained, 3, 3), float(torch.rand(1))
         assert trained.average is not None
-        average = [each.tolist() for each in trained.average.tensors]
+        average = [each.tolist() for each in trained.average.weights.values()]
         return *draws, trained.deepspeed.get_lr(), trained.deepspeed.global_samples, average
 
     first = engine(run, 1, noisy=True)
@@ -236,7 +236,7 @@ def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accep
             return str(error), None
     saved = load_weights(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
     trained = {name for name, parameter in other.model.named_parameters() if parameter.requires_grad and name in saved}
-    same = all(torch.equal(tensor, saved[name]) for name, tensor in master_weights(other).items() if name in trained)
+    same = all(torch.equal(tensor, saved[name]) for name, tensor in fp32_state(other).items() if name in trained)
     rate = other.deepspeed.get_lr()[0]
     return "".join(warnings), (rate, same, losses(other, other.steps, 1)[0], other.deepspeed.get_lr()[0])
 
@@ -246,7 +246,7 @@ def starts(folder: str, jobs: list[str], choices: ResumeOptions, wanted: str = "
     each start saves one more step."""
     trained = trained_engine()
     theirs = Checkpointer(folder)
-    theirs.begin("theirs")
+    theirs.run_id = "theirs"
     theirs.save(trained, progress(5))
     wanted, rule = wanted.format(folder), CheckpointSettings(keep_last=9)
     found = []

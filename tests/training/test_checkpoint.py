@@ -146,7 +146,7 @@ def test_what_others_wrote_is_left_alone(tmp_path: Path) -> None:
         make_checkpoint(tmp_path, step, run="ours")
     flip_bit(tmp_path / "step-00000004" / STATE, 9)
     checkpoints = Checkpointer(tmp_path, CheckpointSettings(keep_last=1, keep_best=0))
-    checkpoints.begin("ours")
+    checkpoints.run_id = "ours"
     assert checkpoints.find() == tmp_path / "step-00000003"
     make_checkpoint(tmp_path, 1, run="theirs")  # the newest
     checkpoints._delete_superfluous()

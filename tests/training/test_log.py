@@ -73,7 +73,7 @@ def _logged(folder: str) -> dict[str, Any]:
         mock.patch.object(environment, "energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]),
         mock.patch("clap_ds.engine.throughput.energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]),
     ):
-        log = TrainLogger(record, engine, loader, writer, plan, state, ranks, Path(folder), math.log(20))  # type: ignore[arg-type]
+        log = TrainLogger(record, engine, loader, writer, plan, state, ranks, Path(folder))  # type: ignore[arg-type]
         for step in range(1, 7):
             log.begin_step()
             with engine.timer("data_wait"):

@@ -146,7 +146,7 @@ def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path) -> None:
 
 
 def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: Path) -> None:
-    micro_batch = 61  # one more than there are clips
+    micro_batch = 16
     evaluation = {"every_steps": 3, "zero_shot": {"shards": str(sounds / "*.tar")}}
 
     def run(name: str, **train: Any) -> tuple[Path, str]:
@@ -156,7 +156,6 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
         return config, commands.train(config, world_size=1)
 
     config, output = run("first", max_samples=8 * micro_batch, target_metrics={"zero_shot_top1": 0.0})
-    assert "a global batch has 61 pairs, but the data only 60 samples" in output
     (summary,) = commands.summaries(config)
     assert (summary["state"], summary["step"]) == ("completed", 3)
     assert 0 < summary["time_to_target_s"] <= summary["train_s"]

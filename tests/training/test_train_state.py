@@ -25,11 +25,11 @@ def test_steps_are_those_a_run_takes(total: int, per_step: int, done: int) -> No
 def test_epochs_are_counted_in_samples() -> None:
     rest = EvaluationSettings(), CheckpointSettings()
     train, sizes = TrainSettings(epochs=2.5), BatchSizes(3, 2, 12)
-    plan, state = TrainPlan.of(train, *rest, sizes, 2, 101), TrainState(samples=190)
+    plan, state = TrainPlan.of(train, *rest, sizes, 101), TrainState(samples=190)
     plan.advance(state)
-    assert (plan.samples, plan.pairs, state.samples, state.epoch) == (253, 6, 202, 2)
+    assert (plan.samples, state.samples, state.epoch) == (253, 202, 2)
     with pytest.raises(ValueError, match=r"clap\.train\.epochs"):
-        TrainPlan.of(train, *rest, sizes, 2, None)
+        TrainPlan.of(train, *rest, sizes, None)
 
 
 NOTHING, TARGET = Due(False, False, False, False), {"top1": 0.5}
