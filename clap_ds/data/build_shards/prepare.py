@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import math
 import random
-import re
 import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
@@ -155,7 +154,7 @@ def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Itera
 def _by_name(tars: Iterable[str]) -> dict[str, str]:
     named: dict[str, str] = {}
     for tar in tars:
-        name = re.sub(r"\.(tar|tgz)\b.*", "", tar.rpartition("/")[2]) + ".tar"
+        name = tar.rpartition("/")[2].partition(".tar")[0] + ".tar"
         if named.setdefault(name, tar) != tar:
             raise UserError(f"{named[name]} and {tar} would both become {name}; prepare them into separate folders")
     return named
