@@ -27,7 +27,7 @@ import torch
 from benchmarks.baselines import EngineSide, Side, make_batch
 from benchmarks.common import make_parser, show, table
 from clap_ds.config.errors import run_alone
-from clap_ds.config.model import load_preset, preset_argument
+from clap_ds.config.model import load_preset
 from clap_ds.cpu_kernels.patch_model import report
 from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.run_records.environment import device_name
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser("compare_baselines", __doc__)
     add = parser.add_argument
     add("--against", nargs="+", choices=KINDS, default=[*KINDS], help="baselines to compare with (default: all)")
-    add("--preset", default="htsat_tiny_roberta_base", type=preset_argument, help="model (default: HTSAT-tiny's)")
+    add("--preset", default="htsat_tiny_roberta_base", help="model (default: HTSAT-tiny's)")
     add("--context_length", type=int, default=77, help="tokens per caption (default: 77)")
     lengths = "LOW and HIGH of uniform caption lengths in tokens (default: --context_length)"
     add("--caption_lengths", type=int, nargs=2, metavar="N", help=lengths)
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     device = initialize(Ranks.from_environment())
     text = (
-        f"# {load_preset(arguments.preset).title} on {device_name(device)}\n\n{torch.get_num_threads()} threads, micro-batch"
+        f"# {load_preset(arguments.preset).name} on {device_name(device)}\n\n{torch.get_num_threads()} threads, micro-batch"
         f" {arguments.micro_batch}, {arguments.context_length} text tokens, {arguments.text}; torch {torch.__version__}."
     )
     on_cpu = f"CPU kernels in bf16: ours {report('auto')}, the others' oneDNN."

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import make_parser, show, table
-from clap_ds.benchmark.bandwidth import measure_matmul_tflops
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.model.window_attention import attend_windows
@@ -30,14 +29,15 @@ COLUMNS = (
     " | error {error:.1e} | torch's error {torch_error:.1e} | note {note}"
 )
 ITEM = 2  # bytes of a bf16
+MATRIX = 8192  # rows and columns of the product that measures the peak
 Row = dict[str, Any]
 Size = tuple[float, float]
 
 
-def median_ms(function: Callable[[], object]) -> float:
+def median_ms(function: Callable[[], object], warmup: int = 10, rep: int = 60) -> float:
     from triton.testing import do_bench
 
-    return float(do_bench(function, warmup=10, rep=60, return_mode="median"))
+    return float(do_bench(function, warmup=warmup, rep=rep, return_mode="median"))
 
 
 def peaks() -> tuple[float, float]:
@@ -45,7 +45,10 @@ def peaks() -> tuple[float, float]:
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / median_ms(lambda: target.copy_(source)) * 1e3
-    return bandwidth, 1e12 * measure_matmul_tflops(source.device)
+    # Random, because constant data draws less power and runs faster; long, for clocks to settle.
+    a, b = (torch.randn(MATRIX, MATRIX, device="cuda").bfloat16() for _ in range(2))
+    product = torch.empty_like(a)
+    return bandwidth, 2 * MATRIX**3 / median_ms(lambda: torch.matmul(a, b, out=product), 1000, 2000) * 1e3
 
 
 def error_of(got: Tensor, expected: Tensor) -> float:

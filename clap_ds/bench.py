@@ -58,7 +58,6 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
     from clap_ds.engine.metric_logger import Scalars
     from clap_ds.engine.open_run import open_run_dir
     from clap_ds.run_parts import engine_of, loader_of, model_of
-    from clap_ds.run_records.run_dir import record_batch_sizes
     from clap_ds.run_records.timers import StepTimer
 
     clap, protocol, profiler = run.clap, run.clap.bench, run.deepspeed.get("flops_profiler", {})
@@ -70,17 +69,14 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
         model = model_of(run, ranks, device)
         engine = engine_of(replace(run, deepspeed=unprofiled), ranks, model, StepTimer(device))
         if protocol.find_micro_batch:
-            find_micro_batch(engine, run)
-            if ranks.is_main_process:
-                record_batch_sizes(record, run, ranks.world_size)
+            find_micro_batch(engine, run, record)
         loader = loader_of(run, ranks, engine)
-        scalars = Scalars(engine, record.path)
-        with loader, scalars:
+        with loader, Scalars(engine, record.path):
             chosen = engine.optimize_towers(loader, clap.model, clap.compile)
             if ranks.is_main_process:
                 record.update_summary(chosen)
             total = sum(num_steps for _, num_steps in windows) + protocol.breakdown_steps
-            report = BenchReport(record, engine, loader, scalars, run.batch_sizes(ranks.world_size), ranks, total)
+            report = BenchReport(record, engine, loader, ranks, total)
             gc.collect()
             gc.freeze()  # later collections, between windows, only scan new objects
             gc.disable()
@@ -96,9 +92,9 @@ def measure_run(run: RunSettings, ranks: Ranks, device: torch.device) -> None:
             phases_s = measure_breakdown(engine, loader, protocol.breakdown_steps)
             gc.enable()
             gc.unfreeze()
-            flops, warnings = measure_flops(engine, loader, clap.model, profiler, record.path)
+            flops = measure_flops(engine, loader, clap.model, profiler, record.path)
             ending()
-            report.finish(phases_s, flops, warnings, clap.hardware.peak_tflops)
+            report.finish(phases_s, flops, clap.hardware.peak_tflops)
 
 
 def command() -> None:

@@ -21,7 +21,7 @@ from clap_ds.config.paths import version as version
 
 PACKAGES = (
     "torch", "torchaudio", "deepspeed", "transformers", "huggingface_hub", "tokenizers", "safetensors", "pydantic",
-    "numpy", "psutil", "rich", "tensorboard", "tqdm",
+    "numpy", "psutil", "tensorboard", "tqdm",
 )  # fmt: skip
 """Imported by every run."""
 PACKAGES_FOR_SHARDS = ("webdataset", "braceexpand", "fsspec", "soundfile")

@@ -1,7 +1,7 @@
 """Write the most likely of given labels for each audio file, with probabilities, as CSV.
 
 clap-classify CHECKPOINT sounds/ --labels dog,rain,siren --output labels.csv
-clap-classify CHECKPOINT vectors.parquet --labels_file labels.txt --template 'the sound of {}'
+clap-classify CHECKPOINT sounds/ --labels_file labels.txt --template 'the sound of {}'
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import MISTAKES, UserError, run_alone
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.files import read_bytes
 from clap_ds.inference import options
-from clap_ds.inference.vectors import PARQUET, Block, blocks_of, read_table
+from clap_ds.inference.vectors import Block, blocks_of
 from clap_ds.run_records.csv_text import write_csv
 
 _BLOCK = 64  # rows per forward pass
@@ -32,44 +33,31 @@ def main(argv: list[str] | None = None) -> int:
     labels = [name for each in told if (name := each.strip())]
     if len(labels) < 2:
         raise UserError(f"{file or '--labels'}: expected at least two labels, found {', '.join(labels)}")
-    top = min(arguments.top, len(labels))
     options.check_output(arguments.output)
-    tables = {path: read_table(path) for each in arguments.inputs if (path := Path(each)).suffix == PARQUET}
-    sources = options.find_sources([each for each in arguments.inputs if Path(each).suffix != PARQUET])
+    sources = options.find_sources(arguments.inputs)
     clap = options.load_model(arguments.checkpoint, arguments)  # imports torch
-    for path, (about, _) in tables.items():
-        options.check_made_by(path, about, clap)
-    embedded = blocks_of(options.embedded(clap, sources, arguments), clap.dim, _BLOCK)
-    names, reasons = set[str](), list[tuple[str, str]]()
     templates = {"templates": arguments.template} if arguments.template else {}
-
-    def rows() -> Iterator[list[str | float]]:
-        columns = (f"{what}_{n}" for n in range(1, top + 1) for what in ("label", "probability"))
-        yield ["file", "start_s", "end_s", "error", *columns]
-        classes = clap.class_embeddings(labels, **templates)
-        for block in chain(*(blocks for _, blocks in tables.values()), embedded):
-            names.update(block.file)
-            reasons.extend(block.left_out)
-            yield from labelled(block, clap.probabilities(block.vector, classes), labels, top)
-
-    write_csv(arguments.output, rows())
-    return options.left_out(len(names), reasons)
+    classes, top = clap.class_embeddings(labels, **templates), min(arguments.top, len(labels))
+    columns = (f"{what}_{n}" for n in range(1, top + 1) for what in ("label", "probability"))
+    rows, reasons = [["file", "start_s", "end_s", "error", *columns]], list[tuple[str, str]]()
+    for block in blocks_of(options.embedded(clap, sources, arguments), clap.dim, _BLOCK):
+        reasons.extend(block.left_out)
+        rows += labelled(block, clap.probabilities(block.vector, classes), labels, top)
+    write_csv(arguments.output, rows)
+    return options.left_out(len(sources), reasons)
 
 
-def labelled(
-    block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int
-) -> Iterator[list[str | float]]:
-    """Yield a block's CSV rows: the `top` most likely labels of each, or empty cells if probabilities are NaN."""
-    for file, start_s, end_s, error, likely in zip(*block[:4], probabilities, strict=True):
-        cells: list[str | float] = [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error)]
-        for n in np.argsort(-likely, kind="stable")[:top]:
-            cells += ["", ""] if np.isnan(likely[n]) else [labels[n], round(float(likely[n]), 6)]
-        yield cells
+def labelled(block: Block, probabilities: NDArray[np.float32], labels: list[str], top: int) -> Iterator[list[Any]]:
+    """Yield a block's CSV rows: the `top` most likely labels of each, or empty cells for an unusable file."""
+    likeliest = np.argsort(-probabilities, kind="stable")[:, :top]
+    for file, start_s, end_s, error, likely, best in zip(*block[:4], probabilities, likeliest, strict=True):
+        cells = ([labels[n], round(float(likely[n]), 6)] if not error else ["", ""] for n in best)
+        yield [str(file), round(float(start_s), 3), round(float(end_s), 3), str(error), *chain.from_iterable(cells)]
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = options.make_parser("clap-classify", __doc__)
-    options.add_audio_inputs(parser, f"{options.INPUTS}; tables of clap-embed")
+    options.add_audio_inputs(parser)
     add, labels = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     labels.add_argument("--labels", metavar="A,B,…", help="choose from these labels")
     labels.add_argument("--labels_file", type=Path, metavar="FILE", help="read labels from this file, one per line")
@@ -81,7 +69,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-command = partial(run_alone, main, MISTAKES)
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from clap_ds.config.errors import MISTAKES, run_alone
+from clap_ds.config.errors import run_alone
 from clap_ds.config.files import replacing
 from clap_ds.config.paths import VERSION
 from clap_ds.inference import options
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     return options.left_out(len(sources), left_out)
 
 
-command = partial(run_alone, main, MISTAKES)
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

@@ -12,7 +12,6 @@ import sys
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
@@ -21,11 +20,11 @@ if __package__ in (None, ""):
 
 from pydantic import ValidationError
 
+from clap_ds.analysis.table import markdown_table
 from clap_ds.config import batch_sizes
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.check import explain
-from clap_ds.config.errors import INTERRUPTED, UserError
-from clap_ds.config.files import read_object, write_atomically
+from clap_ds.config.errors import CollectiveUserError, UserError, explain, printable
+from clap_ds.config.files import write_atomically
 from clap_ds.config.metrics import LOSS
 from clap_ds.config.model import CONTEXT_LENGTH, load_preset
 from clap_ds.config.schema import EvaluationSettings
@@ -36,7 +35,6 @@ from clap_ds.distributed.init import (
     check_hostfile,
     choose_accelerator,
     initialize,
-    leave,
     run_command,
 )
 from clap_ds.inference import options
@@ -52,7 +50,7 @@ NUM_BROKEN_SHOWN = 5
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = options.make_parser("clap_ds/evaluate.py", __doc__)
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", nargs="?", help="folder or file of weights, or a Hub name")
+    add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     options.add_model_options(parser, precision="the configuration's, or fp32")
     raw = "evaluate the raw weights of a run with clap.train.ema_decay, not their moving average"
     add("--no_ema", action="store_true", help=raw)
@@ -63,8 +61,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--micro_batch", help=f"set clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
     add("--num_workers", type=whole_number(0), metavar="N", help="set decoding processes per rank (default: 0)")
     add("--json", help="also write the results to this file", type=Path, metavar="FILE")
-    more = "print each metric's mean and standard deviation over files written by --json (replaces CHECKPOINT)"
-    add("--folds", help=more, type=Path, nargs="+", metavar="FILE")
     more = "read clap.evaluation from this run: a JSON file or packaged name"
     add("--deepspeed_config", help=more, type=Path, metavar="FILE")
     add_rank_options(parser)
@@ -73,36 +69,28 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(ranks: Ranks) -> None:
     arguments = parse_arguments()
-    if arguments.folds:
-        return print_folds(arguments.folds) if ranks.is_main_process else None
-    if arguments.checkpoint is None:
-        raise UserError("expected a CHECKPOINT, or --folds FILE …")
     run = load_run(arguments.deepspeed_config) if arguments.deepspeed_config else None
     settings = evaluation_settings(arguments, run)
     options.check_output(arguments.json, "--json")
     if arguments.hostfile:
         ranks = check_hostfile(arguments.hostfile, ranks)
-    try:
-        choose_accelerator()  # imports torch
-        evaluate_checkpoint(settings, arguments, run, ranks)
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        leave(INTERRUPTED)
+    choose_accelerator()  # imports torch
+    evaluate_checkpoint(settings, arguments, run, ranks)
 
 
 def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) -> EvaluationSettings:
     """Merge command-line options into the configuration's `clap.evaluation`, if any."""
 
-    def given(**options: str) -> dict[str, Any]:
-        return {field: value for field, name in options.items() if (value := getattr(arguments, name)) is not None}
-
     content: dict[str, Any] = run.clap.evaluation.model_dump() if run else {}
-    content |= given(tokenizer="tokenizer", micro_batch="micro_batch", num_workers="num_workers")
+    zero_shot = {"shards": arguments.zero_shot, "class_key": arguments.class_key, "templates": arguments.template}
+    content["zero_shot"] = {**(content.get("zero_shot") or {}), **_given(zero_shot)} or None
+    changes = {
+        "tokenizer": arguments.tokenizer,
+        "batch_size": arguments.micro_batch,
+        "num_workers": arguments.num_workers,
+    }
+    content |= _given(changes | {"retrieval": arguments.retrieval and {"shards": arguments.retrieval}})
     content["tokenizer"] = content.get("tokenizer") or getattr(run and run.clap.data, "tokenizer", None)
-    if arguments.retrieval:
-        content["retrieval"] = {"shards": arguments.retrieval}
-    changes = given(shards="zero_shot", class_key="class_key", templates="template")
-    content["zero_shot"] = {**(content.get("zero_shot") or {}), **changes} or None
     if not (content.get("retrieval") or content["zero_shot"]):
         where = f"{run.path} has no clap.evaluation" if run else "no --deepspeed_config given"
         raise UserError(f"nothing to evaluate ({where}): give --retrieval SHARDS, --zero_shot SHARDS or both")
@@ -112,6 +100,10 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
         raise UserError(
             "\n".join(f"clap.evaluation.{explain(each, EvaluationSettings)}" for each in error.errors())
         ) from None
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def evaluate_checkpoint(
@@ -146,7 +138,7 @@ def evaluate_checkpoint(
     try:
         evaluation = evaluator.evaluate(model)
     except ValueError as error:  # the same on all ranks
-        raise UserError(str(error)) from None
+        raise CollectiveUserError(str(error)) from None
     if ranks.is_main_process:
         where = {"checkpoint": checkpoint.path, "model": checkpoint.config.name, "world_size": ranks.world_size}
         where |= {
@@ -156,41 +148,23 @@ def evaluate_checkpoint(
         }
         title = "{model} on {world_size} × {device_name}, {precision}, {context_length} text tokens".format_map(where)
         print_evaluation(evaluation, f"{checkpoint.shown}: {title}")
-        if arguments.json is not None:
+        if arguments.json:
             write_atomically(arguments.json, json.dumps({**where, **evaluation.to_dict()}, indent=1) + "\n")
-
-
-def print_folds(paths: list[Path]) -> None:
-    """Print each metric's mean, standard deviation and values over folds. Raises UserError for other files."""
-    found: list[Any] = [read_object(path).get("metrics", {}) for path in paths]
-    for path, metrics in zip(paths, found, strict=True):
-        if not metrics or metrics.keys() != found[0].keys() or len(paths) < 2:
-            raise UserError(f"{path}: expected --json results of two or more folds with the same metrics")
-    for name in found[0]:
-        values = [(1 if name == LOSS else 100) * metrics[name] for metrics in found]
-        each = ", ".join(f"{value:.2f}" for value in values)
-        print(f"{name}: {mean(values):.2f} ± {stdev(values):.2f}{'%' * (name != LOSS)} ({len(values)} folds: {each})")
 
 
 def print_evaluation(evaluation: Evaluation, title: str) -> None:
     """Print each metric (percent, except the loss) with its interval, chance level and counts."""
-    from rich.table import Table
-
-    from clap_ds.run_records.terminal import show
-
-    table = Table("metric")
-    for name in ("value", "95% interval", "chance"):
-        table.add_column(name, justify="right")
+    rows = []
     for task, result in evaluation.tasks.items():
-        counts = ", ".join(f"{count:,} {what}" for what, count in result.counts.items())
-        table.add_section()
-        table.add_row(f"{task} ({counts})", style="bold")
+        rows.append([f"{task} ({', '.join(f'{count:,} {what}' for what, count in result.counts.items())})", "", "", ""])
         for name, measure in result.measures.items():
             factor, digits, unit = (1, 4, "") if name == LOSS else (100, 2, "%")
             value, chance, low, high = (f"{factor * each:.{digits}f}" for each in astuple(measure))
-            table.add_row(f"  {name}", value + unit, f"[{low}, {high}]", chance + unit)
-    examples = "; ".join(map(str, evaluation.broken[:NUM_BROKEN_SHOWN]))
-    show(title, table, *[f"skipped {len(evaluation.broken)} broken clips, first: {examples}"] * bool(examples))
+            rows.append([name, value + unit, f"[{low}, {high}]", chance + unit])
+    print(printable(title), markdown_table(["metric", "value", "95% interval", "chance"], rows), sep="\n\n")
+    if broken := evaluation.broken:
+        examples = printable("; ".join(map(str, broken[:NUM_BROKEN_SHOWN])))
+        print(f"skipped {len(broken)} broken clips, first: {examples}")
 
 
 command = partial(run_command, main)

@@ -1,156 +1,118 @@
 """Count one sample's forward FLOPs in closed form and with DeepSpeed's profiler, in two conventions.
 
-    python -m clap_ds.flops --deepspeed_config ds_configs/htsat_tiny.json [--context_length L] [--json]
+    python -m clap_ds.flops --deepspeed_config ds_configs/htsat_tiny.json [--context_length L]
 
-`--counters analytic` needs no torch and runs on a login node. analysis/FLOPS.md defines what is counted.
+Without torch, as on a login node, only the closed form is printed. analysis/FLOPS.md defines what is counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.table import Table
-
+from clap_ds.analysis.table import markdown_table
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.settings import load_run
 from clap_ds.flop_count.analytic import (
     CONVENTIONS,
     STAGE_VIEWS,
-    Convention,
     TextLengths,
     backward_flops,
     forward_components,
     published_flops,
-)  # fmt: skip
+)
 from clap_ds.flop_count.device_specs import TRAINING_OVER_FORWARD
-from clap_ds.run_records.terminal import show
 
 if TYPE_CHECKING:
     from clap_ds.flop_count.counters import Count
-    from clap_ds.model.clap import ClapModel
-
-    Counts = dict[Convention, Count]
 
 EXACT = 1e-9
 """Relative tolerance for equal counts: both are integers stored as floats."""
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    description = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="clap_ds.flops", description=description, allow_abbrev=False)
-    add, names, default = parser.add_argument, ["analytic", "deepspeed"], Path("htsat_tiny")
-    add("--deepspeed_config", type=Path, default=default, metavar="RUN", help="read this JSON file or packaged name")
-    add(
-        "--context_length",
-        type=int,
-        metavar="L",
-        help="set tokens per caption (default: the run's clap.context_length)",
-    )
-    add("--counters", nargs="+", choices=names, default=names, help="choose counters (default: both)")
-    add("--json", action="store_true", help="print JSON")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Count and print. Raises UserError for an invalid configuration or caption length."""
-    arguments = parse_arguments(argv)
-    run = load_run(arguments.deepspeed_config)
-    config = run.clap.preset()
-    context_length = run.clap.context_length if arguments.context_length is None else arguments.context_length
-    if not 1 <= context_length <= config.text.max_positions:
-        raise UserError(
-            f"--context_length {context_length}: {config.name} takes 1 to {config.text.max_positions} tokens"
-        )
-    counts, parameters = count(config, context_length) if "deepspeed" in arguments.counters else ({}, None)
-    report = make_report(config, context_length, counts) | {"parameters": parameters}
-    if arguments.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print_report(config, report, counts)
+    parser = argparse.ArgumentParser("clap_ds.flops", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    add, what = parser.add_argument, "read this JSON file or packaged name"
+    add("--deepspeed_config", type=Path, default=Path("htsat_tiny"), metavar="RUN", help=what)
+    what = "set tokens per caption (default: the run's clap.context_length)"
+    add("--context_length", type=int, metavar="L", help=what)
+    arguments = parser.parse_args(argv)
+    clap = load_run(arguments.deepspeed_config).clap
+    config, tokens = (
+        clap.preset(),
+        clap.context_length if arguments.context_length is None else arguments.context_length,
+    )
+    if not 1 <= tokens <= config.text.max_positions:
+        raise UserError(f"--context_length {tokens}: {config.name} takes 1 to {config.text.max_positions} tokens")
+    try:
+        counts, parameters = count(config, tokens)
+    except ImportError:  # on a login node
+        counts, parameters = [], {}
+    print(render(config, tokens, counts, parameters))
 
 
-def count(config: ClapConfig, context_length: int) -> tuple[Counts, dict[str, int]]:
+def count(config: ClapConfig, context_length: int) -> tuple[list[Count], dict[str, int]]:
     """Return the profiler's count per convention, and parameter counts."""
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, reserved for the report
         from clap_ds.flop_count.counters import build, count_by_deepspeed, parameter_counts
         from clap_ds.flop_count.published_model import published_model
 
-        own, published = build(config), published_model(config)
-        by_convention: tuple[tuple[Convention, ClapModel], ...] = (("published", published), ("model", own))
-        found = {convention: count_by_deepspeed(model, context_length) for convention, model in by_convention}
-        return found, parameter_counts(own)
+        own = build(config)
+        models = {"published": published_model(config), "model": own}
+        return [count_by_deepspeed(models[each], context_length) for each in CONVENTIONS], parameter_counts(own)
 
 
-def make_report(config: ClapConfig, context_length: int, counts: Counts) -> dict[str, Any]:
-    """Build the JSON report in GFLOPs per sample. `deepspeed` includes operations its profiler misses; null if not run."""
-    lengths = TextLengths.fixed(context_length)
-    report: dict[str, Any] = {"preset": config.name, "context_length": context_length}
-    for convention in CONVENTIONS:
-        flops = forward_components(config, lengths, convention)
-        forward, found = flops["forward"], counts.get(convention)
-        done = forward + backward_flops(config, lengths) if convention == "model" else TRAINING_OVER_FORWARD * forward
-        report[convention] = {
-            "analytic": forward / 1e9,
-            "deepspeed": found and found.total / 1e9,
-            "training": done / 1e9,
-            "components": {name: value / 1e9 for name, value in flops.items()},
-        }
-    return report
+def render(config: ClapConfig, tokens: int, counts: Sequence[Count], parameters: dict[str, int]) -> str:
+    """Return counts per convention and components of the closed form as a Markdown table, with notes."""
+    lengths, rows = TextLengths.fixed(tokens), list[list[str]]()
+    both = [forward_components(config, lengths, each) for each in CONVENTIONS]
+    forward = [each["forward"] for each in both]
 
+    def add_row(name: str, flops: Iterable[float]) -> None:
+        rows.append([name, *(f"{each / 1e9:.4f}" if each else "" for each in flops)])
 
-def print_report(config: ClapConfig, report: dict[str, Any], counts: Counts) -> None:
-    """Print the report as a table of counts and components, with notes."""
-    title = f"{config.title}, {report['context_length']} text tokens: forward GFLOPs per sample"
-    table = Table("counted by")
-    for convention in CONVENTIONS:
-        table.add_column(convention, justify="right")
-
-    def add_row(name: str, gflops: Iterable[float], style: str | None = None) -> None:
-        table.add_row(name, *(f"{value:.4f}" if value else "–" for value in gflops), style=style)
-
-    add_row("closed form", [report[each]["analytic"] for each in CONVENTIONS])
+    add_row("closed form", forward)
     if counts:
-        found = [counts[each] for each in CONVENTIONS]
-        add_row("DeepSpeed's profiler alone, 2 × MACs", [each.counted / 1e9 for each in found])
-        for part in dict.fromkeys(part for each in found for part in each.unseen):
-            add_row(f"  + {part}, not profiled", [each.unseen.get(part, 0.0) / 1e9 for each in found])
-        add_row("  total", [each.total / 1e9 for each in found])
-    add_row("with the backward pass", [report[each]["training"] for each in CONVENTIONS])
-    table.add_section()
-    table.add_row("component, closed form", style="bold")
-    for name in report["model"]["components"]:
-        shown = ("  of the stages: " if name in STAGE_VIEWS else "") + name.replace("_", " ")
-        style = "bold" if name in ("audio_tower", "text_tower", "forward") else None
-        add_row(shown, [report[each]["components"][name] for each in CONVENTIONS], style)
-    show(title, table, agreement(report), *_notes(config, report))
+        add_row("DeepSpeed's profiler alone, 2 × MACs", [each.counted for each in counts])
+        for part in dict.fromkeys(part for each in counts for part in each.unseen):
+            add_row(f"+ {part}, not profiled", [each.unseen.get(part, 0.0) for each in counts])
+    published = {"published": TRAINING_OVER_FORWARD * forward[CONVENTIONS.index("published")]}
+    done = {"model": forward[CONVENTIONS.index("model")] + backward_flops(config, lengths)}
+    add_row("with the backward pass", [(published | done)[each] for each in CONVENTIONS])
+    for name in both[-1]:
+        add_row(
+            ("of the stages: " if name in STAGE_VIEWS else "") + name.replace("_", " "), [each[name] for each in both]
+        )
+    notes = [agreement(forward, [each.total for each in counts])]
+    if parameters:
+        millions = {name: f"{number / 1e6:.2f}" for name, number in parameters.items()}
+        text = "parameters (M): audio {audio}, text {text}, total {total} counted as in open_clip; trained {trainable}"
+        notes.append(text.format_map(millions))
+    positions, usable = config.text.max_positions, config.text.max_tokens
+    notes.append(
+        f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; definitions: analysis/FLOPS.md"
+    )
+    if tokens > usable:
+        notes.append(f"{tokens} tokens can be counted but not run: captions can use {usable} of {positions} positions")
+    title = f"{config.name}, {tokens} text tokens: forward GFLOPs per sample"
+    return "\n".join([title, "", markdown_table(["counted by", *CONVENTIONS], rows), "", *notes])
 
 
-def agreement(report: dict[str, Any]) -> str:
+def agreement(analytic: Sequence[float], counted: Sequence[float]) -> str:
     """Return a line on whether the profiler, plus operations it misses, agrees with the closed form."""
-    counted = [report[each] for each in CONVENTIONS if report[each]["deepspeed"]]
-    worst = max((abs(each["deepspeed"] / each["analytic"] - 1) for each in counted), default=0.0)
+    if not counted:
+        return "the profiler was not run"
+    worst = max(abs(each / own - 1) for own, each in zip(analytic, counted, strict=True))
     if worst > EXACT:
         return f"UNEXPLAINED: profiler and closed form differ by {100 * worst:.4f}%"
-    return "the profiler agrees with the closed form to the last FLOP" if counted else "the profiler was not run"
-
-
-def _notes(config: ClapConfig, report: dict[str, Any]) -> Iterator[str]:
-    positions, usable = config.text.max_positions, config.text.max_tokens
-    if report["parameters"]:
-        millions = {name: f"{number / 1e6:.2f}" for name, number in report["parameters"].items()}
-        text = "parameters (M): audio {audio}, text {text}, total {total} counted as in open_clip; trained {trainable}"
-        yield text.format_map(millions)
-    yield f"published: {published_flops(config) / 1e9:.2f} at {positions} tokens; definitions: analysis/FLOPS.md"
-    if (tokens := report["context_length"]) > usable:
-        yield f"{tokens} tokens can be counted but not run: captions can use {usable} of {positions} positions"
+    return "the profiler agrees with the closed form to the last FLOP"
 
 
 command = partial(run_alone, main)

@@ -36,9 +36,9 @@ GROWS_AS = "jupiter_htsat_tiny"
 """Published series whose step-time growth with nodes is assumed."""
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    description = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="clap-plan", description=description, allow_abbrev=False)
+def main(argv: list[str] | None = None) -> None:
+    """Predict and print. Raises UserError for a bad configuration or GPU, or a fixed global batch at several scales."""
+    parser = argparse.ArgumentParser("clap-plan", description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--deepspeed_config", type=Path, required=True, metavar="RUN", help="read this JSON file or packaged name")
     add("--gpu", required=True, help="name the GPU, e.g. h100-sxm; an unknown name lists all")
@@ -47,12 +47,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--find_micro_batch", action="store_true", help="find the largest multiple of 8 that fits")
     add("--samples", type=positive, help="estimate hours for this many training samples, repeats included")
     add("--json", action="store_true", help="print JSON")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Predict and print. Raises UserError for a bad configuration or GPU, or a fixed global batch at several scales."""
-    arguments = parse_arguments(argv)
+    arguments = parser.parse_args(argv)
     gpu = gpu_named(arguments.gpu)
     run = load_run(arguments.deepspeed_config, min(arguments.nodes) * arguments.gpus_per_node)
     if GLOBAL_BATCH in run.deepspeed and len(set(arguments.nodes)) > 1:
@@ -114,8 +109,6 @@ def _speed(step: Step, gpu: Gpu, kernels: Sequence[Operation]) -> dict[str, Any]
         "samples_per_s_per_gpu": {case: step.num_samples / parts["step"] for case, parts in by_case.items()},
         "step_s": {part: {case: parts.get(part, 0.0) for case, parts in by_case.items()} for part in by_case["high"]},
         "tflop": sum(times * each.flops for each, times in work) / 1e12,
-        "gigabytes_moved": sum(times * each.bytes_moved for each, times in work) / 1e9,
-        "kernels": round(sum(times for _, times in work)),
     }
 
 
@@ -190,7 +183,6 @@ def render(report: dict[str, Any]) -> str:
         markdown_table([f"peak memory, {report['memory_gpus']:,} GPUs", "GiB"], memory),
         markdown_table([f"step, {report['step_gpus']:,} GPUs", "ms at low efficiency", "middle", "high"], times),
         markdown_table(header, rows),
-        "Per step: {gigabytes_moved:.0f} GB moved, {kernels:,} kernels, {tflop:.1f} TFLOP.".format(**report),
         "Assumed:\n" + "\n".join(f"- {each}" for each in report["assumed"]),
     ])  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import MISTAKES, UserError, run_alone
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.inference import options
 from clap_ds.inference.vectors import nearest, read_table
 from clap_ds.run_records.csv_text import write_csv
@@ -50,7 +50,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-command = partial(run_alone, main, MISTAKES)
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

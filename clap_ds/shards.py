@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from clap_ds.config.errors import MISTAKES, run_alone
+from clap_ds.config.errors import run_alone
 
 COMMANDS = {
     "build": ("build_shards.build", "turn audio files with captions into shards"),
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     return code
 
 
-command = partial(run_alone, main, MISTAKES)
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

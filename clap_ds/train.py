@@ -8,7 +8,6 @@ saves and exits. torchrun also works, as does plain python with one rank.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -43,14 +42,10 @@ if TYPE_CHECKING:
     from clap_ds.training.checkpoint import Checkpointer
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def main(ranks: Ranks) -> None:
     parser = run_arguments("clap_ds/train.py", (__doc__ or "").splitlines()[0])
     add_checkpoint_choices(parser)
-    return parser.parse_args(argv)
-
-
-def main(ranks: Ranks) -> None:
-    arguments = parse_arguments()
+    arguments = parser.parse_args()
     run = load_run(arguments.deepspeed_config, ranks.world_size)
     if problems := problems_for_training(run.clap, run.deepspeed, ranks.world_size):
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))

@@ -68,17 +68,11 @@ def odd_hosts(hosts: Mapping[str, Mapping[str, str | None]]) -> Findings:
 
 
 def slow_ones(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Findings:
-    """Return links and hosts far below the median rate. `hosts`: host of each rank."""
+    """Return links far below the median rate. `hosts`: host of each rank."""
     links = {f"{hosts[first]}–{hosts[second]}": rate for rank in ranks for first, second, rate in rank["links"]}
-    compute: dict[str, float] = {}
-    for host, rank in zip(hosts, ranks, strict=True):
-        compute[host] = min(rank["tflops"], compute.get(host, rank["tflops"]))
-    return [
-        (where, f"slow {unit}: {rate:.2f}, median {usual:.2f}")
-        for unit, rates in (("link, GB/s", links), ("compute, TFLOPS", compute)) if rates
-        for usual in [statistics.median(rates.values())]
-        for where, rate in rates.items() if rate < SLOW * usual
-    ]  # fmt: skip
+    usual = statistics.median(links.values()) if links else 0.0
+    slow = {where: rate for where, rate in links.items() if rate < SLOW * usual}
+    return [(where, f"slow link: {rate:.2f} GB/s, median {usual:.2f}") for where, rate in slow.items()]
 
 
 def lines(kind: str, findings: Findings) -> list[str]:

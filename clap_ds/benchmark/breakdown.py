@@ -20,8 +20,8 @@ def measure_breakdown(engine: ClapEngine, loader: BatchSource, num_steps: int) -
     """
     if num_steps == 0:
         return []
-    timer, deepspeeds, rows = engine.timer, engine.deepspeed.tput_timer.config, []
-    is_timing, deepspeeds.enabled = deepspeeds.enabled, False
+    timer, rows = engine.timer, []
+    engine.deepspeed.tput_timer.config.enabled = False
     dist.barrier()
     for _ in range(num_steps + 1):
         with engine.sync.off():
@@ -36,7 +36,6 @@ def measure_breakdown(engine: ClapEngine, loader: BatchSource, num_steps: int) -
         (phases_s,) = timer.stop().phases_s
         exposed_s = phases_s["backward"] - local_s["backward"] if dist.get_world_size() > 1 else 0.0
         rows.append([exposed_s if phase == "exposed_communication" else phases_s[phase] for phase in STEP_PHASES])
-    deepspeeds.enabled = is_timing
     engine.check_loss()
     of_ranks = torch.tensor(rows[1:], dtype=torch.float64, device=engine.device)  # the first step is atypical
     dist.all_reduce(of_ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from clap_ds.distributed.collectives import raise_on_all_ranks, rank, reduce_on_
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.compile import run_eager, untouched
 from clap_ds.engine.engine import ClapEngine
+from clap_ds.run_records.run_dir import RunDirectory, record_batch_sizes
 
 MULTIPLE = 8
 BYTES_PER_PARAMETER = 14
@@ -21,21 +23,18 @@ BYTES_PER_PARAMETER = 14
 
 def largest_multiple(fits: Callable[[int], bool], start: int) -> int:
     """Return the largest multiple of 8 that fits. Doubles or halves from `start`, then bisects. ValueError if 8 doesn't fit."""
-    low, high, tried = 0, 0, max(1, start // MULTIPLE)
-    while high != low + 1:
-        if fits(MULTIPLE * tried):
-            low = tried
-        else:
-            high = tried
-        tried = (low + high) // 2 if high else 2 * low
+    low, high = 0, max(1, start // MULTIPLE)
+    while fits(MULTIPLE * high):
+        low, high = high, 2 * high
+    low += bisect_left(range(low + 1, high), True, key=lambda number: not fits(MULTIPLE * number))
     if not low:
         raise ValueError(f"a micro-batch of {MULTIPLE} doesn't fit in this GPU's memory")
     return MULTIPLE * low
 
 
-def find_micro_batch(engine: ClapEngine, run: RunSettings) -> None:
-    """Set the engine's and the run's micro-batch to the largest whose towers run eager in every rank's memory.
-    A collective; raises ValueError without a GPU."""
+def find_micro_batch(engine: ClapEngine, run: RunSettings, record: RunDirectory) -> None:
+    """Set the engine's, the run's and the record's micro-batch to the largest whose towers run eager in every rank's memory.
+    A collective; raises UserError without a GPU."""
     with raise_on_all_ranks(), activity("finding the micro-batch"):
         require_gpu(engine.device)
         found = largest_multiple(lambda size: _fits(engine, run, size), run.micro_batch)
@@ -44,6 +43,8 @@ def find_micro_batch(engine: ClapEngine, run: RunSettings) -> None:
     engine.deepspeed.tput_timer.batch_size = engine.deepspeed.train_batch_size()
     run.deepspeed |= {MICRO_BATCH: found, ACCUMULATION: run.gradient_accumulation_steps}
     run.deepspeed.pop(GLOBAL_BATCH, None)
+    if rank() == 0:
+        record_batch_sizes(record, run, engine.deepspeed.world_size)
 
 
 def require_gpu(device: torch.device) -> None:

@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from clap_ds.benchmark.breakdown import median_step
-from clap_ds.config.batch_sizes import BatchSizes
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather
 from clap_ds.distributed.init import Ranks
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.metric_logger import Scalars
 from clap_ds.engine.throughput import Throughput, Window, gather_window
 from clap_ds.flop_count.device_specs import utilization
 from clap_ds.run_records import environment
 from clap_ds.run_records.metrics_schema import StepLine
 from clap_ds.run_records.run_dir import RunDirectory
-from clap_ds.run_records.sanity_checks import doubtful_mfu, uneven_steps
 from clap_ds.run_records.stragglers import Stragglers
 from clap_ds.run_records.terminal import Progress, print_summary
 from clap_ds.run_records.timers import StepTimes
+
+MOST_MFU_PERCENT = 90.0  # matrix products alone reach about 80%
 
 
 class BenchReport:
@@ -35,31 +34,28 @@ class BenchReport:
         record: RunDirectory,
         engine: ClapEngine,
         loader: BatchSource,
-        scalars: Scalars,
-        sizes: BatchSizes,
         ranks: Ranks,
         num_steps: int,
     ) -> None:
-        self._record, self._engine, self._loader, self._scalars = record, engine, loader, scalars
-        self._samples, self._ranks = sizes.global_batch, ranks
+        self._record, self._engine, self._loader = record, engine, loader
+        self._samples, self._ranks = engine.deepspeed.train_batch_size(), ranks
         self._throughput = Throughput(ranks.world_size)
         self._stragglers = Stragglers(gather(ranks.host))
         self._progress = Progress(num_steps, enabled=ranks.is_main_process)
 
     def add(self, number: int | None, times: StepTimes, losses: list[Tensor]) -> None:
         """Record a window, or the warm-up (None). A collective; raises NonFiniteError on all ranks if a loss isn't finite."""
-        window, world_size = gather_window(times, torch.stack(losses)[:, None]), self._ranks.world_size
+        window, shown = gather_window(times, torch.stack(losses)[:, None]), "warm-up"
         if number is not None:
             own_s = window.step_s[:, 0] - window.data_wait_s[:, 0]
-            self._loader.report_throughput((self._samples / world_size / own_s).tolist(), self._ranks.local_world_size)
+            rates = (self._samples / self._ranks.world_size / own_s).tolist()
+            self._loader.report_throughput(rates, self._ranks.local_world_size)
         if self._ranks.is_main_process:
             self._write_steps(number, window)
-            if number is None:
-                shown = "warm-up"
-            else:
+            if number is not None:
+                self._memory = window.memory
                 self._throughput.add(window, self._samples)
                 rate = self._samples * len(losses) / window.slowest_s
-                self._scalars.write([("bench/samples_per_s", rate, self._engine.deepspeed.global_samples)])
                 slow = self._stragglers.add(self._samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
                 self._record.update_summary(slow, samples_per_s_per_gpu=self._throughput.rates())
                 shown = f"window {number}: {rate:,.1f} samples/s"
@@ -67,36 +63,32 @@ class BenchReport:
         self._engine.check_loss()
 
     def _write_steps(self, number: int | None, window: Window) -> None:
-        loss_means = window.figures[..., 0].astype(np.float32).mean(axis=1).tolist()
-        first_step = self._engine.steps - len(loss_means) + 1
-        for offset, loss in enumerate(loss_means):
-            line = StepLine(
-                step=first_step + offset,
-                phase="warmup" if number is None else "timed",
-                window=number,
-                window_s=window.slowest_s,
-                window_data_wait_s=window.waited_s,
-                time_s=float(window.step_s[offset, 0]),
-                slowest_rank_time_s=float(window.step_s[offset].max()),
-                data_wait_s=float(window.data_wait_s[offset, 0]),
-                loss=loss,
-                memory_bytes=environment.peak_memory_bytes(self._engine.device),
-            )
-            self._record.append_metrics(line)
-        steps = enumerate(loss_means, start=first_step)
-        self._scalars.write(("bench/loss", loss, step * self._samples) for step, loss in steps)
+        of_window = StepLine(
+            phase="warmup" if number is None else "timed",
+            window=number,
+            window_s=window.slowest_s,
+            window_data_wait_s=window.waited_s,
+            memory_bytes=environment.peak_memory_bytes(self._engine.device),
+        )
+        losses = window.figures[..., 0].astype(np.float32).mean(axis=1)
+        step_s, wait_s = window.step_s, window.data_wait_s[:, 0]
+        columns = {
+            "time_s": step_s[:, 0],
+            "slowest_rank_time_s": step_s.max(axis=1),
+            "data_wait_s": wait_s,
+            "loss": losses,
+        }
+        for offset, step in enumerate(range(self._engine.steps - len(losses) + 1, self._engine.steps + 1)):
+            times = {name: float(column[offset]) for name, column in columns.items()}
+            self._record.append_metrics(of_window, step=step, **times)
 
-    def finish(
-        self, steps: list[dict[str, float]], flops: dict[str, Any], warnings: list[str], peak_tflops: float | None
-    ) -> None:
-        """Record and print the results, with MFU in both conventions if the peak is known. A collective.
+    def finish(self, steps: list[dict[str, float]], flops: dict[str, Any], peak_tflops: float | None) -> None:
+        """Record and print the results after the last window, with MFU in both conventions if the peak is known.
 
         Args:
             steps: seconds of each instrumented step's phases.
         """
-        deepspeed, device = self._engine.deepspeed, self._engine.device
-        memory = environment.largest_memory(gather(environment.peak_memory(device)))
-        device_name = " and ".join(sorted({*gather(environment.device_name(device))}))  # if mixed, no peak is known
+        deepspeed = self._engine.deepspeed
         self._loader.record_statistics(self._record)
         if not self._ranks.is_main_process:
             return
@@ -106,21 +98,20 @@ class BenchReport:
         measured, timer = self._throughput.summary(), deepspeed.tput_timer
         rate = measured["samples_per_s_per_gpu"]["mean"]
         counted = timer.global_step_count > timer.start_step and timer.total_elapsed_time > 0
-        published, trained, recomputed = (
-            flops[f"{each}_gflops"] * 1e9 for each in ("published", "training", "recomputed")
-        )
+        published, trained, recomputed = (1e9 * flops[f"{it}_gflops"] for it in ("published", "training", "recomputed"))
+        device_name = self._record.summary()["device_name"]  # if mixed, no peak is known
         used = utilization(published, trained, rate, device_name, peak_tflops, recomputed)
-        warnings += doubtful_mfu(used["mfu_published_percent"], used["mfu_model_percent"])
-        warnings += uneven_steps(rate, self._samples // self._ranks.world_size, measured["step_time_s"]["median"])
+        warnings = [*self._stragglers.warnings]
+        if (mfu := used["mfu_model_percent"] or 0.0) > MOST_MFU_PERCENT:
+            warnings.append(f"MFU of {mfu:.1f}% (executed FLOPs) is implausible: check the throughput and the peak")
         summary = self._record.update_summary(
             measured,
             used,
-            memory,
+            self._memory,
             breakdown_s=median_step(steps),
             flops=flops,
             skipped_steps=deepspeed.skipped_steps,
             deepspeed_samples_per_s=timer.avg_samples_per_sec() if counted else None,  # but for its first two steps
-            deepspeed_timer_synchronized=True,  # at the end of each window
-            warnings=warnings + self._stragglers.warnings,
+            warnings=warnings,
         )
         print_summary(summary)

@@ -33,19 +33,16 @@ class BatchSizes:
             problems.append(f"{MICRO_BATCH}: missing; expected samples per GPU and forward pass, or {GLOBAL_BATCH}")
         if problems:
             raise ValueError("\n".join(problems))
-        numbers: list[Any] = [given.get(name) for name in NAMES]
-        micro_batch, steps, whole = numbers
-        ranks = world_size or (max(1, whole // (micro_batch * steps)) if len(given) == len(NAMES) else 1)
-        if steps is None:
-            steps = max(1, whole // (micro_batch * ranks)) if micro_batch and whole else 1
-        if micro_batch is None:
-            micro_batch = max(1, whole // (steps * ranks))
+        micro_batch, steps, whole = map(given.get, NAMES)
+        ranks = world_size or (max(1, whole // (micro_batch * steps)) if micro_batch and steps and whole else 1)
+        steps = steps or (max(1, whole // (micro_batch * ranks)) if micro_batch and whole else 1)
+        micro_batch = micro_batch or max(1, (whole or 0) // (steps * ranks))
         sizes = cls(micro_batch, steps, micro_batch * steps * ranks)
         if whole not in (None, sizes.global_batch):
-            product = (
-                f"{MICRO_BATCH} × {ACCUMULATION} × ranks = {micro_batch} × {steps} × {ranks} = {sizes.global_batch}"
+            product = f"{micro_batch} × {steps} × {ranks} = {sizes.global_batch}"
+            raise ValueError(
+                f"{GLOBAL_BATCH}: expected {MICRO_BATCH} × {ACCUMULATION} × ranks = {product}, found {whole}"
             )
-            raise ValueError(f"{GLOBAL_BATCH}: expected {product}, found {whole}")
         return sizes
 
     def fill(self, config: Mapping[str, Any]) -> dict[str, Any]:

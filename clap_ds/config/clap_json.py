@@ -8,46 +8,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clap_ds.config.files import object_in
+from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR
 
 # Fixed properties of HTSAT and RoBERTa here, and transformers' defaults.
-FIXED_AUDIO = {
-    "hidden_act": "gelu",
-    "qkv_bias": True,
-    "patch_embed_input_channels": 1,
-    "flatten_patch_embeds": True,
-    "enable_patch_layer_norm": True,
-    "layer_norm_eps": 1e-5,
-}
-OF_FUSION: dict[str, list[Any]] = {"fusion_type": [None, "aff_2d"], "aff_block_r": [4]}
+FIXED_AUDIO = {"hidden_act": "gelu", "qkv_bias": True, "layer_norm_eps": 1e-5}
 FIXED_TEXT = {"hidden_act": "gelu", "type_vocab_size": 1, "pad_token_id": 1}
 # Our field → transformers' field, one dict per object.
 AUDIO = {
-    "attention_window": "window_size",
-    "mel_bins": "num_mel_bins",
-    "image_size": "spec_size",
-    "embed_dim": "patch_embeds_hidden_size",
-    "depths": "depths",
-    "num_heads": "num_attention_heads",
-    "num_classes": "num_classes",
+    "attention_window": "window_size", "mel_bins": "num_mel_bins", "image_size": "spec_size", "depths": "depths",
+    "embed_dim": "patch_embeds_hidden_size", "num_heads": "num_attention_heads", "num_classes": "num_classes",
     "fusion": "enable_fusion",
-}
+}  # fmt: skip
 TEXT = {
-    "vocab_size": "vocab_size",
-    "max_positions": "max_position_embeddings",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size",
-}
+    "vocab_size": "vocab_size", "max_positions": "max_position_embeddings", "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "intermediate_size": "intermediate_size",
+}  # fmt: skip
 FRONT_END = {
-    "sample_rate": "sampling_rate",
-    "stft_window": "fft_window_size",
-    "hop_size": "hop_length",
-    "fmin": "frequency_min",
+    "sample_rate": "sampling_rate", "stft_window": "fft_window_size", "hop_size": "hop_length", "fmin": "frequency_min",
     "fmax": "frequency_max",
-}
+}  # fmt: skip
 
 
 def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str, Any]:
@@ -55,15 +35,14 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
     defaults, `clap_htsat_tiny_roberta_base`. Raises ValueError naming an unsupported field."""
     if fields.get("model_type") != "clap":
         raise ValueError(f"config.json has model_type {fields.get('model_type')!r}, expected 'clap'")
-    audio, text = ({**(fields.get(f"{tower}_config") or {})} for tower in ("audio", "text"))
-    patch, ratio = _side(audio.get("patch_size", 4)), audio.get("mlp_ratio", 4.0)
-    fusion = bool(audio.get("enable_fusion", False))
+    audio, text = (fields.get(f"{tower}_config") or {} for tower in ("audio", "text"))
+    patch, ratio = audio.get("patch_size", 4), audio.get("mlp_ratio", 4.0)
     activation, joint_dim = fields.get("projection_hidden_act", "relu"), fields.get("projection_dim", 512)
     checks: list[tuple[str, Any, list[Any]]] = [
         *((f"audio_config.{fixed}", audio.get(fixed, value), [value]) for fixed, value in FIXED_AUDIO.items()),
         *((f"text_config.{fixed}", text.get(fixed, value), [value]) for fixed, value in FIXED_TEXT.items()),
-        *((f"audio_config.{its}", audio.get(its, known[-1]), known) for its, known in OF_FUSION.items() if fusion),
-        ("audio_config.patch_stride", _side(audio.get("patch_stride", 4)), [patch]),
+        ("audio_config.fusion_type", audio.get("fusion_type"), [None, "aff_2d"]),
+        ("audio_config.patch_stride", audio.get("patch_stride", patch), [patch, [patch, patch]]),
         ("audio_config.mlp_ratio", ratio, [round(ratio)]),
         ("projection_hidden_act", activation, ["relu", "gelu"]),
     ]
@@ -71,7 +50,7 @@ def sizes_of_clap(fields: dict[str, Any], front_end: dict[str, Any]) -> dict[str
         if found not in expected:
             only = " or ".join(map(repr, expected))
             raise ValueError(f"{field} is {found!r}; only {only} is supported")
-    tiny = object_in(PRESET_DIR / "clap_htsat_tiny_roberta_base.json")
+    tiny = read_object(PRESET_DIR / "clap_htsat_tiny_roberta_base.json")
     projection = {"hidden_dim": joint_dim, "activation": activation, "bias": True}
     tiny["audio"]["fusion"] = False
     own_audio = {ours: audio.get(theirs, tiny["audio"][ours]) for ours, theirs in AUDIO.items()}
@@ -89,18 +68,10 @@ def read_clap(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
     """Call `sizes_of_clap` with a `config.json` and the `preprocessor_config.json` next to it, if any.
     Raises ValueError, with the file, if they are unreadable or unsupported."""
     front_end = path.with_name("preprocessor_config.json")
-    more = object_in(front_end) if front_end.exists() else {}
+    more = read_object(front_end) if front_end.exists() else {}
     try:
         return sizes_of_clap(fields, more)
     except (AttributeError, LookupError, TypeError, ArithmeticError) as error:  # fields of wrong types
         raise ValueError(f"{path}: can't be read: {type(error).__name__}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _side(size: Any) -> int:
-    if isinstance(size, int):
-        return size
-    if len(set(size)) != 1:
-        raise ValueError(f"patches must be square, found {list(size)}")
-    return int(size[0])

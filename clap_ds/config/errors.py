@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import sys
-from collections.abc import Callable, Collection
-from typing import NoReturn
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NoReturn, get_args
 
 USER_ERROR = 2
 """Exit code of a run rejected for a user error."""
 INTERRUPTED = 130
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """An error to print as one message, without a traceback."""
 
 
@@ -21,19 +22,15 @@ class CollectiveUserError(UserError):
     """A UserError raised on every rank, so that only rank 0 prints it."""
 
 
-Mistakes = tuple[type[Exception], ...]
-MISTAKES: Mistakes = (UserError, ValueError, OSError)
-
-
-def exit_code_of(action: Callable[[], object], mistakes: Mistakes = MISTAKES) -> int:
-    """Run a command and return its exit code: its own or 0, 2 with a message (further lines indented) for `mistakes`, or 130
-    after Ctrl-C."""
+def exit_code_of(action: Callable[[], object]) -> int:
+    """Run a command and return its exit code: its own or 0, 2 with a message (further lines indented) for a ValueError or
+    OSError, or 130 after Ctrl-C."""
     try:
         code = action()
     except KeyboardInterrupt as stop:
         print("; ".join(["error: interrupted", *stop.args]), file=sys.stderr)
         return INTERRUPTED
-    except mistakes as error:
+    except (ValueError, OSError) as error:
         further = "\n" + " " * len("error: ")
         print("error: " + re.sub(r"\n(?=.)", further, printable(str(error), "\n")), file=sys.stderr)
         return USER_ERROR
@@ -46,9 +43,9 @@ def printable(text: str, kept: str = "") -> str:
     return "".join(each if each.isprintable() or each in kept else escaped(each) for each in text)
 
 
-def run_alone(main: Callable[[], object], mistakes: Mistakes = (UserError, OSError)) -> NoReturn:
+def run_alone(main: Callable[[], object]) -> NoReturn:
     """Run the main function of a single-process command and exit with its code."""
-    sys.exit(exit_code_of(main, mistakes))
+    sys.exit(exit_code_of(main))
 
 
 def did_you_mean(name: str, candidates: Collection[str], most_listed: int = 12) -> str:
@@ -57,3 +54,33 @@ def did_you_mean(name: str, candidates: Collection[str], most_listed: int = 12) 
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; expected one of {', '.join(candidates)}" if 0 < len(candidates) <= most_listed else ""
+
+
+def sections_of(annotation: Any) -> list[Any]:
+    """Return the pydantic models in a field's type: none, one (also if nullable), or several alternatives."""
+    if hasattr(annotation, "model_fields"):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
+
+
+def _fields(section: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all fields."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for inner in sections_of(field.annotation):
+            yield from _fields(inner, f"{prefix}{name}.")
+
+
+def explain(details: Any, root: Any) -> str:
+    """Format one of `ValidationError.errors()` of a pydantic model in a line: field, expected, found, nearest valid name."""
+    parts = [str(part) for part in details["loc"] if part not in ("synthetic", "webdataset")]  # kinds of `data`
+    field, kind, section = ".".join(parts), details["type"], ".".join(parts[:-1])
+    if kind == "extra_forbidden":
+        names = [*_fields(root)]
+        elsewhere = [name for name in names if name.split(".")[-1] == parts[-1]]
+        siblings = [name.split(".")[-1] for name in names if name.rpartition(".")[0] == section]
+        return f"{field}: no such field" + did_you_mean(*((field, elsewhere) if elsewhere else (parts[-1], siblings)))
+    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    says_found = kind in ("missing", "value_error") or kind.startswith("union_tag")
+    found = "" if says_found else f", found {json.dumps(details['input'], default=str)}"
+    return f"{field}: {message[0].lower()}{message[1:]}{found}"

@@ -75,27 +75,19 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return parse_json(read_bytes(path))
 
 
-def object_in(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ValueError, with the place, if it is unreadable, no object, or repeats a field."""
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises UserError, with the place, if it is unreadable, no object, or repeats a field."""
     try:
         content = parse_json(read_bytes(path), _refuse_duplicates)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+        raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except OSError as error:
-        raise ValueError(f"{path}: can't be read: {error.strerror}") from None
+        raise UserError(f"{path}: can't be read: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object")
+        raise UserError(f"{path}: expected a JSON object")
     return content
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object like `object_in`, but raise UserError."""
-    try:
-        return object_in(path)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -120,13 +112,7 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file or folder inside a run's folder and return its descriptor. Raises OSError for a link, possibly an attack."""
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        error.strerror = (
-            "is a link, which is never followed for writing: delete it" if os.path.islink(path) else error.strerror
-        )
-        raise
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
 
 
 @contextlib.contextmanager

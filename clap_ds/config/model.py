@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from clap_ds.config.clap_json import read_clap
-from clap_ds.config.errors import did_you_mean
-from clap_ds.config.files import object_in
+from clap_ds.config.errors import did_you_mean, explain
+from clap_ds.config.files import read_object
 from clap_ds.config.model_names import PRESET_DIR, preset_names, preset_of
 
 PAD_TOKEN_ID = 1  # RoBERTa's
-CONTEXT_LENGTH = 77
-"""Default caption length if the training length is unknown: LAION's."""
-CHANNELS = 4
-"""Spectrograms per file with feature fusion: all of it, and crops from its front, middle and back."""
-INT16_SCALE = 32768
-"""int16 value of full scale, as in libsndfile: 16-bit audio passes unchanged."""
-NARROWING = 4
-"""Channel reduction factor of feature fusion's attention."""
+CONTEXT_LENGTH = 77  # LAION's, if the training length is unknown
+CHANNELS = 4  # spectrograms per file with feature fusion: all of it, and crops from its front, middle and back
+INT16_SCALE = 32768  # int16 value of full scale, as in libsndfile: 16-bit audio passes unchanged
+NARROWING = 4  # channel reduction factor of feature fusion's attention
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**24)]
 NumLayers = Annotated[int, Field(gt=0, le=1000)]
@@ -35,13 +29,13 @@ PRESETS = f"{', '.join(preset_names())}; or the path of a preset's JSON, of a Cl
 """Values that `load_preset` accepts, for messages."""
 
 
-class Sizes(BaseModel):
-    """Base of preset sections: rejects unknown fields and is frozen."""
+class Section(BaseModel):
+    """Base of sections of presets and of `clap`: unknown fields and wrong types are rejected."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
-class ProjectionConfig(Sizes):
+class ProjectionConfig(Section):
     """Two-layer head from a tower's width to the joint space: linear, activation, linear."""
 
     hidden_dim: PositiveInt
@@ -49,7 +43,7 @@ class ProjectionConfig(Sizes):
     bias: bool
 
 
-class AudioConfig(Sizes):
+class AudioConfig(Section):
     """HTSAT: a Swin transformer over a log-mel spectrogram folded into a square image (arXiv 2202.00874)."""
 
     sample_rate: PositiveInt
@@ -125,7 +119,7 @@ class AudioConfig(Sizes):
         return self
 
 
-class TextConfig(Sizes):
+class TextConfig(Section):
     """A `transformers` text encoder. `hub_name` is the checkpoint of its tokenizer and pretrained weights."""
 
     architecture: Literal["roberta", "bert"] = "roberta"
@@ -170,7 +164,7 @@ class TextConfig(Sizes):
         return self
 
 
-class ClapConfig(Sizes):
+class ClapConfig(Section):
     """A CLAP model: both towers and their joint embedding."""
 
     name: str
@@ -178,21 +172,17 @@ class ClapConfig(Sizes):
     text: TextConfig
     joint_dim: PositiveInt
 
-    @cached_property
-    def title(self) -> str:
-        return self.name.replace("_", "-")
-
 
 def load_preset(name: str) -> ClapConfig:
     """Load the sizes named by one of `PRESETS`. Raises ValueError with one line."""
     names, known = preset_names(), preset_of(name)
     if known in names:
-        return parse_sizes(object_in(PRESET_DIR / f"{known}.json"), known)
+        return parse_sizes(read_object(PRESET_DIR / f"{known}.json"), known)
     path = Path(os.path.abspath(name))
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ValueError(f"no preset {name!r}{did_you_mean(name, names, most_listed=0)}; expected one of {PRESETS}")
-    content = object_in(path)
+    content = read_object(path)
     if "model_type" in content:
         return parse_sizes(read_clap(path, content), path.parent.name, str(path))
     return parse_sizes(content, path.stem, str(path))
@@ -203,24 +193,5 @@ def parse_sizes(content: dict[str, Any], name: str, where: str = "") -> ClapConf
     try:
         return ClapConfig.model_validate({"name": name, **content})
     except ValidationError as error:
-        problems = "; ".join(map(_explain, error.errors()))
+        problems = "; ".join(explain(each, ClapConfig) for each in error.errors())
         raise ValueError(f"{where}: {problems}" if where else problems) from None
-
-
-def _explain(details: Any) -> str:
-    """Format a field, what was expected, and the nearest valid name."""
-    field = ".".join(map(str, details["loc"]))
-    if details["type"] != "extra_forbidden":
-        message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        return f"{field}: {message}".removeprefix(": ")
-    names = {name for sizes in (ClapConfig, AudioConfig, TextConfig, ProjectionConfig) for name in sizes.model_fields}
-    return f"{field}: no such field{did_you_mean(details['loc'][-1], names)}"
-
-
-def preset_argument(text: str) -> str:
-    """Validate a preset, as an argparse `type=`."""
-    try:
-        load_preset(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text

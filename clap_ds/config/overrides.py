@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.files import flatten, read_object
+from clap_ds.config.files import read_object
 from clap_ds.config.paths import find_config
 
 
@@ -36,22 +36,16 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse_varied(text: str) -> tuple[str, list[Any]]:
-    """Parse `a.b=1,2` to name and values. Raises UserError for a missing `=`, an empty part or a repeated value."""
-    name, equals, values = text.partition("=")
-    found = [parse_assignment(f"{name}={value}")[1] for value in values.split(",")] if equals and name else []
-    if not found or "" in found:
-        raise UserError(f"--vary {text!r}: expected NAME=VALUE,VALUE…, such as clap.compile=off,towers")
-    if len({json.dumps(value) for value in found}) < len(found):
-        raise UserError(f"--vary {text!r}: a value is repeated")
-    return name, found
+    """Parse `a.b=1,2` to name and values. Raises UserError without a name or `=`."""
+    first, *others = text.split(",")
+    name, value = parse_assignment(first)
+    return name, [value, *(parse_assignment(f"{name}={other}")[1] for other in others)]
 
 
 def with_output(
     content: dict[str, Any], *, stem: str, label: str | None = None, root: str | None = None
 ) -> dict[str, Any]:
     """Return a copy with a run name (default: its own, or its file's name), and `root` unless it has an output folder."""
-    output = {"dir": root} if root else {}
-    output |= (
-        {"run_name": stem} | flatten(content.get("clap", {}).get("output", {})) | ({"run_name": label} if label else {})
-    )
+    given = content.get("clap", {}).get("output", {})
+    output = {"run_name": stem} | ({"dir": root} if root else {}) | given | ({"run_name": label} if label else {})
     return with_field(content, "clap.output", output)

@@ -43,11 +43,10 @@ def find_config(path: Path) -> Path:
     if path.parent == Path() and path.suffix in ("", ".json") and not path.is_file() and packaged.is_file():
         return packaged
     if not path.exists():
-        from clap_ds.config.errors import UserError, did_you_mean  # not at the top: setup.py runs this file alone
+        from clap_ds.config.errors import UserError  # not at the top: setup.py runs this file alone
 
-        names = sorted(file.stem for file in CONFIGS.glob("*.json"))
-        hint = did_you_mean(str(path), [*map(str, path.parent.glob("*.json")), *names], most_listed=0)
-        raise UserError(f"{path}: no such file{hint} (packaged configurations: {', '.join(names)})")
+        names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
+        raise UserError(f"{path}: no such file (packaged configurations: {names})")
     return path
 
 
@@ -59,12 +58,9 @@ def commit() -> str | None:
     if not (CHECKOUT / ".git").exists():
         return None  # no repository, or inside another one
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(CHECKOUT), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

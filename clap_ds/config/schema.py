@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-from clap_ds.config.model import ClapConfig, load_preset, parse_sizes
+from clap_ds.config.model import ClapConfig, Section, load_preset, parse_sizes
 from clap_ds.config.model_names import preset_names, preset_of
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -19,25 +19,11 @@ NotBlank = Annotated[str, Field(pattern=r"\S")]
 Template = Annotated[str, Field(pattern=r"\{\}")]
 
 
-class Section(BaseModel):
-    """Base of every `clap` section: unknown fields and wrong types are rejected."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-
-def sections_of(annotation: Any) -> list[type[Section]]:
-    """Return the sections in a field's type: none, one (also if nullable), or one per kind of `data`."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in sections_of(part)]
-
-
 class ModelSettings(Section):
     """The model, and how its towers run in training."""
 
     preset: str | ClapConfig = "htsat_tiny_roberta_base"
-    """Model sizes: a preset in `clap_ds/config/presets`, its published name (`HTSAT-tiny-Roberta-base`) or a path. The path is
-    a preset's JSON, or a `transformers.ClapModel`'s folder or `config.json`."""
+    """A preset's name, published name (`HTSAT-tiny-Roberta-base`) or JSON, or a `ClapModel`'s folder or `config.json`."""
     pretrained_text: bool = False
     """Initialize the text tower from the preset's pretrained weights (needs the Hub or its local cache)."""
     drop_path: Probability = 0.1
@@ -47,11 +33,9 @@ class ModelSettings(Section):
     spec_augment: bool = True
     """Mask two stripes of up to 63 frames and two of up to 7 mel bins in training, as in LAION-CLAP."""
     attention_impl: Literal["auto", "sdpa", "matmul", "triton"] = "auto"
-    """Window attention kernel of the audio tower. `auto`: on CPUs `clap.cpu_kernels` if available, else `matmul`; on CUDA
-    `triton` if it compiles and runs, else `sdpa`."""
+    """Window attention kernel. `auto`: on CPUs `clap.cpu_kernels` or `matmul`; on CUDA `triton` if it runs, else `sdpa`."""
     mlp_impl: Literal["auto", "torch", "triton"] = "auto"
-    """MLP kernel of the audio blocks: `torch` (unfused), or `triton`, which fuses MLPs of up to 128 channels and stores no
-    hidden activations. `auto`: on CUDA `triton` if it compiles and runs, else `torch`."""
+    """MLP kernel of audio blocks of up to 128 channels. `auto`: on CUDA `triton` (fused) if it runs, else `torch`."""
     activation_checkpointing: list[Tower] = []
     """Towers with activation checkpointing per block, for less memory and about a third more compute."""
 
@@ -73,11 +57,10 @@ class EngineSettings(Section):
     """How the engine computes a step."""
 
     compile: Literal["auto", "off", "towers", "towers-max-autotune"] = "auto"
-    """What torch.compile compiles: nothing, or the mel front end and each tower, including backward. `towers-max-autotune`
-    uses Inductor's mode `max-autotune-no-cudagraphs`. `auto`: `towers` on CUDA, else `off`."""
+    """What torch.compile compiles: nothing, or mel front end and towers, forward and backward. `towers-max-autotune` is
+    Inductor's mode `max-autotune-no-cudagraphs`. `auto`: `towers` on CUDA, else `off`."""
     cpu_kernels: Literal["auto", "off"] = "auto"
-    """This project's bf16 CPU kernels for both towers, the mel filters and AdamW. `auto`: if the CPU has AMX or AVX-512;
-    `off`: torch's operations."""
+    """This project's bf16 CPU kernels. `auto`: if the CPU has AMX or AVX-512; `off`: torch's operations."""
     optimizer_implementation: Literal["torch", "deepspeed"] = "torch"
     """AdamW implementation: torch's, or DeepSpeed's, which is compiled at first use."""
     gradient_sync: Literal["overlap", "deepspeed"] = "overlap"
@@ -108,7 +91,7 @@ class ShardData(Section):
     """Selects this kind of `data`."""
     shards: str | list[str] | dict[str, PositiveFloat]
     """Tar files: a path, brace pattern (`train-{000..127}.tar`), wildcard or fsspec URL, or a list of these. Mixture:
-    {"pattern": weight}, with weights as shares of the samples."""
+    {"pattern": share of the samples}."""
     resampled: bool = False
     """Draw shards with replacement, each worker from all of them. Otherwise every sample comes once per epoch, if shards are
     local or have a `manifest.json`; without one, and in mixtures, workers share whole shards."""
@@ -128,8 +111,6 @@ class ShardData(Section):
         """Whether every sample comes once before any repeats, if shard sizes are known."""
         return not self.resampled and not (isinstance(self.shards, dict) and len(self.shards) > 1)
 
-
-DATA_SOURCES: dict[str, type[Section]] = {"synthetic": SyntheticData, "webdataset": ShardData}
 
 DataSettings = Annotated[SyntheticData | ShardData, Field(discriminator="source")]
 
@@ -151,8 +132,7 @@ class BenchSettings(Section):
     steps_per_window: PositiveInt = 5
     """Steps timed together between device synchronizations."""
     find_micro_batch: bool = False
-    """On a GPU, first replace the micro-batch by the largest multiple of 8 that fits: both towers run eager on batches of
-    growing or shrinking size, from the run's on."""
+    """On a GPU, first replace the micro-batch by the largest multiple of 8 with which both towers run eager."""
     breakdown_steps: NonNegativeInt = 5
     """Steps of the instrumented pass that breaks down a step's time; 0 skips it."""
 
@@ -177,8 +157,7 @@ class DebugSettings(Section):
     """Diagnostics for runs that hang or crash; slower, with long logs."""
 
     enabled: bool = False
-    """Print Python stacks and dump core on crashes, make NCCL verbose and disable hang detection. Collectives time out after 5
-    minutes instead of 30."""
+    """Print Python stacks on crashes, make NCCL verbose, disable hang detection. Collectives time out after 5 minutes."""
 
     @property
     def collective_timeout_s(self) -> float:
@@ -202,11 +181,9 @@ class TrainSettings(Section):
     """Layer-wise learning-rate decay. With {"text": 0.75} each block's rate is 0.75× the next block's; the last block's is
     0.75× the projection's. Multiplied by `lr_scale`."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an exponential moving average of the weights; 0.999 averages about 1,000 steps. Evaluations, exports and
-    `weights.safetensors` then use the average."""
+    """Decay of a moving average of the weights (0.999: about 1,000 steps), which evaluations and exports then use."""
     accumulation: Literal["plain", "gradcache"] = "plain"
-    """`plain`: micro-batches are separate contrastive batches with averaged gradients, as in DeepSpeed. `gradcache`: they
-    form one large batch with its exact gradient (GradCache, arXiv 2101.06983)."""
+    """`plain`: each micro-batch is a contrastive batch. `gradcache`: they form one, exactly (GradCache, arXiv 2101.06983)."""
     resume: str = "auto"
     """Checkpoint to resume from: a path, or `auto` for the newest valid one in `clap.checkpoint.folder` or `remote_sync`."""
     target_metrics: dict[str, float] = {}
@@ -219,8 +196,7 @@ class CheckpointSettings(Section):
     """When and where checkpoints are saved, and which are kept."""
 
     folder: str | None = None
-    """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash>-checkpoints`. The hash is of model, data, loss, seed,
-    initial weights and frozen towers."""
+    """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash of model, data, loss, seed, weights, freeze>-checkpoints`."""
     every_steps: PositiveInt | None = None
     """Optimizer steps between checkpoints; null: only at the end or on a stop signal."""
     keep_last: PositiveInt = 3
@@ -232,8 +208,8 @@ class CheckpointSettings(Section):
     async_save: bool = True
     """Write checkpoints asynchronously from a copy in rank 0's host memory."""
     remote_sync: str | None = None
-    """Folder or fsspec URL to which finished checkpoints are copied in the background. Runs without a local checkpoint resume
-    from it. Credentials come only from the environment."""
+    """Folder or fsspec URL for copies of checkpoints, from which runs without a local one resume. Credentials come only from
+    the environment."""
 
 
 class RetrievalSettings(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -13,13 +14,25 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, create_model
 
 from clap_ds.config import schema
-from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.check import DEEPSPEED_FIELDS, engine_problems, explain
-from clap_ds.config.errors import UserError
+from clap_ds.config.batch_sizes import NAMES, BatchSizes
+from clap_ds.config.errors import UserError, explain
 from clap_ds.config.files import read_object
-from clap_ds.config.model import ClapConfig
+from clap_ds.config.model import ClapConfig, Section
 from clap_ds.config.paths import find_config
-from clap_ds.config.schema import NonNegativeInt, Section, SyntheticData
+from clap_ds.config.schema import NonNegativeInt, PositiveInt, SyntheticData
+
+_SECTIONS = """activation_checkpointing bf16 checkpoint comet comms_logger compile csv_monitor data_types flops_profiler fp16
+optimizer scheduler tensorboard timers torch_autocast wandb zero_optimization"""
+_VALUES = """communication_data_type dataloader_drop_last disable_allgather disable_python_gc dump_state gradient_allreduce_op
+gradient_clipping gradient_predivide_factor log_level memory_breakdown prescale_gradients seq_parallel_communication_data_type
+wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"""
+DEEPSPEED_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(_SECTIONS.split(), (dict[str, Any], {})),
+    **dict.fromkeys((*_VALUES.split(), *NAMES), (Any, None)),
+    "steps_per_print": (PositiveInt | None, None),
+}
+"""Type and default of the top-level DeepSpeed fields that data-parallel CLAP training uses. DeepSpeed silently ignores unknown
+names, so a typo would change the run."""
 
 
 class ClapSettings(schema.EngineSettings):
@@ -29,8 +42,7 @@ class ClapSettings(schema.EngineSettings):
     context_length: Annotated[int, Field(ge=2)] = 77
     """Caption length in tokens, including start token, end token and padding."""
     text_packing: bool = False
-    """Pack captions without padding in the text tower. Otherwise they are padded to `context_length`, as in the published
-    runs. Packing on CUDA in 16 bits disables attention dropout."""
+    """Pack captions without padding in the text tower. Packing on CUDA in 16 bits disables attention dropout."""
     data: schema.DataSettings = SyntheticData(source="synthetic")
     loss: schema.LossSettings = schema.LossSettings()
     bench: schema.BenchSettings = schema.BenchSettings()
@@ -72,8 +84,8 @@ class RunSettings:
             return Path(os.path.abspath(clap.checkpoint.folder))
         data = clap.data.model_dump(mode="json", include={"source", "shards"})
         train = clap.train.model_dump(mode="json", include={"pretrained", "freeze"})
-        model = clap.model.model_dump(mode="json", include={"preset"})["preset"]
-        identity = [model, clap.model.pretrained_text, data, train, clap.loss.kind, clap.seed]
+        model = clap.model.model_dump(mode="json")
+        identity = [model["preset"], model["pretrained_text"], data, train, clap.loss.kind, clap.seed]
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=4).hexdigest()
         return Path(os.path.abspath(clap.output.dir), f"{self.run_name}-{digest}-checkpoints")
 
@@ -122,10 +134,29 @@ def load_run(path: str | Path, world_size: int | None = None) -> RunSettings:
         sizes = BatchSizes.of(content, world_size)
     except ValueError as error:
         problems += str(error).splitlines()
-    problems = problems or engine_problems(content) + _check_together(clap)
+    problems = problems or _check_deepspeed(content) + _check_together(clap)
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return RunSettings(path, clap, sizes.fill(content) if world_size else content)
+
+
+def _check_deepspeed(content: dict[str, Any]) -> list[str]:
+    """Return problems in DeepSpeed's sections: unsupported values, missing required ones, and monitors' missing packages."""
+    stage, autocast = content.get("zero_optimization", {}).get("stage", 0), content.get("torch_autocast", {})
+    dtype = autocast.get("dtype", "bfloat16") if autocast.get("enabled") else "bfloat16"
+    problems = {
+        f"zero_optimization.stage: expected 0 (plain data parallel), found {json.dumps(stage)}": stage != 0,
+        f'torch_autocast.dtype: expected "bfloat16", found {json.dumps(dtype)}: DeepSpeed doesn\'t checkpoint the loss scale'
+        " that float16 needs here; use fp16.enabled": str(dtype).removeprefix("torch.") != "bfloat16",
+        "optimizer.type: missing; expected a DeepSpeed optimizer, such as AdamW": "type"
+        not in content.get("optimizer", {}),
+        "gradient_clipping: missing; DeepSpeed's default is 1.0 in bf16 and none in fp32, so set it (0.0 for none, as in the"
+        " published runs)": "gradient_clipping" not in content,
+    }
+    for name, package in (("wandb", "wandb"), ("comet", "comet_ml")):
+        lacks = content.get(name, {}).get("enabled") and importlib.util.find_spec(package) is None
+        problems[f"{name}.enabled: {package} is not installed; run `pip install {package}` or set it to false"] = lacks
+    return [problem for problem, is_there in problems.items() if is_there]
 
 
 def _check_together(clap: ClapSettings) -> list[str]:

@@ -9,7 +9,7 @@ import tarfile
 import pandas
 
 from clap_ds.config.arguments import number, whole_number
-from clap_ds.config.model import AudioConfig, load_preset, preset_argument
+from clap_ds.config.model import AudioConfig, load_preset
 from clap_ds.data.shard_io import KINDS, Kind
 
 ENCODED = {"flac": 105_600, "wav": 192_000, "mp3": 16_000, "ogg": 14_000}
@@ -42,7 +42,7 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
     length = "length of a clip in seconds (default: 10)"
     add("--seconds", type=number(0.001, 40_000), default=10.0, metavar="S", help=length)
     tiny = "htsat_tiny_roberta_base"
-    add("--preset", type=preset_argument, default=tiny, metavar="NAME", help=f"model preset (default: {tiny})")
+    add("--preset", default=tiny, metavar="NAME", help=f"model preset (default: {tiny})")
     rates = ", ".join(f"{name} {rate:,}" for name, rate in ENCODED.items())
     add("--format", choices=ENCODED, default="flac", help=f"encoded clips' format (default: flac); bytes/s: {rates}")
     add("--link", type=rate, metavar="GBIT", help="bandwidth of the link for copying, in Gbit/s")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError, printable
-from clap_ds.config.model import PRESETS, preset_argument
+from clap_ds.config.model import PRESETS
 from clap_ds.data.build_shards.caption_lists import AUDIO_SUFFIXES, LIST_SUFFIXES, audio_files_in, read_paths
 from clap_ds.inference.vectors import text_of
 
@@ -33,7 +33,7 @@ def add_model_options(parser: argparse.ArgumentParser, precision: str = "fp32") 
     best = "use a folder's best checkpoint by its run's best_metric (default: newest)"
     add("--best", action="store_true", help=best)
     add("--tokenizer", metavar="NAME", help="Hub name or folder (default: the checkpoint's)")
-    add("--preset", type=preset_argument, metavar="NAME", help=sizes)
+    add("--preset", metavar="NAME", help=sizes)
     told = f"model's precision (default: {precision})"
     add("--precision", choices=tuple(DTYPES), default=precision if precision in DTYPES else None, help=told)
 

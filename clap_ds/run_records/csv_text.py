@@ -7,23 +7,16 @@ import io
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from clap_ds.config.errors import printable
-from clap_ds.config.files import replacing
+from clap_ds.config.files import write_atomically
 
 
-def write_csv(output: Path | None, rows: Iterable[Sequence[str | float | None]]) -> None:
-    """Write rows to a file, atomically, or to standard output; None and NaN become empty cells. Raises OSError."""
-    if output is None:
-        return _write(sys.stdout, rows)
-    with replacing(output) as file:
-        text = io.TextIOWrapper(file, "utf-8", newline="")
-        _write(text, rows)
-        text.detach()  # flushes
-
-
-def _write(file: TextIO, rows: Iterable[Sequence[str | float | None]]) -> None:
-    writer, shown = csv.writer(file, lineterminator="\n"), printable if file.isatty() else str
-    cell = lambda value: "" if value is None or value != value else shown(value) if isinstance(value, str) else value  # noqa: E731
-    writer.writerows([*map(cell, row)] for row in rows)
+def write_csv(output: Path | None, rows: Iterable[Sequence[str | float]]) -> None:
+    """Write rows to a file, atomically, or to standard output; NaN becomes an empty cell. Raises OSError."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(["" if cell != cell else cell for cell in row] for row in rows)
+    if output is not None:
+        write_atomically(output, text.getvalue())
+    else:
+        sys.stdout.write(printable(text.getvalue(), "\n") if sys.stdout.isatty() else text.getvalue())

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from clap_ds.config import paths
-from clap_ds.run_records.metrics_schema import Environment, Summary
+from clap_ds.run_records.metrics_schema import Summary
 
 PACKAGES = ("torch", "deepspeed", "transformers", "torchaudio", "triton", "webdataset", "numpy")
 
@@ -48,7 +49,8 @@ def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
     return cast(Summary, {name: int(max(of)) for name, of in zip(names, zip(*ranks, strict=True), strict=False)})
 
 
-def environment(device: torch.device, cpu_kernels: str | None = None) -> Environment:
+def environment(device: torch.device, cpu_kernels: str | None = None) -> dict[str, Any]:
+    """Return the content of `environment.json`."""
     on_gpu = device.type == "cuda"
     return {
         "python": platform.python_version(),
@@ -68,9 +70,7 @@ def environment(device: torch.device, cpu_kernels: str | None = None) -> Environ
 
 
 def _driver() -> str | None:
-    with suppress(Exception):  # a broken driver may raise anything
-        import pynvml
-
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
+    with suppress(OSError):
+        found = re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        return found and found[1]
     return None

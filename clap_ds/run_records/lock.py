@@ -1,4 +1,4 @@
-"""Lock a shared folder, such as a run's checkpoints, for one writer by creating `writer.json`.
+"""Lock a shared folder, such as a run's checkpoints, for one writer by `writer.json`.
 
 A killed process leaves the file. It is replaced if that process was on this host and is gone, or was of the same job.
 """
@@ -33,21 +33,20 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Lock the folder, creating it if needed. Raises ValueError if it is locked, OSError if it can't be written."""
-        if self._create():
-            return
-        found = self._read()
-        if found.get("kernel") == self._own["kernel"]:
-            is_over = _start_time(found.get("pid")) != found.get("started")
-        else:
-            is_over = self._own["job"] != "" and found.get("job") == self._own["job"]
-        if not is_over:
-            raise ValueError(f"{self._said('is locked by')}. If that job is over, delete {self._path}")
-        print(f"{self._said('had a stale lock of')}; replaced", file=sys.stderr, flush=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if found := self._read():
+            if found.get("kernel") == self._own["kernel"]:
+                is_over = _start_time(found.get("pid")) != found.get("started")
+            else:
+                is_over = self._own["job"] != "" and found.get("job") == self._own["job"]
+            if not is_over:
+                raise ValueError(f"{self._said('is locked by')}. If that job is over, delete {self._path}")
+            print(f"{self._said('had a stale lock of')}; replaced", file=sys.stderr, flush=True)
         write_atomically(self._path, json.dumps(self._own))
 
     def check(self) -> None:
         """Raise ValueError if another run has taken the lock. Call before each write."""
-        if not self._create() and self._read() != self._own:  # created again if deleted
+        if self._read() not in ({}, self._own):  # empty if deleted by hand
             raise ValueError(self._said("was locked meanwhile by"))
 
     def release(self) -> None:
@@ -55,14 +54,6 @@ class FolderLock:
         with suppress(OSError):
             if self._read() == self._own:
                 self._path.unlink()
-
-    def _create(self) -> bool:
-        """Create the file; return False if it exists."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), self._path.open("x") as file:
-            json.dump(self._own, file)
-            return True
-        return False
 
     def _read(self) -> dict[str, Any]:
         """Read the file; empty if it is missing or incomplete."""

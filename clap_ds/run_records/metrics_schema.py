@@ -1,4 +1,4 @@
-"""The schema of `summary.json`, `environment.json` and `metrics.jsonl`. Standard library only.
+"""The schema of `summary.json` and `metrics.jsonl`. Standard library only.
 
 Any field can be absent, as in killed runs or older records. Times are in seconds, throughput in samples/s.
 """
@@ -17,18 +17,8 @@ FORMER_PRESETS = {
 }
 """Preset in records up to schema 3 → its name now: `htsat_tiny_roberta_base` had LAION-CLAP's heads."""
 
-_FORMER_FIELDS: dict[str, tuple[str, dict[Any, Any]]] = {
-    "text_tokens": ("context_length", {}),
-    "text": ("text_packing", {"padded": False, "packed": True}),
-    "stop_at": ("target_metrics", {}),
-    "ended_early": ("stop_reason", {}),
-    "deepspeed_times_host_alone": ("deepspeed_timer_synchronized", {True: False, False: True}),
-    "slow_ranks": ("stragglers", {}),
-    "slow_ranks_cost_samples_per_s": ("stragglers_cost_samples_per_s", {}),
-    "behind_s": ("lag_s", {}),
-    "behind_percent": ("lag_percent", {}),
-}
-"""Fields of `summary.json` and its `stragglers` before schema 5 → name now, and value now by former value."""
+_FORMER_FIELDS = {"text_tokens": "context_length", "stop_at": "target_metrics", "slow_ranks": "stragglers"}
+"""Fields of `summary.json` before schema 5 → their names."""
 FORMER_PHASES = {"window": "timed"}
 """`phase` of `metrics.jsonl` before schema 5 → its name."""
 RECORD_FILES = ("summary.json", "metrics.jsonl", "config.json", "environment.json")
@@ -38,14 +28,8 @@ STEP_PHASES = ("data_wait", "forward", "loss", "backward", "exposed_communicatio
 
 
 def current(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a summary of any schema with today's names and values."""
-    found: dict[str, Any] = {}
-    for name, value in summary.items():
-        new, values = _FORMER_FIELDS.get(name, (name, {}))
-        found[new] = values.get(value, value) if isinstance(value, str | bool) else value
-    if isinstance(slow := found.get("stragglers"), list):
-        found["stragglers"] = [current(each) for each in slow if isinstance(each, dict)]
-    return found
+    """Return a summary of any schema with today's names."""
+    return {_FORMER_FIELDS.get(name, name): value for name, value in summary.items()}
 
 
 class Rates(TypedDict, total=False):
@@ -115,8 +99,6 @@ class Summary(TypedDict, total=False):
     samples_per_s: float
     deepspeed_samples_per_s: float | None
     """Measured by DeepSpeed's timer, from each forward pass to the end of its update, without the time between."""
-    deepspeed_timer_synchronized: bool
-    """Whether that timer waits for the device; if not, its rate is the host's, queueing steps."""
     step_time_s: StepTime
     data_wait_percent: float
     breakdown_s: dict[str, float] | None
@@ -155,29 +137,6 @@ class Summary(TypedDict, total=False):
     resumed_at_step: int
     time_to_target_s: float | None
     stop_reason: str | None
-
-
-class Environment(TypedDict, total=False):
-    """`environment.json`, of rank 0 if ranks differ."""
-
-    python: str
-    versions: dict[str, str | None]
-    cuda: str | None
-    nccl: str | None
-    driver: str | None
-    device_name: str
-    device_memory_bytes: int | None
-    device_names: list[str]
-    host: str
-    hosts: list[str]
-    gpus_per_node: list[int]
-    num_nodes: int
-    world_size: int
-    cpu_count: int | None
-    threads_per_rank: int
-    cpu_kernels: str | None
-    git_commit: str | None
-    command: list[str]
 
 
 class StepLine(TypedDict, total=False):

@@ -6,7 +6,6 @@ analysis), `tensorboard/` (by DeepSpeed's monitor) and `rank0.log`.
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
 import os
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO, Unpack, cast
 from clap_ds.config.files import open_own, read_json, write_object
 from clap_ds.config.redaction import redacted, redacted_all, redacted_words
 from clap_ds.run_records.jsonl import JsonlWriter, warn_on_disk_full
-from clap_ds.run_records.metrics_schema import VERSION, Environment, State, StepLine, Summary
+from clap_ds.run_records.metrics_schema import VERSION, State, StepLine, Summary
 
 if TYPE_CHECKING:
     from clap_ds.config.settings import RunSettings
@@ -74,7 +73,7 @@ class RunDirectory:
         self._stream.close()
 
 
-def create_run_dir(run: RunSettings, here: Environment, everywhere: list[tuple[str, str]]) -> Path:
+def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[tuple[str, str]]) -> Path:
     """Create a run's directory with its first files, and copy the output to its log. Raises ValueError if it can't be written.
 
     Args:
@@ -83,12 +82,11 @@ def create_run_dir(run: RunSettings, here: Environment, everywhere: list[tuple[s
     """
     clap = run.clap
     per_host, devices = Counter(host for host, _ in everywhere), sorted({name for _, name in everywhere})
-    places: Environment = {"world_size": len(everywhere), "num_nodes": len(per_host), "hosts": [*per_host]}
-    places |= {"gpus_per_node": [*per_host.values()], "device_names": devices}
+    places = {"world_size": len(everywhere), "num_nodes": len(per_host), "hosts": [*per_host], "device_names": devices}
     try:
         record = RunDirectory(RunDirectory.create(Path(clap.output.dir), run.run_name).path.resolve())
         start_log(record.path / "rank0.log")
-        record.write_json("environment.json", {**here, **places})
+        record.write_json("environment.json", {**here, **places, "gpus_per_node": [*per_host.values()]})
         record_batch_sizes(record, run, len(everywhere))
     except OSError as error:
         raise ValueError(f"clap.output.dir: {clap.output.dir!r} can't be written: {error.strerror}") from None
@@ -118,11 +116,14 @@ def record_batch_sizes(record: RunDirectory, run: RunSettings, world_size: int) 
     )
 
 
-class Tee(io.TextIOBase):
+class Tee:
     """A stream that copies its output, except redrawn progress bars, to a log file."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         if "\r" not in text and "\x1b" not in text:
@@ -137,12 +138,6 @@ class Tee(io.TextIOBase):
             with suppress(OSError):
                 each.flush()
 
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
 
 def start_log(path: Path) -> None:
     """Copy standard output, standard error and DeepSpeed's log to a file."""
@@ -150,8 +145,7 @@ def start_log(path: Path) -> None:
 
     log = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1)
     log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_words(sys.argv))}\n")
-    sys.stdout = Tee(sys.stdout, log)
-    sys.stderr = Tee(sys.stderr, log)
+    sys.stdout, sys.stderr = cast(TextIO, Tee(sys.stdout, log)), cast(TextIO, Tee(sys.stderr, log))
     handler = logging.StreamHandler(log)
     handler.setFormatter(logger.handlers[0].formatter)
     logger.addHandler(handler)

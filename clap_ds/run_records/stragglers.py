@@ -52,31 +52,40 @@ class Stragglers:
     """Collects all ranks' times on rank 0 and prints stragglers when they change; `warnings` has the last line."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts, self._slow, self.warnings = np.array(hosts), list[int](), list[str]()
-        self._kept: tuple[Floats, ...] = ()
+        self._hosts, self._slow, self.warnings = hosts, list[int](), list[str]()
+        self._kept = np.empty((0, 2 + 2 * len(hosts)))
 
-    def add(self, samples: Any, step_s: Any, own_s: Floats, data_wait_s: Floats) -> Summary:
-        """Add steps, with samples and seconds, (steps,), and times of ranks, (steps, ranks). Returns fields to record."""
-        new = (np.broadcast_to(np.asarray(samples, float), len(own_s)), np.asarray(step_s, float), own_s, data_wait_s)
-        kept = zip(self._kept or [each[:0] for each in new], new, strict=True)
-        samples, step_s, own, data = self._kept = tuple(np.concatenate(each)[-KEPT_STEPS:] for each in kept)
-        before, self._slow = self._slow, slow_ranks(own, self._slow)
-        lag, wait = ((each - _lower_median(each)).mean(axis=0).round(6).tolist() for each in (own, data))
-        percent = (100 / _lower_median(own).mean() * np.array(lag)).round(2).tolist()
-        slow = [
-            Straggler(rank=n, host=str(self._hosts[n]), lag_s=lag[n], lag_percent=percent[n], data_wait_s=wait[n])
-            for n in sorted(self._slow, key=lambda n: -lag[n])
+    def add(self, samples: float, step_s: Floats, own_s: Floats, data_wait_s: Floats) -> Summary:
+        """Add steps of `samples`, in seconds, (steps,), and times of ranks, (steps, ranks). Returns fields to record."""
+        new = np.column_stack((np.full(len(own_s), samples), step_s, own_s, data_wait_s))
+        self._kept = np.concatenate((self._kept, new))[-KEPT_STEPS:]
+        own, data = np.split(self._kept[:, 2:], 2, axis=1)
+        slow = slow_ranks(own, self._slow)
+        lag, wait = ((each - _lower_median(each)).mean(axis=0).round(6) for each in (own, data))
+        share = 100 / _lower_median(own).mean()
+        found = [
+            Straggler(
+                rank=n,
+                host=self._hosts[n],
+                lag_s=float(lag[n]),
+                lag_percent=round(float(share * lag[n]), 2),
+                data_wait_s=float(wait[n]),
+            )
+            for n in sorted(slow, key=lambda n: -lag[n])
         ]
-        cost = rate_without(self._slow, samples, step_s, own) - samples.sum() / step_s.sum()
-        self.warnings = [_words(slow, cost)] if slow else []
-        if self._slow != before:
+        of_step, step_s = self._kept[:, 0], self._kept[:, 1]
+        cost = rate_without(slow, of_step, step_s, own) - float(of_step.sum() / step_s.sum())
+        self.warnings = [_words(found, cost)] if slow else []
+        if slow != self._slow:
             print(*(self.warnings or ["no stragglers any more"]), flush=True)
-        return Summary(stragglers=slow, stragglers_cost_samples_per_s=float(cost))
+        self._slow = slow
+        return Summary(stragglers=found, stragglers_cost_samples_per_s=cost)
 
 
 def _words(slow: Sequence[Straggler], cost: float) -> str:
     each = [
         f"rank {one['rank']} on {one['host']}, {1000 * one['lag_s']:+,.1f} ms/step ({one['lag_percent']:+.1f}%),"
-        f" data wait {1000 * one['data_wait_s']:+,.1f} ms" for one in slow[:5]
-    ] + [f"{len(slow) - 5} more"] * (len(slow) > 5)  # fmt: skip
+        f" data wait {1000 * one['data_wait_s']:+,.1f} ms"
+        for one in slow[:5]
+    ] + [f"{len(slow) - 5} more"] * (len(slow) > 5)
     return f"stragglers cost {cost:,.1f} samples/s: {'; '.join(each)}"

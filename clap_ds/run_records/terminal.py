@@ -6,9 +6,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.table import Column, Table
-
 from clap_ds.config.errors import printable
 from clap_ds.run_records.intervals import range_label
 from clap_ds.run_records.metrics_schema import Summary
@@ -32,24 +29,16 @@ class Progress:
 
 def print_summary(summary: Summary) -> None:
     """Print the final table."""
-    table = Table("quantity", Column("value", justify="right"), show_header=False)
-    for name, value in rows(summary):
-        table.add_row(name, value)
-    nodes, lacks_peak = summary["num_nodes"], "flops" in summary and summary["peak_tflops"] is None
+    nodes, cells = summary["num_nodes"], [*rows(summary)]
     title = (
         f"{summary['preset']} on {summary['world_size']} × {summary['device_name']}, {nodes} node{'s' * (nodes > 1)},"
         f" {summary['precision']}, micro-batch {summary['micro_batch_per_gpu']}, {summary['context_length']} text tokens"
     )
-    show(title, table, *([summary["peak_source"]] if lacks_peak else []))
-
-
-def show(title: str, table: Table, *notes: str) -> None:
-    """Print a title, a table and notes."""
-    console = Console(width=max(100, Console().width), highlight=False, markup=False)
-    console.print(printable(title), style="bold", soft_wrap=True)
-    console.print(table)
-    for note in notes:
-        console.print(printable(note), soft_wrap=True)
+    notes = [summary["peak_source"]] if "flops" in summary and summary["peak_tflops"] is None else []
+    notes += [f"warning: {text}" for text in summary.get("warnings", [])]
+    left, right = (max(map(len, column)) for column in zip(*cells, strict=True))
+    lines = [title, *(f"  {name:{left}}  {value:>{right}}" for name, value in cells), *notes]
+    print(printable("\n".join(lines), "\n"), flush=True)
 
 
 def rows(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -74,7 +63,6 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     for phase, seconds in breakdown.items():
         share = 100 * seconds / sum(breakdown.values())
         yield f"  {phase.replace('_', ' ')}", f"{1000 * seconds:,.1f} ms  {share:5.1f}%"
-    yield from (("warning", text) for text in summary.get("warnings", []))
 
 
 def _utilization_rows(summary: Summary, flops: dict[str, Any], peak: float | None) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import safetensors
 
-from clap_ds.config.errors import MISTAKES, run_alone
+from clap_ds.config.errors import run_alone
 from clap_ds.config.files import drafted
 from clap_ds.weights.formats import Checkpoint, save_transformers
 from clap_ds.weights.hf_compat import changes
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{arguments.folder}: for {FORMATS[arguments.format]}")
 
 
-command = partial(run_alone, main, MISTAKES)
+command = partial(run_alone, main)
 
 if __name__ == "__main__":
     command()

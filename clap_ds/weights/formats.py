@@ -95,7 +95,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     """Read a folder saved by `transformers.ClapModel`. Raises ValueError for other contents."""
     folder, tensors = Path(folder), {}
     sizes, tokenizer = folder / "config.json", folder / "tokenizer_config.json"
-    config = parse_sizes(read_clap(sizes, files.object_in(sizes)), folder.name, str(sizes))
+    config = parse_sizes(read_clap(sizes, files.read_object(sizes)), folder.name, str(sizes))
     for file in sorted(folder.glob("model*.safetensors")):
         tensors.update(read_safetensors(file)[0])
     if not tensors:
@@ -103,7 +103,7 @@ def load_transformers(folder: str | Path) -> Checkpoint:
     found = renamed_checkpoint(config, tensors, transformers_names, str(folder))
     if not tokenizer.exists():
         return found
-    cut = files.object_in(tokenizer).get("model_max_length")  # used if below the model's positions
+    cut = files.read_object(tokenizer).get("model_max_length")  # used if below the model's positions
     tokens = cut if isinstance(cut, int) and 2 <= cut < config.text.max_tokens else None
     return replace(found, tokenizer=str(folder), context_length=tokens)
 

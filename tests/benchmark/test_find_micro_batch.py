@@ -1,14 +1,17 @@
 """The largest micro-batch that fits, from any start, and what a run then has."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from clap_ds.benchmark import find_micro_batch as module
 from clap_ds.benchmark.find_micro_batch import find_micro_batch, largest_multiple
 from clap_ds.config.errors import UserError
 from clap_ds.data.batch import Batch
+from clap_ds.run_records.run_dir import RunDirectory
 from tests.engine.test_engine import model_of, settings
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
@@ -24,33 +27,33 @@ def test_the_largest_multiple_of_8_that_fits(start: int, memory: int) -> None:
         largest_multiple(lambda size: False, start)
 
 
-def _found(fits: int) -> tuple[int, int, int, list[float]]:
+def _found(fits: int, folder: str) -> tuple[int, int, int, dict[str, int]]:
     """Find the micro-batch where batches of more than `fits` clips (on rank 1: two fewer) exhaust the memory."""
 
     def run_eager(_: Any, batch: Batch) -> None:
-        if len(batch) > fits - 2 * torch.distributed.get_rank():
+        if len(batch) > fits - 2 * dist.get_rank():
             raise torch.OutOfMemoryError("out of memory")
 
-    run = settings("fp32", 2)
+    run, record = settings("fp32", 2), RunDirectory(Path(folder))
     engine = engine_of(run, model_of(run))
     before = [float(each.sum()) for each in engine.model.audio.running_statistics()]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="needs a GPU"):
-        find_micro_batch(engine, run)
+    with pytest.raises(UserError, match="needs a GPU"):
+        find_micro_batch(engine, run, record)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "run_eager", run_eager)
         patch.setattr(module, "require_gpu", lambda device: None)
-        find_micro_batch(engine, run)
-    after = [float(each.sum()) for each in engine.model.audio.running_statistics()]
-    assert before == after
-    return (
-        run.micro_batch,
-        engine.deepspeed.train_micro_batch_size_per_gpu(),
-        engine.deepspeed.train_batch_size(),
-        after,
+        find_micro_batch(engine, run, record)
+    assert before == [float(each.sum()) for each in engine.model.audio.running_statistics()]
+    dist.barrier()
+    deepspeed, recorded = (
+        engine.deepspeed,
+        {name: number for name, number in record.summary().items() if "batch" in name},
     )
+    return run.micro_batch, deepspeed.train_micro_batch_size_per_gpu(), deepspeed.train_batch_size(), recorded
 
 
-def test_every_rank_has_the_micro_batch_that_fits_all(two_ranks: RankPool) -> None:
-    for micro_batch, of_engine, whole, _ in two_ranks.run(_found, 41):
+def test_every_rank_has_the_micro_batch_that_fits_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    for micro_batch, of_engine, whole, recorded in two_ranks.run(_found, 41, str(tmp_path)):
         assert (micro_batch, of_engine) == (32, 32)
         assert whole % 64 == 0
+        assert recorded == {"micro_batch_per_gpu": 32, "global_batch": whole}

@@ -85,7 +85,6 @@ def test_a_mistake_is_one_line(made: Path, tokenizer_dir: str, capsys: pytest.Ca
         (embed.main, "run sounds --output v.npz", "v.npz: requires"),
         (search.main, "v.parquet", "expected either TEXT"),
         (search.main, "v.parquet dog --model other", "another model"),
-        (classify.main, "other v.parquet --labels a,b", "another model"),
     ):
         assert exit_code_of(lambda main=main, words=words: main(words.split())) == 2, words  # type: ignore[misc]
         assert message in capsys.readouterr().err

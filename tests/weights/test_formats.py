@@ -93,7 +93,7 @@ def test_feature_fusion_goes_there_and_back(tmp_path: Path) -> None:
 KEY = "audio_model.audio_encoder.layers.0.blocks.1.attention.self.key.weight"
 WRONG_SIZES: list[tuple[str, dict[str, Any], str]] = [
     ("audio_config", {"enable_fusion": True, "fusion_type": "channel_map"}, "fusion_type is 'channel_map'"),
-    ("audio_config", {"patch_size": [4, 2]}, "patches must be square"),
+    ("audio_config", {"patch_size": [4, 2]}, "patch_stride is"),
     ("text_config", {"pad_token_id": 0}, "text_config.pad_token_id is 0"),
     ("", {"model_type": "bert"}, "model_type 'bert'"),
 ]

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from clap_ds.config.errors import UserError
-from clap_ds.config.model import PRESETS, AudioConfig, load_preset, preset_argument
+from clap_ds.config.model import PRESETS, AudioConfig, load_preset
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.shard_writer import Member, Named
@@ -98,7 +98,7 @@ def add_preparation_options(parser: ArgumentParser, kinds: tuple[Kind, ...], **m
     add = parser.add_argument_group("preprocessing for a model").add_argument
     what = "waveform: 16-bit mono WAV at the model's rate; mel: the model's float16 features; encoded: original files"
     add("--kind", choices=kinds, help=what, **more)
-    add("--preset", type=preset_argument, metavar="NAME", help=f"model preset: {PRESETS}")
+    add("--preset", metavar="NAME", help=f"model preset: {PRESETS}")
 
 
 def preparation_of(options: Namespace) -> Preparation | None:
