@@ -7,6 +7,7 @@ A device that isn't listed, such as a MIG slice, has no peak and no MFU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.run_records.metrics_schema import Summary
@@ -112,18 +113,19 @@ def utilization(
     forward and backward; `recomputed_flops` executed in addition, which count for `hfu_percent`.
     """
     peak, per_s = peak_for(device_name, override_tflops), samples_per_s / 1e12
-    published, achieved = TRAINING_OVER_FORWARD * published_flops * per_s, training_flops * per_s
-    hardware = achieved + recomputed_flops * per_s
+    achieved = training_flops * per_s
+    tflops = {
+        "mfu_published_percent": TRAINING_OVER_FORWARD * published_flops * per_s,
+        "mfu_model_percent": achieved,
+        "hfu_percent": achieved + recomputed_flops * per_s,
+    }
     missing = (
         f"no MFU: the peak of {device_name!r} is unknown; set clap.hardware.peak_tflops to its dense bf16 TFLOPS"
         ' (in the run\'s JSON: "clap": {"hardware": {"peak_tflops": …}})'
     )
-
-    def percent(tflops: float) -> float | None:
-        return 100 * tflops / peak.bf16_tflops if peak else None
-
-    return {
-        "mfu_published_percent": percent(published), "mfu_model_percent": percent(achieved), "hfu_percent": percent(hardware),
-        "achieved_tflops": achieved, "hardware_tflops": hardware,
+    found: Any = {
+        **{name: 100 * each / peak.bf16_tflops if peak else None for name, each in tflops.items()},
+        "achieved_tflops": achieved, "hardware_tflops": tflops["hfu_percent"],
         "peak_tflops": peak.bf16_tflops if peak else None, "peak_source": peak.source if peak else missing,
     }  # fmt: skip
+    return cast("Summary", found)
