@@ -24,7 +24,7 @@ from clap_ds.run_records.metrics_schema import StepLine, Summary
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.run_records.stragglers import Stragglers
 from clap_ds.run_records.terminal import Progress
-from clap_ds.training.train_state import SavedCheckpoint, TrainPlan, TrainState
+from clap_ds.training.train_state import HISTORY, SavedCheckpoint, TrainPlan, TrainState
 
 FIGURES = ("loss", "gradient_norm", "logit_scale")
 
@@ -50,10 +50,10 @@ class TrainLogger:
         self._record, self._engine, self._loader, self._scalars = record, engine, loader, scalars
         self._plan, self._state, self._ranks, self._folder = plan, state, ranks, folder
         self._is_first, engine.norm_wanted = ranks.is_main_process, True
-        self._history = JsonlWriter(folder / "history.jsonl")
+        self._history = JsonlWriter(folder / HISTORY)
         if self._is_first:
             state.train_s = max(state.train_s, self._history.truncate_after(state.step))
-            record.update_summary(history=str(folder / "history.jsonl"), epoch_samples=plan.epoch_samples)
+            record.update_summary(history=str(folder / HISTORY), epoch_samples=plan.epoch_samples)
         self._lines: list[tuple[StepLine, Tensor]] = []  # tensor: loss, norm, logit scale, skipped
         self._is_warm = False
         self._throughput = Throughput(ranks.world_size)

@@ -13,6 +13,9 @@ from clap_ds.config.files import parse_json
 from clap_ds.config.metrics import score
 from clap_ds.config.schema import CheckpointSettings, EvaluationSettings, TrainSettings
 
+HISTORY = "history.jsonl"
+"""Steps of all starts, next to the checkpoints."""
+
 
 @dataclass
 class TrainState:

@@ -105,7 +105,7 @@ def progress(step: int) -> TrainState:
 
 
 def load(folder: Checkpointer, into: ClapEngine, path: Path | None = None, **options: Any) -> TrainState:
-    found = folder.find(path)
+    found = folder.find(path and str(path))
     assert found is not None
     return folder.load(found, into, **options)
 

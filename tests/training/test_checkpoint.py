@@ -138,6 +138,19 @@ def test_without_a_good_checkpoint_nothing_is_started_and_nothing_deleted(tmp_pa
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_checkpoints_at_urls_are_downloaded_once(tmp_path: Path) -> None:
+    for step in (1, 2):
+        make_checkpoint(tmp_path / "theirs", step)
+    here, url = Checkpointer(tmp_path / "here"), f"file://{tmp_path}/theirs"
+    assert here.find(f"{url}/step-00000001") == tmp_path / "here" / "step-00000001"
+    for _ in range(2):
+        assert here.find(url) == tmp_path / "here" / "step-00000002"
+    assert len([*here.path.iterdir()]) == 2
+    for wrong in (f"{url}/step-00000003", f"{url}/nowhere"):
+        with pytest.raises(ValueError, match="no checkpoint found"):
+            here.find(wrong)
+
+
 def test_a_checkpoint_is_late_after_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(time=lambda: now[0]))
