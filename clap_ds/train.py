@@ -92,7 +92,8 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                 log_run_start(plan, state, checkpointer.path, run.deepspeed)
             with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
                 while not (signal or plan.is_done(state)):
-                    skip_batches(loader, state, options, sizes.accumulation_steps)
+                    engine.set_accumulation_steps(plan.batch(state.samples) // sizes.micro_step)
+                    skip_batches(loader, state, options, engine.deepspeed.gradient_accumulation_steps())
                     signals.ask(checkpointer.is_late())
                     logger.begin_step()
                     loss = engine.step(loader)
