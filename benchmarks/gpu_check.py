@@ -58,6 +58,7 @@ SHARDS = '{"source": "webdataset","shards":"{call}/data/prepared/*.tar","tokeniz
 CALLS = {
     1: {
         "environment": Check(30, command="-m torch.utils.collect_env"),
+        "kernels": Check(70, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
         "compile_off": Check(80, "htsat_tiny clap.compile=off"),
         "gradients": Check(150, command=f"{GRADIENTS} --output {{folder}}/gradients.md"),
         "htsat_tiny": Check(210),

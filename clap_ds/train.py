@@ -117,7 +117,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
             loader.record_statistics(record)
         stop_or_fail(record, ranks, state, signal, checkpointer.last)
         if ranks.is_main_process and state.step > begun_at:
-            print_end(run, record, engine, state)
+            print_end(run, record, state)
 
 
 def open_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpointer:
@@ -178,16 +178,13 @@ def stop_or_fail(
     raise stop
 
 
-def print_end(run: RunSettings, record: RunDirectory, engine: ClapEngine, state: TrainState) -> None:
+def print_end(run: RunSettings, record: RunDirectory, state: TrainState) -> None:
     """Print what was trained, commands to evaluate and export the model, and warnings; draw the run's curves."""
-    from clap_ds.engine.factory import trained_towers
-
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
     evaluation = f"--deepspeed_config {path}" if names(run.clap.evaluation) else "--retrieval SHARDS"
-    why, towers = state.reached(run.clap.train.target_metrics) or "done", " and ".join(trained_towers(engine.model))
     print(
-        f"{why}: trained {towers} on {state.samples:,} samples in {state.step:,} steps. To evaluate and to export:\n"
-        f"  clap-evaluate {folder} {evaluation}\n  clap-export {folder} FOLDER",
+        f"{state.reached(run.clap.train.target_metrics) or 'done'}: {state.samples:,} samples in {state.step:,} steps. To"
+        f" evaluate and to export:\n  clap-evaluate {folder} {evaluation}\n  clap-export {folder} FOLDER",
         flush=True,
     )
     try:
