@@ -161,8 +161,7 @@ class ContrastiveLoss:
             logit_scale: factor of the cosine similarities, shape (1,), fp32.
             logit_bias: what is added to them, shape (1,), fp32, if the loss needs it.
 
-        Returns:
-            Scalar: mean over this rank's pairs. Its mean over ranks is the global batch's loss; likewise for gradients.
+        Returns the mean over this rank's pairs, a scalar. Its mean over ranks is the global batch's loss; likewise gradients.
         """
         audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
         text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)

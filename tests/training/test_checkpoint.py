@@ -1,4 +1,4 @@
-"""An interrupted run resumes exactly, on any number of ranks; changes are reported; a failing disk costs only the checkpoint; a
+"""An interrupted run resumes exactly; changes are reported; a failing disk costs only the checkpoint; a
 run deletes only its own checkpoints."""
 
 from functools import partial
@@ -48,18 +48,6 @@ def test_numbers_that_are_not_finite_behind_training_end_it(one_rank: RankPool, 
     assert (told.saved, told.problem) == (False, refusal)
     assert "are NaN or infinite after step 1" in refusal
     assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.parametrize("saved_on", [2, 1])
-def test_it_resumes_on_another_number_of_ranks(
-    two_ranks: RankPool, one_rank: RankPool, tmp_path: Path, saved_on: int
-) -> None:
-    before, after = (two_ranks, one_rank) if saved_on == 2 else (one_rank, two_ranks)
-    expected = before.run(ranks.train_and_save, str(tmp_path))[0]
-    for resumed, fresh in after.run(ranks.load_and_train, str(tmp_path)):
-        # Sums over 3 or 6 rows differ by 2 roundings of 2⁻²³, in each of four steps.
-        assert resumed == pytest.approx(expected, rel=1e-5)
-        assert fresh != pytest.approx(expected, rel=2e-5)
 
 
 @pytest.fixture(scope="module")
