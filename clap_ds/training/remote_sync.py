@@ -10,8 +10,8 @@ import posixpath
 import time
 from collections.abc import Container, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
@@ -89,8 +89,9 @@ class RemoteFolder:
         for name, manifest in self.read_all(damaged).items():
             if self._only not in (None, name):
                 continue
-            if manifest.serial in here:
-                return here[manifest.serial]
+            with suppress(DamagedError):
+                if manifest.serial in here and files.verify(here[manifest.serial]):
+                    return here[manifest.serial]
             try:
                 with files.begin(folder, manifest.step) as draft:
                     files.write_file(draft / MANIFEST, manifest.to_json().encode())
@@ -103,7 +104,7 @@ class RemoteFolder:
                 damaged[name] = f"{self.url}/{name}: {str(error).removeprefix(f'{draft}: ')}"
             else:
                 files.warn_of(damaged)
-                if self.fs.exists(HISTORY) and not (folder / HISTORY).exists():
+                if self.fs.isfile(HISTORY) and not (folder / HISTORY).exists():
                     self.fs.get_file(HISTORY, str(folder / HISTORY))
                 return folder / draft.name
         return None
@@ -134,7 +135,8 @@ class BackgroundSync:
     def __init__(self, url: str, rule: CheckpointSettings, folder: Path, logs: Path | None = None) -> None:
         self._url, self._rule = url, rule
         self._logs = [folder / HISTORY, folder / "tensorboard", *([logs] if logs else [])]
-        self._last, self._copied_s = cast("Path | None", None), -math.inf
+        self._last: Path | None = None
+        self._copied_s = -math.inf
         self._copies: dict[Path, Future[bool]] = {}
         self._thread = ThreadPoolExecutor(1, "checkpoint sync")
 

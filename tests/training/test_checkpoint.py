@@ -133,7 +133,9 @@ def test_checkpoints_at_urls_are_downloaded_once(tmp_path: Path) -> None:
     assert here.find(f"{url}/step-00000001") == tmp_path / "here" / "step-00000001"
     for _ in range(2):
         assert here.find(url) == tmp_path / "here" / "step-00000002"
-    assert len([*here.path.iterdir()]) == 2
+    flip_bit(here.path / "step-00000002" / STATE, 9)
+    assert here.find(url) == tmp_path / "here" / "step-00000002-2"
+    assert len([*here.path.iterdir()]) == 3
     for wrong in (f"{url}/step-00000003", f"{url}/nowhere"):
         with pytest.raises(ValueError, match="no checkpoint found"):
             here.find(wrong)
