@@ -184,8 +184,12 @@ class TrainSettings(Section):
     """Decay of a moving average of the weights (0.999: about 1,000 steps), which evaluations and exports then use."""
     accumulation: Literal["plain", "gradcache"] = "plain"
     """`plain`: each micro-batch is a contrastive batch. `gradcache`: they form one, exactly (GradCache, arXiv 2101.06983)."""
+    batch_ramp: list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]] = []
+    """Global batch from a number of samples on, by gradient accumulation, e.g. [[0, 2048], [100000, 4096]]. The last one is the
+    run's own. `clap-plan --ramp` prints how many nodes each can use."""
     resume: str = "auto"
-    """Checkpoint to resume from: a path, or `auto` for the newest valid one in `clap.checkpoint.folder` or `remote_sync`."""
+    """Checkpoint to resume from: a path or fsspec URL, or `auto` for the newest valid one in `clap.checkpoint.folder` or
+    `remote_sync`."""
     target_metrics: dict[str, float] = {}
     """Metrics at which to stop, e.g. {"zero_shot_top1": 0.9}, if an evaluation reaches all; the time is recorded."""
     log_every_steps: PositiveInt = 10
@@ -210,8 +214,10 @@ class CheckpointSettings(Section):
     async_save: bool = True
     """Write checkpoints asynchronously from a copy in rank 0's host memory."""
     remote_sync: str | None = None
-    """Folder or fsspec URL for copies of checkpoints, from which runs without a local one resume. Credentials come only from
-    the environment."""
+    """Folder or fsspec URL for copies of checkpoints, `history.jsonl`, TensorBoard's files and run directories. Runs without a
+    local checkpoint resume from it. Credentials come only from the environment."""
+    remote_sync_every_minutes: NonNegativeFloat = 0.0
+    """Least minutes between such copies; the last checkpoint is always copied."""
 
 
 class RetrievalSettings(Section):

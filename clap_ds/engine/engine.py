@@ -62,13 +62,8 @@ class ClapEngine:
         train: TrainSettings = TrainSettings(),
         timer: StepTimer | None = None,
     ) -> None:
-        """Wrap a model on its device. A collective; raises ValueError if DeepSpeed rejects its sections.
-
-        Args:
-            loss: what `build_loss` returns.
-            deepspeed: DeepSpeed's configuration.
-            train: `freeze` is ignored, as `build_model` has applied it.
-        """
+        """Wrap a model on its device, with a loss of `build_loss` and DeepSpeed's configuration. `build_model` has applied
+        `train.freeze`. A collective; raises ValueError if DeepSpeed rejects its sections."""
         self.device, self.model, self.loss, self.config = model.logit_scale.device, model, loss, deepspeed
         self.timer = timer or StepTimer(self.device)
         if self.device.type == "cpu" and settings.cpu_kernels == "auto":
@@ -134,12 +129,8 @@ class ClapEngine:
         return self.timer(name)
 
     def accumulate(self, batches: Iterator[Batch]) -> Tensor:
-        """Run forward and backward of a step's micro-batches, without the update.
-
-        Returns:
-            Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
-            this rank's pairs against all pairs of the step.
-        """
+        """Run forward and backward of a step's micro-batches, without the update. Return their mean loss, scalar fp32 on the
+        device, detached; with cached accumulation the loss of this rank's pairs against all pairs of the step."""
         number = self.deepspeed.gradient_accumulation_steps()
         if self.cached:
             return self._cached_micro_steps(batches, number)
