@@ -187,6 +187,8 @@ class TrainSettings(Section):
     """Metrics at which to stop, e.g. {"zero_shot_top1": 0.9}, if an evaluation reaches all; the time is recorded."""
     log_every_steps: PositiveInt = 10
     """Steps between progress lines and checks that the loss is finite."""
+    histogram_every_steps: PositiveInt | None = None
+    """Steps between TensorBoard histograms of each parameter and its averaged gradient before clipping; null: none."""
 
 
 class CheckpointSettings(Section):
