@@ -82,6 +82,8 @@ class SyntheticData(Section):
     """Tokens per caption without padding: a number, or a histogram {"length": weight}; null: all `context_length`."""
     num_batches: PositiveInt = 2
     """Distinct batches per rank, cycled."""
+    num_workers: NonNegativeInt = 0
+    """Processes per rank that copy the batches clip by clip, as a loader of files would, on the host; 0: none."""
 
 
 class ShardData(Section):

@@ -30,6 +30,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}},
         r"context_length = 16, found \['99'\]",
     ),
+    (
+        {"data": {"source": "synthetic", "placement": "device", "num_workers": 2}},
+        r"data\.num_workers: expected 0 with placem",
+    ),
     ({"context_length": 600}, r"clap\.context_length: expected at most 64, the limit of micro, found 600"),
     ({"train": {"freeze": ["text"], "lr_scale": {"text": 0.1}}}, r"train\.lr_scale: text is in clap\.train\.freeze"),
     ({"train": {"lr_scale": {"txt": 0.5}}}, r"lr_scale\.txt.*expected 'audio' or 'text', found \"txt\""),
