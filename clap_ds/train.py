@@ -96,20 +96,20 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
             with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
                 while not (signal or plan.is_done(state)):
                     skip_batches(loader, state, options, sizes.accumulation_steps)
-                    signals.ask()
+                    signals.ask(checkpointer.is_late())
                     logger.begin_step()
                     loss = engine.step(loader)
                     plan.advance(state)
                     logger.end_step(loss)
                     with engine.timer.peer_wait():
-                        signal = signals.wait()
-                    due, metrics = plan.due(state, signal), {}
+                        signal, is_late = signals.wait()
+                    due, metrics = plan.due(state, signal, is_late), {}
                     if due.log:
                         logger.write()
                         logger.saved(*checkpointer.poll())
                     if due.evaluate and evaluator is not None:
                         metrics = logger.evaluated(*evaluate(evaluator, engine))
-                        due = plan.due(state, signal)  # the target may be reached
+                        due = plan.due(state, signal, is_late)  # the target may be reached
                     if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
                         state.train_s, state.data, state.saved_step = logger.train_s, gather(loader.state()), state.step
                         logger.saved(*checkpointer.save(engine, state, metrics, wait=due.stop))
