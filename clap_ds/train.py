@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,8 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                 of_run = clap.train, clap.evaluation, clap.checkpoint, sizes
                 plan = TrainPlan.of(*of_run, loader.statistics().get("epoch_samples"))
             evaluator, scalars = build_evaluator(run, ranks, engine), Scalars(engine, checkpointer.path)
+            if every := clap.train.histogram_every_steps:
+                engine.before_update = partial(scalars.write_histograms, engine, every)
             logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path)
             if ranks.is_main_process:
                 record.update_summary(chosen)

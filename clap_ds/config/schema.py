@@ -83,6 +83,8 @@ class SyntheticData(Section):
     """Tokens per caption without padding: a number, or a histogram {"length": weight}; null: all `context_length`."""
     num_batches: PositiveInt = 2
     """Distinct batches per rank, cycled."""
+    num_workers: NonNegativeInt = 0
+    """Processes per rank that copy the batches clip by clip, as a loader of files would, on the host; 0: none."""
 
 
 class ShardData(Section):
@@ -194,6 +196,8 @@ class TrainSettings(Section):
     """Metrics at which to stop, e.g. {"zero_shot_top1": 0.9}, if an evaluation reaches all; the time is recorded."""
     log_every_steps: PositiveInt = 10
     """Steps between progress lines and checks that the loss is finite."""
+    histogram_every_steps: PositiveInt | None = None
+    """Steps between TensorBoard histograms of each parameter and its averaged gradient before clipping; null: none."""
 
 
 class CheckpointSettings(Section):
