@@ -93,20 +93,20 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
             with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
                 while not (signal or plan.is_done(state)):
                     skip_batches(loader, state, options, sizes.accumulation_steps)
-                    signals.ask()
+                    signals.ask(checkpointer.is_late())
                     logger.begin_step()
                     loss = engine.step(loader)
                     plan.advance(state)
                     logger.end_step(loss)
                     with engine.timer.peer_wait():
-                        signal = signals.wait()
-                    due, metrics = plan.due(state, signal), {}
+                        signal, is_late = signals.wait()
+                    due, metrics = plan.due(state, signal, is_late), {}
                     if due.log:
                         logger.write()
                         logger.saved(*checkpointer.poll())
                     if due.evaluate and evaluator is not None:
                         metrics = logger.evaluated(*evaluate(evaluator, engine))
-                        due = plan.due(state, signal)  # the target may be reached
+                        due = plan.due(state, signal, is_late)  # the target may be reached
                     if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
                         state.train_s, state.data, state.saved_step = logger.train_s, gather(loader.state()), state.step
                         logger.saved(*checkpointer.save(engine, state, metrics, wait=due.stop))
@@ -116,7 +116,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
             loader.record_statistics(record)
         stop_or_fail(record, ranks, state, signal, checkpointer.last)
         if ranks.is_main_process and state.step > begun_at:
-            print_end(run, record, engine, state)
+            print_end(run, record, state)
 
 
 def open_checkpointer(run: RunSettings, ranks: Ranks) -> Checkpointer:
@@ -177,16 +177,13 @@ def stop_or_fail(
     raise stop
 
 
-def print_end(run: RunSettings, record: RunDirectory, engine: ClapEngine, state: TrainState) -> None:
+def print_end(run: RunSettings, record: RunDirectory, state: TrainState) -> None:
     """Print what was trained, commands to evaluate and export the model, and warnings; draw the run's curves."""
-    from clap_ds.engine.factory import trained_towers
-
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
     evaluation = f"--deepspeed_config {path}" if names(run.clap.evaluation) else "--retrieval SHARDS"
-    why, towers = state.reached(run.clap.train.target_metrics) or "done", " and ".join(trained_towers(engine.model))
     print(
-        f"{why}: trained {towers} on {state.samples:,} samples in {state.step:,} steps. To evaluate and to export:\n"
-        f"  clap-evaluate {folder} {evaluation}\n  clap-export {folder} FOLDER",
+        f"{state.reached(run.clap.train.target_metrics) or 'done'}: {state.samples:,} samples in {state.step:,} steps. To"
+        f" evaluate and to export:\n  clap-evaluate {folder} {evaluation}\n  clap-export {folder} FOLDER",
         flush=True,
     )
     try:

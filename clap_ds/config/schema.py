@@ -17,6 +17,7 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 Tower = Literal["audio", "text"]
 NotBlank = Annotated[str, Field(pattern=r"\S")]
 Template = Annotated[str, Field(pattern=r"\{\}")]
+CAPTION_KEY = "txt;caption;text"
 
 
 class ModelSettings(Section):
@@ -95,6 +96,8 @@ class ShardData(Section):
     resampled: bool = False
     """Draw shards with replacement, each worker from all of them. Otherwise every sample comes once per epoch, if shards are
     local or have a `manifest.json`; without one, and in mixtures, workers share whole shards."""
+    caption_key: NotBlank = CAPTION_KEY
+    """Where a clip's caption is: `txt`, or a field of its json. The first that exists of several, separated by `;`."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
@@ -195,7 +198,9 @@ class CheckpointSettings(Section):
     folder: str | None = None
     """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash of model, data, loss, seed, weights, freeze>-checkpoints`."""
     every_steps: PositiveInt | None = None
-    """Optimizer steps between checkpoints; null: only at the end or on a stop signal."""
+    """Optimizer steps between checkpoints; null: only by `every_minutes`, at the end or on a stop signal."""
+    every_minutes: PositiveFloat | None = None
+    """Minutes after which a checkpoint is saved if none by steps has been; null: only by `every_steps`."""
     keep_last: PositiveInt = 3
     """Newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1
@@ -214,6 +219,8 @@ class RetrievalSettings(Section):
 
     shards: str | list[str]
     """Tar files with `txt` or `json` captions; all captions of a clip are used."""
+    caption_key: NotBlank = CAPTION_KEY
+    """Where they are, as in `clap.data.caption_key`."""
 
 
 class ZeroShotSettings(Section):

@@ -220,12 +220,12 @@ def load(
         tokenizer: Hub name or folder (default: the checkpoint's).
         preset: expected sizes: a preset's name or path.
     """
-    expected = None if preset is None else load_preset(preset)
     where = torch.device(device or choose_accelerator())
     if where.type == "cuda":
         set_up_cuda()
     computed_in = getattr(torch, str(dtype).removeprefix("torch."))
-    clap = Clap(load_weights(source, expected, best=best), where, computed_in, tokenizer)
+    weights = load_weights(source, load_preset(preset) if preset else None, best=best)
+    clap = Clap(weights, where, computed_in, tokenizer)
     if tokenizer is not None:
         clap.tokenizer  # noqa: B018  (detects a wrong name early)
     return clap

@@ -78,14 +78,18 @@ class FoldToImage(nn.Module):
 
     def forward(self, mel_BFT: Tensor) -> Tensor:
         """Fold (B, F, T) to (B, 1, image_size, image_size)."""
-        if self.stretch is not None:
-            stretch = self.stretch.to(mel_BFT.dtype)
-            if mel_BFT.is_cuda:  # products over a multiple of 8 are twice as fast
-                padding = -len(stretch) % 8
-                mel_BFT, stretch = F.pad(mel_BFT, (0, padding)), F.pad(stretch, (0, 0, 0, padding))
-            mel_BFT = torch.matmul(mel_BFT, stretch)
-        segments = mel_BFT.unflatten(2, (self.freq_ratio, self.image_size))
+        segments = self.stretched(mel_BFT).unflatten(2, (self.freq_ratio, self.image_size))
         return segments.transpose(1, 2).reshape(mel_BFT.shape[0], 1, self.image_size, self.image_size)
+
+    def stretched(self, mel_BFT: Tensor) -> Tensor:
+        """Stretch time to the image's width."""
+        if self.stretch is None:
+            return mel_BFT
+        stretch = self.stretch.to(mel_BFT.dtype)
+        if mel_BFT.is_cuda:  # products over a multiple of 8 are twice as fast
+            padding = -len(stretch) % 8
+            mel_BFT, stretch = F.pad(mel_BFT, (0, padding)), F.pad(stretch, (0, 0, 0, padding))
+        return torch.matmul(mel_BFT, stretch)
 
 
 class HeldLayer(nn.Module):

@@ -42,13 +42,13 @@ def attend_windows(
         return triton_window_attention(qkv_BHWE, bias_ANN, window, shift)
     if kernel == "matmul":
         return MatmulWindowAttention.apply(qkv_BHWE, bias_ANN, mask_GNN, window, shift)
-    q, k, v = to_windows(qkv_BHWE, window, shift, 3, len(bias_ANN))
+    windows_SBGAND = to_windows(qkv_BHWE, window, shift, 3, len(bias_ANN))
     if mask_GNN is None:  # (B·G, A, N, D): one bias for every window
-        mixed = F.scaled_dot_product_attention(*(each.flatten(0, 1) for each in (q, k, v)), bias_ANN[None])
+        (q, k, v), bias = windows_SBGAND.flatten(1, 2), bias_ANN
     else:  # (B, G·A, N, D): the bias differs by window
-        bias = (bias_ANN + mask_GNN[:, None]).flatten(0, 1)[None]
-        mixed = F.scaled_dot_product_attention(*(each.flatten(1, 2) for each in (q, k, v)), bias)
-    return from_windows(mixed.view(1, *q.shape), shift)
+        (q, k, v), bias = windows_SBGAND.flatten(2, 3), (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
+    mixed = F.scaled_dot_product_attention(q, k, v, bias[None])
+    return from_windows(mixed.view(1, *windows_SBGAND.shape[1:]), shift)
 
 
 class MatmulWindowAttention(torch.autograd.Function):

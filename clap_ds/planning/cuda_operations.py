@@ -30,10 +30,10 @@ def like_cuda() -> Iterator[None]:
 @contextmanager
 def cuda_functions() -> Iterator[None]:
     """Replace functions by those that CUDA tensors run."""
-    attention = {"scaled_dot_product_attention": efficient_attention}
-    compiled = {name: _one_kernel(getattr(tiled_logits, name).__wrapped__) for name in ("_row_sums", "_weights")}
+    operations: Any = {"scaled_dot_product_attention": efficient_attention, "dropout": _dropout}
+    compiled: Any = {name: _one_kernel(getattr(tiled_logits, name).__wrapped__) for name in ("_row_sums", "_weights")}
     with (
-        mock.patch.multiple(F, **attention, dropout=_dropout, layer_norm=_autocast_layer_norm),
+        mock.patch.multiple(F, **operations, layer_norm=_autocast_layer_norm),
         mock.patch.object(text_attention, "_attend_padded", efficient_attention),
         mock.patch.multiple(tiled_logits, **compiled),
     ):
@@ -70,7 +70,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
-def _autocast_layer_norm(input: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+def _autocast_layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         input, weight, bias = (each if each is None else each.float() for each in (input, weight, bias))
     return _layer_norm(input, shape, weight, bias, eps)

@@ -38,8 +38,6 @@ class Rates(TypedDict, total=False):
     mean: float
     low: float
     high: float
-    slow_windows: int
-    """Number of windows below 0.8 of the median window's samples/s."""
     windows: list[float]
     window_s: list[float]
     """Duration of each window on the slowest rank."""

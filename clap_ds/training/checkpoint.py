@@ -75,7 +75,7 @@ class Checkpointer:
         self._stager: Any = None
         self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_give_way)
         self._writing: Future[SavedCheckpoint] | None = None
-        self._poisoned = ""
+        self._poisoned, self._started_s = "", time.time()
 
     @activity("waiting for the checkpoint folder")
     def __enter__(self) -> Self:
@@ -112,7 +112,7 @@ class Checkpointer:
     @activity("saving a checkpoint")
     def _start(self, engine: ClapEngine, progress: TrainState, metrics: dict[str, float], *, copied: bool) -> None:
         """Hand the state to the writing thread, `copied` if training changes it meanwhile."""
-        begin = time.time()
+        begin = self._started_s = time.time()
         state, random = engine_state(engine), gather(random_state(engine.model.logit_scale.device))
         if rank():
             return
@@ -133,6 +133,11 @@ class Checkpointer:
         saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
         model, told = engine.model.config, progress.to_json()
         self._writing = self._thread.submit(lambda: self._write(saved, found, told, model, manifest))
+
+    def is_late(self) -> bool:
+        """Return whether `every_minutes` have passed since the last save or, before that, the start."""
+        minutes = self._rule.every_minutes
+        return minutes is not None and time.time() - self._started_s >= 60 * minutes
 
     def poll(self, limit_s: float | None = 0.0) -> list[SavedCheckpoint]:
         """Return the result of saving, once, on rank 0, if it ends within `limit_s` seconds (None: no limit); else nothing."""

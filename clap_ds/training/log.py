@@ -149,7 +149,9 @@ class TrainLogger:
             self._append({"phase": "checkpoint"}, checkpoint=[begin, begin + each.stalled_s], **outcome)
             self._record.update_summary(checkpoints=self._checkpoints[-20:])
             if each.saved:
-                size = f"{each.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
+                size = (
+                    f"{each.bytes / 1e6:,.1f} MB in {seconds:.1f} s ({each.bytes / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
+                )
                 print(f"saved {each.path}: {size}, blocking training for {each.stalled_s:.2f} s", flush=True)
 
     def close(self) -> None:

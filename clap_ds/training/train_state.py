@@ -135,13 +135,13 @@ class TrainPlan:
         state.samples += self.samples_per_step
         state.epoch = round(state.samples / self.epoch_samples, 6) if self.epoch_samples else None
 
-    def due(self, state: TrainState, signal: int) -> Due:
-        """Return what is due after a step, given the signal to stop, or 0. A save stays due until one has started."""
+    def due(self, state: TrainState, signal: int, is_late: bool = False) -> Due:
+        """Return what is due after a step, given the signal to stop, or 0, and whether a checkpoint is late. A save stays due
+        until one has started."""
         is_last, stop = state.samples >= self.samples, signal != 0 or self.is_done(state)
         evaluate = is_last or (self.evaluate_every is not None and state.step % self.evaluate_every == 0)
-        save = stop or (
-            self.save_every is not None and state.step // self.save_every > state.saved_step // self.save_every
-        )
+        every = self.save_every
+        save = stop or is_late or (every is not None and state.step // every > state.saved_step // every)
         log = evaluate or save or state.step % self.log_every == 0
         return Due(log, evaluate and not signal, save, stop)
 

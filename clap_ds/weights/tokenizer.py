@@ -69,7 +69,7 @@ def train_tokenizer(captions: Iterable[str], directory: Path, *, vocab_size: int
 
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
-        captions, vocab_size, min_frequency=0, show_progress=False, special_tokens=[*SPECIAL_TOKENS]
+        iter(captions), vocab_size, min_frequency=0, show_progress=False, special_tokens=[*SPECIAL_TOKENS]
     )
     bpe.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
     names = ("bos_token", "pad_token", "eos_token", "unk_token", "mask_token", "cls_token", "sep_token")

@@ -14,7 +14,7 @@ from clap_ds.config.settings import ClapSettings, load_run
 
 WriteRun = Callable[..., Path]
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
+    ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'clap.bench.windows'\?"),
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
     (
         {"model": {"preset": "htsat_tiny"}},
@@ -22,7 +22,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'webdataset'"),
     ({"data": {"source": "webdataset", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
-    ({"data": {"source": "synthetic", "placment": "host"}}, r"data\.placment: no such field; did you mean 'placement'"),
+    (
+        {"data": {"source": "synthetic", "placment": "host"}},
+        r"data\.placment: no such field; did you mean 'clap.data.placement'",
+    ),
     (
         {"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}},
         r"context_length = 16, found \['99'\]",
@@ -36,6 +39,7 @@ MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"gradient_acumulation_steps": 1}, r"did you mean 'gradient_accumulation_steps'\?"),
     ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: expected 0 \(plain data parallel\), found 3"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r'torch_autocast\.dtype: expected "bfloat16"'),
+    ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed"),
 ]
 
 

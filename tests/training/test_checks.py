@@ -39,6 +39,7 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
         {"train": {"max_samples": 9}, "checkpoint": {"best_metric": "top1"}},
         "clap.checkpoint.best_metric: no evaluation computes",
     ),
+    ({"train": {"max_samples": 9}, "wandb": {"enabled": True}}, "wandb is not installed"),
     (copied_to("s3://key:hush@bucket/run"), "remote_sync: the s3 URL of bucket contains credentials"),
     (copied_to("gopher://host/run"), "gopher"),
     (sized("plain"), ONE_PAIR),

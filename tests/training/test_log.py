@@ -86,7 +86,7 @@ def _logged(folder: str) -> dict[str, Any]:
                 log.write()
                 log.evaluated({"top1": 0.5}, {}, 50.0)
                 now[0] += 50  # an evaluation
-        log.saved(SavedCheckpoint(6, 100.0, 107.5, Path("step-6"), 2_500_000, stalled_s=1.25))
+        log.saved(SavedCheckpoint(6, 100.0, 107.5, Path("step-6"), 15_000_000_000, stalled_s=1.25))
         log.saved(SavedCheckpoint(7, 108.0, 109.0, problem="disk full"))
         log.close()
     return {"summary": record.summary(), "scalars": scalars, "shown": shown.getvalue()}
@@ -106,7 +106,7 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert summary["energy_kwh"] == pytest.approx(joules[2] / 3.6e6)
     assert summary["joules_per_sample"] == pytest.approx(joules[2] / 120)
     assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (6, 120, 0.75, 11)
-    assert "saved step-6: 2.5 MB in 7.5 s, blocking training for 1.25 s" in found["shown"]
+    assert "saved step-6: 15,000.0 MB in 7.5 s (2.00 GB/s), blocking training for 1.25 s" in found["shown"]
     assert "their rank's step needs 11: enough" in found["shown"]  # 10 in 0.9 s
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]

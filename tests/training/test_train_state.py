@@ -54,6 +54,7 @@ REACHED = {"target": TARGET, "time_to_target_s": 1.0}
 )
 def test_what_is_due_after_a_step(state: TrainState, signal: int, expected: Due) -> None:
     assert PLAN.due(state, signal) == expected
+    assert PLAN.due(state, signal, is_late=True) == expected._replace(log=True, save=True)
 
 
 def test_the_best_metrics_and_the_time_to_a_target_are_kept() -> None:

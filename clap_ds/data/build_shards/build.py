@@ -21,7 +21,14 @@ from clap_ds.config import arguments
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import own_folder, read_bytes
 from clap_ds.data.build_shards import shard_writer
-from clap_ds.data.build_shards.caption_lists import MOST_OF_A_FILE, Entry, check_files, read_entries, values_of
+from clap_ds.data.build_shards.caption_lists import (
+    MOST_OF_A_FILE,
+    Entry,
+    add_columns,
+    check_files,
+    read_entries,
+    values_of,
+)
 from clap_ds.data.build_shards.prepare import EncodedClip, add_preparation_options, as_it_is, preparation_of
 from clap_ds.data.build_shards.shard_writer import Member, Named
 from clap_ds.data.decoding import BrokenItemError
@@ -40,12 +47,7 @@ Numbered = list[tuple[int, Entry]]
 def add_build_options(parser: ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="CSV, JSONL or folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder: new, empty, or to resume")
-    add = parser.add_argument_group("how to read SOURCE (default: detected)").add_argument
-    add("--audio_column", metavar="NAME", help="column of paths, or a template such as '{id}_{start}.wav'")
-    add("--caption_columns", nargs="+", metavar="NAME", help="columns of captions or class names")
-    more = "columns of several names separated by commas, semicolons or bars, such as FSD50K's labels; split into lists"
-    add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=more)
-    add("--audio_root", type=Path, metavar="DIR", help="folder that paths are relative to (default: SOURCE's)")
+    add_columns(parser)
     group = parser.add_argument_group("held-out items for evaluation")
     add, add_one = group.add_argument, group.add_mutually_exclusive_group().add_argument
     more = "fraction of items to hold out at random (default: 0); 1: all, for a test set"
