@@ -36,7 +36,7 @@ endif
 
 setup: $(READY)
 
-LAUNCH = "$(PYTHON)" -m clap_ds.distributed.local_launch
+LAUNCH = "$(PYTHON)" -m deepspeed.launcher.runner --quiet --master_port $$(shuf -n 1 -i 16000-31999)
 
 bench: $(READY)
 	@case "$$("$(PYTHON)" -m clap_ds.distributed.accelerator)" in \

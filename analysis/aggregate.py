@@ -1,7 +1,7 @@
 """Combine repeats of one scale into one row with their mean and its uncertainty.
 
-± is half the 95% interval by Student's t. The spread is pooled over all repeated scales of the table, unless spreads differ
-significantly: then a scale uses its own if that is larger. A scale that ran once has no ±.
+± is half the 95% interval by Student's t. The spread is pooled over all repeated scales of the table; a scale with a far
+larger one uses its own. A scale that ran once has no ±.
 """
 
 from __future__ import annotations
@@ -10,21 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from clap_ds.analysis.group_runs import global_batch
 from clap_ds.analysis.published import published_mfu_percent
-from clap_ds.analysis.table import Run, Scale
-from clap_ds.run_records.intervals import COVERAGE, SLOW, range_label, student_t
+from clap_ds.analysis.table import ENERGY, Run, Scale
+from clap_ds.run_records.intervals import COVERAGE, student_t
 from clap_ds.run_records.metrics_schema import STEP_PHASES
-from clap_ds.run_records.sanity_checks import doubtful_mfu
 
-Floats = NDArray[np.float64]
+FAR_LARGER = 1.5
+"""A scale uses its own spread if it exceeds that of all scales by this factor."""
 OUTLYING = 0.05
 """A repeat is named if it differs by this share from the median of three or more."""
 GOOD_STATES = ("completed", "published", "unknown")
@@ -33,7 +29,7 @@ _IDENTITY = (
     "nodes", "gpus", "model", "scaling", "device", "precision", "context_length", "variant", "micro_batch", "batch_per_gpu",
 )  # fmt: skip
 _AVERAGED = ("samples_per_s_per_gpu", "engine_samples_per_s_per_gpu", "achieved_tflops", "mfu_model_percent", "step_time_s",
-             "slowest_rank_step_time_s", "data_wait_percent", *(f"{part}_s" for part in STEP_PHASES))  # fmt: skip
+             "slowest_rank_step_time_s", "data_wait_percent", *ENERGY, *(f"{part}_s" for part in STEP_PHASES))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,33 +51,12 @@ class RunSpread:
         return f"95% by Student's t, {differ} (of {self.runs} runs, {self.degrees} degrees of freedom)"
 
 
-@cache
-def _highest_by_chance(degrees: tuple[int, ...]) -> float:
-    """Simulate the value that Bartlett's statistic of equal variances exceeds in 30% of cases."""
-    counts = np.array(degrees)
-    variances = np.random.default_rng(0).chisquare(counts, (20_000, len(counts))) / counts
-    return float(np.quantile(_bartlett(variances, counts), 0.7))
-
-
-def _bartlett(variances: Floats, degrees: Floats) -> Floats:
-    """Compute Bartlett's statistic without its constant factor. `variances`: (…, scales), with these degrees of freedom."""
-    pooled = (variances @ degrees) / degrees.sum()
-    return degrees.sum() * np.log(pooled) - np.log(variances) @ degrees
-
-
 def run_spreads(scales: Sequence[Sequence[Run]]) -> list[RunSpread | None]:
-    """Return each scale's spread for its ±; None for a scale that ran once.
-
-    It is pooled over all scales. If spreads differ significantly (Bartlett's test at 30%), a scale uses its own if that gives
-    the larger ±.
-    """
+    """Return each scale's spread for its ±: that of all scales, or its own if that is far larger; None if it ran once."""
     pooled, own = pooled_spread(scales), [pooled_spread([runs]) for runs in scales]
-    spreads = [spread for spread in own if spread and spread.deviation]
-    degrees = tuple(spread.degrees for spread in spreads)
-    found = _bartlett(np.array([spread.deviation**2 for spread in spreads]), np.array(degrees)) if spreads else 0.0
-    if not pooled or len(spreads) < 2 or found <= _highest_by_chance(degrees):
-        return [spread and pooled for spread in own]
-    return [spread and max(spread, pooled, key=RunSpread.half_width) for spread in own]
+    return [
+        spread and pooled and (spread if spread.deviation > FAR_LARGER * pooled.deviation else pooled) for spread in own
+    ]
 
 
 def counted(runs: Iterable[Run]) -> list[Run]:
@@ -109,24 +84,19 @@ def combine_repeats(runs: Sequence[Run], spread: RunSpread | None = None) -> Sca
         known[name] = fmean(values) if values else None
     rate, exposed = known["samples_per_s_per_gpu"], known["exposed_communication_s"]
     peak = next((run.peak_tflops for run in used if run.peak_tflops), None)
-    mfu = published_mfu_percent(first.model, rate, peak) if rate else None
-    half, half_from = _uncertainty(used, spread)
+    half, half_from = (used[0].samples_per_s_per_gpu_2sigma, used[0].uncertainty_from) if used else (None, "")
+    if rate and spread and len(used) > 1:
+        half, half_from = rate * spread.half_width(len(used)), spread.label()
     states = Counter(run.state for run in runs)
     return Scale(
-        runs=tuple(used), **known, mfu_percent=mfu, peak_tflops=peak,
+        runs=tuple(used), **known, mfu_percent=rate and published_mfu_percent(first.model, rate, peak), peak_tflops=peak,
         samples_per_s=rate and rate * first.gpus, samples_per_s_per_gpu_2sigma=half,
         uncertainty_from=half_from, repeats=sum(run.repeats or 1 for run in used), global_batch=global_batch(first),
         exposed_communication_percent=exposed and 100 * exposed / sum(known[f"{part}_s"] or 0 for part in STEP_PHASES),
         memory_peak_gib=max((run.memory_peak_gib for run in runs if run.memory_peak_gib), default=None),
         state=first.state if len(states) == 1 else ", ".join(f"{n} {state}" for state, n in states.most_common()),
-        notes="; ".join(dict.fromkeys([*_notes(runs, used), *doubtful_mfu(mfu, known["mfu_model_percent"])])),
+        notes="; ".join(dict.fromkeys(_notes(runs, used))),
     )  # fmt: skip
-
-
-def _uncertainty(used: Sequence[Run], spread: RunSpread | None) -> tuple[float | None, str]:
-    if spread and len(used) > 1:
-        return fmean(run.rate or 0.0 for run in used) * spread.half_width(len(used)), spread.label()
-    return (used[0].samples_per_s_per_gpu_2sigma, used[0].uncertainty_from) if used else (None, "")
 
 
 def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
@@ -134,15 +104,8 @@ def _notes(runs: Sequence[Run], used: Sequence[Run]) -> Iterator[str]:
         yield from filter(None, run.notes.split("; "))
     rates = [run.rate or 0.0 for run in used]
     for run, rate in zip(used, rates, strict=True):
-        if slow := sum(each < SLOW * median(run.windows) for each in run.windows):
-            low, high = min(run.windows), max(run.windows)
-            yield f"{range_label(run.windows, slow)}: {low:,.4g} – {high:,.4g} samples/s/{run.unit}"
         if len(rates) > 2 and abs(off := rate / median(rates) - 1) > OUTLYING:
             yield f"{run.name} is {100 * off:+.1f}% from the median repeat"
-    if used and used[0].state not in GOOD_STATES:
-        yield "rate of a run that did not complete"
-    if left_out := sum(bool(run.rate) for run in runs) - len(used):
-        yield f"excluded from the mean: {left_out} that did not complete"
     for run in runs:
         if run.error:
             yield f"{run.state}: {' '.join(run.error.split())[:120].replace(';', ',')}"

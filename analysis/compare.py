@@ -25,15 +25,12 @@ COVERAGE = 0.99
 
 
 def pairs(a_runs: Sequence[Run], b_runs: Sequence[Run]) -> list[tuple[Scale, Scale, RunSpread | None]]:
-    """Pair rows of A and B by model and scale; two single rows always match. Return them with the spread of repeats, None
-    without repeats. UserError if no rows match."""
+    """Pair rows of A and B by model, variant and scale. Return them with the spread of repeats, None without repeats.
+    UserError if no rows match."""
     sides = [scaling_table(runs) for runs in (a_runs, b_runs)]
     spread = pooled_spread(row.runs for rows in sides for row in rows)
-    a_rows, b_rows = ([row for row in rows if row.rate] for rows in sides)
-    if len(a_rows) == len(b_rows) == 1:
-        return [(a_rows[0], b_rows[0], spread)]
     key = attrgetter("model", "variant", "nodes", "gpus")
-    found = [(a, b, spread) for a in a_rows for b in b_rows if key(a) == key(b)]
+    found = [(a, b, spread) for a in sides[0] for b in sides[1] if a.rate and b.rate and key(a) == key(b)]
     if not found:
         raise UserError("A and B have no model and scale with a rate in common")
     return found

@@ -45,13 +45,11 @@ def _band(series: Series, nodes: int) -> str:
 def _scaling(series: Series) -> list[str]:
     """Return a table of all scales: measured, by the best law, and by the others."""
     best, measured = series.select_law(), dict(series.rates)
-    halves = dict(zip(measured, series.errors, strict=False))
     laws = [best, *(law for law in LAWS if law != best)]
     rows = []
     for nodes in series.node_counts:
-        rate, half = measured.get(nodes), halves.get(nodes)
-        known = [f"{rate:.1f}" + (f" ± {rate * half:.1f}" if half else "") if rate else ""]
-        known.append(f"{series.efficiency_percent(rate):.1f}" if rate else "")
+        rate = measured.get(nodes)
+        known = [f"{rate:.1f}", f"{series.efficiency_percent(rate):.1f}"] if rate else ["", ""]
         first, *others = (f"{series.percent_by(law, nodes):.1f}" for law in laws)
         rows.append([str(nodes), str(nodes * series.gpus_per_node), *known, first, _band(series, nodes), *others])
     columns = [f"{law} %" for law in laws]

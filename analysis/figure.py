@@ -1,6 +1,6 @@
 """Style and output of figures, and HTML pages that contain them.
 
-Figures are one (3.25 in) or two (6.5 in) paper columns wide, with 7 to 8 pt text. Any two colors differ in lightness and by 35
+Figures are as wide as two columns of a paper, with 7 to 8 pt text. Any two colors differ in lightness and by 35
 or more in CIE L*a*b*, also as color-blind readers see them.
 """
 
@@ -20,7 +20,7 @@ from clap_ds.config.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLUMN_WIDTH_INCHES = 3.25
+WIDTH_INCHES = 6.5
 LINE_INCHES = 0.16
 COLORS = ("#2040d0", "#b5520a", "#8a8a8a", "#1c1c28", "#f5c211", "#5ab4f5")
 SERIES_STYLES: list[Mapping[str, Any]] = [
@@ -54,28 +54,27 @@ def styled() -> Iterator[None]:
 
 class Picture:
     @styled()
-    def __init__(self, heights: Sequence[float] = (1.7,), columns: int = 1, columns_wide: float = 1) -> None:
+    def __init__(self, heights: Sequence[float] = (1.7,), columns: int = 1) -> None:
         """Create empty panels. `heights`: inches per row."""
         from matplotlib import figure
 
-        size = (COLUMN_WIDTH_INCHES * columns_wide, sum(heights) + 0.6)
-        self.figure = figure.Figure(figsize=size, layout="constrained")
+        self.figure = figure.Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.6), layout="constrained")
         panels = self.figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
         self.panels: list[Axes] = list(panels.flat)
 
     def title(self, text: str) -> None:
         """Add a title; the figure grows by its lines."""
-        lines = "\n".join(fill(line, int(15 * self.figure.get_figwidth())) for line in text.splitlines())
+        lines = "\n".join(fill(line, 97) for line in text.splitlines())
         self._grow(lines)
         self.figure.suptitle(lines, x=0.01, ha="left")
 
     def name_below(self, axes: Axes, columns: int = 1, common: str = "") -> None:
         """Add a legend of `axes` below the figure, which grows by its height. `common`: heading of the legend."""
         handles, labels = axes.get_legend_handles_labels()
-        heading = fill(common, int(18 * self.figure.get_figwidth()))
-        self._grow(*([f"{heading}\n"] if heading else []), *labels[::columns])
-        self.figure.legend(handles, labels, loc="outside lower left", ncols=columns, title=heading or None, alignment="left",
-                           title_fontsize=7)  # fmt: skip
+        named, heading = dict(zip(labels, handles, strict=True)), fill(common, 117)
+        self._grow(*[f"{heading}\n"] * bool(heading), *[*named][::columns])
+        self.figure.legend(named.values(), named, loc="outside lower left", ncols=columns, title=heading or None,
+                           alignment="left", title_fontsize=7)  # fmt: skip
 
     def _grow(self, *texts: str) -> None:
         lines = sum(text.count("\n") + 1 for text in texts)
@@ -88,18 +87,11 @@ class Picture:
             self.figure.savefig(each)
 
 
-def gpu_axis(axes: Axes, gpus: Sequence[int], what: str = "GPUs", most: int = 8) -> None:
-    """Make the x-axis logarithmic, with ticks at these counts: at most about `most`, including both ends."""
-    counts = sorted(set(gpus))
-    gap = (counts[-1] / counts[0]) ** (0.9 / (most - 1))
-    ticks = [counts[0]]
-    for count in counts[1:]:
-        if count / ticks[-1] >= gap and (counts[-1] / count >= gap or count == counts[-1]):
-            ticks.append(count)
+def gpu_axis(axes: Axes, gpus: Sequence[int], what: str) -> None:
+    """Make the x-axis logarithmic, around these counts."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set(xlim=(counts[0] / 1.25, counts[-1] * 1.25), xlabel=what)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set(xlim=(min(gpus) / 1.25, max(gpus) * 1.25), xlabel=what)
 
 
 def log_axis(axes: Axes) -> None:

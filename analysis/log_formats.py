@@ -75,7 +75,6 @@ _LINES: dict[str, dict[str, str]] = {
     },
     "gradient_accumulation_steps ": {"accumulation": r"gradient_accumulation_steps" + _DOTS + _COUNT},
     "train_micro_batch_size_per_gpu ": {"micro_batch": r"train_micro_batch_size_per_gpu" + _DOTS + _COUNT},
-    "timers_config ": {"host_alone": r"timers_config" + _DOTS + r"enabled=\w+ synchronized=(False)"},
     " |   ": {  # open_clip's and LAION-CLAP's parameters
         "gpus": r"\|   world_size: " + _COUNT,
         "micro_batch": r"\|   batch_size: " + _COUNT,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SMOOTHED = 50
-"""Steps in the moving mean over noisy curves; at most a tenth of the run."""
+"""Steps in the moving mean of noisy curves; at most a tenth of the run."""
 CURVES = {
     "loss": "loss", "lr": "learning rate", "logit_scale": "logit scale", "gradient_norm": "gradient norm",
     "speed": "samples/s per step",
@@ -38,9 +38,7 @@ EVALUATED = 4
 def draw_runs(directories: Sequence[Path], output: Path) -> None:
     """Draw one benchmark run, or any number of training runs, in the format of `output`'s suffix. UserError if these aren't
     run directories with timed steps."""
-    is_training = read_json(directories[0], "summary").get("command") == "train" or read_steps(directories[0], "train")
-    if len(directories) > 1 and not is_training:
-        raise UserError("only training runs can share a picture; plot several benchmark runs with plot_scaling.py")
+    is_training = len(directories) > 1 or read_json(directories[0], "summary").get("command") == "train"
     (draw_training(directories) if is_training else draw_benchmark(directories[0])).save(output)
 
 
@@ -49,16 +47,16 @@ def draw_benchmark(directory: Path) -> Picture:
     run = read_record(directory)
     if not (run.rate and run.step_time_s):
         raise UserError(f"{directory}: no timed windows in this run (state {run.state!r})")
-    picture = Picture((1.6, 0.6), columns_wide=2)
+    picture = Picture((1.6, 0.6))
     times, parts = picture.panels
     rate = f"{run.rate:,.2f} samples/s/{run.unit}"
     if len(run.windows) > 1:
         rate += f" (windows: {min(run.windows):,.2f} – {max(run.windows):,.2f})"
     told = f"{run.precision}, batch per rank {run.batch_per_gpu}, {run.context_length} text tokens"
     picture.title(f"{rate}\n{run.model_name} on {run.gpus} × {run.device}, {told}")
-    for phase, color, marker, label in (("warmup", COLORS[2], "s", "warm-up"), ("timed", COLORS[0], "o", "timed")):
+    for phase, look, label in (("warmup", "s", "warm-up"), ("timed", "o", "timed")):
         step_ms = 1000 * _columns(read_steps(directory, phase), "time_s")["time_s"]
-        times.plot(step_ms, marker, color=color, markersize=3, label=label)
+        times.plot(step_ms, look, color=COLORS[2 * (phase == "warmup")], markersize=3, label=label)
     median_ms = 1000 * run.step_time_s
     times.axhline(median_ms, color="black", linewidth=0.8, linestyle="--", label=f"median {median_ms:,.0f} ms")
     times.set(xlabel="step", ylabel="step time (ms)", ylim=(0, 1.1 * times.dataLim.ymax))
@@ -70,7 +68,7 @@ def draw_benchmark(directory: Path) -> Picture:
 @styled()
 def draw_breakdown(rows: Sequence[Row]) -> Picture:
     known = [row for row in rows if row.breakdown_s]
-    picture = Picture((0.35 + 0.25 * len(known),), columns_wide=2)
+    picture = Picture((0.35 + 0.25 * len(known),))
     _draw_parts(picture, picture.panels[0], known)
     return picture
 
@@ -80,16 +78,9 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
     import pandas as pd
 
     parts = 1000 * pd.DataFrame([row.breakdown_s for row in rows], [str(row.gpus) for row in rows]).fillna(0.0)
-    total = parts.sum(axis=1)
-    shares = 100 * parts.iloc[-1] / total.iloc[-1]
-    colors = [PART_COLORS[part] for part in parts]
-    between = ([1000 * (row.step_time_s or 0.0) for row in rows] - total).clip(lower=0)
+    colors, shares = [PART_COLORS[part] for part in parts], 100 * parts.iloc[-1] / parts.iloc[-1].sum()
     parts.columns = [f"{part.replace('_', ' ')} {share:.1f}%" for part, share in shares.items()]
-    if between.max() > 0.01 * total.max():  # up to the median step time without instrumentation
-        parts[f"between steps {between.iloc[-1]:,.0f} ms"] = between
-    parts.plot.barh(
-        ax=axes, stacked=True, width=0.8, color=[*colors, "0.9"], edgecolor="white", linewidth=0.4, legend=False
-    )
+    parts.plot.barh(ax=axes, stacked=True, width=0.8, color=colors, edgecolor="white", linewidth=0.4, legend=False)
     axes.invert_yaxis()
     axes.set(ylabel=f"{rows[0].unit}s", xlabel="ms per step")
     picture.name_below(axes, columns=4)
@@ -97,7 +88,7 @@ def _draw_parts(picture: Picture, axes: Axes, rows: Sequence[Row]) -> None:
 
 @styled()
 def draw_training(directories: Sequence[Path]) -> Picture:
-    picture = Picture((1.6,) * 3, columns=2, columns_wide=1.5)
+    picture = Picture((1.6,) * 3, columns=2)
     *curves, evaluation = picture.panels
     for directory, color in zip(directories, cycle(COLORS), strict=False):
         summary = read_json(directory, "summary")
@@ -106,23 +97,18 @@ def draw_training(directories: Sequence[Path]) -> Picture:
         if steps.empty:
             raise UserError(f"{directory}: no training steps in this run (state {summary.get('state')!r})")
         steps["speed"] = steps["samples"].diff() / steps["time_s"]
+        means = steps.rolling(min(SMOOTHED, max(len(steps) // 10, 1))).mean()
         for axes, name in zip(curves, CURVES, strict=True):
-            width = min(SMOOTHED, len(steps) // 10) if name in NOISY else 1
-            if width > 1:  # a pale curve below its moving mean
-                axes.plot(steps[name], color=color, linewidth=0.6, alpha=0.3)
-            axes.plot(steps[name].rolling(max(width, 1)).mean(), color=color, label=directory.name)
+            axes.plot((means if name in NOISY else steps)[name], color=color, label=directory.name)
         lines = read_steps(directory, "evaluation", history=history)
-        _draw_evaluations(evaluation, lines, color if len(directories) > 1 else None)
+        _draw_evaluations(evaluation, lines, {"color": color} if len(directories) > 1 else {})
     names = ("preset", "world_size", "device_name", "precision", "global_batch")
     preset, ranks, device, precision, batch = (summary.get(name) or "?" for name in names)
     done = f"{steps['samples'].max():,.0f} samples"
     picture.title(f"{preset} on {ranks} × {device}, {precision}, global batch {batch}: {done}")
     for axes, label in zip(picture.panels, [*CURVES.values(), "evaluation, 0 to 1"], strict=True):
         axes.set(xlabel="step", ylabel=label)
-    _, rate, _, norm, speed = curves
-    log_axis(norm)
-    for axes in (rate, speed, evaluation):
-        axes.set_ylim(bottom=0)
+    log_axis(curves[3])
     if evaluation.lines:
         picture.name_below(evaluation, columns=2)
     if len(directories) > 1:
@@ -136,14 +122,12 @@ def _columns(lines: Sequence[Mapping[str, Any]], *columns: str) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["step", *columns]).set_index("step").astype(float)
 
 
-def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: str | None) -> None:
+def _draw_evaluations(axes: Axes, lines: Sequence[Mapping[str, Any]], color: Mapping[str, str]) -> None:
     """Draw up to `EVALUATED` metrics, in their own colors unless the run has one, and chance levels as dotted lines."""
     names = dict.fromkeys(name for line in lines for name in line if name.endswith(("_r1", "_top1", "_map")))
     for name, style in zip([*names][:EVALUATED], SERIES_STYLES, strict=False):
-        words = name.removesuffix("_r1").replace("_", " ") + " R@1" * name.endswith("_r1")
-        label = f"_{words}" if words in axes.get_legend_handles_labels()[1] else words  # one legend entry for all runs
-        look: dict[str, Any] = {"color": color or style["color"], "marker": style["marker"], "markersize": 3}
-        axes.plot(_columns(lines, name)[name].dropna(), label=label, **look)
+        look: dict[str, Any] = {**style, "markersize": 3, "linestyle": "-", **color}
+        axes.plot(_columns(lines, name)[name].dropna(), label=name.replace("_", " "), **look)
         if (chance := lines[-1].get("chance", {}).get(name)) is not None:
             axes.axhline(chance, color=look["color"], linewidth=0.8, linestyle=":")
 

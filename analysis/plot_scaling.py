@@ -1,6 +1,6 @@
 """Plot scaling efficiency and speed-up of runs and tables against the number of GPUs, with the ideal line.
 
-    python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png [--columns 1]
+    python analysis/plot_scaling.py RUN_OR_TABLE… [--rate engine] --output scaling.png
 
 Also draws the projection of `extrapolate.py`.
 """
@@ -51,15 +51,13 @@ def short_names(titles: Sequence[str]) -> tuple[list[str], str]:
 
 
 @styled()
-def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2) -> Picture:
-    """Draw efficiency and speed-up with ± and the ideal: side by side in two columns, or stacked in one. The legend has the
-    values at each curve's largest scale."""
+def draw(curves: Mapping[str, Sequence[Scale]]) -> Picture:
+    """Draw efficiency and speed-up with ± and the ideal. The legend has the values at each curve's largest scale."""
     import pandas as pd
 
-    picture = Picture((2.1,) * (3 - columns), columns, columns)
+    picture = Picture((2.1,), columns=2)
     efficiency, speedup = picture.panels
     names, common = short_names([*curves])
-    all_rows = [row for rows in curves.values() for row in rows]
     efficiency.axhline(100, label="ideal", **IDEAL)
     for name, rows, style in zip(names, curves.values(), cycle(SERIES_STYLES), strict=False):
         table = pd.DataFrame([vars(row) for row in rows])
@@ -70,58 +68,50 @@ def draw(curves: Mapping[str, Sequence[Scale]], columns: int = 2) -> Picture:
         for axes, factor in ((efficiency, 1.0), (speedup, ideals / 100)):
             halves = errors * factor if errors.any() else None
             axes.errorbar(gpus, percents * factor, halves, label=fill(label, 50), elinewidth=0.8, **style)
+    all_rows = [row for rows in curves.values() for row in rows]
     relative = ", ".join(filter(None, dict.fromkeys(map(relative_to, curves.values()))))
     for axes, quantity in ((efficiency, "scaling efficiency (%)"), (speedup, "speed-up")):
-        gpu_axis(axes, [row.gpus for row in all_rows], f"{unit(*(row.device for row in all_rows))}s")
+        gpu_axis(axes, [row.gpus for row in all_rows], f"{all_rows[0].unit}s")
         axes.set_ylabel("\n".join(filter(None, [quantity, relative])))
     efficiency.margins(y=0.1)
-    efficiency.locator_params(axis="y", steps=(1, 2, 5, 10))
     log_axis(speedup)
-    picture.name_below(efficiency, columns, common)
+    picture.name_below(efficiency, 2, common)
     return picture
 
 
 @styled()
 def draw_projection(found: Sequence[Series]) -> Picture:
     """Draw measured efficiency and the projecting law: solid within measured scales, dashed with its band beyond them."""
-    picture = Picture((2.6,), columns_wide=2)
+    picture = Picture((2.6,))
     (axes,) = picture.panels
     names, common = short_names([series.title for series in found])
     axes.axhline(100, label="ideal", **IDEAL)
-    bands = []
+    all_gpus = []
     for name, series, style in zip(names, found, cycle(SERIES_STYLES), strict=False):
         law, color, counts, last = series.select_law(), style["color"], series.node_counts, len(series.rates)
         gpus = [nodes * series.gpus_per_node for nodes in counts]
+        all_gpus += gpus
         points = [series.efficiency_percent(rate) for _, rate in series.rates]
-        halves = [point * error for point, error in zip(points, series.errors, strict=False)] or None
-        look = {**style, "linestyle": "none", "elinewidth": 0.8, "label": f"{name}, measured"}
-        axes.errorbar(gpus[:last], points, halves, **look)
+        axes.plot(gpus[:last], points, **{**style, "linestyle": "none", "label": f"{name}, measured"})
         fitted = [series.percent_by(law, nodes) for nodes in counts]
         axes.plot(gpus[:last], fitted[:last], color=color)
         label = fill(f"{name} by {law}: {fitted[-1]:.1f}% on {gpus[-1]} GPUs", 60)
         axes.plot(gpus[last - 1 :], fitted[last - 1 :], "--", color=color, label=label)
-        if ends := [*series.bands(counts[last - 1 :]).values()]:
-            bands.append((gpus[last - 1 :], *zip(*ends, strict=True), color))
-    gpu_axis(
-        axes, [nodes * series.gpus_per_node for series in found for nodes in series.node_counts],
-        f"{unit(*(series.title for series in found))}s", most=16,
-    )  # fmt: skip
-    axes.set(ylabel="scaling efficiency (%)", ylim=axes.get_ylim())  # bands may leave it
-    for gpus, low, high, color in bands:
-        axes.fill_between(gpus, low, high, color=color, alpha=0.18, linewidth=0)
-    picture.name_below(axes, 2, "; ".join(filter(None, [common, "shaded: 95% band" if bands else ""])))
+        if bands := series.bands(counts[last - 1 :]):
+            low, high = zip(*bands.values(), strict=True)
+            axes.fill_between(gpus[last - 1 :], low, high, color=color, alpha=0.18, linewidth=0)
+    gpu_axis(axes, all_gpus, f"{unit(found[0].title)}s")
+    axes.set_ylabel("scaling efficiency (%)")
+    picture.name_below(axes, 2, "; ".join(filter(None, [common, "shaded: 95% band"])))
     return picture
 
 
 def main() -> None:
     parser = input_parser("Plot the scaling of runs, logs or tables.")
     parser.add_argument("--output", type=Path, required=True, help="picture to write; also written as .pdf and .svg")
-    parser.add_argument(
-        "--columns", type=int, choices=(1, 2), default=2, help="paper columns: 3.25 or 6.5 inches wide (default: 2)"
-    )
     options = parser.parse_args()
     curves = read_curves(options)
-    draw(curves, options.columns).save(options.output, ".pdf", ".svg")
+    draw(curves).save(options.output, ".pdf", ".svg")
     print("\n".join(f"{title}: {answer(rows)}" for title, rows in curves.items()))
     print(f"wrote {options.output}, also as .pdf and .svg")
 

@@ -1,25 +1,22 @@
 """Read this project's run directories, also of failed runs.
 
-Fields missing in `summary.json` come from `config.json` and `environment.json`; rates of killed runs from `metrics.jsonl`.
+Fields missing in `summary.json` come from `config.json` and `environment.json`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clap_ds.analysis.table import Run, checked, unit
+from clap_ds.analysis.table import ENERGY, Run, checked
 from clap_ds.config import files
 from clap_ds.config.errors import UserError
-from clap_ds.run_records.intervals import rates
 from clap_ds.run_records.metrics_schema import FORMER_PHASES, FORMER_PRESETS, RECORD_FILES, STEP_PHASES, current
-from clap_ds.run_records.sanity_checks import uneven_steps
 
 BY_TIMER = "DeepSpeed's timer: excludes data loading and time between steps"
-HOST_ALONE = "the engine's timer doesn't wait for the GPU: its rate is that of the host queueing steps"
 
 
 def is_record(path: Path) -> bool:
@@ -39,58 +36,30 @@ def read_record(path: Path) -> Run:
 
 def _run(path: Path, summary: Mapping[str, Any], config: Mapping[str, Any], environment: Mapping[str, Any]) -> Run:
     summary = {name: value for name, value in summary.items() if value is not None}
-    clap, notes = config.get("clap") or {}, []
+    clap = config.get("clap") or {}
     known = {**config, **clap, **(clap.get("model") or {}), **environment, **summary}
     rates, parts, step = (summary.get(name, {}) for name in ("samples_per_s_per_gpu", "breakdown_s", "step_time_s"))
     accumulation = known.get("gradient_accumulation_steps") or 1
     micro_batch = summary.get("micro_batch_per_gpu") or config.get("train_micro_batch_size_per_gpu")
     batch = micro_batch and micro_batch * accumulation
-    rate, windows, step_s = rates.get("mean"), rates.get("windows", ()), step.get("median")
-    if batch and not rate:  # killed, or a record before schema 3, which measured the parts differently
-        windows, step_s = _windows_of_steps(path, batch, (clap.get("bench") or {}).get("steps_per_window"))
-        rate, parts = mean_rate(windows, [1 / each for each in windows]), {}
-        notes += [f"{len(windows)} complete windows read from metrics.jsonl"] * bool(windows)
-    if not rate:
-        notes.append("no complete window was measured")
-    elif batch and step_s:
-        notes += uneven_steps(rate, batch, step_s)
-    gpus, device = known.get("world_size", 0), known.get("device_name", "")
-    tokens = known.get("context_length") or known.get("text_tokens")  # of older configurations
-    engine, memory = summary.get("deepspeed_samples_per_s"), summary.get("memory_peak_bytes")
-    if engine and not summary.get("deepspeed_timer_synchronized", True) and unit(device) == "GPU":
-        notes.append(HOST_ALONE)
-    name, schema = known.get("preset") or "", summary.get("schema")
+    rate = rates.get("mean")
+    gpus, engine, memory = (known.get(name) for name in ("world_size", "deepspeed_samples_per_s", "memory_peak_bytes"))
+    name = known.get("preset") or ""
+    name = FORMER_PRESETS.get(name, name) if summary and summary.get("schema", 0) < 4 else name
     fields: dict[str, Any] = {f"{part}_s": parts.get(part) for part in STEP_PHASES}
-    for column in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops"):
+    for column in ("achieved_tflops", "data_wait_percent", "mfu_model_percent", "peak_tflops", *ENERGY):
         fields[column] = summary.get(column)
+    for column in ("error", "precision", "finished"):
+        fields[column] = summary.get(column, "")
     return Run(
-        source=str(path), state=summary.get("state", "unknown"), error=summary.get("error", ""),
-        model=FORMER_PRESETS.get(name, name) if summary and (schema or 0) < 4 else name, device=device,
-        precision=summary.get("precision", ""), context_length=tokens, nodes=known.get("num_nodes", 0),
-        gpus=gpus, batch_per_gpu=batch, accumulation=accumulation, samples_per_s_per_gpu=rate, windows=tuple(windows),
-        **fields, engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step_s,
+        source=str(path), state=summary.get("state", "unknown"), model=name,
+        device=known.get("device_name", ""), context_length=known.get("context_length"),
+        nodes=known.get("num_nodes", 0), gpus=gpus or 0, batch_per_gpu=batch, accumulation=accumulation,
+        samples_per_s_per_gpu=rate, windows=tuple(rates.get("windows", ())), **fields,
+        engine_samples_per_s_per_gpu=engine and engine / gpus, step_time_s=step.get("median"),
         slowest_rank_step_time_s=step.get("slowest_rank_median"), memory_peak_gib=memory and memory / 1024**3,
-        notes="; ".join(notes), config=config, environment=environment, finished=summary.get("finished", ""),
+        notes="" if rate else "no complete window was measured", config=config, environment=environment,
     )  # fmt: skip
-
-
-def mean_rate(windows: Sequence[float], window_s: Sequence[float]) -> float | None:
-    """Return total samples over total time, from samples/s and seconds of each window; None without windows."""
-    return rates(windows, window_s)["mean"] if windows else None
-
-
-def _windows_of_steps(path: Path, batch: int, wanted: int | None) -> tuple[list[float], float | None]:
-    """Return samples/s/GPU of each complete window in `metrics.jsonl`, and the median step in seconds."""
-    import pandas as pd
-
-    names = ["window", "time_s", "slowest_rank_time_s", "window_s"]
-    steps = pd.DataFrame(read_steps(path, "timed"), columns=names)
-    slowest = steps["slowest_rank_time_s"].fillna(steps["time_s"])  # which older records lack
-    windows = slowest.groupby(steps["window"]).agg(["size", "sum"])
-    windows["sum"] = steps.groupby("window")["window_s"].first().fillna(windows["sum"])
-    windows = windows[windows["size"] == (wanted or windows["size"].max())]
-    median = float(steps.loc[steps["window"].isin(windows.index), "time_s"].median())
-    return (batch * windows["size"] / windows["sum"]).tolist(), None if windows.empty else median
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,15 @@ from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.paths import VERSION
-from clap_ds.config.redaction import redacted_words
+from clap_ds.config.redaction import redacted_all
 from clap_ds.run_records.metrics_schema import STEP_PHASES, Straggler
 
 TITLE = "CLAP training: throughput and scaling"
-PACKAGES = ("torch", "deepspeed", "transformers")
+VERSIONS = ("torch", "deepspeed", "transformers", "python", "driver")
+STEP_COLUMNS = {
+    "nodes": "nodes", "GPUs": "gpus", "batch of each": "batch_per_gpu", "global batch": "global_batch", "runs": "repeats",
+    "step s": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
+}  # fmt: skip
 
 
 def figure(path: Path, caption: str, picture: Picture) -> str:
@@ -45,11 +48,7 @@ def step_times(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
     """Yield tables of batch, seconds per step and its parts, at every scale of each series."""
     yield "Parts are from an instrumented pass after the timed one, which synchronizes between them."
     for number, members in enumerate(by_series(rows), start=1):
-        columns = {
-            "nodes": "nodes", f"{members[0].unit}s": "gpus", "batch of each": "batch_per_gpu", "global batch": "global_batch",
-            "runs": "repeats", "step s": "step_time_s", "slowest rank s": "slowest_rank_step_time_s",
-            **{f"{part.replace('_', ' ')} s": f"{part}_s" for part in STEP_PHASES},
-        }  # fmt: skip
+        columns = {**STEP_COLUMNS, **{f"{part.replace('_', ' ')} s": f"{part}_s" for part in STEP_PHASES}}
         yield f"### {members[0].title}"
         yield markdown_table(columns, [[row.cell(column) for column in columns.values()] for row in members])
         if any(row.breakdown_s for row in members):
@@ -72,16 +71,11 @@ def projections(rows: Sequence[Scale], folder: Path) -> Iterator[str]:
 
 
 def summary(rows: Sequence[Scale]) -> Iterator[str]:
-    """Yield each series' throughput, scaling and projection."""
+    """Yield each series' throughput and scaling."""
     for members in by_series(rows):
-        yield f"**{members[0].title}**"
-        lines = [f"No rate was measured ({members[0].state})."]
-        if measured := [row for row in members if row.rate]:
-            last = max(measured, key=lambda row: row.gpus)
-            lines = [f"{plot_scaling.answer(measured)}, {last.cell('samples_per_s')} samples/s in total."]
-        with suppress(UserError):  # shown in its own section
-            lines.append(f"Projected: {extrapolate.headline(series_of(members))}.")
-        yield "\n".join(f"- {line}" for line in lines)
+        measured = [row for row in members if row.rate]
+        found = plot_scaling.answer(measured) if measured else f"No rate was measured ({members[0].state})"
+        yield f"- **{members[0].title}**: {found}."
 
 
 def provenance(runs: Sequence[Run]) -> Iterator[str]:
@@ -91,22 +85,24 @@ def provenance(runs: Sequence[Run]) -> Iterator[str]:
         known = {**(run.environment.get("versions") or {}), **run.environment}
         lines.append({
             "run": run.name, "nodes": run.nodes, "GPUs": run.gpus, "samples/s/GPU": run.cell("samples_per_s_per_gpu"),
-            "state": run.state, "device": run.device, **{name: known.get(name) for name in PACKAGES},
-            "Python": known.get("python"), "driver": known.get("driver"), "commit": (known.get("git_commit") or "")[:12],
-            "hosts": ", ".join(known.get("hosts") or ()), "finished": run.finished[:19].replace("T", " "),
+            "state": run.state, "device": run.device, **{name: known.get(name) for name in VERSIONS},
+            "commit": (known.get("git_commit") or "")[:12], "hosts": ", ".join(known.get("hosts") or ()),
+            "finished": run.finished[:19].replace("T", " "),
         })  # fmt: skip
         if command := known.get("command"):
-            commands[f"- Command: `{shlex.join(redacted_words(command))}`"] = None
+            commands[f"- Command: `{shlex.join(redacted_all(command))}`"] = None
     yield markdown_table(lines[0], [[str(value or "") for value in line.values()] for line in lines])
     yield "\n".join(commands)
 
 
-def stragglers(runs: Sequence[Path]) -> str:
+def stragglers(runs: Sequence[Run]) -> str:
     """Return a table of the ranks that were slow at the end of their run; empty if there are none."""
     names = list(Straggler.__annotations__)
-    found = [(run.name, slow) for run in runs for slow in read_json(run, "summary").get("stragglers") or ()]
+    found = [
+        (run.name, slow) for run in runs for slow in read_json(Path(run.source), "summary").get("stragglers") or ()
+    ]
     rows = [[name, *(str(slow.get(column, "")) for column in names)] for name, slow in found]
-    return markdown_table(["run", *(name.replace("_", " ") for name in names)], rows)
+    return markdown_table(["run", *names], rows)
 
 
 def main() -> None:
@@ -117,17 +113,14 @@ def main() -> None:
     runs, folder = read_runs(options.inputs, options), options.output
     rows = scaling.scaling_table(runs)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in filter(Path.is_symlink, folder.iterdir()):
-        path.unlink()  # writes would follow it
     write_csv(folder / "table.csv", rows)
-    sources = [Path(source) for source in dict.fromkeys(run.source for run in runs)]
     sections: dict[str, Iterable[str]] = {
         "Summary": summary(rows),
         "Efficiency": efficiencies(rows, folder),
         "Where a step's time goes": step_times(rows, folder),
         "Projection": projections(rows, folder),
         "Runs": provenance(runs),
-        "Stragglers": [stragglers(sources)],
+        "Stragglers": [stragglers([run for run in runs if run.kind == "record"])],
     }
     markdown = f"# {TITLE}\n\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by version {VERSION}\n"
     for heading, section in sections.items():

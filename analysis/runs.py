@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from clap_ds.analysis.training_log import read_log
 from clap_ds.config.arguments import positive, whole_number
 from clap_ds.config.errors import UserError, printable
 from clap_ds.config.model_names import preset_of
+from clap_ds.flop_count.device_specs import peak_for
 
-_NAMED = re.compile(r"(?<![a-z0-9])(?:(\d+)[-_]?(nodes?|n|gpus?)|(nodes?|n|gpus?)[-_=]?(\d+))(?![a-z0-9])")
+_NAMED = re.compile(r"(?<![a-z0-9])(nodes?|n|gpus?)[-_=]?(\d+)(?![a-z0-9])")
 
 
 def read_runs(paths: Sequence[Path], given: argparse.Namespace) -> list[Run]:
@@ -65,13 +65,9 @@ def _read_log(path: Path, given: argparse.Namespace) -> Run:
     nodes, gpus, per_node = given.nodes or 0, given.gpus or 0, given.gpus_per_node or 0
     match = None if nodes or gpus else _NAMED.search(f"{path.name}/{path.absolute().parent.name}".lower())
     if match:
-        count, is_gpus = int(match[1] or match[4]), (match[2] or match[3]).startswith("g")
-        nodes, gpus = (0, count) if is_gpus else (count, 0)
-    of_run = read_record(path.parent) if is_record(path.parent) else Run()  # the log is in this run directory
-    gpus = gpus or nodes * per_node or of_run.gpus
+        nodes, gpus = (0, int(match[2])) if match[1].startswith("g") else (int(match[2]), 0)
+    gpus = gpus or nodes * per_node
     run = read_log(path, gpus)
-    names = ("nodes", "gpus", "model", "device", "precision", "context_length", "peak_tflops")
-    run = replace(run, **{name: getattr(run, name) or getattr(of_run, name) for name in names})
     if run.nodes or not match:
         return run
     return noted(replace(run, nodes=0 if per_node else nodes, gpus=run.gpus or gpus), "scale by the log's name")
@@ -97,30 +93,21 @@ def _complete(run: Run, given: argparse.Namespace) -> Run:
     return _by_engine(run) if given.rate == "engine" else run
 
 
-def _with_mfu(run: Run, context_length: int | None) -> Run:
+def _with_mfu(run: Run, context_length: int) -> Run:
     """Fill in TFLOPS and model MFU of a log if its model is known."""
-    tokens = run.context_length or context_length or PUBLISHED_CONTEXT_LENGTH
-    if not (run.rate and (gflops := training_gflops(run.model, tokens))):
+    if not (run.rate and (gflops := training_gflops(run.model, context_length))):
         return run
     tflops = run.rate * gflops / 1000
     mfu = 100 * tflops / run.peak_tflops if run.peak_tflops else None
-    run = replace(run, achieved_tflops=tflops, mfu_model_percent=mfu)
-    return run if run.context_length or context_length else noted(run, f"TFLOPS for {tokens} text tokens, the default")
+    return replace(run, achieved_tflops=tflops, mfu_model_percent=mfu, context_length=context_length)
 
 
 def _by_engine(run: Run) -> Run:
-    """Replace the measured rate, and what is computed from it, by the engine's: of a run directory's own log, or else of its
-    summary."""
-    engine, windows = run.engine_samples_per_s_per_gpu, run.windows if run.kind == "log" else ()
-    with suppress(UserError):
-        log = read_log(Path(run.source) / "rank0.log", run.gpus)
-        engine, windows = log.engine_samples_per_s_per_gpu or engine, log.windows
-    share = engine / run.rate if engine and run.rate else None
-    tflops, mfu = (share and value and value * share for value in (run.achieved_tflops, run.mfu_model_percent))
-    run = replace(
-        run, samples_per_s_per_gpu=engine, engine_samples_per_s_per_gpu=engine, windows=windows, achieved_tflops=tflops,
-        mfu_model_percent=mfu,
-    )  # fmt: skip
+    """Replace the measured rate by the engine's. TFLOPS and MFU are then known for logs only."""
+    engine = run.engine_samples_per_s_per_gpu
+    run = replace(run, samples_per_s_per_gpu=engine)
+    if run.kind == "record":
+        run = replace(run, achieved_tflops=None, mfu_model_percent=None)
     return noted(run, BY_TIMER if engine else "no rate from DeepSpeed's timer")
 
 
@@ -135,6 +122,15 @@ def input_parser(description: str) -> argparse.ArgumentParser:
     told = "samples/s measured by this project (default) or DeepSpeed's timer"
     add("--rate", choices=("measured", "engine"), default="measured", help=told)
     add("--model", type=preset_of, help="model of logs: a preset or a published name (HTSAT-tiny-Roberta-base)")
-    add("--context_length", type=whole_number(), help="caption length of logs, for TFLOPS and MFU (default: 77)")
-    add("--peak_tflops", type=positive, help="dense peak of one GPU, if not stated, for MFU")
+    told = f"caption length of logs, for TFLOPS and MFU (default: {PUBLISHED_CONTEXT_LENGTH})"
+    add("--context_length", type=whole_number(), default=PUBLISHED_CONTEXT_LENGTH, help=told)
+    add(
+        "--peak_tflops",
+        type=peak_argument,
+        help="dense peak of one GPU or its name, such as H200, if not stated, for MFU",
+    )
     return parser
+
+
+def peak_argument(text: str) -> float:
+    return gpu.bf16_tflops if (gpu := peak_for(text)) else positive(text)

@@ -15,22 +15,22 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
+from clap_ds.analysis import time_to_target
 from clap_ds.analysis.aggregate import combine_repeats, run_spreads
 from clap_ds.analysis.group_runs import split_series
 from clap_ds.analysis.runs import input_parser, read_runs
 from clap_ds.analysis.table import Row, Run, Scale, by_series, markdown_table, noted, relative_to, write_csv
-from clap_ds.config.arguments import positive
+from clap_ds.analysis.time_to_target import target_argument
 from clap_ds.config.errors import run_alone
 
-BELOW = " ▼"
 _COLUMNS = {
     "nodes": "nodes", "GPUs": "gpus", "runs": "repeats", "samples/s/GPU ±": "samples_per_s_per_gpu",
     "samples/s": "samples_per_s", "efficiency % ±": "scaling_efficiency_percent", "speed-up": "speedup",
-    "engine's": "engine_samples_per_s_per_gpu", "engine's %": "engine_efficiency_percent",
+    "engine's": "engine_samples_per_s_per_gpu",
     "micro-batch": "micro_batch", "TFLOPS/GPU": "achieved_tflops", "MFU % published": "mfu_percent",
     "MFU % model": "mfu_model_percent", "slowest rank s": "slowest_rank_step_time_s",
     "exposed comm. %": "exposed_communication_percent", "data wait %": "data_wait_percent",
-    "memory GiB": "memory_peak_gib", "state": "state",
+    "memory GiB": "memory_peak_gib", "J/sample": "joules_per_sample", "kWh": "energy_kwh", "state": "state",
 }  # fmt: skip
 
 
@@ -44,46 +44,39 @@ def scaling_table(runs: Sequence[Run]) -> list[Scale]:
 
 
 def _with_efficiencies(rows: Sequence[Scale]) -> Iterator[Scale]:
-    """Fill in efficiencies by both rates, each relative to its own smallest scale."""
+    """Fill in efficiencies, relative to the smallest scale with a rate."""
     baseline = next((row for row in rows if row.rate), None)
-    engines = next((row.engine_samples_per_s_per_gpu for row in rows if row.engine_samples_per_s_per_gpu), None)
     for row in rows:
-        if engines and row.engine_samples_per_s_per_gpu:
-            row = replace(row, engine_efficiency_percent=100 * row.engine_samples_per_s_per_gpu / engines)
         if baseline and row.rate:
-            row = _with_efficiency(row, baseline)
+            row = _with_efficiency(row, baseline, row.rate / (baseline.rate or 1.0))
         yield noted(row, "not repeated") if row.repeats == 1 else row
 
 
-def _with_efficiency(row: Scale, baseline: Scale) -> Scale:
-    percent = 100 * (row.rate or 0.0) / (baseline.rate or 1.0)
-    halves, is_repeated = [row.relative_half, baseline.relative_half], min(row.repeats, baseline.repeats) > 1
-    error = None if None in halves else percent * math.hypot(*filter(None, halves))
-    is_baseline = (row.nodes, row.gpus) == (baseline.nodes, baseline.gpus)
-    found = replace(
-        row, scaling_efficiency_percent=percent, speedup=percent / 100 * row.gpus / baseline.gpus,
-        scaling_efficiency_2sigma_percent=error and error * (not is_baseline) if is_repeated else None,
-        baseline_nodes=baseline.nodes,
+def _with_efficiency(row: Scale, baseline: Scale, share: float) -> Scale:
+    halves, error = (row.relative_half, baseline.relative_half), None
+    if None not in halves and min(row.repeats, baseline.repeats) > 1:
+        error = 100 * share * math.hypot(*filter(None, halves)) * (row.scale != baseline.scale)
+    row = replace(
+        row, scaling_efficiency_percent=100 * share, speedup=share * row.gpus / baseline.gpus,
+        scaling_efficiency_2sigma_percent=error, baseline_nodes=baseline.nodes,
     )  # fmt: skip
     # Without a ±, up to two points are attributed to chance.
-    if row.gpus > baseline.gpus and percent - 100 > (error or 2.0):
-        return noted(found, "efficiency above 100% by more than its ±: the baseline's rate is doubtful")
-    return found
+    if row.gpus > baseline.gpus and 100 * share - 100 > (error or 2.0):
+        return noted(row, "efficiency above 100% by more than its ±: the baseline's rate is doubtful")
+    return row
 
 
-def render(rows: Sequence[Row], target: float | None = None) -> str:
-    """Render the table as Markdown, one part per series with numbered notes; mark efficiencies below the target."""
-    return "\n\n".join(block for members in by_series(rows) for block in _blocks(members, target)) + "\n"
+def render(rows: Sequence[Row]) -> str:
+    """Render the table as Markdown, one part per series with numbered notes."""
+    return "\n\n".join(block for members in by_series(rows) for block in _blocks(members)) + "\n"
 
 
-def _blocks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
+def _blocks(rows: Sequence[Row]) -> Iterator[str]:
     notes: dict[str, int] = {}
     body = []
-    below = [row for row in rows if target and (row.scaling_efficiency_percent or target) < target]
     for row in rows:
         numbers = [notes.setdefault(note, len(notes) + 1) for note in filter(None, row.notes.split("; "))]
         cells = {name: row.cell(column) for name, column in _COLUMNS.items()}
-        cells["efficiency % ±"] += BELOW if row in below else ""
         cells["state"] += "".join(f" [{number}]" for number in numbers)
         body.append(cells.values())
     yield f"### {rows[0].title}"
@@ -92,20 +85,21 @@ def _blocks(rows: Sequence[Row], target: float | None) -> Iterator[str]:
         yield f"Efficiency and speed-up are {relative}."
     if spread := ", ".join(dict.fromkeys(row.uncertainty_from for row in rows if row.uncertainty_from)):
         yield f"± from: {spread}."
-    if target:
-        scales = "; ".join(row.scale for row in below)
-        found = f"below it ({BELOW.strip()}): {scales}" if scales else "no scale is below it"
-        yield f"Target of {target:g}% efficiency: {found}."
     yield from (f"[{number}] {note}" for note, number in notes.items())
 
 
 def main() -> None:
     parser = input_parser("Compute scaling efficiency and MFU of runs, logs or tables.")
-    parser.add_argument("--target", type=positive, metavar="PERCENT", help="mark scales of lower efficiency")
     parser.add_argument("--csv", type=Path, help="CSV file to write the table to")
+    told = "print instead what training runs needed to reach a target, such as zero_shot_top1=0.9"
+    parser.add_argument("--time_to", type=target_argument, metavar="METRIC=VALUE", help=told)
     options = parser.parse_args()
-    rows = scaling_table(read_runs(options.inputs, options))
-    print(render(rows, options.target), end="")
+    runs = read_runs(options.inputs, options)
+    if options.time_to:
+        print(time_to_target.render(runs, *options.time_to), end="")
+        return
+    rows = scaling_table(runs)
+    print(render(rows), end="")
     if options.csv:
         write_csv(options.csv, rows)
 

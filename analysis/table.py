@@ -38,7 +38,6 @@ class Row:
     """Nodes of the scale that efficiencies and speed-up are relative to."""
     speedup: float | None = None
     engine_samples_per_s_per_gpu: float | None = None
-    engine_efficiency_percent: float | None = None
     achieved_tflops: float | None = None
     mfu_model_percent: float | None = None
     """MFU by executed FLOPs."""
@@ -59,6 +58,8 @@ class Row:
     exposed_communication_percent: float | None = None
     data_wait_percent: float | None = None
     memory_peak_gib: float | None = None
+    joules_per_sample: float | None = None
+    energy_kwh: float | None = None
     data_wait_s: float | None = None
     forward_s: float | None = None
     loss_s: float | None = None
@@ -145,6 +146,7 @@ SPREADS = {
     "scaling_efficiency_percent": "scaling_efficiency_2sigma_percent",
 }
 """Columns with the ± of others."""
+ENERGY = ("joules_per_sample", "energy_kwh")
 MOST = 1e15
 """Upper limit of all measured values, in the units of their fields."""
 _KINDS = {column.name: str(column.type).partition(" ")[0] for column in fields(Row)}
@@ -169,7 +171,7 @@ def by_series(rows: Sequence[_Row]) -> list[list[_Row]]:
 
 
 def noted(row: _Row, note: str) -> _Row:
-    return replace(row, notes="; ".join(dict.fromkeys(filter(None, [*row.notes.split("; "), note]))))
+    return replace(row, notes="; ".join(filter(None, [row.notes, note])))
 
 
 def relative_to(rows: Sequence[Row]) -> str:
@@ -182,9 +184,9 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def unit(*devices: str) -> str:
-    """Return what a rank runs on: "GPU", or "rank" if a device is a CPU."""
-    return "rank" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", " ".join(devices), re.IGNORECASE) else "GPU"
+def unit(device: str) -> str:
+    """Return what a rank runs on: "GPU", or "rank" if its device is a CPU."""
+    return "rank" if re.search(r"\b(cpu|processor|xeon|epyc|neoverse)\b", device, re.IGNORECASE) else "GPU"
 
 
 def significant(value: float, least_decimals: int = 0) -> str:
@@ -234,14 +236,11 @@ def read_table_runs(path: Path) -> list[Run]:
 
     try:
         with open_regular(path) as file:
-            semicolons = b";" in file.readline()
+            separators = {"sep": ";", "decimal": ","} if b";" in file.readline() else {}
             file.seek(0)
-            separators = {"sep": ";", "decimal": ","} if semicolons else {}
-            types = dict.fromkeys(TEXTS, str)
-            frame = pd.read_csv(file, dtype=types, keep_default_na=False, na_values=[""], **separators)
+            frame = pd.read_csv(file, **separators, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""])
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
-    frame = frame.rename(columns={"text_tokens": "context_length"})  # of older tables
     if missing := [name for name in COLUMNS[:3] if name not in frame]:
         raise UserError(f"{path}: no column {', '.join(missing)}; found {', '.join(map(str, frame))}")
     if frame.empty or not isinstance(frame.index, pd.RangeIndex):

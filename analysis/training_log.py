@@ -1,4 +1,4 @@
-"""Read a run from a log of DeepSpeed, open_clip, LAION-CLAP and similar programs.
+"""Read a run from a log of DeepSpeed, open_clip, LAION-CLAP and similar programs. After a restart, only the last start counts.
 
 The rate is total samples over total time after the warm-up, independent of the log's length and printing interval.
 """
@@ -6,14 +6,12 @@ The rate is total samples over total time after the warm-up, independent of the 
 from __future__ import annotations
 
 import io
-import math
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from clap_ds.analysis.log_formats import DIALECTS, Dialect, facts_in
-from clap_ds.analysis.read_run import BY_TIMER, HOST_ALONE, mean_rate
+from clap_ds.analysis.read_run import BY_TIMER
 from clap_ds.analysis.table import MOST, Run
 from clap_ds.config.errors import UserError
 from clap_ds.config.files import open_regular
@@ -29,10 +27,10 @@ class Log:
     """Facts from lines other than progress, by their kinds in `log_formats.py`; later ones replace earlier ones."""
     dialect: Dialect | None = None
     state: str = "unknown"
-    position: float = math.inf
-    """Steps or samples of the last start's furthest progress line; infinite if the next one begins a start."""
-    starts: list[list[tuple[float, float]]] = field(default_factory=list)
-    """For each start and progress line: samples done, or steps if the batch is unknown, and seconds (then in proportion)."""
+    position: float = 0.0
+    """Steps or samples of the furthest progress line."""
+    points: list[tuple[float, float]] = field(default_factory=list)
+    """For each progress line: samples done, or steps if the batch is unknown, and seconds (then in proportion)."""
 
     @property
     def global_batch(self) -> int:
@@ -43,12 +41,15 @@ class Log:
         for kind, word in facts_in(line):
             if kind in STATES:
                 self.state = max(self.state, kind, key=STATES.index)
-            else:
+            else:  # printed at a start
                 self.facts[kind] = int(word) if word.isdigit() else word
-                self.position = math.inf
+                self._start()
         for dialect in DIALECTS.values():
             for numbers in dialect.numbers(line):
                 self._progress(dialect, numbers)
+
+    def _start(self) -> None:
+        self.position, self.state, self.points = 0.0, "unknown", []
 
     def _progress(self, dialect: Dialect, numbers: dict[str, float]) -> None:
         position = numbers["step"] if "step" in numbers else numbers["samples"]
@@ -58,29 +59,37 @@ class Log:
         if not (position > dialect.untimed and 0 < value < MOST):
             return
         if position < self.position / 2:
-            self.starts.append([])
-            self.position, self.state = 0.0, "unknown"
+            self._start()
         self.dialect = dialect
-        if "global_batch" in numbers:
-            self.facts["global_batch"] = int(numbers["global_batch"])
         self.facts["memory_gib"] = max(numbers.get("memory_gib", 0.0), self.facts.get("memory_gib", 0.0))
         if position <= self.position:  # the line is from another rank
             return
-        points, batch = self.starts[-1], self.global_batch or 1
-        before, before_s = points[-1] if points else (0.0, 0.0)
+        if "global_batch" in numbers:
+            self.facts["global_batch"] = int(numbers["global_batch"])
+        batch = self.global_batch or 1
+        before, before_s = self.points[-1] if self.points else (0.0, 0.0)
         samples = position * batch if "step" in numbers else position
         timed = samples - batch * dialect.untimed
         time_s = timed / value if dialect.is_cumulative else before_s + (samples - before) / batch * value
         self.position = position
         if time_s > before_s:
-            points.append((samples, time_s))
+            self.points.append((samples, time_s))
+
+    def rate(self) -> tuple[float | None, bool]:
+        """Return samples/s after the warm-up and True, or if all is warm-up the running average and False."""
+        batch, dialect = self.global_batch, self.dialect
+        if not (self.points and dialect and (batch or dialect.is_cumulative)):
+            return None, False
+        batch, (last, last_s) = batch or 1, self.points[-1]
+        first, first_s = next((point for point in self.points if point[0] >= WARMUP_STEPS * batch), (last, last_s))
+        if last > first:
+            return (last - first) / (last_s - first_s), True
+        return (last - dialect.untimed * batch) / last_s, False
 
 
 def read_log(path: Path, given_gpus: int = 0) -> Run:
-    """Read a log with all starts of its run. `given_gpus`: number of GPUs if the log doesn't state it.
-
-    UserError if there is neither a rate nor a failure.
-    """
+    """Read a log. `given_gpus`: number of GPUs if the log doesn't state it. UserError if there is neither a rate nor a
+    failure."""
     log = Log()
     try:
         with open_regular(path) as file, io.TextIOWrapper(file, "utf-8", "replace") as text:  # "\r" ends lines, too
@@ -88,28 +97,18 @@ def read_log(path: Path, given_gpus: int = 0) -> Run:
                 log.read(line)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from error
-    starts, facts, batch = [points for points in log.starts if points], log.facts, log.global_batch
-    if not starts and STATES.index(log.state) < 2:
+    facts, batch = log.facts, log.global_batch
+    if not log.points and STATES.index(log.state) < 2:
         printed = 'DeepSpeed prints them at "log_level": "info" every "steps_per_print" steps'
         raise UserError(f"{path}: no usable throughput lines ({printed})")
     gpus, accumulation = facts.get("gpus") or given_gpus or 1, facts.get("accumulation", 1)
-    rates, window_s, average = list[float](), list[float](), None
-    if starts and log.dialect and (batch or log.dialect.is_cumulative):
-        for points in starts:
-            timed = [point for point in points if point[0] >= WARMUP_STEPS * (batch or 1)]
-            for (before, before_s), (after, after_s) in pairwise(timed):
-                window_s.append(after_s - before_s)
-                rates.append((after - before) / window_s[-1] / gpus)
-        samples, time_s = starts[-1][-1]
-        average = (samples - log.dialect.untimed * (batch or 1)) / time_s / gpus
-    rate = mean_rate(rates, window_s) or average
+    total, is_warm = log.rate()
+    rate = total and total / gpus
     by_timer = bool(log.dialect and not log.dialect.counts_data_wait)
     noted = {
         BY_TIMER: by_timer,
-        HOST_ALONE: by_timer and "host_alone" in facts,
-        "too short to drop the warm-up: using the running average": rate and not rates,
-        "no rate, because the log doesn't state its batch": starts and not rate,
-        f"{len(starts)} starts in the log": len(starts) > 1,
+        "too short to drop the warm-up: using the running average": rate and not is_warm,
+        "no rate, because the log doesn't state its batch": log.points and not rate,
     }
     micro_batch = facts.get("micro_batch") or batch // gpus // accumulation
     names = ("model", "precision", "directory", "nodes", "gpus")
@@ -117,5 +116,5 @@ def read_log(path: Path, given_gpus: int = 0) -> Run:
         source=str(path), kind="log", state=log.state, **{name: facts[name] for name in names if name in facts},
         batch_per_gpu=micro_batch * accumulation or None, accumulation=accumulation,
         memory_peak_gib=facts.get("memory_gib") or None, engine_samples_per_s_per_gpu=rate if by_timer else None,
-        samples_per_s_per_gpu=rate, windows=tuple(rates), notes="; ".join(note for note, holds in noted.items() if holds),
+        samples_per_s_per_gpu=rate, notes="; ".join(note for note, holds in noted.items() if holds),
     )  # fmt: skip

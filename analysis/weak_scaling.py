@@ -18,9 +18,7 @@ USUAL = "a + b·√n"
 SHAPES: Mapping[str, float] = {"a growth that ends": -1.0, **LAWS}
 """Laws of bands. The first is never used for projection."""
 NOISE = 0.01
-"""Minimum relative noise of a measurement."""
-UNEXPLAINED = 0.003
-"""Relative model error added to each measurement's own error, so that no scale outweighs all others."""
+"""Relative noise of a measurement that bands assume at least."""
 DRIFT = 0.5
 """Relative uncertainty of growth beyond the largest scale, per doubling. Chosen by simulation
 (tests/analysis/test_weak_scaling.py)."""
@@ -58,8 +56,6 @@ class Series:
     title: str
     rates: tuple[tuple[int, float], ...]
     gpus_per_node: int = 4
-    errors: tuple[float, ...] = ()
-    """± of each rate (95%) relative to it; empty if unknown."""
 
     def efficiency_percent(self, rate: float) -> float:
         return 100 * rate / self.rates[0][1]
@@ -69,25 +65,22 @@ class Series:
         return self.efficiency_percent(self.fit(law).rate(nodes))
 
     def first(self, count: int) -> Series:
-        return replace(self, rates=self.rates[:count], errors=self.errors[:count])
+        return replace(self, rates=self.rates[:count])
 
     def fit(self, law: str) -> Law:
-        """Fit one of `LAWS` to rates at two or more node counts, by least squares on relative time with rates weighted by
-        their ±. Parameters are nonnegative."""
-        columns, target = self._equations(SHAPES[law])
-        fitted = np.linalg.lstsq(columns, target, rcond=None)[0]
+        """Fit one of `LAWS` to rates at two or more node counts, by least squares on relative time. Parameters are
+        nonnegative."""
+        columns = self._columns(SHAPES[law])
+        fitted = np.linalg.pinv(columns).sum(axis=1)
         if fitted.min() < 0:
             columns[:, fitted.argmin()] = 0.0  # the least-norm solution has 0 there
-            fitted = np.linalg.lstsq(columns, target, rcond=None)[0]
+            fitted = np.linalg.pinv(columns).sum(axis=1)
         return Law(SHAPES[law], *fitted.tolist())
 
-    def _equations(self, shape: float) -> tuple[Floats, Floats]:
-        """Return two columns and a target in relative time, weighted by each scale's ±; weights are 1 on average."""
+    def _columns(self, shape: float) -> Floats:
+        """Return two columns, whose combination by a law's parameters should be 1: time relative to the measured."""
         nodes, rates = np.array(self.rates).T
-        variances = (np.array(self.errors) / 2) ** 2 + UNEXPLAINED**2 if self.errors else np.ones_like(rates)
-        weights = np.sqrt(variances.mean() / variances)
-        columns = np.stack([np.ones_like(rates), growth(nodes, shape)], axis=1) * (weights * rates)[:, None]
-        return columns, weights
+        return np.stack([rates, rates * growth(nodes, shape)], axis=1)
 
     def bands(self, node_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
         """Return 95% bands of the efficiency that would be measured at each node count; empty with fewer than 3 scales.
@@ -102,33 +95,27 @@ class Series:
         chances = np.exp(logs - logs.max())
         generator = np.random.default_rng(0)
         counts = generator.multinomial(DRAWS, chances / chances.sum())
-        times: dict[int, list[Floats]] = {nodes: [] for nodes in node_counts}
+        nodes, largest = np.array(node_counts, float), self.rates[-1][0]
+        doublings = np.log2(np.maximum(nodes / largest, 1))
+        times = []
         for shape, (inverse, fitted, missed), count in zip(SHAPES.values(), solved, counts, strict=True):
-            drawn = fitted + generator.choice(missed, (count, len(self.rates))) @ inverse.T
-            drift, noise = generator.standard_normal(count), generator.choice(missed, count)
-            for nodes in node_counts:
-                times[nodes].append(self._drawn_s(shape, nodes, drawn, drift) * (1 + noise))
-        first_s = 100 / self.rates[0][1]
-        ends = {nodes: np.percentile(first_s / np.concatenate(found), (2.5, 97.5)) for nodes, found in times.items()}
-        return {nodes: (float(low), float(high)) for nodes, (low, high) in ends.items()}
+            start, slope = (fitted + generator.choice(missed, (count, len(self.rates))) @ inverse.T).T[..., None]
+            drift, noise = generator.standard_normal((count, 1)), generator.choice(missed, (count, 1))
+            inside = growth(np.minimum(nodes, largest), shape)
+            beyond = (growth(nodes, shape) - inside) * np.exp(DRIFT * np.sqrt(doublings) * drift)
+            times.append((start + slope * inside + np.maximum(slope, 0) * beyond) * (1 + noise))
+        ends = np.percentile(100 / self.rates[0][1] / np.concatenate(times), (2.5, 97.5), axis=0)
+        return dict(zip(node_counts, zip(*ends.tolist(), strict=True), strict=True))
 
     def _solved(self, shape: float) -> tuple[Floats, Floats, Floats]:
         """Return the inverse of a law's columns, its parameters and its residuals. Residuals are those of the rates, widened
-        for two fitted parameters, and two of the known or expected noise."""
-        columns, target = self._equations(shape)
+        for two fitted parameters, and two of the expected noise."""
+        columns = self._columns(shape)
         inverse: Floats = np.asarray(np.linalg.pinv(columns))
-        missed = target - columns @ inverse @ target
-        noise = max(NOISE, float(np.sqrt(np.mean(np.square(self.errors or 0.0)))) / 2)
-        missed = np.append(missed * math.sqrt(len(missed) / (len(missed) - 2)), [noise, -noise])
-        return inverse, inverse @ target, missed - missed.mean()
-
-    def _drawn_s(self, shape: float, nodes: int, drawn: Floats, drift: Floats) -> Floats:
-        largest = self.rates[-1][0]
-        inside = growth(min(nodes, largest), shape)
-        beyond = np.maximum(drawn[:, 1], 0.0) * (growth(nodes, shape) - inside)
-        doublings = max(math.log2(nodes / largest), 0.0)
-        drifted = beyond * np.exp(DRIFT * math.sqrt(doublings) * drift)
-        return np.asarray(drawn[:, 0] + drawn[:, 1] * inside + drifted)
+        fitted = inverse.sum(axis=1)
+        missed = 1 - columns @ fitted
+        missed = np.append(missed * math.sqrt(len(missed) / (len(missed) - 2)), [NOISE, -NOISE])
+        return inverse, fitted, missed - missed.mean()
 
     def hold_outs(self) -> list[tuple[Series, int, float]]:
         """Return (series of smaller scales, node count, measured efficiency) of each scale. The series are all smaller scales,
@@ -170,9 +157,8 @@ def series_of(rows: Sequence[Scale]) -> Series:
         raise UserError(f"{title}: expected weak scaling on at least two node counts with equal nodes; {found}")
     if above := [row.scale for row in measured if ABOVE_ALL in row.notes]:
         raise UserError(f"{title}: no projection: {ABOVE_ALL} on {above[0]} makes the smallest scale doubtful")
-    halves = [row.relative_half or 0.0 for row in measured]
     rates = tuple((row.nodes, row.rate or 0.0) for row in measured)
-    series = Series(title, rates, int(per_node.pop()), tuple(halves) if all(halves) else ())
+    series = Series(title, rates, int(per_node.pop()))
     best = series.select_law()
     furthest = max(abs(series.percent_by(best, nodes) - series.efficiency_percent(rate)) for nodes, rate in rates)
     if furthest > WORST_FIT:

@@ -72,10 +72,9 @@ class EngineSide:
 
 
 class MasterAdamW:
-    """torch's fused AdamW with fp32 master weights of 16-bit parameters, copied back after each step."""
+    """torch's fused AdamW with fp32 master weights of 16-bit parameters."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
         self.low = [parameter for parameter in parameters if parameter.dtype != torch.float32]
         self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.low]
         fp32 = [parameter for parameter in parameters if parameter.dtype == torch.float32]
@@ -89,8 +88,6 @@ class MasterAdamW:
         self.adam.step()
         for master, low in zip(self.masters, self.low, strict=True):
             low.copy_(master)
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 class Side:
@@ -106,7 +103,10 @@ class Side:
     def __init__(
         self, config: ClapConfig, weights: State, kind: str, low: str, device: torch.device, *, spec_augment: bool
     ) -> None:
-        sizes: Any = config_to_transformers(config)
+        head = config.audio.projection.model_copy(update={"hidden_dim": config.joint_dim, "bias": True})  # unused
+        audio = config.audio.model_copy(update={"projection": head})
+        text = config.text.model_copy(update={"projection": head, "pooling": "cls_pooler"})
+        sizes: Any = config_to_transformers(config.model_copy(update={"audio": audio, "text": text}))
         sizes.audio_config.drop_path_rate = 0.0
         for tower in (sizes.audio_config, sizes.text_config):
             tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0
@@ -115,7 +115,7 @@ class Side:
         # Text attention uses SDPA on CUDA, and eager code on CPUs, where SDPA's bf16 backward pass is several times slower.
         model.text_model.config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
         self.model = model.train().to(device, torch.bfloat16 if low == "cast" else None)
-        make_optimizer = MasterAdamW if kind == "transformers" else LoopAdamW
+        make_optimizer = MasterAdamW if kind == "transformers" else loop_adamw
         self.optimizer = make_optimizer([each for each in model.parameters() if each.requires_grad])
         self.mel = (ConvolutionMel if kind == "LAION-CLAP" else LogMel)(config.audio).to(device)
         if kind == "transformers" and device.type == "cpu":
@@ -134,6 +134,7 @@ class Side:
             loss.backward()
         with timer("optimizer"):
             self.optimizer.step()
+            self.model.zero_grad()
         self.losses.append(float(loss.detach()))
         timer.mark()
         (parts,) = timer.stop().phases_s
@@ -183,13 +184,7 @@ class LoopModel(nn.Module):
         return audio, self.text_projection(pooled), self.logit_scale_a.float().exp()
 
 
-class LoopAdamW(torch.optim.AdamW):
-    """AdamW as in open_clip and LAION-CLAP: torch's default kernel, no weight decay of biases and norms."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        groups = [{"params": [p for p in parameters if (p.ndim < 2) == small]} for small in (False, True)]
-        super().__init__([{**groups[0], "weight_decay": 0.2}, {**groups[1], "weight_decay": 0.0}], lr=1e-6)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        self.zero_grad()
+def loop_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    """Return AdamW as in open_clip and LAION-CLAP: torch's default kernel, no weight decay of biases and norms."""
+    small, large = ([each for each in parameters if (each.ndim < 2) == is_small] for is_small in (True, False))
+    return torch.optim.AdamW([{"params": large, "weight_decay": 0.2}, {"params": small, "weight_decay": 0.0}], lr=1e-6)

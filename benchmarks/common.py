@@ -66,22 +66,16 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def run_config(
-    content: dict[str, Any],
-    command: Sequence[str],
-    folder: Path,
-    limit_s: float,
-    environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+def run_config(content: dict[str, Any], command: Sequence[str], folder: Path, limit_s: float) -> dict[str, Any]:
     """Run a command in a new folder with the run's `config.json`, its `output.log` and run directories, and end its processes.
     Return a row: `state` (`completed`, `exit code 3`, `stopped after 60 s`), `seconds`, a failure's `note`, the summary."""
     folder.mkdir(parents=True)
     output = {"dir": str(folder), "run_name": "run"}
     write_object(folder / "config.json", with_field(content, "clap.output", output))
     log, began_s, row = folder / "output.log", time.monotonic(), dict[str, Any]()
-    given: Any = {"cwd": work_folder(), "env": {**os.environ, **(environment or {})}, "stdin": subprocess.DEVNULL}
+    given: Any = {"cwd": work_folder(), "stdin": subprocess.DEVNULL, "start_new_session": True}
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, **given)
+        process = subprocess.Popen(command, stdout=file, stderr=file, **given)
     try:
         code = process.wait(limit_s)
         state = f"exit code {code}" if code else "completed"

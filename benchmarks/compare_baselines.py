@@ -2,17 +2,14 @@
 
     python -m benchmarks.compare_baselines [--against loops transformers] [--micro_batch 8] [--precision bf16 fp32] [--rounds 8]
 
-All sides have the same weights and batch, and each round times one step of each. Ours is the step of `clap_ds/bench.py` on one
-rank.
+All sides have the same weights and batch, and each round times one step of each. Ours is the step of `clap_ds/bench.py`.
 
-- The training loops of open_clip and LAION-CLAP run the preset under autocast with torch's default AdamW. They are timed as
-  published, with SpecAugment (theirs clip by clip, ours batched), and without it on all sides.
-- `transformers`: its towers with the preset's heads, both under autocast and with cast weights and fp32 master weights. It has
-  no SpecAugment.
+- The training loops of open_clip and LAION-CLAP run the preset under autocast with torch's default AdamW. They are timed with
+  SpecAugment as published (theirs clip by clip, ours batched), and without it on all sides.
+- `transformers`: its towers with the preset's heads, under autocast, and with cast weights and fp32 master weights.
 
-Models of transformers take log-mel features. This project's front end (in LAION-CLAP's loop its own) computes them on the same
-device, timed as part of the forward pass. Dropout and stochastic depth are off on all sides. Without SpecAugment, losses must
-agree.
+The forward pass includes the log-mel front end: this project's, in LAION-CLAP's loop its own. Dropout and stochastic depth are
+off. Without SpecAugment, losses must agree.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ def compare(
     for name, steps in times.items():
         speeds = [its["step"] / own["step"] for its, own in zip(steps, times["ours"], strict=True)][WARM_UP:]
         row = {part: 1000 * median(step[part] for step in steps[WARM_UP:]) for part in PARTS}
-        rows.append({"side": name, "loss": sides[name].losses[0], "speed": vars(median_interval(speeds)), **row})
+        rows.append({"side": name, "loss": sides[name].losses[0], "speed": median_interval(speeds), **row})
     difference = max(abs(row["loss"] / rows[0]["loss"] - 1) for row in rows)
     return {
         "precision": precision, "preset": arguments.preset, "spec_augment": spec_augment, "sides": rows,

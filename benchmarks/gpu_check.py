@@ -35,7 +35,6 @@ class Check(NamedTuple):
     most_s: float
     run: str = "htsat_tiny"
     command: str = "-m clap_ds.bench --deepspeed_config {config}"
-    environment: tuple[tuple[str, str], ...] = ()
 
 
 PROFILE = "-m benchmarks.plan_validation --deepspeed_config {config}"
@@ -59,13 +58,12 @@ SHARDS = '{"source": "webdataset","shards":"{call}/data/prepared/*.tar","tokeniz
 CALLS = {
     1: {
         "environment": Check(30, command="-m torch.utils.collect_env"),
-        "kernels": Check(120, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
+        "kernels": Check(70, command="-m benchmarks.kernel_times --output {folder}/kernels.md"),
         "compile_off": Check(80, "htsat_tiny clap.compile=off"),
         "gradients": Check(150, command=f"{GRADIENTS} --output {{folder}}/gradients.md"),
         "htsat_tiny": Check(210),
         "profile_compiled": Check(80, "htsat_tiny clap.compile=towers", PROFILE),
         "profile_eager": Check(60, "htsat_tiny clap.compile=off", PROFILE),
-        "mix_order_off": Check(150, environment=(("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0"),)),
         "loops_half": Check(90, HALF, f"{PEERS} loops"),
         "efficiencies": Check(60, command=JOIN),
     },
@@ -87,6 +85,7 @@ CALLS = {
         "sounds": Check(60, command=SOUNDS),
         "prepare": Check(60, command=PREPARE),
         "from_shards": Check(90, f"htsat_tiny 'clap.data={SHARDS}'"),
+        "specaugment": Check(60, command="-m benchmarks.specaugment --clips 64 308 616 --output {folder}/specaugment.md"),
     },
 }  # fmt: skip
 """Steps by call, the most informative first, after those they depend on."""
@@ -109,10 +108,7 @@ def run_step(step: Check, folder: Path, limit_s: float, gpu: str) -> dict[str, A
     places["micro_batch"] = content["train_micro_batch_size_per_gpu"]
     command = [word.format_map(places) for word in shlex.split(step.command)]
     print(f"\n== {folder.name}: {shlex.join(command)}", flush=True)
-    row = {
-        "step": folder.name,
-        **run_config(content, [sys.executable, *command], folder, limit_s, dict(step.environment)),
-    }
+    row = {"step": folder.name, **run_config(content, [sys.executable, *command], folder, limit_s)}
     print((folder / "output.log").read_text(errors="replace"), flush=True)
     for path in folder.glob("run-*/metrics.jsonl"):
         lines = map(json.loads, path.read_text().splitlines())
@@ -144,10 +140,8 @@ def main(argv: list[str] | None = None) -> int:
     short = re.sub(r"[^a-z0-9]+", "-", device.lower().replace("nvidia", "")).strip("-")
     kept = options.output or work_folder() / "results" / short
     kept.mkdir(parents=True, exist_ok=True)
-    folder, caches = (
-        work_folder() / "runs" / "gpu_check" / short / f"call{options.call}",
-        compile_cache_dir("gpu_check"),
-    )
+    folder = work_folder() / "runs" / "gpu_check" / short / f"call{options.call}"
+    caches = compile_cache_dir("gpu_check")
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError, EOFError, tarfile.TarError, lzma.LZMAError), tarfile.open(kept / "caches.tar.xz") as tar:
         tar.extractall(caches.parent, filter="data")

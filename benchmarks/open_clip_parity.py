@@ -22,7 +22,7 @@ import transformers
 
 import clap_ds
 from benchmarks.common import make_parser, show, table
-from clap_ds.config.errors import run_alone
+from clap_ds.config.errors import UserError, run_alone
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights.formats import htsat_alone
 from clap_ds.weights.load import load_weights
@@ -31,6 +31,7 @@ from clap_ds.weights.open_clip import WEIGHTS, save_open_clip
 ROBERTA = {"hf_model_name": "roberta-base", "hf_pooler_type": "mean_pooler", "hf_model_pretrained": False}
 NAMED = ("CLAP-HTSAT-tiny-Roberta-base", "CLAP-HTSAT-tiny-Roberta-base-fused", "CLAP-HTSAT-base-Roberta-base")
 MODELS = {key: {} if key in NAMED else {"text_cfg": ROBERTA} for key in (*NAMED, "CLAP-HTSAT-tiny", "CLAP-HTSAT-large")}
+SIZES: Any = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 FUSED = ("sed_model.patch_embed.mel_conv2d", "sed_model.patch_embed.fusion_model")
 TOLERANCE = 1e-6
 PAIRS = {"audio": "audio", "text": "text", "back_audio": "exported: audio", "back_text": "exported: text"}
@@ -85,24 +86,16 @@ def compare(open_clip: Any, name: str) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser("open_clip_parity", __doc__)
     parser.add_argument("--commit", default="unknown", metavar="HASH", help="open_clip's, to record (default: unknown)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="to compare (default: all)")
     arguments = parser.parse_args(argv)
     try:
         open_clip: Any = importlib.import_module("open_clip")
         importlib.import_module("open_clip.audio.htsat")
     except ImportError as error:
-        print(f"skipped: open_clip 4 with audio, and what it requires, can't be imported: {error}")
-        return 0
+        raise UserError(f"open_clip 4 with audio, and what it requires, can't be imported: {error}") from None
     rows = []
-    for name in arguments.models:
+    for name in MODELS:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), torch.no_grad():
-            sizes: Any = {
-                "vocab_size": 50265,
-                "max_position_embeddings": 514,
-                "type_vocab_size": 1,
-                "layer_norm_eps": 1e-5,
-            }
-            transformers.RobertaConfig(**sizes).save_pretrained("roberta-base")  # instead of the Hub's
+            transformers.RobertaConfig(**SIZES).save_pretrained("roberta-base")  # instead of the Hub's
             rows.append(compare(open_clip, name))
     versions = f"open_clip {open_clip.__version__} at commit {arguments.commit}, torch {torch.__version__}"
     text = table(f"{COLUMNS} | different inputs {{least:.1e}}", rows)

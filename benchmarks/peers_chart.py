@@ -27,7 +27,7 @@ def ratios(path: Path) -> pd.DataFrame:
 @styled()
 def draw(paths: list[Path]) -> Picture:
     """Draw a group of bars for each program, with one bar for each record."""
-    picture = Picture((1.7,), columns_wide=2)
+    picture = Picture()
     (axes,) = picture.panels
     records = pd.concat({f"{path.stem.split('_')[-1]} captions": ratios(path) for path in paths}, axis=1)
     speed = {name: records.xs(f"speed.{name}", axis=1, level=1) for name in ("median", "low", "high", "coverage")}

@@ -20,8 +20,10 @@ from benchmarks.common import changed, exit_on_sigterm, make_parser, run_config,
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.overrides import parse_varied
 from clap_ds.config.paths import PACKAGE, work_folder
+from clap_ds.distributed.hostfile import free_port
 
-BENCH = [sys.executable, "-m", "clap_ds.distributed.local_launch", str(PACKAGE / "bench.py"), "--deepspeed_config"]
+LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--master_port", str(free_port())]
+BENCH = [*LAUNCHER, str(PACKAGE / "bench.py"), "--deepspeed_config"]
 """Command of a run on all GPUs of this machine; its JSON's name follows."""
 SHORT = [f"clap.bench.{each}" for each in ("warmup_steps=5", "windows=6", "steps_per_window=4", "breakdown_steps=0")]
 COLUMNS = (

@@ -21,7 +21,6 @@ if __package__ in (None, ""):
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
-    check_hostfile,
     choose_accelerator,
     prepare_debugging,
     run_arguments,
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 def main(ranks: Ranks) -> None:
     arguments = run_arguments("clap_ds/bench.py", (__doc__ or "").splitlines()[0]).parse_args()
     run = load_run(arguments.deepspeed_config, ranks.world_size)
-    if arguments.hostfile:
-        ranks = check_hostfile(arguments.hostfile, ranks)
     prepare_debugging(run.clap.debug)
     choose_accelerator()
     from clap_ds.run_parts import joined_ranks

@@ -32,7 +32,6 @@ from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
     add_rank_options,
-    check_hostfile,
     choose_accelerator,
     initialize,
     run_command,
@@ -74,8 +73,6 @@ def main(ranks: Ranks) -> None:
     run = load_run(arguments.deepspeed_config) if arguments.deepspeed_config else None
     settings = evaluation_settings(arguments, run)
     options.check_output(arguments.json, "--json")
-    if arguments.hostfile:
-        ranks = check_hostfile(arguments.hostfile, ranks)
     choose_accelerator()  # imports torch
     evaluate_checkpoint(settings, arguments, run, ranks)
 

@@ -101,11 +101,7 @@ def _speed(step: Step, gpu: Gpu, kernels: Sequence[Operation]) -> dict[str, Any]
         by_class[class_of(each)] += times * seconds(each, gpu, shares, "middle")
     by_case = {case: seconds_by_part(work, gpu, shares, case) for case in CASES}
     return {
-        "classes": {
-            name: {"kernels_s": spent_s, "source": shares[name].source}
-            | {case: shares[name].at(case) for case in CASES}
-            for name, spent_s in by_class.items()
-        },
+        "classes": {name: {"kernels_s": spent_s, **shares[name]} for name, spent_s in by_class.items()},
         "samples_per_s_per_gpu": {case: step.num_samples / parts["step"] for case, parts in by_case.items()},
         "step_s": {part: {case: parts.get(part, 0.0) for case, parts in by_case.items()} for part in by_case["high"]},
         "tflop": sum(times * each.flops for each, times in work) / 1e12,

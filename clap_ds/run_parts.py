@@ -17,20 +17,17 @@ from clap_ds.data.dataloader import BatchSource, build_batches
 from clap_ds.distributed.collectives import raise_on_all_ranks
 from clap_ds.distributed.init import Ranks, initialize
 from clap_ds.engine.engine import ClapEngine
-from clap_ds.engine.factory import build_model, check_deepspeed_sections, fetch_from_hub
+from clap_ds.engine.factory import build_model, fetch_from_hub
 from clap_ds.engine.loss import build_loss
 from clap_ds.model.clap import ClapModel
-from clap_ds.run_records.run_dir import quiet_deepspeed
 from clap_ds.run_records.timers import StepTimer
 
 
 @contextmanager
 def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
-    """Join the process group, check DeepSpeed's sections, and yield the device. User errors begin with the run's file."""
+    """Join the process group and yield the device. User errors begin with the run's file."""
     try:
         device = initialize(ranks, collective_timeout_s=run.clap.debug.collective_timeout_s)
-        with quiet_deepspeed(), raise_on_all_ranks():
-            check_deepspeed_sections(run.deepspeed)
         yield device
     except UserError as error:
         raise type(error)(f"{run.path}: {error}") from None

@@ -24,7 +24,6 @@ from clap_ds.config.metrics import best_metric, names
 from clap_ds.config.settings import RunSettings, load_run
 from clap_ds.distributed.init import (
     Ranks,
-    check_hostfile,
     choose_accelerator,
     prepare_debugging,
     run_arguments,
@@ -49,8 +48,6 @@ def main(ranks: Ranks) -> None:
     run = load_run(arguments.deepspeed_config, ranks.world_size)
     if problems := problems_for_training(run.clap, run.deepspeed, ranks.world_size):
         raise UserError("\n".join(f"{run.path}: {problem}" for problem in problems))
-    if arguments.hostfile:
-        ranks = check_hostfile(arguments.hostfile, ranks)
     prepare_debugging(run.clap.debug)
     choose_accelerator()
     from clap_ds.run_parts import joined_ranks
@@ -64,7 +61,6 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
     """Train until the samples are consumed, the target metrics reached, or a signal arrives."""
     from clap_ds.distributed.collectives import gather, raise_on_all_ranks
     from clap_ds.distributed.watchdog import ending
-    from clap_ds.engine.loss import LOSSES
     from clap_ds.engine.metric_logger import Scalars
     from clap_ds.engine.open_run import open_run_dir
     from clap_ds.run_parts import engine_of, loader_of, model_of
@@ -85,53 +81,53 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
             state = resume(checkpointer, engine, clap.train.resume, options, ranks, record)
         begun_at = state.step
         with loader_of(run, ranks, engine, state.data_of(ranks.rank)) as loader:
-            chosen, data = engine.optimize_towers(loader, clap.model, clap.compile), loader.statistics()
+            chosen = engine.optimize_towers(loader, clap.model, clap.compile)
             with raise_on_all_ranks():
-                of_run = clap.train, clap.evaluation, clap.checkpoint, sizes, ranks.world_size
-                plan = TrainPlan.of(*of_run, data.get("epoch_samples"))
+                of_run = clap.train, clap.evaluation, clap.checkpoint, sizes
+                plan = TrainPlan.of(*of_run, loader.statistics().get("epoch_samples"))
             evaluator, scalars = build_evaluator(run, ranks, engine), Scalars(engine, checkpointer.path)
-            chance = LOSSES[clap.loss.kind].chance(plan.pairs)
-            logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path, chance)
+            logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path)
             if ranks.is_main_process:
                 record.update_summary(chosen)
-                log_run_start(plan, state, checkpointer.path, data, run.deepspeed)
+                log_run_start(plan, state, checkpointer.path, run.deepspeed)
             with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
                 while not (signal or plan.is_done(state)):
                     skip_batches(loader, state, options, sizes.accumulation_steps)
-                    signals.ask()
+                    signals.ask(checkpointer.is_late())
                     logger.begin_step()
                     loss = engine.step(loader)
                     plan.advance(state)
                     logger.end_step(loss)
                     with engine.timer.peer_wait():
-                        signal = signals.wait()
-                    due, metrics = plan.due(state, signal), {}
+                        signal, is_late = signals.wait()
+                    due, metrics = plan.due(state, signal, is_late), {}
                     if due.log:
                         logger.write()
                         logger.saved(*checkpointer.poll())
                     if due.evaluate and evaluator is not None:
                         metrics = logger.evaluated(*evaluate(evaluator, engine))
-                        due = plan.due(state, signal)  # the target may be reached
+                        due = plan.due(state, signal, is_late)  # the target may be reached
                     if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
                         state.train_s, state.data, state.saved_step = logger.train_s, gather(loader.state()), state.step
-                        logger.saved(*checkpointer.save(engine, state, metrics | logger.metrics(), wait=due.stop))
+                        logger.saved(*checkpointer.save(engine, state, metrics, wait=due.stop))
                 ending()
                 checkpointer.close()
                 logger.close()
             loader.record_statistics(record)
         stop_or_fail(record, ranks, state, signal, checkpointer.last)
         if ranks.is_main_process and state.step > begun_at:
-            print_end(run, record, engine, state)
+            print_end(run, record, state)
 
 
 def open_checkpointer(run: RunSettings, ranks: Ranks) -> Checkpointer:
-    from clap_ds.distributed.collectives import raise_on_all_ranks
+    from clap_ds.distributed.collectives import raise_on_all_ranks, run_on_rank0
     from clap_ds.training.checkpoint import Checkpointer
     from clap_ds.training.remote_sync import try_target
 
     clap = run.clap
-    with raise_on_all_ranks():
-        try_target(clap.checkpoint.remote_sync)
+    if (url := clap.checkpoint.remote_sync) is not None:
+        with raise_on_all_ranks():
+            run_on_rank0(lambda: try_target(url))
     settings = clap.checkpoint.model_copy(update={"best_metric": best_metric(clap.checkpoint, clap.evaluation)})
     tokenizer, job = getattr(clap.data, "tokenizer", None), ranks.job_folder and ranks.job_folder.parent
     return Checkpointer(run.checkpoint_folder, settings, tokenizer=tokenizer, config=run.resolved(), job=job)
@@ -181,16 +177,13 @@ def stop_or_fail(
     raise stop
 
 
-def print_end(run: RunSettings, record: RunDirectory, engine: ClapEngine, state: TrainState) -> None:
+def print_end(run: RunSettings, record: RunDirectory, state: TrainState) -> None:
     """Print what was trained, commands to evaluate and export the model, and warnings; draw the run's curves."""
-    from clap_ds.engine.factory import trained_towers
-
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
     evaluation = f"--deepspeed_config {path}" if names(run.clap.evaluation) else "--retrieval SHARDS"
-    why, towers = state.reached(run.clap.train.target_metrics) or "done", " and ".join(trained_towers(engine.model))
     print(
-        f"{why}: trained {towers} on {state.samples:,} samples in {state.step:,} steps. To evaluate and to export:\n"
-        f"  clap-evaluate {folder} {evaluation}\n  clap-export {folder} FOLDER",
+        f"{state.reached(run.clap.train.target_metrics) or 'done'}: {state.samples:,} samples in {state.step:,} steps. To"
+        f" evaluate and to export:\n  clap-evaluate {folder} {evaluation}\n  clap-export {folder} FOLDER",
         flush=True,
     )
     try:

@@ -1,12 +1,12 @@
 """Read and check cluster profiles, which describe clusters.
 
-    python launch/cluster_profile.py check mine     checks python, module lines, partition and account on this cluster
-
 Needs only the standard library, to run before the environment is installed. The checks of a run need packages that a login
 node's Python may lack, so they run with the ranks' Python.
 """
 
-import argparse
+from __future__ import annotations
+
+import inspect
 import json
 import os
 import re
@@ -20,14 +20,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-if not __package__:  # run as a file
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from clap_ds.config.errors import UserError, did_you_mean, exit_code_of
+from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.config.files import read_object
-from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
+from clap_ds.config.paths import CHECKOUT, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.launchers import LAUNCHERS
+from clap_ds.launch.launchers import LAUNCHERS, environment
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
 
@@ -80,8 +77,6 @@ class Site:
 
 
 T = TypeVar("T")
-_EXPECTED = {str: "a string", int: "a whole number", list: "a list of strings", dict: "an object of strings"}
-_FROM_ZERO = ("requeues", "spare_nodes")  # other numbers are at least 1
 
 
 def typed(kind: type[T], content: dict[str, Any], where: Path) -> T:
@@ -90,18 +85,18 @@ def typed(kind: type[T], content: dict[str, Any], where: Path) -> T:
     for name, value in content.items():
         if name not in hints:
             problems.append(f"{name}: no such field{did_you_mean(name, hints)}")
-            continue
-        hint, *null = get_args(hints[name]) if isinstance(hints[name], UnionType) else [hints[name]]
-        of, low = get_origin(hint) or hint, int(name not in _FROM_ZERO)
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        texts = Any in get_args(hint) or all(isinstance(each, str) for each in items)
-        is_right = type(value) is of and texts and value != "" and not (of is int and value < low)
-        if not is_right and not (null and value is None):
-            words = _EXPECTED.get(of, "true or false") + " or null" * bool(null)
-            words += f", at least {low}" * (of is int)
-            problems.append(f"{name}: expected {words}, found {json.dumps(value)}")
+        elif not _fits(value, hints[name]):
+            problems.append(f"{name}: expected {inspect.formatannotation(hints[name])}, found {json.dumps(value)}")
     _reject(where, problems)
     return kind(**content)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    of, inner = get_origin(hint) or hint, get_args(hint)
+    if of is UnionType:
+        return any(_fits(value, each) for each in inner)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return hint is Any or (type(value) is of and value != "" and all(_fits(part, inner[-1]) for part in parts))
 
 
 def _reject(where: Path, problems: Iterable[str]) -> None:
@@ -109,42 +104,27 @@ def _reject(where: Path, problems: Iterable[str]) -> None:
         raise UserError("\n".join(lines))
 
 
-def load_site(name: str, launcher: str | None = None) -> Site:
-    """Read a site by its name under `launch/clusters/` or by path. `launcher` overrides the site's. UserError has a line for
-    each wrong field."""
+def load_site(name: str) -> Site:
+    """Read a site by its name under `launch/clusters/` or by path. UserError has a line for each wrong field."""
     path = Path(name) if name.endswith(".json") or "/" in name else FOLDER / f"{name}.json"
     if not path.exists():
         known = sorted(file.stem for file in FOLDER.glob("*.json"))
         raise UserError(f"site {name!r}: {path}: no such file{did_you_mean(name, known)}")
-    content = read_object(path)
-    content.update({"launcher": launcher} if launcher else {})
-    site = typed(Site, content, path)
+    site = typed(Site, read_object(path), path)
     _reject(path, _wrong_values(site))
     return site
 
 
 def _wrong_values(site: Site) -> Iterator[str]:
     if site.launcher and site.launcher not in LAUNCHERS:
-        found = json.dumps(site.launcher) + did_you_mean(site.launcher, LAUNCHERS)
-        yield f"launcher: expected one of {', '.join(LAUNCHERS)}, found {found}"
+        yield f"launcher: {site.launcher!r}{did_you_mean(site.launcher, LAUNCHERS)}"
     if site.container() and site.launcher != "torchrun":
         yield f"{site.container()} needs launcher torchrun: DeepSpeed's launcher starts no rank in a container"
-    if not site.walltimes or not all(map(str.isdecimal, site.walltimes)):
-        yield f"walltimes: expected time limits by number of nodes, found {json.dumps(site.walltimes)}"
-    for bound, limit in site.walltimes.items():
+    for bound, limit in (site.walltimes or {"": ""}).items():
         try:
-            slurm.seconds_of(limit)
-        except UserError as error:
+            int(bound), slurm.seconds_of(limit)
+        except (ValueError, UserError) as error:
             yield f"walltimes.{bound}: {error}"
-
-
-def show_check(site: Site) -> None:
-    """Check what a cluster profile allows without a job, and print it. UserError if a check fails."""
-    print(f"python  {check_environment(site)}")
-    options = {"account": site.account, "partition": site.partition, "time": site.walltime(1)}
-    lines = [*site.sbatch, *(f"--{name}={value}" for name, value in options.items() if value)]
-    note = slurm.check_script("\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "true\n"]))
-    print(f"sbatch  {note or 'accepts the options'}")
 
 
 def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = False) -> str:
@@ -154,29 +134,12 @@ def check_environment(site: Site, files: Iterable[str] = (), *, train: bool = Fa
     if site.container() and not (site.wrapper and shutil.which(site.wrapper[0])):
         return f"{python}: not checked: it is in a container that is not available here"
     check = f"{python} -m clap_ds.check_runs {shlex.join([*['--train'] * train, *files])}"
-    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
-    command = ["bash", "-c", "\n".join(["set -euo pipefail", *site.setup_lines(), "echo clap-ready", check])]
-    kept = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, env=kept, stdin=subprocess.DEVNULL)
-    said = [line.removeprefix("error: ").strip() for line in done.stderr.splitlines()]
+    command = ["bash", "-c", "\n".join(["set -euo pipefail", *site.setup_lines(), check])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL)
     answer = re.search(r"^clap-check (\{.*\})$", done.stdout, re.MULTILINE)
-    if not answer:
-        reason = said[-1] if said else f"exit code {done.returncode}"
-        is_ready = "clap-ready\n" in done.stdout
-        raise UserError(f"python: {python} can't run this package: {reason}" if is_ready else f"setup: {reason}")
-    if done.returncode:
-        raise UserError("\n".join(said))
+    if done.returncode or not answer:
+        said = [line.removeprefix("error: ").strip() for line in done.stderr.splitlines()]
+        failed = "" if answer else f"setup or {python} failed with exit code {done.returncode}: "
+        raise UserError(failed + "\n".join(said))
     versions = json.loads(answer[1])
     return f"{python}: Python {versions['python']}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch/cluster_profile.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["check"], help="check the profile on this cluster")
-    parser.add_argument("cluster", help="name under launch/clusters/, or path of a profile")
-    arguments = parser.parse_args(argv)
-    return exit_code_of(lambda: show_check(load_site(arguments.cluster)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

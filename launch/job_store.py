@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH, BatchSizes
+from clap_ds.config.batch_sizes import GLOBAL_BATCH, BatchSizes
 from clap_ds.config.errors import UserError, did_you_mean
-from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
+from clap_ds.config.files import read_object, write_atomically, write_object
 from clap_ds.config.overrides import read_config, with_field
 from clap_ds.launch import slurm
 from clap_ds.launch.cluster_profile import check_environment, typed
@@ -32,12 +32,10 @@ def stamp() -> str:
 
 @dataclass
 class Job:
-    name: str  # of the script and log
+    name: str  # of the script, the log and the run
     nodes: int
-    label: str  # of the run
     config: str  # path of the base JSON
     changes: dict[str, Any] = field(default_factory=dict)  # fields set in it, by dotted name
-    global_batch: int | None = None  # samples per step, kept constant over scales by accumulation
     folder: str = "."  # relative to the folder of all jobs
     slurm_id: str | None = None
 
@@ -49,15 +47,13 @@ class Job:
     def run(self, ranks: int) -> dict[str, Any]:
         """Return the run's JSON. UserError if its batch sizes don't fit this number of ranks."""
         content = read_config(Path(self.config))
-        for name, value in {**self.changes, "clap.output.run_name": self.label}.items():
+        for name, value in {**self.changes, "clap.output.run_name": self.name}.items():
             content = with_field(content, name, value)
-        if self.global_batch:
-            content |= {GLOBAL_BATCH: self.global_batch, ACCUMULATION: None}
         try:
             sizes = BatchSizes.of(content, ranks)
         except ValueError as error:
-            raise UserError("\n".join(f"{self.label}: {line}" for line in str(error).splitlines())) from None
-        return sizes.fill(content) if self.global_batch else content
+            raise UserError("\n".join(f"{self.name}: {line}" for line in str(error).splitlines())) from None
+        return sizes.fill(content) if GLOBAL_BATCH in self.changes else content
 
 
 class JobStatus(NamedTuple):
@@ -72,8 +68,10 @@ class JobStatus(NamedTuple):
 
 
 class Jobs:
-    def __init__(self, folder: Path, request: Request, jobs: list[Job]) -> None:
-        self.folder, self.request, self.jobs = folder, request, jobs
+    """Jobs of a folder; as an array they have one script and are submitted at once."""
+
+    def __init__(self, folder: Path, jobs: list[Job], *, array: bool = False) -> None:
+        self.folder, self.jobs, self.array = folder, jobs, array and len(jobs) > 1
 
     @classmethod
     def read(cls, folder: Path) -> Jobs:
@@ -83,66 +81,62 @@ class Jobs:
             raise UserError(f"{folder}: no such folder{did_you_mean(folder.name, names, most_listed=0)}")
         content = read_object(record := folder / RECORD)
         try:
-            return cls(
-                folder, typed(Request, content["request"], record), [typed(Job, job, record) for job in content["jobs"]]
-            )
+            jobs = [typed(Job, job, record) for job in content["jobs"]]
+            return cls(folder, jobs, array=content.get("array") is True)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{record}: malformed record: {error}") from None
 
     def save(self) -> None:
-        jobs = [asdict(job) for job in self.jobs]
-        write_object(self.folder / RECORD, {"request": asdict(self.request), "jobs": jobs})
+        write_object(self.folder / RECORD, {"array": self.array, "jobs": [asdict(job) for job in self.jobs]})
 
-    def text(self, job: Job) -> str:
-        """Return the job's batch script."""
-        log = f"{str(self.folder).replace('%', '%%')}/{job.name}-%j.out"  # in SLURM's notation
-        own = f"-{job.name}" if len(self.jobs) > 1 else ""
-        return script(self.request, job.nodes, f"clap-{self.folder.name}{own}", log, self.folder / job.folder)
+    def script(self, job: Job) -> Path:
+        return self.folder / f"{'array' if self.array else job.name}.sbatch"
+
+    def _submissions(self, jobs: list[Job]) -> list[list[Job]]:
+        return [jobs] if self.array else [[job] for job in jobs]
 
     def log(self, job: Job) -> Path:
         return self.folder / f"{job.name}-{job.slurm_id}.out"
 
-    def prepare(self) -> None:
-        """Write and check each job's run JSON and script. UserError if a check fails; a new folder is then removed."""
-        is_new = not self.folder.exists()
+    def prepare(self, request: Request) -> None:
+        """Write each job's run JSON, cluster profile and script, and check them. UserError, without the folder, if a check
+        fails."""
+        self.folder.mkdir(parents=True)
         try:
             for job in self.jobs:
-                with own_folder(self.folder / job.folder) as folder:
-                    write_object(folder / "run.json", job.run(job.nodes * self.request.gpus))
-            self.check(self.jobs)
-            self.write_scripts(self.jobs)
+                folder = self.folder / job.folder
+                folder.mkdir(exist_ok=True)
+                write_object(folder / "run.json", job.run(job.nodes * request.gpus))
+                write_object(folder / "site.json", asdict(request.site))
+            place = str(self.folder).replace("%", "%%")  # in SLURM's notation
+            for first, *others in self._submissions(self.jobs):
+                log = f"{place}/%A_%a.out" if others else f"{place}/{first.name}-%j.out"
+                name = f"clap-{self.folder.name}" + f"-{first.name}" * (len(self.jobs) > 1 and not others)
+                folders = [self.folder / job.folder for job in (first, *others)]
+                write_atomically(self.script(first), script(request, first.nodes, name, log, folders))
+            by_nodes = {job.nodes: self.script(job) for job in self.jobs}
+            for note in filter(None, dict.fromkeys(map(slurm.check_script, by_nodes.values()))):
+                print(f"note: sbatch: {note}")
+            runs = [str(self.folder / job.folder / "run.json") for job in self.jobs]
+            print(f"python: {check_environment(request.site, runs, train=request.train)}")
+            self.save()
         except BaseException:
-            if is_new:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def check(self, jobs: list[Job]) -> None:
-        """Check one script per number of nodes, the site and every run's JSON. UserError lists the problems."""
-        site = self.request.load_site()
-        notes = [slurm.check_script(self.text(job)) for job in {job.nodes: job for job in jobs}.values()]
-        for note in filter(None, dict.fromkeys(notes)):
-            print(f"note: sbatch: {note}")
-        runs = [str(self.folder / job.folder / "run.json") for job in jobs]
-        print(f"python: {check_environment(site, runs, train=self.request.train)}")
-
-    def write_scripts(self, jobs: list[Job]) -> None:
-        """Write the jobs' scripts and cluster profiles, and the record."""
-        for job in jobs:
-            write_atomically(self.folder / f"{job.name}.sbatch", self.text(job))
-            with own_folder(self.folder / job.folder) as folder:
-                write_object(folder / "site.json", asdict(self.request.load_site()))
-        self.save()
-
-    def submit(self, jobs: list[Job]) -> Iterator[Job]:
-        """Submit jobs one by one, and yield each after SLURM accepted it."""
-        for job in jobs:
-            job.slurm_id = None
-            with own_folder(self.folder / job.folder) as folder:
-                (folder / "job.json").unlink(missing_ok=True)
+    def submit(self, jobs: list[Job], *options: str) -> Iterator[Job]:
+        """Submit jobs with more options of sbatch, and yield each after SLURM accepted it."""
+        for each in self._submissions(jobs) if jobs else []:
+            for job in each:
+                job.slurm_id = None
+                (self.folder / job.folder / "job.json").unlink(missing_ok=True)
             self.save()
-            job.slurm_id = slurm.submit(self.folder / f"{job.name}.sbatch")
+            tasks = [str(self.jobs.index(job)) for job in each]
+            number = slurm.submit(self.script(each[0]), *[f"--array={','.join(tasks)}"] * self.array, *options)
+            for job, task in zip(each, tasks, strict=True):
+                job.slurm_id = f"{number}_{task}" if self.array else number
             self.save()
-            yield job
+            yield from each
 
     def standings(self) -> dict[str, JobStatus]:
         """Return the status of each job by name."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clap_ds.config.paths import PACKAGE
+from clap_ds.distributed.hostfile import free_port
 
 if TYPE_CHECKING:
     from clap_ds.launch.cluster_profile import Site
@@ -17,40 +17,32 @@ if TYPE_CHECKING:
 LAUNCHERS = ("slurm", "torchrun")
 
 
-@dataclass(frozen=True)
-class Launcher:
-    site: Site
-    python: str  # interpreter of DeepSpeed's launcher and of the ranks
-    attempt: str = "clap"  # name of the SLURM step
+def launch_command(
+    site: Site, python: str, slots: Mapping[str, int], hostfile: Path, words: Sequence[str], step: str = "clap"
+) -> list[str]:
+    """Return the command line that runs `words`, a script and its arguments, in every slot.
 
-    @property
-    def name(self) -> str:
-        return self.site.launcher or LAUNCHERS[0]
-
-    def command(self, slots: Mapping[str, int], hostfile: Path, port: int, words: Sequence[str]) -> list[str]:
-        """Return the command line that runs `words`, a script and its arguments, in every slot."""
-        first, ranks = next(iter(slots.items()))
-        if self.name == "torchrun":
-            rdzv = ["--rdzv_backend=c10d", f"--rdzv_endpoint={first}:{port}", f"--rdzv_id={port}"]
-            stops = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-            torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(slots)}", f"--nproc_per_node={ranks}"]
-            step = ["srun", f"--ntasks={len(slots)}", *self._step(slots, 1, cores=ranks), "--export=ALL"]
-            return [*step, *self.site.wrapper, self.python, "-u", *torchrun, *rdzv, stops, *words]
-        options = ["--hostfile", str(hostfile), "--launcher", self.name, "--force_multi", "--no_ssh_check", "--quiet"]
-        options += ["--master_addr", first, "--master_port", str(port)]
-        options += [f"--launcher_args={shlex.join(self._step(slots, ranks, cores=1))}"]
-        return [self.python, "-m", "deepspeed.launcher.runner", *options, *words]
-
-    def _step(self, slots: Mapping[str, int], tasks: int, cores: int) -> list[str]:
-        """Return srun's options for `tasks` tasks per host, each with the CPUs of `cores` ranks."""
-        options = ["--kill-on-bad-exit=1", "--overlap", f"--nodes={len(slots)}", f"--nodelist={','.join(slots)}"]
-        options += [f"--ntasks-per-node={tasks}", f"--job-name={self.attempt}"]
-        options += [f"--cpus-per-task={self.site.cpus_per_task * cores}"] if self.site.cpus_per_task else []
-        return [*options, *self.site.srun]
+    Args:
+        python: interpreter of DeepSpeed's launcher and of the ranks.
+        step: name of the SLURM step.
+    """
+    (first, ranks), port = next(iter(slots.items())), str(free_port())
+    by_torchrun = site.launcher == "torchrun"
+    tasks, cores = (1, (site.cpus_per_task or 0) * ranks) if by_torchrun else (ranks, site.cpus_per_task)
+    srun = ["--kill-on-bad-exit=1", "--overlap", f"--nodes={len(slots)}", f"--nodelist={','.join(slots)}"]
+    srun += [f"--ntasks-per-node={tasks}", f"--job-name={step}", *([f"--cpus-per-task={cores}"] if cores else [])]
+    srun += site.srun
+    if by_torchrun:
+        torchrun = ["-m", "torch.distributed.run", f"--nnodes={len(slots)}", f"--nproc_per_node={ranks}"]
+        torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint={first}:{port}", f"--rdzv_id={port}"]
+        torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+        return ["srun", f"--ntasks={len(slots)}", *srun, "--export=ALL", *site.wrapper, python, "-u", *torchrun, *words]
+    options = ["--hostfile", str(hostfile), "--launcher", "slurm", "--force_multi", "--no_ssh_check", "--quiet"]
+    options += ["--master_addr", first, "--master_port", port, f"--launcher_args={shlex.join(srun)}"]
+    return [python, "-m", "deepspeed.launcher.runner", *options, *words]
 
 
 def environment() -> dict[str, str]:
     """Return this process's environment with this package on PYTHONPATH."""
-    given = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    python_path = os.pathsep.join(dict.fromkeys([str(PACKAGE.parent), *given]))
+    python_path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": python_path, "PYTHONUNBUFFERED": "1"}

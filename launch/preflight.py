@@ -1,6 +1,6 @@
 """Check the hosts of an allocation before a job, and name hosts on which a run would fail.
 
-    python launch/preflight.py --cluster jupiter [--launcher torchrun] [--megabytes 308]
+    python launch/preflight.py --cluster jupiter [--megabytes 308]
 
 Starts `clap_ds/benchmark/preflight_rank.py` on all hosts as a run would be.
 """
@@ -26,18 +26,19 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.check_runs import PACKAGES
-from clap_ds.config.arguments import positive, whole_number
+from clap_ds.config.arguments import positive
 from clap_ds.config.errors import exit_code_of
 from clap_ds.config.files import read_object
 from clap_ds.config.paths import PACKAGE
-from clap_ds.distributed import root_cause
 from clap_ds.distributed.error_file import some
-from clap_ds.distributed.hostfile import format_hostfile, free_port, slots_from_slurm
+from clap_ds.distributed.hostfile import format_hostfile, slots_from_slurm
+from clap_ds.distributed.root_cause import find_root_cause
 from clap_ds.launch.cluster_profile import Site, load_site
-from clap_ds.launch.launchers import LAUNCHERS, Launcher, environment
+from clap_ds.launch.launchers import environment, launch_command
 
 ARRIVE_S = 120.0  # limit for every rank to write its report, before it imports anything
 SLOW = 0.7  # a rate below this share of the median is slow
+REPORTS = "rank-*.json"
 Findings = list[tuple[str, str]]  # where, what
 
 
@@ -46,10 +47,10 @@ def hosts_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str | 
     found: dict[str, dict[str, str | None]] = defaultdict(dict)
     gpus: dict[str, dict[str, str]] = defaultdict(dict)
     for answer in answers:
-        gpus[answer["host"]] |= answer["gpus"]
-        found[answer["host"]] |= answer.get("software", {})
-    for host, seen in gpus.items():
-        found[host]["GPUs"] = f"{len(seen)} × {' and '.join(sorted({*seen.values()}))}".rstrip(" ×")
+        seen, has = gpus[answer["host"]], found[answer["host"]]
+        seen |= answer["gpus"]
+        has |= answer.get("software", {})
+        has["GPUs"] = f"{len(seen)} × {' and '.join(sorted({*seen.values()}))}".rstrip(" ×")
     return found
 
 
@@ -57,22 +58,19 @@ def odd_hosts(hosts: Mapping[str, Mapping[str, str | None]]) -> Findings:
     """Return what a host lacks or has in another version than most hosts."""
     found = []
     for name in dict.fromkeys(name for values in hosts.values() for name in values):
-        there = Counter(value for values in hosts.values() if (value := values.get(name)) is not None)
-        usual = max(there, key=there.__getitem__, default=None)
+        ((usual, _),) = Counter(values.get(name) for values in hosts.values()).most_common(1)
         for host, values in hosts.items():
-            if (value := values.get(name, usual)) is None:
-                found.append((host, f"{name} isn't installed"))
-            elif value != usual:
-                found.append((host, f"{name}: {value}, elsewhere {usual}"))
+            if (value := values.get(name)) != usual:
+                found.append((host, f"{name}: {value or 'not installed'}, elsewhere {usual or 'not installed'}"))
     return found
 
 
-def slow_ones(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Findings:
-    """Return links far below the median rate. `hosts`: host of each rank."""
+def slow_links(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Findings:
+    """Return links between hosts far below the median rate. `hosts`: host of each rank."""
     links = {f"{hosts[first]}–{hosts[second]}": rate for rank in ranks for first, second, rate in rank["links"]}
     usual = statistics.median(links.values()) if links else 0.0
-    slow = {where: rate for where, rate in links.items() if rate < SLOW * usual}
-    return [(where, f"slow link: {rate:.2f} GB/s, median {usual:.2f}") for where, rate in slow.items()]
+    slow = ((link, rate) for link, rate in links.items() if rate < SLOW * usual)
+    return [(link, f"slow link: {rate:.2f} GB/s, median {usual:.2f}") for link, rate in slow]
 
 
 def lines(kind: str, findings: Findings) -> list[str]:
@@ -83,34 +81,30 @@ def lines(kind: str, findings: Findings) -> list[str]:
     return [f"{kind}: {some(names)}: {what}" for what, names in places.items()]
 
 
-def ask(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> int:
+def start_ranks(slots: dict[str, int], site: Site, megabytes: float, folder: Path) -> int:
     """Run the ranks, which write their reports to the folder, and return the launcher's exit code."""
     os.environ.update(site.environment)
     (folder / "hostfile").write_text(format_hostfile(slots))
     script = str(PACKAGE / "benchmark" / "preflight_rank.py")
     words = [script, "--job_folder", str(folder), str(megabytes), ",".join(PACKAGES)]
-    command = Launcher(site, site.interpreter()).command(slots, folder / "hostfile", free_port(), words)
+    command = launch_command(site, site.interpreter(), slots, folder / "hostfile", words)
     own: dict[str, Any] = {"env": environment(), "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-    # A new session: the launcher must receive the signal first and then end the ranks.
-    with (folder / "output").open("wb") as file, subprocess.Popen(
-        command, stdout=file, start_new_session=True, **own
-    ) as process:  # fmt: skip
+    with (folder / "output").open("wb") as file:
+        # A new session: the launcher must receive the signal first and then end the ranks.
+        process = subprocess.Popen(command, stdout=file, start_new_session=True, **own)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(ARRIVE_S)
-            return process.wait() if len(answered(folder)) == sum(slots.values()) else 1
+            return process.wait() if len([*folder.glob(REPORTS)]) == sum(slots.values()) else 1
         finally:
             process.terminate()  # it ends the ranks
-
-
-def answered(folder: Path) -> list[Path]:
-    """Return the report files written so far, by rank."""
-    return sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem[5:]))
+            process.wait()
 
 
 def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str], list[str]]:
     """Return lines of problems and lines of other findings from the reports in the folder."""
-    answers = [read_object(path) for path in answered(folder)]
+    reports = sorted(folder.glob(REPORTS), key=lambda path: int(path.stem[5:]))  # by rank
+    answers = [read_object(path) for path in reports]
     hosts = [answer["host"] for answer in answers]
     output = (folder / "output").read_text(errors="replace")
     said = dict(re.findall(r"^(?:srun: error: )?(\S+): (.*)$", output, re.MULTILINE))
@@ -128,20 +122,20 @@ def evaluate(slots: dict[str, int], code: int, folder: Path) -> tuple[list[str],
             if rank["wrong"]:
                 problems.append((host, f"rank {number} has {rank['wrong']} wrong elements after an all-reduce"))
         shown.append(f"all-reduce: {measured['bus_gb_per_s']:.2f} GB/s")
-        shown += lines("warning", slow_ones(measured["ranks"], hosts))
+        shown += lines("warning", slow_links(measured["ranks"], hosts))
     elif not problems:
-        cause = root_cause.find_root_cause(None, folder, [host for host, count in slots.items() for _ in range(count)])
+        cause = find_root_cause(None, folder)
         problems.append(("the ranks failed", cause.message if cause else f"exit code {code}"))
     return lines("problem", problems), shown
 
 
 def check(arguments: argparse.Namespace) -> int:
     """Check all hosts, print the findings and return the exit code."""
-    site = load_site(arguments.cluster, arguments.launcher)
-    slots = slots_from_slurm(os.environ, arguments.slots or site.gpus_per_node)
+    site = load_site(arguments.cluster)
+    slots = slots_from_slurm(os.environ, site.gpus_per_node)
     site.root().mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="preflight-", dir=site.root()))
-    problems, shown = evaluate(slots, ask(slots, site, arguments.megabytes, folder), folder)
+    problems, shown = evaluate(slots, start_ranks(slots, site, arguments.megabytes, folder), folder)
     print("\n".join([*shown, *problems, f"the ranks' output is in {folder}" if problems else "no problems found"]))
     if not problems:
         shutil.rmtree(folder, ignore_errors=True)
@@ -152,8 +146,6 @@ def main(argv: list[str] | None = None) -> int:
     description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("launch/preflight.py", description=description, allow_abbrev=False)
     parser.add_argument("--cluster", default="generic", help="name under launch/clusters/, or path (default: generic)")
-    parser.add_argument("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default: the site's)")
-    parser.add_argument("--slots", type=whole_number(), metavar="N", help="ranks per host (default: the site's)")
     parser.add_argument("--megabytes", type=positive, default=308.0, help="all-reduced, in MB (default: 308)")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no processes on the hosts

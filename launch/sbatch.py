@@ -6,14 +6,15 @@ import argparse
 import re
 import shlex
 import sys
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from clap_ds.config.arguments import add_checkpoint_choices, whole_number
 from clap_ds.config.errors import UserError
 from clap_ds.config.paths import CHECKOUT, PACKAGE, work_folder
 from clap_ds.launch import slurm
-from clap_ds.launch.cluster_profile import LAUNCHERS, Site, load_site
+from clap_ds.launch.cluster_profile import Site, load_site
 
 TRAINING_TIME = "1-00:00:00"
 GUARD = """\
@@ -24,28 +25,24 @@ srun --overlap --quiet --nodes=1 --ntasks=1 --ntasks-per-node=1 --relative=1 bas
 
 @dataclass(frozen=True)
 class Request:
-    """Options of jobs that the cluster profile does not set."""
+    """What jobs request of their cluster, beyond its profile."""
 
-    cluster: str
+    site: Site
     gpus: int
     gres: str | None  # None if SLURM manages no GPUs
     train: bool = False
     time: str | None = None
-    launcher: str | None = None
     exclude: str | None = None
     spare_nodes: int = 0
     auto_requeue: bool = False
     train_options: list[str] = field(default_factory=list)  # checkpoint options of clap_ds/train.py
 
-    def load_site(self) -> Site:
-        return load_site(self.cluster, self.launcher)
+    def time_limit(self, nodes: int) -> str:
+        return self.time or self.site.walltime(nodes)
 
-    def time_limit(self, site: Site, nodes: int) -> str:
-        return self.time or site.walltime(nodes)
-
-    def warning_s(self, site: Site, nodes: int) -> int:
+    def warning_s(self, nodes: int) -> int:
         """Return how many seconds before the time limit the run is signaled: at most half of it; training has to save."""
-        minutes = -(-slurm.seconds_of(self.time_limit(site, nodes)) // 60)  # SLURM rounds up
+        minutes = -(-slurm.seconds_of(self.time_limit(nodes)) // 60)  # SLURM rounds up
         return min(300 if self.train else 60, minutes * 30)
 
 
@@ -55,7 +52,6 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     add("--cluster", default="generic", help="name under launch/clusters/, or path of a profile (default: generic)")
     add("--train", action="store_true", help="train instead of running the benchmark")
     add("--gpus", type=whole_number(), help="ranks per node (default: the site's)")
-    add("--launcher", choices=LAUNCHERS, help="launcher of the ranks (default: the site's)")
     spare = "extra nodes to allocate as hot spares (default: 0)"
     add("--spare_nodes", type=whole_number(0), default=0, metavar="K", help=spare)
     add("--auto_requeue", action="store_true", help="requeue training after each time limit until it is complete")
@@ -71,7 +67,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 def request_of(arguments: argparse.Namespace, most: int) -> Request:
     """Return the request of a command's options, for at most this many nodes. UserError if they conflict."""
-    site = load_site(arguments.cluster, arguments.launcher)
+    site = load_site(arguments.cluster)
     partitions = slurm.partitions(site.partition)
     shown = max((each.gpus for each in partitions), default=0)
     gpus = arguments.gpus or site.gpus_per_node or shown
@@ -89,15 +85,21 @@ def request_of(arguments: argparse.Namespace, most: int) -> Request:
     time = arguments.time
     if arguments.train and time is None:
         time = min([TRAINING_TIME, *(each.limit for each in partitions if each.limit)], key=slurm.seconds_of)
-    name = arguments.cluster
-    given = {each.name: getattr(arguments, each.name) for each in fields(Request) if each.name in arguments}
-    given["cluster"] = str(Path(name).resolve()) if name.endswith(".json") or "/" in name else name
-    return Request(**given | {"gpus": gpus, "gres": f"gpu:{gpus}" if shown or not partitions else None, "time": time})
+    gres = f"gpu:{gpus}" if shown or not partitions else None
+    return Request(
+        site, gpus, gres, arguments.train, time, arguments.exclude, arguments.spare_nodes, arguments.auto_requeue,
+        arguments.train_options,
+    )  # fmt: skip
 
 
-def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> str:
-    """Return the batch script of a job. Its folder holds `run.json` and `site.json`; `log` is in SLURM's notation."""
-    site = request.load_site()
+def script(request: Request, nodes: int, name: str, log: str, folders: Sequence[Path]) -> str:
+    """Return the batch script of a job or, with several folders, of an array of jobs.
+
+    Args:
+        log: its path in SLURM's notation.
+        folders: of each job, with its `run.json` and `site.json`.
+    """
+    site = request.site
     python = shlex.quote(sys.executable if site.container() else site.interpreter())
     threads = site.cpus_per_task or "${SLURM_CPUS_PER_TASK:-1}"
     command = (Path("clap_ds") if CHECKOUT else PACKAGE) / ("train.py" if request.train else "bench.py")
@@ -105,14 +107,16 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
     options = f"--spare_nodes={request.spare_nodes}" + " --auto_requeue" * request.auto_requeue
     lines = [
         "#!/bin/bash",
-        *_header(request, site, nodes, name, log),
+        *_header(request, nodes, name, log),
+        *[f"#SBATCH --array=0-{len(folders) - 1}"] * (len(folders) > 1),
         "",
         "set -euo pipefail",
         f"cd {shlex.quote(str(work_folder()))}",
         *site.setup_lines(),
         f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}",
         f"export PYTHONPATH={shlex.quote(str(PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        f"folder={shlex.quote(str(folder))}",
+        f"folders=({shlex.join(map(str, folders))})",
+        "folder=${folders[${SLURM_ARRAY_TASK_ID:-0}]}",
         "",
         f'{python} -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots {request.gpus}',
         *[GUARD] * bool(request.spare_nodes),
@@ -121,7 +125,8 @@ def script(request: Request, nodes: int, name: str, log: str, folder: Path) -> s
     return "\n".join(lines) + "\n"
 
 
-def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> list[str]:
+def _header(request: Request, nodes: int, name: str, log: str) -> list[str]:
+    site = request.site
     asks_for_gpus = any(re.match("--(gres|gpus)", option) for option in site.sbatch)
     options = {
         "job-name": name,
@@ -130,21 +135,19 @@ def _header(request: Request, site: Site, nodes: int, name: str, log: str) -> li
         "ntasks-per-node": request.gpus,
         "gres": None if asks_for_gpus else request.gres,
         "cpus-per-task": site.cpus_per_task,
-        "time": request.time_limit(site, nodes),
+        "time": request.time_limit(nodes),
         "account": site.account,
         "partition": site.partition,
         "exclude": request.exclude,
-        "signal": f"USR1@{request.warning_s(site, nodes)}",
+        "signal": f"USR1@{request.warning_s(nodes)}",
         "open-mode": "append",
     }
-    flags = [*site.sbatch, "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
+    flags = [*site.sbatch, "--wait-all-nodes=1", "--requeue", *(["--no-kill"] if request.spare_nodes else [])]
     flags += [f"--{key}={_quoted(value)}" for key, value in options.items() if value is not None]
     return [f"#SBATCH {flag}" for flag in flags]
 
 
 def _quoted(value: object) -> str:
-    """Quote a value for an #SBATCH line. UserError if it is not printable."""
+    """Quote a value for an #SBATCH line."""
     text = str(value)
-    if not text.isprintable():
-        raise UserError(f"batch script: {text!r} has unprintable characters; remove them")
     return '"' + text.replace('"', '\\"') + '"' if re.search(r"[\s'\"#]", text) else text

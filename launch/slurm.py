@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import signal
@@ -26,15 +25,14 @@ _GPUS = re.compile(r"gpu(?::[\w.-]+)??:(\d+)")
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-def ask(command: Sequence[str], text: str = "", tries: int = TRIES) -> str:
+def ask(command: Sequence[str], tries: int = TRIES) -> str:
     """Return a SLURM command's output. UserError if all tries fail; a busy controller may not answer."""
     for left in reversed(range(tries)):  # a new session: Ctrl-C must not interrupt the command
-        done = subprocess.run(command, input=text, capture_output=True, text=True, start_new_session=True)
+        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
         if done.returncode == 0:
             return done.stdout
         time.sleep(PAUSE_S if left else 0)
-    lines = (re.sub("^(sbatch: |error: |allocation failure: )+", "", each) for each in done.stderr.splitlines())
-    raise UserError(f"{shlex.join(command)}: {'; '.join(filter(None, lines)) or done.returncode}")
+    raise UserError(f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}")
 
 
 # --- partitions and nodes
@@ -48,13 +46,13 @@ class Partition(NamedTuple):
 
 def partitions(names: str | None) -> list[Partition]:
     """Return one or more partitions (`a,b`), or the default."""
-    wanted, found = names.split(",") if names else [], dict[str, Partition]()
-    for line in ask(["sinfo", "-h", "-e", "-o", "%P|%G|%l|%D"]).splitlines():
+    found: dict[str, Partition] = {}
+    of = ["-p", names] if names else []
+    for line in ask(["sinfo", "-h", "-e", *of, "-o", "%P|%G|%l|%D"]).splitlines():
         name, gres, limit, count = line.split("|")
-        if name.rstrip("*") in wanted if wanted else name.endswith("*"):
-            gpus, nodes = sum(map(int, _GPUS.findall(gres))), int(count)
-            if same := found.get(name):
-                gpus, nodes = max(gpus, same.gpus), nodes + same.nodes
+        if names or name.endswith("*"):
+            gpus, nodes, _ = found.get(name, (0, 0, None))
+            gpus, nodes = max(gpus, sum(map(int, _GPUS.findall(gres)))), nodes + int(count)
             found[name] = Partition(gpus, nodes, limit if _TIME.fullmatch(limit) else None)
     return [*found.values()]
 
@@ -97,21 +95,20 @@ def seconds_of(text: str) -> int:
 # --- jobs, from a login node
 
 
-def submit(path: Path) -> str:
+def submit(script: Path, *options: str) -> str:
     """Submit a script and return the job's id."""
-    return ask(["sbatch", "--parsable", str(path)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
+    return ask(["sbatch", "--parsable", *options, str(script)], tries=1).strip().rpartition("\n")[2].partition(";")[0]
 
 
-def check_script(text: str) -> str:
+def check_script(path: Path) -> str:
     """Check a script with `sbatch --test-only` and return a note or "". UserError if sbatch rejects the script."""
     try:
-        ask(["sbatch", "--test-only"], text, tries=1)
+        ask(["sbatch", "--test-only", str(path)], tries=1)
     except UserError as error:
-        reason = str(error).removeprefix("sbatch --test-only: ")
-        if "node configuration is not available" not in reason:
-            raise UserError(f"sbatch rejects the job: {reason}") from None
+        if "node configuration is not available" not in str(error):
+            raise
         # --test-only ignores nodes that are down or drained, but a submitted job would wait for them.
-        return f"{reason}, counting only nodes in service"
+        return f"{error}, counting only nodes in service"
     return ""
 
 
@@ -129,26 +126,22 @@ def states_of(ids: Iterable[str]) -> dict[str, tuple[str, str]]:
 # --- this job, from inside
 
 
-def job_id() -> str | None:
-    return os.environ.get("SLURM_JOB_ID")
-
-
-def signal_step(name: str, number: signal.Signals) -> None:
+def signal_step(job: str, name: str, number: signal.Signals) -> None:
     """Signal the tasks of this job's step with this name, if it exists."""
     with contextlib.suppress(UserError, OSError):
-        for line in ask(["squeue", "--steps", "-h", "-j", str(job_id()), "-o", "%i %j"]).splitlines():
+        for line in ask(["squeue", "--steps", "-h", "-j", job, "-o", "%i %j"]).splitlines():
             step, _, its_name = line.partition(" ")
             if its_name == name:
                 ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step], tries=1)  # it may have ended
 
 
-def requeue(without: Sequence[str]) -> str | None:
+def requeue(job: str, without: Sequence[str]) -> str | None:
     """Requeue this job, if possible without some hosts. Return the error if SLURM doesn't requeue it, else None.
 
     Requeueing ends this job, so nothing may depend on what follows. SLURM allocates no host that it counts as down, and can
     exclude others while the job is pending. If that fails, the next start avoids these hosts if it can.
     """
-    job, lost = str(job_id()), lost_nodes(without) if without else {}
+    lost = lost_nodes(without) if without else {}
     try:
         excluded = ask(["squeue", "-h", "-j", job, "-o", "%x"]).strip() if without else ""
         ask(["scontrol", "requeue", job])

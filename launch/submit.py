@@ -24,21 +24,19 @@ from clap_ds.launch.sbatch import add_request, request_of
 def start(arguments: argparse.Namespace) -> None:
     """Write and check the job, then submit it."""
     request, config = request_of(arguments, arguments.nodes), find_config(arguments.config).resolve()
-    site = request.load_site()
+    site = request.site
     content = with_output(read_config(config), stem=config.stem, label=arguments.label, root=site.run_root)
     output = content["clap"]["output"]
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", str(output["run_name"]))
-    folder = site.root() / "jobs" / f"{label}-{stamp()}"
-    job = Job(label, arguments.nodes, label, str(config), {"clap.output.dir": output["dir"]})
-    jobs = Jobs(folder, request, [job])
-    jobs.prepare()
+    job = Job(label, arguments.nodes, str(config), {"clap.output.dir": output["dir"]})
+    jobs = Jobs(site.root() / "jobs" / f"{label}-{stamp()}", [job])
+    jobs.prepare(request)
     (job,) = jobs.submit([job])
+    log, nodes = shlex.quote(str(jobs.log(job))), job.nodes + request.spare_nodes
     spare = f", {request.spare_nodes} of them spare" if request.spare_nodes else ""
-    nodes = job.nodes + request.spare_nodes
     size = f"{nodes} node{'s' * (nodes != 1)}{spare}, {request.gpus} rank{'s' * (request.gpus != 1)} per node"
-    print(f"submitted job {job.slurm_id}: {size}, {request.time_limit(site, job.nodes)}")
-    print(f"folder: {folder}\nlog: {jobs.log(job)}\n\n    tail -F {shlex.quote(str(jobs.log(job)))}")
-    print(f"    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}")
+    print(f"submitted job {job.slurm_id}: {size}, {request.time_limit(job.nodes)}\nfolder: {jobs.folder}")
+    print(f"log: {jobs.log(job)}\n\n    tail -F {log}\n    squeue -j {job.slurm_id}\n    scancel {job.slurm_id}")
 
 
 def main(argv: list[str] | None = None) -> int:

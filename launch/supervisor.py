@@ -9,35 +9,39 @@ folder and the run directory record the outcome.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from clap_ds.config.arguments import whole_number
-from clap_ds.config.errors import UserError, exit_code_of, printable
+from clap_ds.config.errors import exit_code_of, printable
 from clap_ds.config.files import own_folder, read_object, write_atomically, write_object
 from clap_ds.config.redaction import redacted_all
 from clap_ds.distributed.hostfile import format_hostfile, read_hostfile
-from clap_ds.distributed.init import SECRET
 from clap_ds.distributed.root_cause import KILLED, SIGNAL
 from clap_ds.launch import slurm
-from clap_ds.launch.attempt import IMPORT, Attempt, AttemptOutcome, outcome_of, run_directory_of, summary_of
+from clap_ds.launch.attempt import IMPORT, AttemptOutcome, lost, outcome_of, run_directory_of, summary_of
 from clap_ds.launch.cluster_profile import Site
-from clap_ds.launch.launchers import Launcher
+from clap_ds.launch.launchers import environment, launch_command
 from clap_ds.run_records.jsonl import warn_on_disk_full
 
-CONFIG = "--deepspeed_config"
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 FOLLOW_THE_PROGRAM = (KILLED, SIGNAL, IMPORT)
 """Kinds of failures that aren't a host's if they recur on another host."""
+SAVE_S = 300.0  # grace period for ranks to save after a signal
+LINGER_S = 45.0  # grace period for the launcher to exit after its run: it would wait for an unreachable host
+LOOK_S = 0.5
 
 
 class RunningJob:
@@ -49,30 +53,25 @@ class RunningJob:
         self.folder, self.command, self.auto_requeue = folder.resolve(), [*command], auto_requeue
         self.slots = read_hostfile(self.folder / "hostfile")
         self.wanted = len(self.slots) - spare_nodes
-        if self.wanted < 1:
-            raise UserError(f"--spare_nodes {spare_nodes}: the allocation has {len(self.slots)} hosts")
-        self.name = slurm.job_id() or f"p{os.getpid()}"
-        self.start = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self.site = Site(**read_object(self.folder / "site.json"))
+        self.job, self.start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         path = self.folder / "job.json"
         earlier = read_object(path) if path.exists() else {}
-        self.attempts: list[dict[str, Any]] = earlier.get("attempts", []) if earlier.get("job") == self.name else []
+        self.attempts: list[dict[str, Any]] = earlier["attempts"] if earlier.get("job") == self.job else []
         self.stopped: signal.Signals | None = None
-        self.began = time.monotonic()
-        self.site = Site(**read_object(self.folder / "site.json"))
-        self._recorded: dict[str, Any] = {
-            "job": self.name, "command": self.command, "launcher": self._launcher().name, "hosts": self.slots,
-            "state": "running", "error": None, "started": _now(), "attempts": self.attempts,
+        self.record: dict[str, Any] = {
+            "job": self.job, "command": self.command, "hosts": self.slots, "started": _now(), "attempts": self.attempts,
         }  # fmt: skip
 
     def run(self) -> int:
         """Run attempts until no other can help, and return the job's exit code."""
         for number in STOPS:
             signal.signal(number, self._hear)
-        if self.attempts and not self.attempts[-1]["finished"]:  # SLURM ended that start, or its host went down
-            hosts, at_fault = self.attempts[-1]["hosts"], self.attempts[-1]["at_fault"]
-            down = slurm.lost_nodes(hosts) or dict.fromkeys(at_fault, "down")
-            self.note(outcome_of(1, self._folder(), hosts, signal.SIGTERM, down))
-        self._record()
+        if (
+            self.attempts and not (last := self.attempts[-1])["finished"]
+        ):  # SLURM ended that start, or its host went down
+            down = slurm.lost_nodes(last["hosts"]) or dict.fromkeys(last["at_fault"], "down")
+            self.note(outcome_of(1, self._folder(), last["hosts"], signal.SIGTERM, down))
         hosts = self.choose_hosts()
         while True:
             outcome = self._attempt(hosts)
@@ -96,26 +95,53 @@ class RunningJob:
             good = [*self.slots]  # SLURM allocated an excluded host again
         return {name: self.slots[name] for name in good[: self.wanted]} if len(good) >= self.wanted else {}
 
-    def _launcher(self) -> Launcher:
-        python = self.site.interpreter() if self.site.container() else sys.executable
-        return Launcher(self.site, python, f"{self.name}.{len(self.attempts)}")
-
     def _folder(self) -> Path:
         """Return the folder of the last attempt."""
         return self.folder / "attempts" / str(len(self.attempts) - 1)
 
     def _attempt(self, hosts: dict[str, int]) -> AttemptOutcome:
-        launcher = self._launcher()
+        """Run the launcher until it exits, and return the outcome."""
         self.begin(hosts)
-        folder = self._folder()
+        folder, step = self._folder(), f"{self.job}.{len(self.attempts)}"
         shutil.rmtree(folder, ignore_errors=True)  # left by an earlier job in this folder
         with own_folder(folder) as there:
-            (there / SECRET).touch(0o600, exist_ok=False)
-            (there / SECRET).write_text(os.urandom(16).hex())
-        write_atomically(folder / "hostfile", format_hostfile(hosts))
-        own = ["--hostfile", str(folder / "hostfile"), "--job_folder", str(folder)]
-        words = self.command + own * (CONFIG in self.command)
-        return self.note(Attempt(launcher, hosts, folder, lambda: self.stopped, self.expect).run(words))
+            write_atomically(there / "hostfile", format_hostfile(hosts))
+        words = [*self.command, "--job_folder", str(folder)]
+        python = self.site.interpreter() if self.site.container() else sys.executable
+        command = launch_command(self.site, python, hosts, folder / "hostfile", words, step)
+        # A new session: signals to this process group must not kill the launcher, whose ranks would keep running.
+        child = subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        copying = threading.Thread(target=copy, args=(child.stdout, sys.stdout.fileno()), daemon=True)
+        copying.start()
+        code = self._wait(child, copying, step)
+        outcome = self._outcome(code)
+        if outcome.is_unclear and (silent := slurm.silent_nodes([*hosts])):
+            outcome = lost(dict.fromkeys(silent, "srun can't reach it"), code)
+        return self.note(outcome)
+
+    def _wait(self, child: subprocess.Popen[bytes], copying: threading.Thread, step: str) -> int:
+        """Wait until the launcher and its children, which share its output, have exited, and return its exit code."""
+        told = over = None
+        while child.poll() is None or copying.is_alive():
+            now_s, number = time.monotonic(), self.stopped
+            if number is not None and told is None:
+                told = now_s
+                slurm.signal_step(self.job, step, number)
+                self.expect(self._outcome(128 + number))  # SLURM may not wait until the ranks have ended
+            over = over or (now_s if summary_of(self._folder()).get("state") not in (None, "running") else None)
+            if now_s - (told or now_s) > SAVE_S or now_s - (over or now_s) > LINGER_S:
+                slurm.signal_step(self.job, step, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+            time.sleep(LOOK_S)
+        return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+    def _outcome(self, code: int) -> AttemptOutcome:
+        hosts = self.attempts[-1]["hosts"]
+        down = slurm.lost_nodes(hosts) if self.stopped != signal.SIGUSR1 else {}
+        return outcome_of(code, self._folder(), hosts, self.stopped, down)
 
     def begin(self, hosts: dict[str, int]) -> None:
         """Record an attempt as running."""
@@ -123,7 +149,7 @@ class RunningJob:
             "hosts": [*hosts], "started": _now(), "finished": None, "state": "running", "error": "", "at_fault": [],
             "start": self.start, "requeued": False, "saved": False,
         })  # fmt: skip
-        self._record(error=None)
+        self._record(state="running", error=None)
 
     def note(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Record the outcome of the last attempt, and return it without hosts if it isn't their fault."""
@@ -151,8 +177,7 @@ class RunningJob:
         """Report and record the outcome, requeue the job if that helps, and return the exit code."""
         self.attempts[-1]["requeued"] = again = self.asks_for_another_start(outcome)
         run = run_directory_of(self._folder())
-        seconds = round(time.monotonic() - self.began, 1)
-        self._record(**asdict(outcome), finished=_now(), run_directory=str(run.path) if run else None, seconds=seconds)
+        self._record(**asdict(outcome), finished=_now(), run_directory=str(run.path) if run else None)
         if outcome.error:
             _say(f"{'error: ' if outcome.exit_code else ''}{outcome.error}")
         if again:
@@ -160,24 +185,31 @@ class RunningJob:
                 signal.signal(number, signal.SIG_IGN)  # requeueing ends this job
             without = self.excluded()
             _say(f"requeueing this job{' without ' * bool(without)}{', '.join(without)}")
-            if problem := slurm.requeue(without):
+            if problem := slurm.requeue(self.job, without):
                 _say(f"warning: {problem}")
         return outcome.exit_code
 
     def asks_for_another_start(self, outcome: AttemptOutcome) -> bool:
-        if slurm.job_id() is None or self.stopped in (signal.SIGTERM, signal.SIGINT):
+        if self.stopped in (signal.SIGTERM, signal.SIGINT):
             return False
         if self.auto_requeue and outcome.state == "timeout" and outcome.exit_code == 0:
             return True
-        since = max((index for index, attempt in enumerate(self.attempts) if attempt.get("saved")), default=0)
+        since = max((index for index, attempt in enumerate(self.attempts) if attempt["saved"]), default=0)
         done = sum(attempt["requeued"] for attempt in self.attempts[since:])
         return outcome.is_a_hosts and done < self.site.requeues
 
     def _record(self, **fields: object) -> None:
         """Merge fields into `job.json`."""
-        self._recorded.update(fields)
+        self.record.update(fields)
         with warn_on_disk_full(path := self.folder / "job.json"):
-            write_object(path, redacted_all(self._recorded))
+            write_object(path, redacted_all(self.record))
+
+
+def copy(source: IO[bytes], log: int) -> None:
+    """Copy the launcher's output to the log. If the disk is full, some is lost; srun would never write to the log again."""
+    while text := os.read(source.fileno(), 2**16):
+        with contextlib.suppress(OSError):
+            os.write(log, text)
 
 
 def _say(text: str) -> None:

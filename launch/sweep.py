@@ -1,28 +1,27 @@
 """Submit a sweep of jobs (scales, repeats, hyperparameters), show their states, and resubmit missing ones.
 
 python launch/sweep.py --cluster mine --config ds_configs/htsat_tiny.json --nodes 1 2 4 8 [--repeats 3] [--dry_run]
-python launch/sweep.py --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4
+python launch/sweep.py --cluster mine --config my_run.json --train --vary optimizer.params.lr=1e-4,3e-4 [--array]
 python launch/sweep.py status runs/sweeps/htsat_tiny-…
-python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--cluster NAME] [--time 01:00:00] [--exclude HOSTS]
+python launch/sweep.py resume runs/sweeps/htsat_tiny-… [--time 01:00:00] [--exclude HOSTS]
 """
 
 import argparse
 import itertools
 import re
-import shlex
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from clap_ds.config.arguments import whole_number
+from clap_ds.config.batch_sizes import ACCUMULATION, GLOBAL_BATCH
 from clap_ds.config.errors import UserError, exit_code_of, printable
 from clap_ds.config.overrides import parse_varied
 from clap_ds.config.paths import find_config
-from clap_ds.launch.job_store import RECORD, Job, Jobs, stamp
+from clap_ds.launch.job_store import Job, Jobs, stamp
 from clap_ds.launch.sbatch import add_limits, add_request, request_of
 
 DONE = ("completed", "out_of_memory")  # states that a retry would not change
@@ -42,7 +41,8 @@ def plan(arguments: argparse.Namespace, root: Path) -> list[Job]:
         if name in jobs:
             raise UserError(f"two jobs would be named {name}: remove the duplicate value, node count or file name")
         changes = {"clap.output.dir": str(root), **dict(values)}
-        jobs[name] = Job(name, nodes, name, str(config), changes, arguments.global_batch, folder=name)
+        changes |= {GLOBAL_BATCH: arguments.global_batch, ACCUMULATION: None} if arguments.global_batch else {}
+        jobs[name] = Job(name, nodes, str(config), changes, folder=name)
     return list(jobs.values())
 
 
@@ -50,40 +50,38 @@ def start(arguments: argparse.Namespace) -> None:
     """Plan a sweep, write and check its jobs, then submit them."""
     request = request_of(arguments, max(arguments.nodes))
     name = f"{arguments.config[0].stem}-{stamp()}"
-    folder = (arguments.folder or request.load_site().root() / "sweeps" / name).resolve()
-    if (folder / RECORD).exists():
-        raise UserError(f"{folder}: a sweep already exists here: use `sweep.py resume {folder}`")
-    sweep = Jobs(folder, request, plan(arguments, folder / "runs"))
-    sweep.prepare()
+    folder = (arguments.folder or request.site.root() / "sweeps" / name).resolve()
+    if folder.exists():
+        raise UserError(f"{folder} exists: choose another folder, or use `sweep.py resume {folder}`")
+    if arguments.array and len(arguments.nodes) > 1:
+        raise UserError("--array: the jobs of an array have one number of nodes; submit a sweep for each")
+    sweep = Jobs(folder, plan(arguments, folder / "runs"), array=arguments.array)
+    sweep.prepare(request)
     print(f"sweep: {folder}")
     if not arguments.dry_run:
         return submit(sweep, sweep.jobs)
-    for job in sweep.jobs:
-        print(f"\n# {folder / job.name}.sbatch\n{sweep.text(job)}", end="")
+    for path in dict.fromkeys(map(sweep.script, sweep.jobs)):
+        print(f"\n# {path}\n{path.read_text()}", end="")
 
 
-def submit(sweep: Jobs, jobs: list[Job]) -> None:
-    for job in sweep.submit(jobs):
+def submit(sweep: Jobs, jobs: list[Job], *options: str) -> None:
+    for job in sweep.submit(jobs, *options):
         print(f"submitted {job.name}: job {job.slurm_id}, {job.nodes} node{'s' * (job.nodes != 1)}", flush=True)
 
 
-def show_status(arguments: argparse.Namespace) -> None:
-    sweep = Jobs.read(arguments.folder.resolve())
-    standings = sweep.standings()
-    rows = [("job", "nodes", "id", "state", "note")]
+def show_status(sweep: Jobs) -> None:
+    standings, width = sweep.standings(), max(len(job.name) for job in sweep.jobs)
+    print(f"{'job':{width}}  nodes  id        state          note")
     for job in sweep.jobs:
         state, note, _ = standings[job.name]
-        rows.append((job.name, str(job.nodes), job.slurm_id or "-", printable(state), printable(note[:120])))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+        shown = f"{job.name:{width}}  {job.nodes:<5}  {job.slurm_id or '-':<8}  {state:<13}  {note[:120]}"
+        print(printable(shown.rstrip()))
     counts = Counter(each.state for each in standings.values())
     print(", ".join(f"{number} {state}" for state, number in counts.items()))
 
 
-def resume(arguments: argparse.Namespace) -> None:
+def resume(sweep: Jobs, arguments: argparse.Namespace) -> None:
     """Resubmit jobs that are neither done nor queued nor running."""
-    sweep = Jobs.read(arguments.folder.resolve())
     standings = sweep.standings()
     missing = [job for job in sweep.jobs if not (standings[job.name].is_under_way or standings[job.name].state in DONE)]
     names = ", ".join(job.name for job in missing)
@@ -91,16 +89,8 @@ def resume(arguments: argparse.Namespace) -> None:
     for name, status in standings.items():
         if status.state == "held":
             print(f"{name} is held; {status.note}")
-    if missing:
-        changes = {name: value for name, value in vars(arguments).items() if name != "folder" and value}
-        cluster = sweep.request.cluster
-        if not arguments.cluster and ("/" in cluster or cluster.endswith(".json")):
-            what = "names a profile, which can run any command: inspect the file, then pass it"
-            raise UserError(f"{arguments.folder / RECORD} {what} with --cluster {shlex.quote(cluster)}")
-        sweep.request = replace(sweep.request, **changes)
-        sweep.check(missing)
-        sweep.write_scripts(missing)
-        submit(sweep, missing)
+    limits = {"time": arguments.time, "exclude": arguments.exclude}
+    submit(sweep, missing, *(f"--{name}={value}" for name, value in limits.items() if value))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,9 +100,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("folder", type=Path, help="the sweep's folder")
         if what == "resume":
             add_limits(parser)
-            parser.add_argument("--cluster", help="profile (default: the sweep's; required if that was a file)")
-        arguments = parser.parse_args(rest)
-        return exit_code_of(lambda: (show_status if what == "status" else resume)(arguments))
+        options = parser.parse_args(rest)
+        read = lambda: Jobs.read(options.folder.resolve())  # noqa: E731
+        return exit_code_of(lambda: resume(read(), options) if what == "resume" else show_status(read()))
     later = "`sweep.py status FOLDER` shows the jobs' states; `sweep.py resume FOLDER` resubmits missing jobs."
     summary = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser("launch/sweep.py", description=summary, epilog=later, allow_abbrev=False)
@@ -124,6 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--global_batch", type=whole_number(), metavar="N", help="samples per step at every scale, by accumulation")
     add("--repeats", type=whole_number(), default=1, help="jobs per configuration (default: 1)")
     add("--vary", action="append", default=[], metavar="NAME=A,B,…", help="values to try of a field; repeatable")
+    add("--array", action="store_true", help="submit one array job whose tasks are the jobs")
     add("--folder", type=Path, help="folder of the sweep (default: a new one in the site's run_root)")
     add("--dry_run", action="store_true", help="write, check and print the scripts without submitting")
     arguments = parser.parse_args(argv)

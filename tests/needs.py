@@ -1,4 +1,4 @@
-"""Skip tests that need programs, libraries, rights or CPUs that aren't available.
+"""Skip tests that need programs or rights that aren't available.
 
 The last lines of a run list what was skipped and the command that installs it. With `CLAP_TEST_EVERYTHING` set, as in CI,
 a missing program or right fails the test. `python3 tests/needs.py` prints the missing Debian packages (standard library
@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections import Counter
 
 PACKAGES = {
@@ -46,33 +44,13 @@ def programs(*names: str) -> None:
         _do_without(", ".join(absent))
 
 
-def no_space(path: str) -> None:
-    """Skip if the path has a space: DeepSpeed's launcher passes it to a shell unquoted."""
-    if " " in path:
-        _do_without("an environment whose path has no space")
-
-
-def root(what: str) -> None:
-    if os.geteuid() != 0:
-        _do_without(f"root: {what}")
-
-
 def namespaces() -> None:
-    """Require namespaces of networks, processes and mounts."""
-    root("hosts are namespaces")
+    """Require root and namespaces of networks, processes and mounts."""
+    if os.geteuid() != 0:
+        _do_without("root: hosts are namespaces")
     trial = subprocess.run(["unshare", "-n", "-u", "-m", "-p", "-f", "true"], capture_output=True, text=True)
     if trial.returncode:
         _do_without(f"namespaces: {trial.stderr.strip()}")
-
-
-def package_index() -> None:
-    """Require an index that pip can reach."""
-    with tempfile.TemporaryDirectory() as folder:
-        probe = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=0", "--timeout=15"]
-        probe += ["--no-cache-dir", "--dest", folder, "annotated-doc"]
-        asked = subprocess.run(probe, capture_output=True, text=True)
-    if asked.returncode:
-        _do_without(f"a package index: {asked.stderr.strip().splitlines()[-1]}")
 
 
 def _do_without(what: str) -> None:

@@ -19,11 +19,9 @@ from clap_ds.data.tar_samples import list_items
 from clap_ds.distributed import error_file
 from clap_ds.distributed.watchdog import Watch
 from clap_ds.engine.metric_logger import Scalars
-from clap_ds.launch.job_store import Job, Jobs
-from clap_ds.launch.sbatch import Request
 from clap_ds.run_records.jsonl import JsonlWriter
 from clap_ds.run_records.run_dir import start_log
-from clap_ds.training.remote_sync import RemoteFolder
+from clap_ds.training.remote_sync import try_target
 from clap_ds.weights.checkpoint_files import newest_good
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.tokenizer import load_tokenizer
@@ -64,10 +62,9 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda run: JsonlWriter(run / "metrics.jsonl").append({"step": 1}),
     "rank0.log": lambda run: start_log(run / "rank0.log"),
     "errors": lambda run: error_file.write_error_file("error", "message", 1),
-    "stacks": lambda run: Watch().start(run, 0, "host"),
+    "stacks": lambda run: Watch().start(run),
     "tensorboard": lambda run: Scalars(_engine(), run),
-    ".probe": lambda folder: RemoteFolder(str(folder)).try_writing(),
-    "n001": lambda folder: _sweep(folder).write_scripts(_sweep(folder).jobs),
+    ".probe": lambda folder: try_target(str(folder)),
     ".step-00000001.partial": lambda folder: make_checkpoint(folder, 1),
 }
 
@@ -75,10 +72,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 def _engine() -> Any:
     monitor = SimpleNamespace(tb_monitor=None, enabled=True, write_events=print)
     return SimpleNamespace(deepspeed=SimpleNamespace(monitor=monitor, global_samples=0), config={"tensorboard": {}})
-
-
-def _sweep(folder: Path) -> Jobs:
-    return Jobs(folder, Request("generic", 1, None), [Job("n001", 1, "n001", "run.json", folder="n001")])
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class BenchReport:
     ) -> None:
         self._record, self._engine, self._loader = record, engine, loader
         self._samples, self._ranks = engine.deepspeed.train_batch_size(), ranks
-        self._throughput = Throughput(ranks.world_size)
+        self._throughput, self._begin_joules = Throughput(ranks.world_size), math.nan
         self._stragglers = Stragglers(gather(ranks.host))
         self._progress = Progress(num_steps, enabled=ranks.is_main_process)
 
@@ -52,12 +53,15 @@ class BenchReport:
             self._loader.report_throughput(rates, self._ranks.local_world_size)
         if self._ranks.is_main_process:
             self._write_steps(number, window)
-            if number is not None:
+            if number is None:
+                self._begin_joules = window.joules
+            else:
                 self._memory = window.memory
                 self._throughput.add(window, self._samples)
                 rate = self._samples * len(losses) / window.slowest_s
                 slow = self._stragglers.add(self._samples, window.step_s[:, 0], window.own_s, window.data_wait_s)
-                self._record.update_summary(slow, samples_per_s_per_gpu=self._throughput.rates())
+                energy = environment.energy(window.joules - self._begin_joules, number * len(losses) * self._samples)
+                self._record.update_summary(slow, energy, self._throughput.summary())
                 shown = f"window {number}: {rate:,.1f} samples/s"
             self._progress.advance(len(losses), shown)
         self._engine.check_loss()

@@ -7,8 +7,6 @@ from clap_ds.config.schema import CheckpointSettings, EvaluationSettings
 _DIRECTIONS, _MEASURES = ("audio_to_text", "text_to_audio"), ("r1", "r5", "r10", "map10")
 LOSS = "retrieval_loss"
 """Contrastive loss of held-out clips and captions."""
-TRAIN_LOSS = "train_loss"
-"""Checkpoint metric: mean loss of the last steps as a share of the chance-level loss."""
 RETRIEVAL = (*(f"retrieval_{direction}_{measure}" for direction in _DIRECTIONS for measure in _MEASURES), LOSS)
 ZERO_SHOT = ("zero_shot_top1", "zero_shot_top5", "zero_shot_map")
 
@@ -25,4 +23,4 @@ def best_metric(checkpoint: CheckpointSettings, evaluation: EvaluationSettings) 
 
 def score(name: str, value: float) -> float:
     """Return the value, negated if smaller is better."""
-    return -value if name in (LOSS, TRAIN_LOSS) else value
+    return -value if name == LOSS else value

@@ -180,9 +180,6 @@ class TrainSettings(Section):
     """Towers to freeze, with their projections; also in `bench.py`."""
     lr_scale: dict[Tower, PositiveFloat] = {}
     """Learning-rate factor per tower, e.g. {"text": 0.1}. Projections are not scaled."""
-    layer_decay: dict[Tower, Annotated[float, Field(gt=0, le=1)]] = {}
-    """Layer-wise learning-rate decay. With {"text": 0.75} each block's rate is 0.75× the next block's; the last block's is
-    0.75× the projection's. Multiplied by `lr_scale`."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of a moving average of the weights (0.999: about 1,000 steps), which evaluations and exports then use."""
     accumulation: Literal["plain", "gradcache"] = "plain"
@@ -201,7 +198,9 @@ class CheckpointSettings(Section):
     folder: str | None = None
     """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash of model, data, loss, seed, weights, freeze>-checkpoints`."""
     every_steps: PositiveInt | None = None
-    """Optimizer steps between checkpoints; null: only at the end or on a stop signal."""
+    """Optimizer steps between checkpoints; null: only by `every_minutes`, at the end or on a stop signal."""
+    every_minutes: PositiveFloat | None = None
+    """Minutes after which a checkpoint is saved if none by steps has been; null: only by `every_steps`."""
     keep_last: PositiveInt = 3
     """Newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1

@@ -171,6 +171,5 @@ def _check_together(clap: ClapSettings) -> list[str]:
         f"data.caption_lengths: expected lengths from 2 to context_length = {tokens}, found {wrong}": bool(wrong),
         "train: set max_samples or epochs, not both": bool(train.max_samples and train.epochs),
     }
-    for field in ("lr_scale", "layer_decay"):
-        problems |= {f"train.{field}: {t} is in clap.train.freeze": t in train.freeze for t in getattr(train, field)}
+    problems |= {f"train.lr_scale: {tower} is in clap.train.freeze": tower in train.freeze for tower in train.lr_scale}
     return [f"clap.{problem}" for problem, is_there in problems.items() if is_there]

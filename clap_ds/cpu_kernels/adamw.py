@@ -18,10 +18,9 @@ BLOCK = 1 << 14
 
 
 def supports(low: Tensor, gradient: Tensor, *fp32: Tensor) -> bool:
-    """Return whether `native_adamw` supports these tensors: bf16, bf16 and fp32, contiguous CPU tensors of one size."""
-    sizes = {each.numel() for each in (low, gradient, *fp32)}
+    """Return whether `native_adamw` supports these tensors of one size: bf16, bf16 and fp32, contiguous CPU tensors."""
     contiguous = all(each.dtype == torch.float32 and each.is_cpu and each.is_contiguous() for each in fp32)
-    return is_ready(low, gradient) and contiguous and len(sizes) == 1 and not unavailable()
+    return is_ready(low, gradient) and contiguous and not unavailable()
 
 
 def native_adamw(
@@ -44,13 +43,9 @@ def native_adamw(
         low: bf16 parameters, written only.
         step: number of this update, from 1.
         scale: divisor of the gradients.
-
-    Raises:
-        ValueError: `supports` is false for a parameter.
     """
     rows = list(zip(low, gradients, masters, exp_avgs, exp_avg_sqs, strict=True))
-    if not all(supports(*row) for row in rows):
-        raise ValueError("native AdamW requires contiguous CPU tensors: bf16 parameters and gradients, others fp32")
+    assert all(supports(*row) for row in rows)
     table = torch.tensor([[*(each.data_ptr() for each in row), row[0].numel()] for row in rows])
     beta1, beta2 = betas
     bias1, bias2 = 1.0 - beta1**step, 1.0 - beta2**step

@@ -5,6 +5,7 @@ Kernels take addresses and sizes; the modules that wrap them check shapes and dt
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -13,18 +14,15 @@ import logging
 import os
 import shlex
 import shutil
-import stat
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, run
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from clap_ds.config.files import MOST_BYTES, open_regular
 from clap_ds.config.paths import cache_folder, compile_cache_dir
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -76,38 +74,29 @@ def _compiler() -> list[str]:
     return command
 
 
-def _build(flags: Sequence[str]) -> IO[bytes]:
-    """Open the library for this machine, sources and flags, compiling it if necessary."""
+def _build(flags: Sequence[str]) -> Path:
+    """Return the library for this machine, sources and flags, compiling it if necessary. Only this user can write it."""
     compiler = _compiler()
     version = run([*compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False).stdout
-    parts = [*compiler, version, _processor(), os.confstr("CS_GNU_LIBC_VERSION"), *flags]
-    parts += [path.read_bytes() for path in [*sorted(SOURCES.glob("*.h")), *sorted(SOURCES.glob("*.cpp"))]]
+    sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    parts = [
+        *compiler,
+        version,
+        _processor(),
+        os.confstr("CS_GNU_LIBC_VERSION"),
+        *flags,
+        *map(Path.read_bytes, sources),
+    ]
     try:
         library = compile_cache_dir("cpu_kernels") / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
-        if found := _opened(library):
-            return found
         with library.with_suffix(".lock").open("a") as lock:
-            _wait_for(lock)  # one rank per host compiles
-            found = _opened(library)
-            if found is None:
+            with contextlib.suppress(OSError):  # of file systems without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one rank per host compiles
+            if not library.exists():
                 _compile(compiler, flags, library)
-                found = _opened(library)
     except OSError as error:
         raise RuntimeError(f"can't store compiled kernels in {cache_folder()} ($XDG_CACHE_HOME): {error}") from error
-    assert found is not None
-    return found
-
-
-def _wait_for(lock: IO[str]) -> None:
-    """Lock the file while this process has it open. Do nothing if the file system doesn't support locks."""
-    for _ in range(int(24 * COMPILE_TIMEOUT_S)):
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)
-        except OSError:
-            return None
-    raise RuntimeError(f"another process is still compiling them (it holds {lock.name})")
+    return library
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> None:
@@ -121,25 +110,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], library: Path) -> No
             lines = log_file.read_text(errors="replace").splitlines() or [f"exit status {done.returncode}"]
             first = next((line for line in lines if "error" in line.lower()), lines[0])
             raise RuntimeError(f"{shlex.join(compiler)} can't compile them: {first.strip()}")
-        content = made.read_bytes()
-        made.write_bytes(content + hashlib.sha256(content).digest())
         made.replace(library)
-
-
-def _opened(library: Path) -> IO[bytes] | None:
-    """Open the library if it exists, only its owner can write it, and its final checksum matches.
-    Loading any other file could crash or run foreign code."""
-    try:
-        file = open_regular(library)
-    except FileNotFoundError:
-        return None
-    state = os.fstat(file.fileno())
-    is_own = state.st_uid == os.geteuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    content = file.read(MOST_BYTES) if is_own else b""
-    if hashlib.sha256(content[:-32]).digest() == content[-32:]:
-        return file
-    file.close()
-    return None
 
 
 def _may_use_amx() -> bool:
@@ -156,10 +127,8 @@ def _load() -> ctypes.CDLL | str:
         name = executable()[0]
         if name == "AMX" and not _may_use_amx():
             return "the Linux kernel doesn't permit AMX"
-        with _build((*FLAGS, *IMPLEMENTATIONS[name].flags)) as library:  # kept open, so that no other file replaces it
-            return ctypes.CDLL(
-                f"/proc/self/fd/{library.fileno()}"
-            )  # shares torch's OpenMP, which is loaded already under the same name
+        # Shares torch's OpenMP, which is loaded already under the same name.
+        return ctypes.CDLL(str(_build((*FLAGS, *IMPLEMENTATIONS[name].flags))))
     except Exception as error:  # fall back to torch for any error
         problem = str(error) or type(error).__name__
         log.warning("CPU kernels are unavailable, using torch's operations: %s", problem)

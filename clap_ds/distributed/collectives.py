@@ -1,12 +1,10 @@
 """Collectives in which ranks exchange values and errors; an error on one rank blocks no other.
 
-Values are gathered on rank 0 over gloo, and the result is broadcast: hops of gloo's ring collectives grow with the number
-of ranks. NCCL would keep GPU memory for each peer.
+They use gloo: NCCL would keep GPU memory for each peer.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -14,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from clap_ds.config.errors import CollectiveUserError
@@ -45,22 +42,14 @@ def gather(value: T) -> list[T]:
     """Return every rank's value, by rank, on rank 0, and only the own value elsewhere."""
     if world_size() == 1:
         return [value]
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    longest = gather_tensor(torch.tensor(len(own))).amax()
-    dist.broadcast(longest, src=0, group=hosts())
-    rows = gather_tensor(F.pad(own, (0, int(longest) - len(own))))
-    return [pickle.loads(row.numpy()) for row in rows]  # loads ignores the padding
+    everyone = [value] * (world_size() if rank() == 0 else 1)
+    dist.gather_object(value, everyone if rank() == 0 else None, group=hosts())
+    return everyone
 
 
 def gather_tensor(own: Tensor) -> Tensor:
     """Return (ranks, *shape) on rank 0's CPU: every rank's tensor, of equal shape and dtype. Other ranks get their own."""
-    own = own.cpu()
-    if world_size() == 1:
-        return own[None]
-    everyone = own.new_empty((world_size() if rank() == 0 else 1, *own.shape))
-    everyone[0] = own
-    dist.gather(own, [*everyone] if rank() == 0 else None, group=hosts())
-    return everyone
+    return torch.stack(gather(own.cpu()))
 
 
 def reduce_on_rank0(value: T, reduce: Callable[[list[T]], R]) -> R:
@@ -70,8 +59,9 @@ def reduce_on_rank0(value: T, reduce: Callable[[list[T]], R]) -> R:
 
 
 def _first_problem(problems: list[str | None]) -> str | None:
-    number, text = next(((number, text) for number, text in enumerate(problems) if text is not None), (0, None))
-    return f"rank {number}: {text}" if None in problems and text is not None else text
+    if not all(problems):  # name the rank
+        problems = [text and f"rank {number}: {text}" for number, text in enumerate(problems)]
+    return next(filter(None, problems), None)
 
 
 def together(build: Callable[[], T]) -> T:
@@ -95,15 +85,14 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 def run_on_rank0(task: Callable[[], T]) -> T:
     """Run a task on rank 0 and return its result on every rank. Raises ValueError on all if it raises that or OSError."""
-    answer: list[Any] = [None]
+    answer: list[Any] = [None, None]  # result, problem
     if rank() == 0:
         try:
-            answer = [(task(), None)]
+            answer[0] = task()
         except (ValueError, OSError) as error:
-            answer = [(None, str(error))]
+            answer[1] = str(error)
     if world_size() > 1:
         dist.broadcast_object_list(answer, group=hosts())
-    result, problem = answer[0]
-    if problem is not None:
-        raise ValueError(problem)
-    return result
+    if answer[1] is not None:
+        raise ValueError(answer[1])
+    return answer[0]

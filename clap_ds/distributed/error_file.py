@@ -40,10 +40,9 @@ class RankError:
 class ThisRank:
     """This process's rank, and where it records why it ends: nowhere until it is placed."""
 
-    folder: Path | None = None
-    rank, host = 0, ""
-
     def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.rank, self.host = 0, ""
         self.started = threading.Event()  # with the first step
 
     def place(self, folder: Path, rank: int, host: str) -> None:
@@ -56,8 +55,8 @@ class ThisRank:
         name, line = f"rank{self.rank}.json", "; ".join(message.strip().splitlines())
         if self.folder is None or (kind in CONSEQUENCES and (self.folder / name).exists()):
             return
-        now, stack = round(time.time(), 3), traceback.format_exc()
-        error = RankError(now, self.rank, self.host, kind, line, code, stack, [*ranks], [*hosts])
+        stack = traceback.format_exc()
+        error = RankError(time.time(), self.rank, self.host, kind, line, code, stack, [*ranks], [*hosts])
         with suppress(OSError), own_folder(self.folder) as there:
             write_atomically(there / name, json.dumps(redacted_all(asdict(error))) + "\n")
 

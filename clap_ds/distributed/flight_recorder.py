@@ -26,10 +26,6 @@ def prepare() -> None:
     os.environ.update({**defaults, **os.environ})
 
 
-def dump_to(folder: Path) -> None:
-    os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(folder / DUMP)
-
-
 def own_progress() -> Progress:
     from torch._C import _distributed_c10d as c10d
 

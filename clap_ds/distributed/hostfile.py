@@ -6,7 +6,6 @@ DeepSpeed would misread `node[1-2] slots=4` as one host's name. Hosts come in th
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import re
@@ -17,29 +16,24 @@ from clap_ds.config.files import read_bytes
 
 PORTS = range(16000, 32000)
 """Rendezvous ports that a firewall between hosts must allow; the kernel's own start at 32768 by default."""
-_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
-_NODES = re.compile(rf"\w(?:[\w.-]|{_RANGES})*", re.ASCII)
+_RANGE = r"\d+(?:-\d+)?"
+_NODES = re.compile(rf"(\w[\w.-]*)(?:\[({_RANGE}(?:,{_RANGE})*)\])?([\w.-]*)", re.ASCII)
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand(nodelist: str) -> list[str]:
-    """Expand a SLURM node list such as `a[01-03,7],b-ib0,c[1-2][08-11]`. Raises ValueError if it is malformed.
-
-    A range's lower end sets the zero padding; the last bracket varies fastest.
-    """
+    """Expand a SLURM node list such as `a[01-03,7],b-ib0`. Raises ValueError if it is malformed.
+    A range's lower end sets the zero padding."""
     hosts: list[str] = []
     for term in re.split(r",(?![^\[]*\])", nodelist.strip()):  # at commas outside brackets
-        if not _NODES.fullmatch(term):
+        if not (match := _NODES.fullmatch(term)):
             raise ValueError(f"expected a node list such as a[01-03,7],b, found {nodelist!r}")
-        parts = re.split(f"({_RANGES})", term)
-        hosts += map("".join, itertools.product(*(_numbers(part) if part[:1] == "[" else [part] for part in parts)))
+        before, ranges, after = match.groups()
+        for part in ranges.split(",") if ranges else [""]:
+            low, _, high = part.partition("-")
+            numbers = range(int(low), int(high or low) + 1) if part else [""]
+            hosts += [f"{before}{str(number).zfill(len(low))}{after}" for number in numbers]
     return hosts
-
-
-def _numbers(ranges: str) -> list[str]:
-    """Expand `[01-03,7]`."""
-    ends = [(low, high or low) for low, high in re.findall(r"(\d+)(?:-(\d+))?", ranges)]
-    return [str(number).zfill(len(low)) for low, high in ends for number in range(int(low), int(high) + 1)]
 
 
 def this_host() -> str:
@@ -58,16 +52,15 @@ def slots_from_slurm(environment: Mapping[str, str], wanted: int | None = None) 
             "SLURM_JOB_NODELIST is not set: run inside an allocation, or pass --nodelist and --slots to clap-hostfile"
         )
     hosts = expand(nodelist)
+    gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")  # `4`, `h100:4`
+    asked = environment.get("SLURM_NTASKS") or environment.get("SLURM_NTASKS_PER_NODE")
+    tasks = parse_tasks(environment["SLURM_TASKS_PER_NODE"]) if asked else []
+    if wanted is None and {*tasks} <= {1} and gpus:
+        wanted = int(gpus.rpartition(":")[2])
     if wanted is not None:
         return dict.fromkeys(hosts, wanted)
-    asked = environment.get("SLURM_NTASKS") or environment.get("SLURM_NTASKS_PER_NODE")
-    tasks = parse_tasks(environment["SLURM_TASKS_PER_NODE"]) if asked else [1] * len(hosts)
-    gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")  # `4`, `h100:4`
-    if gpus and {*tasks} == {1}:
-        return dict.fromkeys(hosts, int(gpus.rpartition(":")[2]))
-    if not asked:
-        how = "pass --slots N, or allocate with --gpus-per-node=N"
-        raise ValueError(f"can't infer ranks per host: SLURM doesn't export --gres, --gpus or --exclusive; {how}")
+    if not tasks:
+        raise ValueError("the allocation's ranks per host are unknown: pass --slots N, or allocate --gpus-per-node=N")
     return dict(zip(hosts, tasks, strict=True))
 
 

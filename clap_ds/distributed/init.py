@@ -6,7 +6,6 @@ Top-level imports are light: a rank rejects a wrong configuration before importi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import faulthandler
 import os
@@ -16,19 +15,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from clap_ds.config.errors import USER_ERROR, CollectiveUserError, UserError, printable
+from clap_ds.config.errors import INTERRUPTED, USER_ERROR, CollectiveUserError, UserError, printable
 from clap_ds.distributed import error_file, flight_recorder, watchdog
 from clap_ds.distributed.accelerator import choose_accelerator as choose_accelerator  # for commands
 from clap_ds.distributed.accelerator import choose_device
-from clap_ds.distributed.error_file import some, write_error_file
-from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, read_hostfile, this_host
-from clap_ds.distributed.rendezvous import UnreachableError, meet
+from clap_ds.distributed.error_file import write_error_file
+from clap_ds.distributed.hostfile import expand, free_port, parse_tasks, port_of, this_host
+from clap_ds.distributed.rendezvous import UnreachableError, give_up, meet
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # must cover one rank's slow start (compiling, downloading)
 FAILED = 1
-SECRET = "secret"
-"""File in an attempt's folder that only its owner can read; part of the name under which ranks rendezvous."""
 RANK_0_SPEAKS_S = 8.0  # for rank 0 to report a mistake that other ranks found, too
 
 
@@ -50,22 +47,21 @@ class Ranks:
     world_size: int
     local_rank: int
     local_world_size: int
-    hosts: tuple[str, ...] = ()  # per rank, if known from SLURM or a hostfile
+    hosts: tuple[str, ...] = ()  # per rank, if srun started them
     job_folder: Path | None = None  # of a job's attempt, `F/attempts/K`, for the ranks' error files
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """Read the launcher's variables; without any there is one rank. Raises UserError if they are inconsistent."""
+        """Read the launcher's variables; without any there is one rank. Raises UserError if one is missing."""
         hosts = _adopt_slurm_step()
         words = sys.argv  # read here as commands may fail before parsing
         folder = Path(words[words.index("--job_folder") + 1]).resolve() if "--job_folder" in words[:-1] else None
-        given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        if not any(given.values()):
+        if not os.environ.get("RANK"):
             return cls(0, 1, 0, 1, job_folder=folder)
-        if not all(map(str.isdecimal, given.values())) or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
-            found = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise UserError(f"invalid launcher environment: expected integers with RANK < WORLD_SIZE, found {found}")
-        rank, world_size, local_rank = map(int, given.values())
+        try:
+            rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        except (KeyError, ValueError) as error:
+            raise UserError(f"expected integers in RANK, WORLD_SIZE and LOCAL_RANK: {error}") from None
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         return cls(rank, world_size, local_rank, local_world_size, hosts, folder)
 
@@ -75,18 +71,14 @@ class Ranks:
 
     @property
     def host(self) -> str:
-        """This rank's host, as SLURM or the hostfile names it."""
+        """This rank's host, as SLURM names it."""
         return self.hosts[self.rank] if self.hosts else this_host()
 
     @property
     def run(self) -> str:
-        """An identifier equal on all ranks, unique to the run and, in a job, secret."""
-        secret = ""
-        if self.job_folder is not None:
-            with contextlib.suppress(OSError):  # preflight starts ranks without one
-                secret = (self.job_folder / SECRET).read_text()
+        """An identifier equal on all ranks and unique to the run."""
         ids = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-        return " ".join([f"{secret}{self.job_folder}", *(os.environ.get(name, "") for name in ids)])
+        return " ".join([str(self.job_folder), *(os.environ.get(name, "") for name in ids)])
 
 
 def _adopt_slurm_step() -> tuple[str, ...]:
@@ -106,7 +98,6 @@ def _adopt_slurm_step() -> tuple[str, ...]:
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that launchers and jobs pass."""
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="abort if its slots aren't the ranks")
     parser.add_argument("--job_folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # added by the deepspeed launcher
 
@@ -118,22 +109,6 @@ def run_arguments(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="FILE", help=what)
     add_rank_options(parser)
     return parser
-
-
-def check_hostfile(path: Path, ranks: Ranks) -> Ranks:
-    """Add each rank's host from a DeepSpeed hostfile.
-    Raises UserError if it can't be read or differs from the started ranks in number or hosts."""
-    try:
-        slots = read_hostfile(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--hostfile {error}") from None
-    hosts = tuple(host for host, number in slots.items() for _ in range(number))
-    if len(hosts) != ranks.world_size:
-        raise UserError(f"--hostfile {path} lists {len(hosts)} slots, but {ranks.world_size} ranks were started")
-    if ranks.hosts and {*ranks.hosts} != {*hosts}:
-        found = some([*dict.fromkeys(ranks.hosts)])
-        raise UserError(f"--hostfile {path}: srun started ranks on {found}; pass deepspeed --include {'@'.join(slots)}")
-    return replace(ranks, hosts=ranks.hosts or hosts)
 
 
 def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S) -> torch.device:
@@ -159,7 +134,7 @@ def initialize(ranks: Ranks, *, collective_timeout_s: float = COLLECTIVE_TIMEOUT
     if not torch.distributed.is_initialized():
         # As DeepSpeed does when it creates the group.
         bound = device if backend == "nccl" and ranks.world_size > 1 else None
-        meet(ranks, backend, bound, _give_up)
+        meet(ranks, backend, bound)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_timeout_s))
     # DeepSpeed would clone the group, which on GPUs is a second NCCL communicator with buffers of its own.
@@ -178,9 +153,9 @@ def prepare_debugging(settings: DebugSettings) -> None:
 
 def keep_freed_memory() -> None:
     """Make glibc keep large freed blocks: clearing new pages takes a seventh of a CPU training step."""
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        mallopt(-4, 0)  # M_MMAP_MAX
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    mallopt(-4, 0)  # M_MMAP_MAX
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
@@ -188,10 +163,8 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     leave(128 + number)
 
 
-def _give_up(error: UnreachableError) -> NoReturn:
-    write_error_file(error_file.UNREACHABLE, str(error), FAILED, hosts=error.hosts)
-    print("error:", printable(str(error)), file=sys.stderr, flush=True)
-    leave(FAILED)
+def _say(problem: str) -> None:
+    print("error:", printable(problem, "\n"), file=sys.stderr, flush=True)
 
 
 def run_command(main: Callable[[Ranks], None]) -> NoReturn:
@@ -204,17 +177,18 @@ def run_command(main: Callable[[Ranks], None]) -> NoReturn:
             signal.signal(signal.SIGTERM, _end)  # until a run exists and records its end
         main(ranks)
     except UnreachableError as error:
-        _give_up(error)
+        give_up(error)
     except UserError as error:
         write_error_file(error_file.USER, str(error), USER_ERROR)
-        is_first = os.environ.get("RANK", "0") in ("", "0")
-        if not is_first:
+        if (rank := os.environ.get("RANK") or "0") == "0":
+            _say(str(error))
+        else:
             time.sleep(RANK_0_SPEAKS_S)  # launchers end a job when its first process exits: let rank 0 report first
-        if is_first or not isinstance(error, CollectiveUserError):
-            told = printable(str(error), "\n")
-            who = "" if is_first else f"{socket.gethostname()}: rank {os.environ.get('RANK')}: "
-            print(f"error: {who}{told}", file=sys.stderr, flush=True)
+            if not isinstance(error, CollectiveUserError):
+                _say(f"{socket.gethostname()}: rank {rank}: {error}")
         leave(USER_ERROR)
+    except KeyboardInterrupt:
+        leave(INTERRUPTED)
     except Exception as error:
         write_error_file(error_file.ERROR, f"{type(error).__name__}: {error}", FAILED)
         traceback.print_exc()
@@ -228,7 +202,7 @@ def leave(code: int) -> NoReturn:
     if "torch" in sys.modules:
         import torch.distributed as dist
 
-        if dist.is_available() and dist.is_initialized() and code == 0:
+        if dist.is_initialized() and code == 0:
             dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

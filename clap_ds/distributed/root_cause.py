@@ -8,7 +8,6 @@ library only.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +29,7 @@ _OF_THE_PROGRAM = re.compile(
 )
 """Variants of these errors caused by a kernel, which would fail on any host."""
 _OF_THE_LINK = re.compile("NCCL|gloo", re.IGNORECASE)
-# faulthandler's format.
-_FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(?:.*/)?(.*?)", line (\d+) in (.*)$', re.MULTILINE)
+_FATAL = re.compile(r"^Fatal Python error: (.*?)\s*$", re.MULTILINE)  # faulthandler's format
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,6 @@ class ProgressFile:
         """Whether it reported that it hangs."""
         return self.hung_at is not None or self.stacks.startswith("Timeout")
 
-    def where(self, thread: int) -> str:
-        """The innermost Python function of a thread, whose stack begins at a position."""
-        found = _FRAME.search(self.stacks, max(thread, 0))
-        return f" in {found[3]} ({found[1]}:{found[2]})" if found else ""
-
     def waits_in(self, group: str) -> bool:
         started, completed = self.collectives.get(group, (0, 0))
         return completed < started
@@ -82,9 +74,9 @@ def read_progress(run_directory: Path) -> list[ProgressFile]:
     return sorted(found, key=lambda each: each.rank)
 
 
-def find_root_cause(run_directory: Path | None, job_folder: Path | None, hosts: Sequence[str]) -> RankError | None:
+def find_root_cause(run_directory: Path | None, job_folder: Path | None) -> RankError | None:
     """Return the error that ended a run, with the ranks and hosts at fault and a message that names them; None without any
-    files. Before a run directory exists they are in the job's folder. `hosts` are of every rank, if known."""
+    files. Before a run directory exists they are in the job's folder."""
     errors = [error for folder in (job_folder, run_directory) if folder for error in read_errors(folder)]
     for error in errors:
         if error.kind == STALL:
@@ -93,31 +85,30 @@ def find_root_cause(run_directory: Path | None, job_folder: Path | None, hosts: 
     found = [_blamed(error) for error in errors] + [_crash(file) for file in files if _FATAL.search(file.stacks)]
     if any(file.responds for file in files):
         found.append(_hang(files))
-    # Ranks that end in order remove their file; before files exist, every rank without an error file counts as silent.
-    watched = run_directory is not None and (run_directory / STACKS).is_dir()
-    silent = {file.rank: file.host for file in files if not file.stacks} if watched else dict(enumerate(hosts))
-    killed = sorted(silent.keys() - {error.rank for error in errors})
-    if found and killed:
-        # A link's error points to its other end.
-        found = [error for error in found if error.kind != ERROR or not _OF_THE_LINK.search(error.message)]
-        theirs = list(dict.fromkeys(silent[rank] for rank in killed))
-        who = f"rank{'s' if len(killed) > 1 else ''} {some(killed)} on {some(theirs)}"
+    recorded = {error.rank for error in errors}
+    # Ranks that end in order remove their file.
+    if found and (killed := [file for file in files if not file.stacks and file.rank not in recorded]):
+        ranks, hosts = [file.rank for file in killed], list(dict.fromkeys(file.host for file in killed))
+        who = f"rank{'s' * (len(ranks) > 1)} {some(ranks)} on {some(hosts)}"
         message = f"{who} exited without reporting an error: killed (out of memory?) or node lost"
-        found.append(RankError(0.0, killed[0], theirs[0], KILLED, message, ranks=killed, hosts=theirs))
+        found.append(RankError(0.0, ranks[0], hosts[0], KILLED, message, ranks=ranks, hosts=hosts))
     return min(found, key=lambda error: (_order(error), error.at, error.rank), default=None)
 
 
 def _order(error: RankError) -> int:
-    """Sort causes before consequences. Libraries abort a rank that lost a peer as well as a broken one."""
+    """Sort causes before consequences. Libraries abort a rank that lost a peer as well as a broken one, and a link's error
+    points to its other end."""
     if error.kind == UNREACHABLE:
         return 3 if "can't reach" in error.message else 0  # rank 0 lists those that are missing
     aborted = error.kind == SIGNAL and not error.hosts
-    return 2 if aborted else {KILLED: 1, LOST_PEER: 3, STOPPED: 4}.get(error.kind, 0)
+    if aborted or (error.kind == ERROR and _OF_THE_LINK.search(error.message)):
+        return 2
+    return {KILLED: 1, LOST_PEER: 3, STOPPED: 4}.get(error.kind, 0)
 
 
 def _blamed(error: RankError) -> RankError:
-    """Add the ranks and hosts at fault to a rank's own error; rank 0's list of missing ranks has them."""
-    if error.kind == UNREACHABLE:
+    """Add the ranks and hosts at fault to a rank's own error."""
+    if error.kind == UNREACHABLE:  # rank 0's list of missing ranks has them
         return error
     is_hosts = error.kind == ERROR and _OF_THE_HOST.search(error.message) and not _OF_THE_PROGRAM.search(error.message)
     message = f"rank {error.rank} on {error.host}: {error.message}"
@@ -125,22 +116,20 @@ def _blamed(error: RankError) -> RankError:
 
 
 def _crash(file: ProgressFile) -> RankError:
-    (name,) = _FATAL.findall(file.stacks)[:1]
-    message = f"rank {file.rank} on {file.host}: {name}{file.where(file.stacks.find('Current thread'))}"
-    hosts = [] if name == "Aborted" else [file.host]
+    name = _FATAL.findall(file.stacks)[0]
+    message = f"rank {file.rank} on {file.host}: {name}"
+    hosts = [file.host] * (name != "Aborted")
     return RankError(file.at, file.rank, file.host, SIGNAL, message, ranks=[file.rank], hosts=hosts)
 
 
 def _hang(files: list[ProgressFile]) -> RankError:
-    """Name the rank that doesn't respond, or else the one with the least progress, if there is one."""
-    silent, hung = [file for file in files if not file.responds], [file for file in files if file.responds]
-    behind = _behind(hung)
-    found = files if len(files) == 1 else behind if len(silent) != 1 else silent if not behind else []
-    said = "no rank made less progress than all others"
+    """Name the rank that doesn't respond or has the least progress, if there is only one."""
+    hung = [file for file in files if file.responds]
+    suspects = [file for file in files if not file.responds] + _behind(hung) if len(files) > 1 else files
+    found, said = suspects if len(suspects) == 1 else [], "no rank made less progress than all others"
     for file in found:
-        how = "blocks the others" if file.responds else "doesn't respond"
-        where = file.where(file.stacks.rfind("Thread 0x")) if file.responds else " at its last report"
-        said = f"rank {file.rank} on {file.host} {how}: {file.activity} after step {file.step}{where}"
+        how = "blocks the others" if file.responds else "doesn't respond; at its last report"
+        said = f"rank {file.rank} on {file.host} {how}: {file.activity} after step {file.step}"
     message = f"no step for {min(file.limit_s for file in hung):.0f} s: {said}"
     first, at = (found or hung)[0], min(file.hung_at or file.at for file in hung)
     ranks, hosts = [file.rank for file in found], [file.host for file in found]
@@ -148,16 +137,16 @@ def _hang(files: list[ProgressFile]) -> RankError:
 
 
 def _behind(files: list[ProgressFile]) -> list[ProgressFile]:
-    """Return the one rank that started the fewest collectives, without waiting in one, while others wait in more."""
+    """Return the ranks that started the fewest collectives, unless they wait in one, while others wait in more."""
     known, unknown = [file for file in files if file.collectives], [file for file in files if not file.collectives]
     groups = {group for file in known for group in file.collectives}
     for group in sorted(groups, key=lambda group: (not group.startswith("nccl"), group)):  # the device's come first
         if any(file.waits_in(group) for file in known):
-            started = {file.rank: file.collectives.get(group, (0, 0))[0] for file in known}
-            least = [file for file in known if started[file.rank] == min(started.values())]
+            started = [file.collectives.get(group, (0, 0))[0] for file in known]
+            least = [file for file, count in zip(known, started, strict=True) if count == min(started)]
             if len(least) == len(known):
                 # A rank that holds Python's lock. On a GPU it may be launching behind a full queue, as all others do.
                 least = unknown if group.startswith("gloo") else []
-            return least if len(least) == 1 and not least[0].waits_in(group) else []
+            return [] if any(file.waits_in(group) for file in least) else least
     # A device that completed all it got, while its host made no progress.
     return known if len(known) == 1 and any(group.startswith("nccl") for group in groups) else []

@@ -29,7 +29,6 @@ from clap_ds.config.files import open_own, own_folder
 from clap_ds.distributed import flight_recorder
 from clap_ds.distributed.error_file import STALL, STOPPED, this_rank, write_error_file
 from clap_ds.distributed.root_cause import STACKS, find_root_cause, read_progress
-from clap_ds.distributed.timeout import within
 from clap_ds.run_records.run_dir import RunDirectory  # imports the standard library only
 
 LEAST_S, PAUSES = 60.0, 5.0
@@ -38,7 +37,7 @@ UNTIMED_S = 600.0  # limit before a step has been timed
 DOING_S = 1800.0  # limit while starting, saving, evaluating, compiling …
 LOOK_S, PUBLISH_S = 1.0, 10.0  # between checks, and updates of the progress file
 GRACE_S = 8.0  # for the other ranks to write their stacks
-SPEAK_S = 20.0  # for writing to the record and the terminal
+SPEAK_S = 20.0  # for recording the cause
 HEADER_BYTES = 800
 STARTING, STEPPING, ENDING = "starting", "stepping", "ending"
 SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -58,21 +57,20 @@ class Watch:
         self._run: Path | None = None
         self.activity = self.phase = ""
 
-    def start(self, run_directory: Path, rank: int, host: str) -> None:
+    def start(self, run_directory: Path) -> None:
         """Start watching, if the run directory is accessible, and disable core dumps."""
-        this_rank.place(run_directory, rank, host)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        self._path = run_directory / STACKS / f"rank{rank}.txt"
+        self._path = run_directory / STACKS / f"rank{this_rank.rank}.txt"
         try:
             with own_folder(self._path.parent) as folder:
                 self._file = open_own(folder / self._path.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         except OSError as error:
-            print(f"warning: {host}: no hang detection for rank {rank}: {error}", file=sys.stderr, flush=True)
+            print(f"warning: no hang detection for rank {this_rank.rank}: {error}", file=sys.stderr, flush=True)
             return
         import torch
 
         self._cuda: Any = torch.cuda if torch.cuda.is_initialized() else None
-        flight_recorder.dump_to(self._path.parent)
+        os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = str(self._path.with_name(flight_recorder.DUMP))
         self._steps, self._longest_s = 0, 0.0
         self._last_step = 0.0  # 0: another task precedes the next step
         self._queued: deque[tuple[int, Any]] = deque()  # steps that the device hasn't completed, and events after them
@@ -103,9 +101,9 @@ class Watch:
     def step(self, number: int) -> None:
         """Record that the main thread has made training step `number`. On a GPU the device completes it later."""
         this_rank.started.set()
-        self.phase = ""
         if self._run is None:
             return
+        self.phase = ""
         if self.activity != STEPPING:
             self.begin(STEPPING)
         if self._cuda is None:
@@ -160,14 +158,14 @@ class Watch:
 
     def _arm(self) -> None:
         now, limit = time.monotonic(), DOING_S
+        if self.activity == ENDING:  # keep written stacks: they may show why
+            self.armed = now, math.inf
+            return faulthandler.cancel_dump_traceback_later()
         if self.activity == STEPPING:
             limit = max(LEAST_S, PAUSES * self._longest_s) if self._longest_s else UNTIMED_S
-        (last, before), self.armed = self.armed, (now, limit if self.activity != ENDING else math.inf)
-        if self.activity == ENDING:  # keep written stacks: they may show why
-            faulthandler.cancel_dump_traceback_later()
-            return
-        if now - last > before:  # it has recovered
+        if now > sum(self.armed):  # it has recovered
             os.ftruncate(self._file, HEADER_BYTES)
+        self.armed = now, limit
         os.lseek(self._file, HEADER_BYTES, os.SEEK_SET)
         faulthandler.dump_traceback_later(limit, file=self._file)
 
@@ -175,10 +173,12 @@ class Watch:
         """Write the file's header, of constant length."""
         progress: flight_recorder.Progress = {}
         with suppress(Exception):
-            progress = flight_recorder.own_progress() if hung_at is not None else {}
-        header = {"rank": this_rank.rank, "host": this_rank.host, "activity": self.phase or self.activity}
-        header |= {"step": self._steps, "limit_s": min(self.armed[1], DOING_S), "hung_at": hung_at}
-        text = json.dumps({**header, "collectives": dict(sorted(progress.items(), reverse=True)[:8])})
+            progress = flight_recorder.own_progress() if hung_at else {}
+        text = json.dumps({
+            "rank": this_rank.rank, "host": this_rank.host, "activity": self.phase or self.activity, "step": self._steps,
+            "limit_s": min(self.armed[1], DOING_S), "hung_at": hung_at,
+            "collectives": dict(sorted(progress.items(), reverse=True)[:8]),
+        })  # fmt: skip
         self._noted = time.monotonic()
         with suppress(OSError):  # a full disk
             os.pwrite(self._file, f"{text:<{HEADER_BYTES - 1}}\n".encode(), 0)
@@ -213,25 +213,25 @@ class Watch:
         files, now = read_progress(run.path), time.monotonic()
         if any(not file.responds and file.limit_s >= DOING_S for file in files):
             self._others_busy = now  # a rank that was busy gets the whole limit to step
-        is_lowest = not any(file.hung_at is not None and file.rank < this_rank.rank for file in files)
+        is_lowest = not any(file.hung_at and file.rank < this_rank.rank for file in files)
         limit_s += GRACE_S + (limit_s - LEAST_S) / 4  # other ranks' limits may be longer
         if is_lowest and (now - max(since, self._others_busy) > limit_s or now - since > DOING_S + GRACE_S):
+            threading.Timer(SPEAK_S, os._exit, [1]).start()  # the file system may not answer
             with suppress(Exception):
-                within(SPEAK_S, lambda: _speak(run))
+                _record_cause(run)
             os._exit(1)
         with suppress(OSError, ValueError):
             if run.summary().get("state") != "running":
                 os._exit(1)
 
 
-def _speak(run: RunDirectory) -> None:
-    if not (cause := find_root_cause(run.path, None, ())):
-        return
-    if cause.kind == STALL:
-        # Keep this verdict: a stopped rank may write its stacks after the others have exited.
-        write_error_file(STALL, cause.message, 1, ranks=cause.ranks, hosts=cause.hosts)
-    run.finish("failed", cause.message)
-    print(f"error: {printable(cause.message)}; stacks: {run.path / STACKS}", file=sys.stderr, flush=True)
+def _record_cause(run: RunDirectory) -> None:
+    if cause := find_root_cause(run.path, None):
+        if cause.kind == STALL:
+            # Keep this verdict: a stopped rank may write its stacks after the others have exited.
+            write_error_file(STALL, cause.message, 1, ranks=cause.ranks, hosts=cause.hosts)
+        run.finish("failed", cause.message)
+        print(f"error: {printable(cause.message)}; stacks: {run.path / STACKS}", file=sys.stderr, flush=True)
 
 
 watch = Watch()  # a process is one rank

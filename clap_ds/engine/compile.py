@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial, wraps
 from typing import Any, TypeVar
 
@@ -19,12 +18,11 @@ from clap_ds.config.paths import compile_cache_dir
 from clap_ds.data.batch import Batch
 from clap_ds.distributed import watchdog
 from clap_ds.distributed.collectives import rank, reduce_on_rank0
+from clap_ds.engine.grad_cache import kept_statistics
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.metrics_schema import Summary
 
 T = TypeVar("T")
-
-PARTS = {"mel": "the mel front end", "audio": "the audio tower", "text": "the text tower"}
 
 
 def what_to_compile(asked: str, device: torch.device) -> str:
@@ -46,33 +44,26 @@ def compile_towers(
     _note_compilations()
     mode = "max-autotune-no-cudagraphs" if what == "towers-max-autotune" else None
     model, problems, began_s = engine.module, dict[str, str | None](), time.monotonic()
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     audio, *text = batch.model_inputs()
     if batch.packed is not None:
         for tensor in (batch.packed[0], batch.packed[1].bounds):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     with watchdog.activity("compiling"), untouched(model, batch.device), autocast_if_enabled(engine):
         run_eager(engine, batch)  # finds that memory is too small in a second, not after minutes of compiling
-        for name in PARTS if audio.ndim == 2 else ("audio", "text"):
-            _say(f"compiling {PARTS[name]} …")
-            part = model.get_submodule(name)
+        for name in ("mel", "audio", "text") if audio.ndim == 2 else ("audio", "text"):
+            _say(f"compiling {name} …")
+            part, inputs = model.get_submodule(name), text if name == "text" else [audio]
             part.compile(backend=backend, mode=mode)
-            inputs = text if name == "text" else [audio]
-            attempt, problem = partial(_try, part, inputs, cached=cached), None
-            for turn in (is_first, not is_first):
-                problem = problem_of(attempt) if turn else problem
-                problems[name] = reduce_on_rank0(problem, first_problem)
+            attempt = partial(_try, part, inputs, cached=cached)
+            problems[name] = problem_of(attempt, is_first) or problem_of(attempt, not is_first)
             if problems[name]:
                 part._compiled_call_impl = None
-                _say(f"warning: {PARTS[name]} can't be compiled and runs slower: {problems[name]}")
+                _say(f"warning: {name} can't be compiled and runs slower: {problems[name]}")
             if name == "mel":
                 audio = part(audio)
     _say(f"compiled in {time.monotonic() - began_s:.0f} s")
     return Summary(compiled=problems, compile_s=time.monotonic() - began_s)
-
-
-def first_problem(problems: list[str | None]) -> str | None:
-    return next((f"rank {number}: {each}" for number, each in enumerate(problems) if each), None)
 
 
 def _try(part: nn.Module, inputs: list[Any], *, cached: bool) -> None:
@@ -86,11 +77,8 @@ def _try(part: nn.Module, inputs: list[Any], *, cached: bool) -> None:
 @contextmanager
 def untouched(model: ClapModel, device: torch.device) -> Iterator[None]:
     """Restore random states and the batch norm's statistics afterwards."""
-    statistics = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with kept_statistics(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
-    for buffer, value in statistics:
-        buffer.copy_(value)
 
 
 def run_eager(engine: Any, batch: Batch) -> None:
@@ -108,15 +96,18 @@ def _backward(outputs: list[Tensor], *parts: nn.Module) -> None:
         torch.autograd.grad(outputs, trained, [torch.zeros_like(each) for each in outputs])
 
 
-def problem_of(action: Callable[[], object]) -> str | None:
-    """Return why an action fails, in one line, or None if it succeeds. Raises torch.OutOfMemoryError."""
+def problem_of(action: Callable[[], object], takes_part: bool = True) -> str | None:
+    """Return why an action fails on the first rank where it does, in one line, or None if it succeeds on all that take part.
+    A collective. Raises torch.OutOfMemoryError."""
+    problem = None
     try:
-        action()
+        if takes_part:
+            action()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers and drivers raise any type
-        return reason_of(error)
-    return None
+        problem = f"rank {rank()}: {reason_of(error)}"
+    return reduce_on_rank0(problem, lambda problems: next(filter(None, problems), None))
 
 
 def reason_of(error: Exception) -> str:
@@ -162,10 +153,8 @@ def set_compile_cache() -> None:
 
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         if os.environ.get(variable, "") in ("", default_cache_dir()):
-            try:
+            with suppress(OSError):
                 os.environ[variable] = str(compile_cache_dir(name))
-            except OSError:
-                os.environ[variable] = tempfile.mkdtemp()
 
 
 @cache

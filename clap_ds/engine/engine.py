@@ -26,12 +26,13 @@ from clap_ds.engine.factory import wrap
 from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.kernel_fallback import fall_back
-from clap_ds.engine.optimizer import FlatStep, WeightAverage
+from clap_ds.engine.optimizer import FlatStep, WeightAverage, master_weights
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.metrics_schema import Summary
 from clap_ds.run_records.run_dir import quiet_deepspeed
 from clap_ds.run_records.timers import StepTimer
 
+NEVER = torch.iinfo(torch.long).max
 MOST_SKIPPED = 40
 """Consecutive skipped steps that end a run. fp16's loss scale starts at 2^16 and may need to be halved that often."""
 
@@ -41,6 +42,7 @@ class ClapEngine:
 
     Attributes:
         deepspeed, config: DeepSpeed's engine around the model, and its configuration.
+        masters: the optimizer's fp32 weights by name, in its order; they may be the model's own.
         timer: times phases of steps.
         cached: whether gradients are accumulated with GradCache.
         average: moving average of the weights with `clap.train.ema_decay`; every step updates it, including skipped ones.
@@ -78,11 +80,11 @@ class ClapEngine:
             self.deepspeed = wrap(model, deepspeed, settings, train)
         if self.cached:  # the timer restarts with every forward pass, so it would omit half of them
             self.deepspeed.tput_timer.config.enabled = False
-        optimizer = self.deepspeed.optimizer
+        optimizer, decay = self.deepspeed.optimizer, train.ema_decay
         self._flat_step = FlatStep(optimizer) if FlatStep.has_place_for(optimizer) else None
-        decay = train.ema_decay
-        self.average = WeightAverage(model, optimizer, decay) if decay is not None else None
-        self.deepspeed.clip_fp32_gradients = self._clip_gradients
+        self.masters = master_weights(model, optimizer)
+        self.average = WeightAverage(model, self.masters, decay) if decay else None
+        self.deepspeed.clip_fp32_gradients = lambda: None  # `_update` has
         self.sync = GradientSync(
             self.deepspeed,
             overlapped=settings.gradient_sync == "overlap" and dist.get_world_size() > 1,
@@ -94,8 +96,8 @@ class ClapEngine:
         self.gradient_norm: Tensor | None = None
         self._max_log_scale = math.log(settings.max_logit_scale)
         self.is_skipped = torch.zeros((), device=self.device, dtype=torch.bool)
-        # On the device: the first bad step or -1; steps skipped since the last count, and consecutive ones.
-        self._first_bad_step = torch.full((1,), -1, device=self.device, dtype=torch.long)
+        # On the device: the first bad step; steps skipped since the last count, and consecutive ones.
+        self._first_bad_step = torch.full((1,), NEVER, device=self.device)
         self._skipped = torch.zeros(2, device=self.device, dtype=torch.long)
 
     def optimize_towers(self, loader: BatchSource, model: ModelSettings, what: str) -> Summary:
@@ -121,10 +123,6 @@ class ClapEngine:
         before, timer.synchronized = timer.synchronized, timer.synchronized or waits
         self._update()
         timer.synchronized = before
-        self._bound_logit_scale()
-        if self.average is not None:
-            with self._phase("optimizer"):
-                self.average.update()
         self.steps += 1
         self._note_step(loss_mean, statistics, by_deepspeed=self.deepspeed.skipped_steps > skipped_before)
         watch.step(self.steps)
@@ -150,19 +148,15 @@ class ClapEngine:
             with self._phase("data_wait"):
                 batch = next(batches)
             self.deepspeed.set_gradient_accumulation_boundary(left == 0)
-            loss_sum += self.forward_backward(batch).detach()
+            with self._phase("forward"):
+                features = self.deepspeed(*batch.model_inputs())
+            with self._phase("loss"):
+                loss = self.loss(*features)
+            with self._phase("backward"):
+                self.sync.backward(loss)
+            loss_sum += loss.detach()
             self._count_micro_batch()
         return loss_sum / number
-
-    def forward_backward(self, batch: Batch) -> Tensor:
-        """Return the loss of one micro-batch, scalar fp32, and add its gradients to the parameters'."""
-        with self._phase("forward"):
-            features = self.deepspeed(*batch.model_inputs())
-        with self._phase("loss"):
-            loss = self.loss(*features)
-        with self._phase("backward"):
-            self.sync.backward(loss)
-        return loss
 
     def _cached_micro_steps(self, batches: Iterator[Batch], number: int) -> Tensor:
         with self._phase("data_wait"):
@@ -194,28 +188,25 @@ class ClapEngine:
             self.deepspeed.set_train_batch_size(number * per_micro_step)
             self.deepspeed.tput_timer.batch_size = number * per_micro_step
 
+    @torch.no_grad()
     def _update(self) -> None:
-        """Update the weights, and the gradient norm if wanted."""
-        by_deepspeed = hasattr(self.deepspeed.optimizer, "_global_grad_norm")  # in 16 bits
-        if self.norm_wanted and not by_deepspeed and not self.deepspeed.gradient_clipping() > 0:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+        """Update the weights, their average and, if wanted, the gradient norm. In 16 bits DeepSpeed's optimizer has clipped.
+        The learned scale is clamped to its maximum, in the parameter and in the optimizer's fp32 copy."""
+        clip, in_16_bits = self.deepspeed.gradient_clipping(), hasattr(self.deepspeed.optimizer, "_global_grad_norm")
         with self._phase("optimizer"):
+            if not in_16_bits and (self.norm_wanted or clip > 0):
+                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+                self.gradient_norm = torch.nn.utils.get_total_norm(gradients)
+                if clip > 0:
+                    torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, self.gradient_norm)
             self.deepspeed.step()
-        if self.norm_wanted and by_deepspeed:
+            for scale in (self.model.logit_scale, self.masters["logit_scale"]):
+                scale.clamp_(max=self._max_log_scale)
+            if self.average is not None:
+                self.average.update()
+        if self.norm_wanted and in_16_bits:
             norm = self.deepspeed.get_global_grad_norm()
             self.gradient_norm = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
-
-    def _clip_gradients(self) -> None:
-        most = self.deepspeed.gradient_clipping()
-        self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
-
-    @torch.no_grad()
-    def _bound_logit_scale(self) -> None:
-        """Clamp the learned scale to its maximum, in the parameter and in the optimizer's fp32 copy."""
-        (group,) = (group for group in self.deepspeed.optimizer.param_groups if group["name"] == "logit_scale")
-        for scale in (self.model.logit_scale, *group["params"]):
-            scale.clamp_(max=self._max_log_scale)
 
     def _note_step(self, loss: Tensor, statistics: list[Tensor], *, by_deepspeed: bool) -> None:
         """Record on the device whether the step was skipped, and the first step with a loss or gradient that isn't finite.
@@ -233,7 +224,7 @@ class ClapEngine:
             if self.gradient_norm is not None:
                 is_bad |= ~self.gradient_norm.isfinite()
             is_bad &= ~self.is_skipped
-        self._first_bad_step.masked_fill_((self._first_bad_step < 0) & is_bad, self.steps)
+        self._first_bad_step.clamp_(max=torch.where(is_bad, self.steps, NEVER))
 
     def count_skipped(self) -> None:
         """Update `skipped_in_a_row` and DeepSpeed's `skipped_steps`. Waits for the device."""
@@ -255,10 +246,9 @@ class ClapEngine:
         """Raise NonFiniteError on all ranks if any step's loss or, with `norm_wanted`, gradient isn't finite, or if the last
         `MOST_SKIPPED` steps (with `at_once`, the last one) were skipped. A collective that waits for the device."""
         self.count_skipped()
-        never = torch.iinfo(torch.long).max
-        first_bad = self._first_bad_step.masked_fill(self._first_bad_step < 0, never)
+        first_bad = self._first_bad_step.clone()
         dist.all_reduce(first_bad, op=dist.ReduceOp.MIN)
-        if int(first_bad) != never:
+        if int(first_bad) != NEVER:
             what = "the loss or its gradient" if self.norm_wanted else "the loss"
             raise NonFiniteError(f"{what} is NaN or infinite at step {int(first_bad)}")
         if self.skipped_in_a_row >= (1 if at_once else MOST_SKIPPED):

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from clap_ds.run_records.environment import peak_memory_bytes
 from clap_ds.run_records.run_dir import RunDirectory, State
 
 STOP_SIGNALS = watchdog.SIGNALS
-_NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_NO_MEMORY = re.compile("can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 _LESS_MEMORY = (
     "reduce train_micro_batch_size_per_gpu (`clap-plan --find_micro_batch` calculates the largest that fits,"
     " `clap.bench.find_micro_batch` measures it) or set clap.model.activation_checkpointing"
@@ -47,34 +46,22 @@ class StopSignal(BaseException):
         self.state: State = "timeout" if number == signal.SIGUSR1 else "terminated"
 
 
-class RunOutcome(NamedTuple):
-    """How a run that didn't complete ended. `said` is printed (None: the traceback)."""
-
-    state: State
-    kind: str  # in this rank's error file
-    message: str
-    said: str | None
-    code: int = 1
-
-
-def outcome_of(error: BaseException, rank: int, what: str) -> RunOutcome:
-    """Return how a run ends after an exception on a rank; `what` is what was too large if memory is exhausted."""
-    text, who = str(error), f"error: rank {rank}:"
-    first_line = text.partition("\n")[0]
+def outcome_of(error: BaseException, what: str) -> tuple[State, str, str, str]:
+    """Return how a run ends after an exception: its state, the kind and message in this rank's error file, and what to print.
+    `what` is what was too large if memory is exhausted."""
+    text, first_line = str(error), str(error).partition("\n")[0]
     if isinstance(error, StopSignal):
-        stopped = f"stopped by {text}"
-        return RunOutcome(error.state, error_file.STOPPED, stopped, f"rank {rank}: {stopped}", 128 + error.number)
+        return error.state, error_file.STOPPED, f"stopped by {text}", f"stopped by {text}"
     if is_out_of_memory(error):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         at = f"out of memory at {what}, after a peak of {peak_memory_bytes(device) / 1e9:.1f} GB"
-        said = f"{who} {at}: {first_line}\n{_LESS_MEMORY}"
-        return RunOutcome("out_of_memory", error_file.OUT_OF_MEMORY, at, said)
+        return "out_of_memory", error_file.OUT_OF_MEMORY, at, f"{at}: {first_line}\n{_LESS_MEMORY}"
     if is_connection_lost(error):
-        said = f"{who} another rank is gone: its connection to this one was lost ({first_line})"
-        return RunOutcome("failed", error_file.LOST_PEER, first_line, said)
+        said = f"another rank is gone: its connection to this one was lost ({first_line})"
+        return "failed", error_file.LOST_PEER, first_line, said
     if isinstance(error, NonFiniteError | ValueError | StopIteration):  # in settings or data
-        return RunOutcome("failed", error_file.ERROR, text, f"{who} {text}")
-    return RunOutcome("failed", error_file.ERROR, f"{type(error).__name__}: {text}", None)
+        return "failed", error_file.ERROR, text, text
+    return "failed", error_file.ERROR, f"{type(error).__name__}: {text}", traceback.format_exc()
 
 
 @contextmanager
@@ -103,15 +90,16 @@ def record_outcome(record: RunDirectory, ranks: Ranks, what: Callable[[], str]) 
         raise
     except (StopSignal, Exception) as error:
         _ignore_signals()  # launchers send them as soon as another rank has ended
-        end = outcome_of(error, ranks.rank, what())
-        write_error_file(end.kind, end.message, end.code)
+        state, kind, message, said = outcome_of(error, what())
+        code, word = (128 + error.number, "") if isinstance(error, StopSignal) else (1, "error: ")
+        write_error_file(kind, message, code)
         of_all = isinstance(error, StopSignal | NonFiniteError)  # raised on all ranks
         if ranks.is_main_process or not of_all:
-            record.finish(end.state, end.message if of_all else f"rank {ranks.rank}: {end.message}")
-            print(printable(end.said or traceback.format_exc(), "\n"), file=sys.stderr, flush=True)
+            record.finish(state, message if of_all else f"rank {ranks.rank}: {message}")
+            print(printable(f"{word}rank {ranks.rank}: {said}", "\n"), file=sys.stderr, flush=True)
         if isinstance(error, NonFiniteError):
             dist.barrier()  # if another rank left, a launcher would end rank 0 before it has printed
-        init.leave(end.code)
+        init.leave(code)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -124,7 +112,7 @@ def _ignore_signals() -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the GPU's or host's memory is exhausted. CUDA, cuBLAS and NCCL allocate without torch and raise others."""
-    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    said = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
 from clap_ds.config.schema import (
@@ -26,7 +24,8 @@ from clap_ds.distributed.collectives import run_on_rank0
 from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.loss import LOSSES
-from clap_ds.engine.optimizer import OPTIONS, REQUIRED, FlatAdamW, scale_rates
+from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, scale_rates
+from clap_ds.engine.schedule import WarmupStableDecayLR
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernels import kernels_for
 from clap_ds.weights.hub import pretrained_text
@@ -87,31 +86,25 @@ def trained_towers(model: ClapModel) -> list[str]:
     return [each for each in TOWERS if model.get_parameter(f"{each}_projection.linear1.weight").requires_grad]
 
 
-def check_deepspeed_sections(deepspeed: dict[str, Any]) -> None:
-    """Raise ValueError for mistakes that DeepSpeed would find later on one rank alone, while the others wait."""
-    try:
-        DeepSpeedConfig(dict(deepspeed))
-    except Exception as error:
-        raise ValueError(f"DeepSpeed rejects the configuration: {error}") from None
-
-
 def wrap(
     model: ClapModel, config: dict[str, Any], settings: EngineSettings, train: TrainSettings
 ) -> deepspeed.DeepSpeedEngine:
     """Build DeepSpeed's engine around a model on its device. A collective; raises ValueError if DeepSpeed rejects a section."""
     # DeepSpeed's timer would synchronize twice a step, which waits for the copy of the next batch: 8% of a step on an H200.
     config, optimizer = {"timers": {"throughput": {"synchronized": False}}, **config}, None
-    if "output_path" not in config.get("tensorboard", {"output_path": ""}):
+    if "tensorboard" in config:
         config["tensorboard"] = {**config["tensorboard"], "enabled": False}  # `Scalars` writes it
     if takes_flat_adamw(config, settings):
         section = config["optimizer"]
-        options = {name: value for name, value in section.get("params", {}).items() if name in OPTIONS}
         config["optimizer"] = {**section, "legacy_fusion": True}
-        optimizer = partial(FlatAdamW, cpu_kernels=settings.cpu_kernels == "auto", **options)
+        optimizer = partial(FlatAdamW, cpu_kernels=settings.cpu_kernels == "auto", **section.get("params", {}))
+    schedule, of_schedule = None, config.get("scheduler", {})
+    if of_schedule.get("type") == WarmupStableDecayLR.__name__:
+        schedule = partial(WarmupStableDecayLR, **of_schedule.get("params", {}))
     try:
         with activity("building DeepSpeed's engine"):  # may compile its optimizer
-            groups = parameter_groups(model, train)
-            engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, optimizer=optimizer, config=config)
+            parts: Any = {"model_parameters": parameter_groups(model, train), "optimizer": optimizer}
+            engine, *_ = deepspeed.initialize(model=model, lr_scheduler=schedule, config=config, **parts)
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"DeepSpeed rejects the configuration: {error}") from error
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
@@ -123,15 +116,10 @@ def wrap(
 
 
 def takes_flat_adamw(config: dict[str, Any], settings: EngineSettings) -> bool:
-    """Return whether `FlatAdamW` steps a run: DeepSpeed would use its FusedAdam, with options that both have."""
+    """Return whether `FlatAdamW` steps a run: other options make DeepSpeed build its own."""
     section = config.get("optimizer", {})
-    params = section.get("params", {})
-    return (
-        settings.optimizer_implementation == "torch"
-        and section.get("type", "").lower() in ADAMS
-        and params.keys() <= OPTIONS | REQUIRED.keys()
-        and all(params.get(name, value) is value for name, value in REQUIRED.items())
-    )
+    is_adam = section.get("type", "").lower() in ADAMS and section.get("params", {}).keys() <= OPTIONS
+    return is_adam and settings.optimizer_implementation == "torch"
 
 
 def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[str, Any]]:
@@ -139,10 +127,10 @@ def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[st
 
     DeepSpeed's bf16 mode casts every parameter and then evaluates this iterator, which first restores the fp32 values of
     `model.fp32_parameters()`, so that no group mixes dtypes. As in LAION's code, biases, norms, position-bias tables and the
-    logit scale have no weight decay. If a learning rate isn't the scheduler's, its group has the factor as `lr_scale`.
+    logit scale have no weight decay. A tower's `lr_scale` is in its groups.
     """
     kept = {parameter: parameter.detach().clone() for parameter in model.fp32_parameters()}
-    scales = _rate_scales(model, train)
+    scale_of: dict[Any, float] = {**train.lr_scale}
 
     def group_of(name: str, parameter: nn.Parameter) -> str:
         if parameter is model.logit_scale:
@@ -154,31 +142,13 @@ def parameter_groups(model: ClapModel, train: TrainSettings) -> Iterator[dict[st
 
     def groups() -> Iterator[dict[str, Any]]:
         for parameter, value in kept.items():
-            value = value.to(parameter.device)
-            if dist.is_initialized():
-                dist.broadcast(value, src=0)
             parameter.data = value
         named: dict[tuple[str, float], list[nn.Parameter]] = defaultdict(list)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                named[group_of(name, parameter), scales.get(name, 1.0)].append(parameter)
+                named[group_of(name, parameter), scale_of.get(name.split(".")[0], 1.0)].append(parameter)
         for kind, scale in sorted(named, key=lambda group: (_KINDS.index(group[0]), -group[1])):
             options = ({} if kind == "decay" else {"weight_decay": 0.0}) | ({} if scale == 1 else {"lr_scale": scale})
             yield {"name": kind, "params": named[kind, scale], **options}
 
     return groups()
-
-
-def _rate_scales(model: ClapModel, train: TrainSettings) -> dict[str, float]:
-    """Return each tower parameter's learning rate relative to the scheduler's. After the last block it is the tower's full
-    rate, before the first block the smallest."""
-    found = {}
-    for tower in TOWERS:
-        module: Any = model.get_submodule(tower)
-        scale, decay = train.lr_scale.get(tower, 1.0), train.layer_decay.get(tower, 1.0)
-        number_of = {id(p): number for number, block in enumerate(module.blocks()) for p in block.parameters()}
-        left = most = len(module.blocks()) + 1
-        for name, parameter in module.named_parameters():
-            left = most - 1 - number_of[id(parameter)] if id(parameter) in number_of else left
-            found[f"{tower}.{name}"] = scale * decay ** (left if left > 1 or id(parameter) in number_of else 0)
-    return found

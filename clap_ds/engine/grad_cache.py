@@ -6,7 +6,8 @@ and augmentation. The inner product of its features with those gradients is a su
 micro-batch's part of the total. This is exact except for the order of sums; batch norm uses each micro-batch's statistics.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ Forward = Callable[..., tuple[Tensor, ...]]
 """The model in training, including autocast: inputs of `Batch.model_inputs` → features and scalars."""
 
 
+@contextmanager
+def kept_statistics(model: ClapModel) -> Iterator[None]:
+    """Restore the batch norm's statistics afterwards."""
+    kept = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
+    yield
+    for buffer, value in kept:
+        buffer.copy_(value)
+
+
 @torch.no_grad()
 def first_pass(
     forward: Forward, model: ClapModel, micro_batches: list[Batch]
@@ -26,12 +36,10 @@ def first_pass(
     """Return the step's audio and text features, (rows, joint_dim) each, the logit scale and, if any, the bias, as leaves that
     require gradients; and the random state before each micro-batch. Running statistics don't change."""
     outputs, states = [], []
-    kept = [(buffer, buffer.clone()) for buffer in model.audio.running_statistics()]
-    for batch in micro_batches:
-        states.append(random_state(batch.device))
-        outputs.append(forward(*batch.model_inputs()))
-    for buffer, value in kept:
-        buffer.copy_(value)
+    with kept_statistics(model):
+        for batch in micro_batches:
+            states.append(random_state(batch.device))
+            outputs.append(forward(*batch.model_inputs()))
     audio, text, *_ = zip(*outputs, strict=True)
     leaves = [each.detach().requires_grad_() for each in (torch.cat(audio), torch.cat(text), *outputs[0][2:])]
     return leaves, states

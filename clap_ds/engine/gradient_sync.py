@@ -18,19 +18,17 @@ from clap_ds.engine.loss import PeerWait
 
 class GradientSync:
     """Average gradients over ranks with DeepSpeed or, `overlapped` with backward, with torch's reducer. The latter requires
-    that every trained parameter gets a gradient in every step."""
+    that every trained parameter gets a gradient in every step. It sends each in its own dtype, so DeepSpeed also averages
+    those of a run with another `communication_data_type`."""
 
     def __init__(self, engine: Any, *, overlapped: bool, bucket_mb: float, peer_wait: PeerWait = nullcontext) -> None:
-        self._engine, self._overlapped, self._is_off, self._peer_wait = engine, overlapped, False, peer_wait
+        self._engine, self._is_off, self._peer_wait = engine, False, peer_wait
         self._module: Any = engine.module  # an nn.Module to which `replicate` adds methods
-        if overlapped:
+        dtypes = {parameter.dtype for parameter in self._module.parameters() if parameter.requires_grad}
+        narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+        self._overlapped = overlapped and engine.communication_data_type == narrowest
+        if self._overlapped:
             replicate(self._module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
-            wire = engine.communication_data_type
-            dtypes = {parameter.dtype for parameter in self._module.parameters() if parameter.requires_grad}
-            # By default the reducer divides gradients before adding them, each bucket in its own dtype, so the few fp32
-            # vectors are sent in fp32. Only in fp16 small gradients lose digits.
-            if wire == torch.float16 or wire != min(dtypes, key=lambda dtype: dtype.itemsize):
-                self._module.register_comm_hook(wire, average_bucket)
         engine.register_forward_pre_hook(self._settle)  # runs before the module's hook, which the reducer uses
 
     def _settle(self, module: nn.Module, inputs: Any) -> None:
@@ -58,14 +56,3 @@ class GradientSync:
             yield
         finally:
             self._is_off = False
-
-
-def average_bucket(wire_dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients over ranks like DeepSpeed's `allreduce_bucket`, as a communication hook."""
-    gradients = bucket.buffer()
-
-    def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-        mean = future.value()[0].mul_(1 / dist.get_world_size())
-        return mean if mean.dtype == gradients.dtype else gradients.copy_(mean)
-
-    return dist.all_reduce(gradients.to(wire_dtype), async_op=True).get_future().then(finish)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from clap_ds.config.schema import ModelSettings
-from clap_ds.distributed.collectives import rank, reduce_on_rank0
+from clap_ds.distributed.collectives import rank
 from clap_ds.distributed.watchdog import activity
-from clap_ds.engine.compile import first_problem, problem_of
+from clap_ds.engine.compile import problem_of
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernels import Kernels, torch_kernels
 from clap_ds.run_records.metrics_schema import ChosenKernel
@@ -23,27 +23,23 @@ def fall_back(settings: ModelSettings, model: ClapModel, *, autocast: bool = Fal
     for part in Kernels._fields:
         if getattr(settings, f"{part}_impl") != "auto":
             continue
-        problems = dict[int, str]()
-        stages: Any = model.audio.stages
+        problems, stages = dict[int, str](), cast("Any", model.audio.stages)
         for number, stage in enumerate(stages):
             modules = [getattr(block, part) for block in stage.blocks]
             if modules[-1].kernel != "triton":
                 continue
             with activity("trying kernels"):
-                problem = reduce_on_rank0(problem_of(partial(_try, stage, part, autocast=autocast)), first_problem)
+                problem = problem_of(partial(_try, stage, part, autocast=autocast))
             if problem:
                 problems[number] = problem
                 for module in modules:
                     module.kernel = getattr(torch_kernels(device), part)
         used = {getattr(block, part).kernel for block in model.audio.blocks()}
-        kernel = "triton" if "triton" in used else used.pop()
-        problem = "; ".join(dict.fromkeys(problems.values())) or None
+        kernel, problem = "triton" if "triton" in used else used.pop(), "; ".join({*problems.values()}) or None
         chosen[part] = {"kernel": kernel, "problem": problem}
         if rank() == 0:
-            print(f"kernel of clap.model.{part}_impl: {kernel}", flush=True)
-            if problem:
-                where = ", ".join(map(str, problems))
-                print(f"warning: Triton {part} kernel unavailable ({problem}); stages {where} run slower", flush=True)
+            slower = f"; stages {[*problems]} run slower without it: {problem}" if problem else ""
+            print(f"kernel of clap.model.{part}_impl: {kernel}{slower}", flush=True)
     return chosen
 
 

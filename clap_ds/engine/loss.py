@@ -9,10 +9,10 @@ Shape letters: B micro-batch, N global batch (B × ranks), K a tile of it, D joi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,81 +30,15 @@ PeerWait = Callable[[], AbstractContextManager[object]]
 """Makes a context manager for waits for other ranks, such as `StepTimer.peer_wait`."""
 
 
-class SoftmaxLoss:
-    """Compute the symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
-
-    With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the gradient is
-    dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N. Features are gathered and compared in `wire_dtype`; sums
-    and gradients are fp32.
-    """
-
-    def __init__(self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext) -> None:
-        self._wire_dtype, self._peer_wait = wire_dtype, peer_wait
-        self._early: dict[str, _Gather] = {}
-
-    def gather_early(self, model: nn.Module) -> None:
-        """Start gathering each tower's features when they are ready, during the other tower's forward pass."""
-
-        def start(name: str) -> Any:
-            def hook(module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
-                if torch.is_grad_enabled():
-                    self._early[name] = _Gather(features_BD, self._wire_dtype)
-
-            return hook
-
-        for name in ("audio", "text"):
-            model.get_submodule(f"{name}_projection").register_forward_hook(start(name))
-
-    def __call__(
-        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
-    ) -> Tensor:
-        """Compute the loss of this rank's pairs against the global batch. A collective; all micro-batches have the same size.
-
-        Args:
-            audio_BD, text_BD: L2-normalized features of the same pairs, fp32.
-            logit_scale: factor of the cosine similarities, shape (1,), fp32.
-
-        Returns:
-            Scalar: mean over this rank's pairs. Its mean over ranks is the global batch's loss; likewise for gradients.
-        """
-        audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
-        text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
-        with self._peer_wait():
-            gathered = audio.wait(), text.wait()
-        loss: Tensor = _Softmax.apply(audio_BD, text_BD, logit_scale, *gathered, self._peer_wait)
-        return loss
-
-
-class SigmoidLoss:
-    """Compute the pairwise sigmoid loss of SigLIP (arXiv 2303.15343), sending features around a ring without gathering them.
-
-    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 if i = j, else -1. Each rank computes the rows of its
-    audio and the columns of its text. Only rows contribute to the loss and the scalars' gradients, so that each entry counts
-    once. Features are sent and compared in `wire_dtype`.
-    """
-
-    def __init__(self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext) -> None:
-        self._wire_dtype, self._peer_wait = wire_dtype, peer_wait
-
-    def __call__(
-        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
-    ) -> Tensor:
-        """Compute the loss like `SoftmaxLoss`, with `logit_bias` of shape (1,), fp32."""
-        assert logit_bias is not None
-        loss: Tensor = _Sigmoid.apply(audio_BD, text_BD, logit_scale, logit_bias, self._wire_dtype, self._peer_wait)
-        return loss
-
-
 class _Gather:
     """Start an all-gather."""
 
     def __init__(self, local: Tensor, dtype: torch.dtype) -> None:
-        self._local = local.detach().to(dtype).contiguous()
+        self._own = self._gathered = local.detach().to(dtype).contiguous()
         self._work: dist.Work | None = None
-        self._gathered = self._local
         if world_size() > 1:
-            self._gathered = self._local.new_empty(world_size() * local.shape[0], *local.shape[1:])
-            self._work = _all_gather(self._gathered, self._local, async_op=True)
+            self._gathered = self._own.new_empty(world_size() * len(local), *local.shape[1:])
+            self._work = _all_gather(self._gathered, self._own, async_op=True)
 
     def wait(self) -> Tensor:
         """Return every rank's rows in rank order, complete for work queued afterwards."""
@@ -120,6 +54,7 @@ class _Softmax(torch.autograd.Function):
         audio_BD: Tensor,
         text_BD: Tensor,
         logit_scale: Tensor,
+        logit_bias: None,
         audio_ND: Tensor,
         text_ND: Tensor,
         peer_wait: PeerWait,
@@ -147,7 +82,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         audio_grad_BD, text_grad_BD, scale_grad = (saved * upstream[0] for saved in ctx.saved_tensors)
-        return audio_grad_BD, text_grad_BD, scale_grad, None, None, None
+        return audio_grad_BD, text_grad_BD, scale_grad, *[None] * 4
 
 
 class _Sigmoid(torch.autograd.Function):
@@ -158,14 +93,17 @@ class _Sigmoid(torch.autograd.Function):
         text_BD: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor,
-        wire_dtype: torch.dtype,
+        audio_ND: Tensor,
+        text_ND: Tensor,
         peer_wait: PeerWait,
     ) -> Tensor:
         scale, bias = logit_scale.detach(), logit_bias.detach()
-        audio, text = audio_BD.detach().to(wire_dtype), text_BD.detach().to(wire_dtype)
+        num_local, audios, texts = len(audio_BD), audio_ND.chunk(world_size()), text_ND.chunk(world_size())
+        audio, text = audios[rank()], texts[rank()]
         loss, scale_grad, bias_grad = (torch.zeros_like(scale) for _ in range(3))
         audio_grad_BD, text_grad_BD = torch.zeros_like(audio_BD), torch.zeros_like(text_BD)
-        for distance, other_audio, other_text in _round_the_ring(audio, text, peer_wait):
+        for distance in range(world_size()):
+            other_audio, other_text = audios[rank() - distance], texts[rank() - distance]
             similarity_BB = similarities(audio, other_text, scale.dtype)
             row_loss_BB, row_weight_BB = _sigmoid_terms(similarity_BB * scale + bias, distance == 0)
             loss += row_loss_BB.sum()
@@ -177,14 +115,13 @@ class _Sigmoid(torch.autograd.Function):
                 logits_BB = similarities(text, other_audio, scale.dtype) * scale + bias
                 column_weight_BB = _sigmoid_terms(logits_BB, False)[1]
             text_grad_BD += weighted_sum(column_weight_BB, other_audio, scale.dtype)
-        num_local = audio_BD.shape[0]
         features = (audio_grad_BD * (scale / num_local), text_grad_BD * (scale / num_local))
         ctx.save_for_backward(*features, scale_grad / num_local, bias_grad / num_local)
         return loss[0] / num_local
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None, None)
+        return (*(saved * upstream[0] for saved in ctx.saved_tensors), None, None, None)
 
 
 def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
@@ -196,60 +133,97 @@ def _sigmoid_terms(logits_BB: Tensor, paired: bool) -> tuple[Tensor, Tensor]:
     return loss_BB, weight_BB
 
 
-def _round_the_ring(audio: Tensor, text: Tensor, peer_wait: PeerWait) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (distance, audio, text) of every rank, this one first, and receive the next while the caller computes."""
-    number, size = rank(), world_size()
-    held = torch.stack((audio, text)).contiguous()
-    for distance in range(size):
-        requests, arriving = [], torch.empty_like(held)
-        if distance < size - 1:
-            onwards = dist.P2POp(dist.isend, held, (number + 1) % size)
-            requests = dist.batch_isend_irecv([onwards, dist.P2POp(dist.irecv, arriving, (number - 1) % size)])
-        yield distance, held[0], held[1]
-        with peer_wait():
-            for request in requests:
-                request.wait()
-        held = arriving
+class ContrastiveLoss:
+    """Base of losses. Features are gathered and compared in `wire_dtype`; sums and gradients are fp32."""
+
+    function: type[torch.autograd.Function]
+
+    def __init__(self, wire_dtype: torch.dtype = torch.float32, peer_wait: PeerWait = nullcontext) -> None:
+        self._wire_dtype, self._peer_wait = wire_dtype, peer_wait
+        self._early: dict[str, _Gather] = {}
+
+    def gather_early(self, model: nn.Module) -> None:
+        """Start gathering each tower's features when they are ready, during the other tower's forward pass."""
+        for name in ("audio", "text"):
+            model.get_submodule(f"{name}_projection").register_forward_hook(partial(self._start, name))
+
+    def _start(self, name: str, module: nn.Module, inputs: Any, features_BD: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self._early[name] = _Gather(features_BD, self._wire_dtype)
+
+    def __call__(
+        self, audio_BD: Tensor, text_BD: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+    ) -> Tensor:
+        """Compute the loss of this rank's pairs against the global batch. A collective; all micro-batches have the same size.
+
+        Args:
+            audio_BD, text_BD: L2-normalized features of the same pairs, fp32.
+            logit_scale: factor of the cosine similarities, shape (1,), fp32.
+            logit_bias: what is added to them, shape (1,), fp32, if the loss needs it.
+
+        Returns:
+            Scalar: mean over this rank's pairs. Its mean over ranks is the global batch's loss; likewise for gradients.
+        """
+        audio = self._early.pop("audio", None) or _Gather(audio_BD, self._wire_dtype)
+        text = self._early.pop("text", None) or _Gather(text_BD, self._wire_dtype)
+        with self._peer_wait():
+            gathered = audio.wait(), text.wait()
+        loss: Tensor = self.function.apply(audio_BD, text_BD, logit_scale, logit_bias, *gathered, self._peer_wait)
+        return loss
+
+
+class SoftmaxLoss(ContrastiveLoss):
+    """Compute the symmetric cross entropy of CLIP and CLAP (arXiv 2103.00020, 2211.06687).
+
+    With S = scale · A·Tᵀ over the global batch, r its row and c its column log-sum-exps, the gradient is
+    dL/dS_ij = (exp(S_ij - r_i) + exp(S_ij - c_j) - 2·[i = j]) / 2N.
+    """
+
+    function = _Softmax
+
+
+class SigmoidLoss(ContrastiveLoss):
+    """Compute the pairwise sigmoid loss of SigLIP (arXiv 2303.15343).
+
+    L = -1/N · Σ_ij log σ(z_ij · (scale · a_i·t_j + bias)). z_ij is 1 if i = j, else -1. Each rank computes the rows of its
+    audio and the columns of its text, one rank's block at a time. Only rows contribute to the loss and the scalars'
+    gradients, so that each entry counts once.
+    """
+
+    function = _Sigmoid
 
 
 def softmax_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    """Return the softmax loss of each pair of a held-out batch, (B,), and the loss if all similarities are equal."""
+    """Return the softmax loss of each pair of a held-out batch, (B,), and the minimum loss with equal similarities."""
     targets_BB = positive_BB / positive_BB.sum(1, keepdim=True)
     both = [F.cross_entropy(each, targets_BB, reduction="none") for each in (logits_BB, logits_BB.T)]
     return torch.stack(both).mean(0), math.log(len(logits_BB))
 
 
 def sigmoid_rows(logits_BB: Tensor, positive_BB: Tensor) -> tuple[Tensor, float]:
-    chance = sigmoid_chance(len(logits_BB), float(positive_BB.mean()))
+    """Return the sigmoid loss likewise."""
+    share = float(positive_BB.mean())
+    chance = -len(logits_BB) * (share * math.log(share) + (1 - share) * math.log1p(-share))
     return -F.logsigmoid((2 * positive_BB - 1) * logits_BB).sum(1), chance
 
 
-def sigmoid_chance(pairs: int, share: float = 0.0) -> float:
-    """Return the minimum loss with equal similarities if this fraction of pairs is positive (default: the diagonal)."""
-    share = share or 1 / pairs
-    return -pairs * (share * math.log(share) + (1 - share) * math.log1p(-share))
-
-
-@dataclass(frozen=True)
-class LossKind:
+class LossKind(NamedTuple):
     """Define one `clap.loss.kind`.
 
     Attributes:
         build: dtype in which features are sent, and `PeerWait` → loss, called like `SoftmaxLoss`.
         needs_bias: whether the model learns a logit bias.
-        chance: number of pairs in a batch → loss if all similarities are equal.
         evaluate: logits and positives of a held-out batch, both (B, B) fp64 → each pair's loss (B,), and that of chance.
     """
 
     build: Callable[[torch.dtype, PeerWait], Callable[..., Tensor]]
     needs_bias: bool
-    chance: Callable[[int], float]
     evaluate: Callable[[Tensor, Tensor], tuple[Tensor, float]]
 
 
 LOSSES = {
-    "softmax": LossKind(SoftmaxLoss, False, math.log, softmax_rows),
-    "sigmoid": LossKind(SigmoidLoss, True, sigmoid_chance, sigmoid_rows),
+    "softmax": LossKind(SoftmaxLoss, False, softmax_rows),
+    "sigmoid": LossKind(SigmoidLoss, True, sigmoid_rows),
 }
 
 

@@ -1,4 +1,4 @@
-"""Write DeepSpeed's and our scalars with DeepSpeed's monitor (TensorBoard, CSV, Weights & Biases, Comet)."""
+"""Write DeepSpeed's and our scalars to TensorBoard and DeepSpeed's other monitors (CSV, Weights & Biases, Comet)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from deepspeed.monitor.config import TensorBoardConfig
-from deepspeed.monitor.tensorboard import TensorBoardMonitor
+from torch.utils.tensorboard import SummaryWriter
 
 from clap_ds.config.files import own_folder
 from clap_ds.distributed.collectives import rank
@@ -23,23 +22,15 @@ class Scalars:
 
     def __init__(self, engine: ClapEngine, folder: Path) -> None:
         section, deepspeed = engine.config.get("tensorboard", {}), engine.deepspeed
-        monitor, placed_here = deepspeed.monitor, "output_path" not in section and section.get("enabled", True)
-        if placed_here:
-            place = {"output_path": str(folder), "job_name": section.get("job_name", "tensorboard")}
-            with warn_on_disk_full(folder / place["job_name"]):
-                if rank() == 0:
-                    with own_folder(folder / place["job_name"]):  # TensorBoard would follow a link
-                        pass
-                    monitor.tb_monitor = TensorBoardMonitor(TensorBoardConfig(enabled=True, **place))
-            monitor.enabled |= "enabled" in section  # whether DeepSpeed also writes
-        if monitor.tb_monitor is not None and (placed_here or deepspeed.global_samples > 0):
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-
-            # Make TensorBoard discard entries of samples that will be trained on again.
-            event = Event(step=deepspeed.global_samples + 1, session_log=SessionLog(status=SessionLog.START))
-            monitor.tb_monitor.summary_writer.file_writer.add_event(event)
+        place = Path(section.get("output_path", folder), section.get("job_name", "tensorboard"))
+        self._tensorboard: SummaryWriter | None = None
+        if section.get("enabled", True) and rank() == 0:
+            with warn_on_disk_full(place), own_folder(place):  # TensorBoard would follow a link
+                # TensorBoard discards entries of samples that will be trained on again.
+                self._tensorboard = SummaryWriter(str(place), purge_step=deepspeed.global_samples + 1)
+        deepspeed.monitor.enabled |= section.get("enabled", False)  # whether DeepSpeed also writes
         self._waiting: list[Scalar] = []
-        self._write, monitor.write_events = monitor.write_events, self._waiting.extend
+        self._write, deepspeed.monitor.write_events = deepspeed.monitor.write_events, self._waiting.extend
 
     def __enter__(self) -> Self:
         return self
@@ -52,4 +43,8 @@ class Scalars:
         events = sorted([*self._waiting, *scalars], key=lambda scalar: scalar[2])
         self._waiting.clear()
         with warn_on_disk_full("DeepSpeed's monitor output"):
+            if self._tensorboard is not None:
+                for event in events:
+                    self._tensorboard.add_scalar(*event)
+                self._tensorboard.flush()
             self._write(events)

@@ -33,13 +33,11 @@ def open_run_dir(run: RunSettings, ranks: Ranks, device: torch.device) -> Iterat
     if ranks.is_main_process:
         if ranks.job_folder is not None:
             write_atomically(ranks.job_folder / "run_directory", f"{record.path}\n")
-        print(f"run directory: {record.path}", flush=True)
-        print(f"ranks: {ranks.world_size}, nodes: {len({host for host, _ in everywhere})}", flush=True)
-        if device.type == "cpu" and run.precision == "bf16":
-            print(f"CPU kernels: {kernels}", flush=True)
+        lines = f"run directory: {path}", f"ranks: {ranks.world_size}, nodes: {len({host for host, _ in everywhere})}"
+        print(*lines, *[f"CPU kernels: {kernels}"] * (device.type == "cpu"), sep="\n", flush=True)
     error_file.set_error_dir(record.path, ranks.rank, ranks.host)
     if not run.clap.debug.enabled:  # a debugger may hold a rank for hours
-        watchdog.start(record.path, ranks.rank, ranks.host)
+        watchdog.start(record.path)
     what = lambda: f"micro-batch {run.micro_batch} on {environment.device_name(device)}"  # noqa: E731
     with record_outcome(record, ranks, what):
         yield record

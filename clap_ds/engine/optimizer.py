@@ -24,8 +24,6 @@ from clap_ds.cpu_kernels.jit_build import is_ready, unavailable
 
 OPTIONS = frozenset({"lr", "betas", "eps", "weight_decay"})
 """Fields of `optimizer.params` that `FlatAdamW` supports."""
-REQUIRED = {"adam_w_mode": True, "fused": True, "torch_adam": False}
-"""Other fields of `optimizer.params`, with the only values it can replace."""
 NORM_ROW = 4096
 """Elements whose squares are summed in fp32; their sums are added in fp64."""
 
@@ -60,7 +58,7 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         """Update the weights; `closure` and `grad_norms` are unused.
 
         Args:
-            grads: each group's flat gradient, in one or several tensors; None: the parameters' own.
+            grads: each group's flat gradient in one tensor or, for the CPU kernel, several; None: the parameters' own.
             output_params: each group's flat tensor in the model's dtype, which receives the new weights.
             scale: divisor of `grads`; if a tensor, scalar fp32 on their device.
             found_inf: scalar fp32 on the device of `grads`; 1 leaves weights, moments and step counters unchanged.
@@ -71,26 +69,24 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         by_torch: list[tuple[Tensor, Tensor]] = []
         for group, gradients, (low,) in zip(self.param_groups, grads, output_params, strict=True):
             (master,) = group["params"]
-            if self.steps_natively(gradients, low, master):
+            if self.steps_natively(low):
                 self._step_natively(group, gradients, low, float(scale), found_inf)
-                continue
-            flat = gradients[0] if len(gradients) == 1 else torch.cat([each.view(-1) for each in gradients])
-            master.grad = flat.float()
-            by_torch.append((master, low))
-        if by_torch:
-            # torch's fused kernels read these attributes. Masters without a gradient stay.
-            is_one = not isinstance(scale, Tensor) and scale == 1.0
-            self.grad_scale = None if is_one else torch.as_tensor(scale, dtype=torch.float32, device=low.device)
-            self.found_inf = found_inf
-            super().step()
-            self.grad_scale = self.found_inf = None
+            else:
+                master.grad = gradients[0].float()
+                by_torch.append((master, low))
+        # torch's fused kernels read these attributes. Masters without a gradient stay.
+        is_one = isinstance(scale, float) and scale == 1.0
+        self.grad_scale = None if is_one else torch.as_tensor(scale, dtype=torch.float32, device=low.device)
+        self.found_inf = found_inf
+        super().step()
+        self.grad_scale = self.found_inf = None
         for master, low in by_torch:
             low.copy_(master)
             master.grad = None
 
-    def steps_natively(self, gradients: Sequence[Tensor], low: Tensor, master: Tensor) -> bool:
-        """Return whether the CPU kernel supports a group with these tensors."""
-        return self.cpu_kernels and adamw_native.supports(low, low, master) and is_ready(*gradients)
+    def steps_natively(self, low: Tensor) -> bool:
+        """Return whether the CPU kernel supports a group with this tensor in the model's dtype."""
+        return self.cpu_kernels and is_ready(low) and not unavailable()
 
     def _step_natively(
         self, group: dict[str, Any], gradients: list[Tensor], low: Tensor, scale: float, found_inf: Tensor | None
@@ -103,11 +99,10 @@ class FlatAdamW(torch.optim.AdamW, _InPlaceOfFusedAdam):
         if found_inf is not None and bool(found_inf):
             return
         state["step"] += 1
-        options = {name: group[name] for name in OPTIONS}
-        sizes = [each.numel() for each in gradients]
-        masters, *moments = (each.split(sizes) for each in (master.detach(), state["exp_avg"], state["exp_avg_sq"]))
-        tensors = low.split(sizes), gradients, masters, *moments
-        adamw_native.native_adamw(*tensors, **options, step=int(state["step"]), scale=scale)
+        options, sizes = {name: group[name] for name in OPTIONS}, [each.numel() for each in gradients]
+        flats = low, master.detach(), state["exp_avg"], state["exp_avg_sq"]
+        lows, *rest = (each.split(sizes) for each in flats)
+        adamw_native.native_adamw(lows, gradients, *rest, **options, step=int(state["step"]), scale=scale)
 
 
 class FlatStep:
@@ -120,7 +115,6 @@ class FlatStep:
     def __init__(self, wrapper: FP16_Optimizer) -> None:
         self._wrapper = wrapper
         self.skipped = torch.zeros((), dtype=torch.bool, device=wrapper.fp32_groups_flat[0].device)
-        self._flats = wrapper.fp16_groups_flat, wrapper.fp32_groups_flat
         wrapper.step_fused_adam = self
 
     @staticmethod
@@ -133,13 +127,12 @@ class FlatStep:
     def __call__(self) -> bool:
         """Clip and update, and set the wrapper's `_global_grad_norm` to the norm before clipping, scalar fp64.
         Return False, like the wrapper without an overflow."""
-        wrapper = self._wrapper
-        gradients = [self._gradients(*group) for group in zip(wrapper.fp16_groups, *self._flats, strict=True)]
-        norm = wrapper._global_grad_norm = norm_of(
-            [each for group in gradients for each in group], natively=wrapper.optimizer.cpu_kernels
-        )
-        self.skipped = ~norm.isfinite()
-        most = wrapper.clip_grad
+        wrapper, most = self._wrapper, self._wrapper.clip_grad
+        gradients = [
+            self._gradients(*group) for group in zip(wrapper.fp16_groups, wrapper.fp16_groups_flat, strict=True)
+        ]
+        norm = norm_of([*chain(*gradients)], natively=wrapper.optimizer.cpu_kernels)
+        wrapper._global_grad_norm, self.skipped = norm, ~norm.isfinite()
         wrapper.optimizer.step(
             grads=gradients,
             output_params=[[low] for low in wrapper.fp16_groups_flat],
@@ -148,61 +141,49 @@ class FlatStep:
         )
         return False
 
-    def _gradients(self, group: Sequence[Tensor], low: Tensor, master: Tensor) -> list[Tensor]:
+    def _gradients(self, group: Sequence[Tensor], low: Tensor) -> list[Tensor]:
         """Return a group's gradients: one per parameter for the CPU kernel, else one flat tensor, to launch few kernels."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in group]
-        natively = self._wrapper.optimizer.steps_natively(gradients, low, master)
-        return gradients if natively else [_flatten_dense_tensors(gradients)]
+        return gradients if self._wrapper.optimizer.steps_natively(low) else [_flatten_dense_tensors(gradients)]
 
 
 def scale_rates(optimizer: Any) -> None:
     """Multiply every group's `lr` by its `lr_scale`, if any, during each step. Between steps `lr` is the scheduler's."""
-    if not any("lr_scale" in group for group in optimizer.param_groups):
-        return
     plain = optimizer.step
 
     @wraps(plain)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: Any, **kwargs: Any) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * group.get("lr_scale", 1.0)
-        result = plain(*args, **kwargs)
+            group["lr"] *= group.get("lr_scale", 1.0)
+        plain(*args, **kwargs)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        return result
 
     optimizer.step = step
 
 
-def master_tensors(optimizer: Any) -> list[Tensor]:
-    """Return the optimizer's fp32 weights: flat per group, or one per parameter, which may be the model's own."""
+def master_weights(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return the optimizer's fp32 weights by name, in its order; they may be the model's own."""
+    groups = getattr(optimizer, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
+    masters: Iterable[Any] = getattr(optimizer, "fp32_groups", groups)
     if hasattr(optimizer, "fp32_groups_flat"):
-        return list(optimizer.fp32_groups_flat)
-    return list(chain(*getattr(optimizer, "fp32_groups", _model_groups(optimizer))))
-
-
-def by_parameter(optimizer: Any, masters: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Split tensors with the layout of `master_tensors`, by id of the model's parameter."""
-    groups = _model_groups(optimizer)
-    if hasattr(optimizer, "fp32_groups_flat"):
-        masters = chain(*map(_unflatten_dense_tensors, masters, groups))
-    return {id(parameter): fp32 for parameter, fp32 in zip(chain(*groups), masters, strict=True)}
-
-
-def _model_groups(optimizer: Any) -> list[list[Tensor]]:
-    return getattr(optimizer, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
+        masters = map(_unflatten_dense_tensors, optimizer.fp32_groups_flat, groups)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(own)]: fp32 for own, fp32 in zip(chain(*groups), chain(*masters), strict=True)}
 
 
 def norm_of(tensors: Sequence[Tensor], *, natively: bool = False) -> Tensor:
     """Return the total 2-norm of contiguous tensors, scalar fp64 on their device; `natively`: with the CPU kernel if possible.
     Squares are summed in rows, as a single fp32 sum of 10⁸ would be wrong by percents."""
-    taken = [each for each in tensors if natively and is_ready(each) and not unavailable()]
-    norms = [adamw_native.native_norm(taken).view(1)] if taken else []
+    norms = list[Tensor]()
+    if natively and not unavailable() and (ready := [each for each in tensors if is_ready(each)]):
+        norms.append(adamw_native.native_norm(ready).view(1))
+        tensors = [each for each in tensors if not is_ready(each)]
     for each in tensors:
-        if not (taken and is_ready(each)):
-            whole = each.numel() - each.numel() % NORM_ROW
-            for rows in (each.view(-1)[:whole].view(-1, NORM_ROW), each.view(-1)[whole:].view(1, -1)):
-                norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
+        whole = each.numel() - each.numel() % NORM_ROW
+        for rows in (each.view(-1)[:whole].view(-1, NORM_ROW), each.view(-1)[whole:].view(1, -1)):
+            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
     return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
 
 
@@ -211,41 +192,32 @@ class WeightAverage:
     update keeps the fraction `decay` of it. Frozen weights and buffers are the model's own.
 
     Attributes:
-        tensors: the average, fp32, with the layout of `master_tensors`.
+        weights: the average by name, fp32.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, decay: float) -> None:
-        self._model, self._optimizer, self._decay = model, optimizer, decay
-        self.tensors = [master.detach().clone() for master in master_tensors(optimizer)]
+    def __init__(self, model: nn.Module, masters: Mapping[str, Tensor], decay: float) -> None:
+        self._decay, self._masters = decay, [*masters.values()]
+        self._models = [model.get_parameter(name) for name in masters]
+        self.weights = {name: master.detach().clone() for name, master in masters.items()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average after a step: average = decay · average + (1 - decay) · weights."""
-        torch._foreach_lerp_(self.tensors, master_tensors(self._optimizer), 1 - self._decay)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return fp32 averages of the trained parameters by name; they share the average's memory."""
-        parts = by_parameter(self._optimizer, self.tensors)
-        return {name: parts[id(p)] for name, p in self._model.named_parameters() if id(p) in parts}
+        torch._foreach_lerp_([*self.weights.values()], self._masters, 1 - self._decay)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Set the average to these weights by name; missing ones stay."""
-        for name, average in self.state().items():
+        for name, average in self.weights.items():
             average.copy_(weights.get(name, average))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Replace the model's weights by the average, in their dtypes, and restore them exactly afterwards."""
-        average = self.state()
-        kept = {name: self._model.get_parameter(name).detach().clone() for name in average}
-        self._put(average)
+        weights = [weight.detach() for weight in self._models]
+        kept = [weight.clone() for weight in weights]
+        torch._foreach_copy_(weights, [*self.weights.values()])
         try:
             yield
         finally:
-            self._put(kept)
-
-    @torch.no_grad()
-    def _put(self, weights: Mapping[str, Tensor]) -> None:
-        for name, weight in weights.items():
-            self._model.get_parameter(name).copy_(weight)
+            torch._foreach_copy_(weights, kept)

@@ -1,15 +1,15 @@
 """Get and set the engine state that training resumes from, without pickles: ZeRO-0 state, fp32 weights, description."""
 
-import zlib
 from typing import Any
+from warnings import catch_warnings
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from clap_ds.engine.compile import reason_of
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import trained_towers
-from clap_ds.engine.optimizer import by_parameter, master_tensors
 from clap_ds.weights.formats import Checkpoint
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -29,91 +29,71 @@ def engine_state(engine: ClapEngine) -> dict[str, Any]:
     }
 
 
-def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object, *, scheduler: bool = True) -> None:
-    """Restore such a state, except options like learning rate and betas, which stay the run's own. Without `scheduler` the
-    run's own continues at the state's step. Raises ValueError, naming `where`, if names or shapes differ."""
+def load_engine_state(engine: ClapEngine, state: dict[str, Any], where: object) -> None:
+    """Restore such a state, except options like learning rate, betas and schedule, which stay the run's own. The schedule
+    continues at the state's step. Raises ValueError, naming `where`, if names or shapes differ."""
     deepspeed = engine.deepspeed
     own = [{name: group[name] for name in group if name not in ("params", "step")} for group in _groups(engine)]
     try:
         deepspeed.module.load_state_dict(state["module"])
         deepspeed.optimizer.load_state_dict(state["optimizer"])
-        if scheduler and deepspeed.lr_scheduler is not None:
-            deepspeed.lr_scheduler.load_state_dict(state["lr_scheduler"])
         for name in COUNTERS:
             setattr(deepspeed, name, int(state[name]))
     except Exception as error:  # of many types
         raise ValueError(f"{where} can't be loaded into this run: {reason_of(error)}") from error
     for group, options in zip(_groups(engine), own, strict=True):
         group |= options
-    _set_rates(engine, None if scheduler else deepspeed.global_steps)
+    schedule = state["lr_scheduler"] or {}  # its steps don't count those that DeepSpeed skipped
+    _advance(engine, schedule.get("last_epoch", 1 + schedule.get("last_batch_iteration", deepspeed.global_steps - 1)))
 
 
 def load_weights_alone(engine: ClapEngine, weights: Checkpoint, steps: int, samples: int) -> None:
     """Load weights, in fp32 if the optimizer keeps them so, after `steps` steps. The optimizer state starts from scratch and
     the scheduler continues. Raises ValueError if the weights are of another model."""
     weights.load_into(engine.model)
-    masters = _masters(engine)
     with torch.no_grad():
-        for name, parameter in engine.model.named_parameters():
-            if id(parameter) in masters:
-                masters[id(parameter)].copy_(weights.state.get(name, parameter))
+        for name, master in engine.masters.items():
+            master.copy_(weights.state.get(name, engine.model.get_parameter(name)))
     engine.deepspeed.global_steps, engine.deepspeed.global_samples = steps, samples
-    _set_rates(engine, steps)
+    _advance(engine, steps)
 
 
 def _groups(engine: ClapEngine) -> Any:
     return engine.deepspeed.optimizer.param_groups
 
 
-def _set_rates(engine: ClapEngine, steps: int | None = None) -> None:
-    """Set the optimizer's rates to the scheduler's after `steps` steps (None: those it has counted)."""
+def _advance(engine: ClapEngine, steps: int) -> None:
+    """Advance the scheduler to the rates after `steps` steps."""
     scheduler = engine.deepspeed.lr_scheduler
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        for _ in range(scheduler.last_epoch, steps or 0):
-            scheduler.step()
-        for group, rate in zip(_groups(engine), scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
-    elif scheduler is not None:
-        last = scheduler.last_batch_iteration if steps is None else steps - 1
-        if last >= 0:
-            scheduler.step(last)
+        with catch_warnings(action="ignore"):  # of a scheduler that steps before its optimizer
+            for _ in range(scheduler.last_epoch, steps):
+                scheduler.step()
+    elif scheduler is not None and steps:
+        scheduler.step(steps - 1)
 
 
-def _masters(engine: ClapEngine) -> dict[int, Tensor]:
-    """Return the optimizer's fp32 copies, or else the model's parameters, by id of the model's parameter."""
-    optimizer = engine.deepspeed.optimizer
-    return by_parameter(optimizer, master_tensors(optimizer))
-
-
-def master_weights(engine: ClapEngine) -> dict[str, Tensor]:
+def fp32_state(engine: ClapEngine) -> dict[str, Tensor]:
     """Return the model's state in fp32, with the optimizer's copies of weights if it has them."""
-    masters = _masters(engine)
-    state = dict(engine.model.state_dict())
-    state |= {name: masters.get(id(parameter), parameter) for name, parameter in engine.model.named_parameters()}
+    state = {**engine.model.state_dict(), **engine.masters}
     return {name: tensor.detach().float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
-def not_finite(state: Any, name: str = "") -> list[str]:
+def not_finite(state: Any) -> list[str]:
     """Return names of tensors with a NaN or infinite number in a state of nested dictionaries and lists."""
-    if isinstance(state, Tensor):
-        if not state.is_floating_point() or not state.numel():
-            return []
-        return [] if torch.stack(state.aminmax()).isfinite().all() else [name]  # aminmax propagates NaN
-    parts = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
-    return [bad for part, value in parts for bad in not_finite(value, f"{name}.{part}".removeprefix("."))]
+    named = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(state)[0] if isinstance(leaf, Tensor)]
+    floats = [(name, leaf) for name, leaf in named if leaf.is_floating_point() and leaf.numel()]
+    return [name for name, leaf in floats if not torch.stack(leaf.aminmax()).isfinite().all()]  # NaNs propagate
 
 
 def describe(engine: ClapEngine) -> dict[str, Any]:
     """Return what a run and a checkpoint must have in common to resume, as JSON values."""
     outer, scheduler = engine.deepspeed.optimizer, engine.deepspeed.lr_scheduler
     inner = getattr(outer, "optimizer", None)
-    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    rates = len({group.get("lr_scale", 1.0) for group in outer.param_groups})
-    layout = [names[each] for each in _masters(engine)], [each.numel() for each in master_tensors(outer)]
     return {
         "optimizer": " over ".join(type(each).__name__ for each in (outer, inner) if each is not None),
         "scheduler": None if scheduler is None else type(scheduler).__name__,
         "loss": type(engine.loss).__name__,
         "trained_towers": trained_towers(engine.model),
-        "learning_rates": 1 if rates == 1 else f"{rates} (groups {zlib.crc32(repr(layout).encode()):08x})",
+        "parameter_groups": [[each["name"], sum(map(Tensor.numel, each["params"]))] for each in _groups(engine)],
     }

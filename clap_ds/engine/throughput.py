@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from clap_ds.distributed.collectives import gather_tensor
-from clap_ds.run_records.environment import largest_memory, peak_memory
+from clap_ds.distributed.collectives import gather
+from clap_ds.run_records.environment import energy_joules, largest_memory, peak_memory
 from clap_ds.run_records.intervals import rates
-from clap_ds.run_records.metrics_schema import Rates, StepTime, Summary
+from clap_ds.run_records.metrics_schema import StepTime, Summary
 from clap_ds.run_records.stragglers import Floats
 from clap_ds.run_records.timers import StepTimes
 
@@ -27,6 +27,7 @@ class Window(NamedTuple):
         step_s, own_s, data_wait_s: seconds, (steps, ranks), as in `StepTimes`.
         figures: other numbers of each step, (steps, ranks, number).
         memory: peak memory so far.
+        joules: counters of all ranks' GPUs at its end, in total; NaN if unknown.
     """
 
     window_s: Floats
@@ -35,6 +36,7 @@ class Window(NamedTuple):
     data_wait_s: Floats
     figures: Floats
     memory: Summary
+    joules: float = math.nan
 
     @property
     def slowest_s(self) -> float:
@@ -49,14 +51,13 @@ class Window(NamedTuple):
 def gather_window(times: StepTimes, figures: Tensor) -> Window:
     """Gather a window's times, and `figures` of each step, (steps, number), on rank 0. A collective."""
     data_wait_s = [phases["data_wait"] for phases in times.phases_s]
-    seconds = torch.tensor([times.step_s, times.own_s, data_wait_s], dtype=torch.float64, device=figures.device)
-    rows = torch.cat((seconds.T, figures.double()), dim=1)
-    whole = rows.new_tensor([times.window_s, *peak_memory(figures.device)])
-    ranks = gather_tensor(torch.cat((rows.flatten(), whole))).cpu().numpy()
-    by_step = ranks[:, : rows.numel()].reshape(-1, *rows.shape).swapaxes(0, 1)
+    own = np.column_stack((times.step_s, times.own_s, data_wait_s, figures.double().cpu().numpy()))
+    device = figures.device
+    ranks = gather((times.window_s, own, peak_memory(device), energy_joules(device)))
+    window_s, rows, memory, joules = zip(*ranks, strict=True)
+    by_step = np.stack(rows, axis=1)
     step_s, own_s, waits_s = np.moveaxis(by_step[..., :3], 2, 0)
-    memory = largest_memory(ranks[:, rows.numel() + 1 :].tolist())
-    return Window(ranks[:, rows.numel()], step_s, own_s, waits_s, by_step[..., 3:], memory)
+    return Window(np.array(window_s), step_s, own_s, waits_s, by_step[..., 3:], largest_memory(memory), sum(joules))
 
 
 class Throughput:
@@ -73,16 +74,14 @@ class Throughput:
         self._step_s.extend(window.step_s[:, 0])
         self._slowest_s.extend(window.step_s.max(axis=1))
 
-    def rates(self) -> Rates:
-        """Compute samples/s of one GPU, each window as long as its slowest rank's."""
-        samples, window_s, _ = self._merged()
-        return rates((samples / window_s / self._world_size).tolist(), window_s.tolist())
-
     def summary(self) -> Summary:
-        """Return the statistics; empty without windows."""
+        """Return the statistics, with each window as long as its slowest rank's; empty without windows."""
         if not self._windows:
             return {}
-        found, (_, window_s, waited_s) = self.rates(), self._merged()
+        every = -(-len(self._windows) // MOST_WINDOWS)
+        merged = np.add.reduceat(np.array(self._windows, float), range(0, len(self._windows), every))
+        samples, window_s, waited_s = merged.T
+        found = rates((samples / window_s / self._world_size).tolist(), window_s.tolist())
         return Summary(
             samples_per_s_per_gpu=found,
             samples_per_s=found["mean"] * self._world_size,
@@ -93,7 +92,3 @@ class Throughput:
             ),
             data_wait_percent=float(100 * waited_s.sum() / window_s.sum()),
         )
-
-    def _merged(self) -> Floats:
-        every = -(-len(self._windows) // MOST_WINDOWS)
-        return np.add.reduceat(np.array(self._windows, float), range(0, len(self._windows), every)).T

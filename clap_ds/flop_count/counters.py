@@ -61,9 +61,7 @@ def parameter_counts(model: ClapModel) -> dict[str, int]:
 
 def count_by_deepspeed(model: ClapModel, context_length: int) -> Count:
     """Count the FLOPs of one waveform and a caption of `context_length`, at most the position table's rows."""
-    # RoBERTa numbers real tokens from 2, so its 514 positions hold 512 of them; padding isn't numbered.
-    padding = model.config.text.pad_token_id
-    waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.full((1, context_length), padding)
+    waveform, caption = torch.zeros(1, model.config.audio.num_samples), torch.ones(1, context_length, dtype=torch.long)
     return profile_by_deepspeed(FlopsProfiler(model), lambda: model(waveform, caption, None))
 
 

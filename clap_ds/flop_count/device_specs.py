@@ -1,12 +1,13 @@
 """List accelerators' data-sheet rates, and compute model FLOPs utilization (MFU) from their peaks.
 
-Peaks are for dense bf16 with fp32 accumulation, by the driver's full device name; rates with 2:4 sparsity are halved.
+Peaks are for dense bf16 (V100: fp16) with fp32 accumulation. Rates with 2:4 sparsity are halved. Names are those of drivers.
 A device that isn't listed, such as a MIG slice, has no peak and no MFU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 from clap_ds.config.errors import UserError, did_you_mean
 from clap_ds.run_records.metrics_schema import Summary
@@ -33,6 +34,7 @@ class Gpu:
         return self.names.split(", ")[0]
 
 
+_V100 = "NVIDIA V100 data sheet (2020), fp16 as it has no bf16"
 _A100, _A800 = "NVIDIA A100 data sheet (2022)", "NVIDIA A800 data sheet: an A100 with slower NVLink"
 _H100 = "NVIDIA H100 data sheet (2024), half of its rate with sparsity"
 _H800 = "NVIDIA H800 data sheet, half of its rate with sparsity"
@@ -40,6 +42,8 @@ _H200 = "NVIDIA H200 data sheet (2024), half of its rate with sparsity"
 _GH200 = "NVIDIA GH200 data sheet (2024; as the published runs assume), half of 1,979 TFLOPS with sparsity"
 _AMD = "AMD Instinct {} data sheet (2023)"
 _TABLE = (
+    Gpu("Tesla V100-SXM2-16GB", 125, _V100, "v100-16gb", 15.7, 0.9, 15.7, 150),
+    Gpu("Tesla V100-SXM2-32GB", 125, _V100, "v100-32gb", 31.7, 0.9, 15.7, 150),
     Gpu("A100-SXM4-40GB", 312, _A100, "a100-sxm-40gb", 39.4, 1.555, 19.5, 300),
     Gpu("A100-SXM4-80GB", 312, _A100, "a100-sxm-80gb", 79.2, 2.039, 19.5, 300),
     Gpu("A100 80GB PCIe, A100-PCIE-80GB", 312, f"{_A100}; PCIe 4.0", "a100-pcie-80gb", 79.2, 1.935, 19.5, 32),
@@ -52,7 +56,7 @@ _TABLE = (
     Gpu("H100 80GB HBM3, H100 SXM5 80GB, H100-SXM5-80GB", 989, _H100, "h100-sxm", 79.1, 3.35, 67, 450),
     Gpu("H100 PCIe, H100 80GB PCIe", 756, f"{_H100}; PCIe 5.0, no bridges", "h100-pcie", 79.1, 2.0, 51, 64),
     Gpu("H100 NVL", 835, _H100),
-    Gpu("H800, H800 80GB HBM3", 989, _H800),
+    Gpu("H800, H800 80GB HBM3", 989, _H800, "h800", 79.1, 3.35, 67, 200),
     Gpu("H800 PCIe", 756, _H800),
     Gpu("H20, H20-3e, H20 96GB HBM3", 148, "NVIDIA H20 data sheet"),
     Gpu("H200, H200 141GB HBM3e", 989, _H200, "h200", 139.8, 4.8, 67, 450),
@@ -109,18 +113,19 @@ def utilization(
     forward and backward; `recomputed_flops` executed in addition, which count for `hfu_percent`.
     """
     peak, per_s = peak_for(device_name, override_tflops), samples_per_s / 1e12
-    published, achieved = TRAINING_OVER_FORWARD * published_flops * per_s, training_flops * per_s
-    hardware = achieved + recomputed_flops * per_s
+    achieved = training_flops * per_s
+    tflops = {
+        "mfu_published_percent": TRAINING_OVER_FORWARD * published_flops * per_s,
+        "mfu_model_percent": achieved,
+        "hfu_percent": achieved + recomputed_flops * per_s,
+    }
     missing = (
         f"no MFU: the peak of {device_name!r} is unknown; set clap.hardware.peak_tflops to its dense bf16 TFLOPS"
         ' (in the run\'s JSON: "clap": {"hardware": {"peak_tflops": …}})'
     )
-
-    def percent(tflops: float) -> float | None:
-        return 100 * tflops / peak.bf16_tflops if peak else None
-
-    return {
-        "mfu_published_percent": percent(published), "mfu_model_percent": percent(achieved), "hfu_percent": percent(hardware),
-        "achieved_tflops": achieved, "hardware_tflops": hardware,
+    found: Any = {
+        **{name: 100 * each / peak.bf16_tflops if peak else None for name, each in tflops.items()},
+        "achieved_tflops": achieved, "hardware_tflops": tflops["hfu_percent"],
         "peak_tflops": peak.bf16_tflops if peak else None, "peak_source": peak.source if peak else missing,
     }  # fmt: skip
+    return cast("Summary", found)

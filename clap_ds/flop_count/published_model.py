@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from clap_ds.config.model import AudioConfig, ClapConfig
 from clap_ds.flop_count.counters import build
 from clap_ds.model.clap import ClapModel
+from clap_ds.model.htsat import FoldToImage
 from clap_ds.model.mel import MIN_POWER, LogMel, full_scale
 
 
 def published_model(config: ClapConfig) -> ClapModel:
     """Build a model with convolutional STFT, interpolated stretch, AudioSet head, and all tokens in the last text layer."""
     model = build(config)
-    model.text.compute_every_token()
+    model.text.roberta.encoder.layer[-1].first_only = False
     model.add_module("mel", ConvolutionMel(config.audio))
     model.audio.add_module("fold", InterpolatingFold(config.audio))
     model.audio.add_module("norm", NormWithAudioSetHead(config.audio))
@@ -43,18 +44,12 @@ class ConvolutionMel(LogMel):
             return 10.0 * self.mel_power(torch.complex(real_BKT, imaginary_BKT)).clamp(min=MIN_POWER).log10()
 
 
-class InterpolatingFold(nn.Module):
+class InterpolatingFold(FoldToImage):
     """Fold into an image with an interpolation as stretch, which no counter counts as multiply-adds."""
 
-    def __init__(self, config: AudioConfig) -> None:
-        super().__init__()
-        self.image_size, self.freq_ratio = config.image_size, config.freq_ratio
-
-    def forward(self, mel_BFT: Tensor) -> Tensor:
+    def stretched(self, mel_BFT: Tensor) -> Tensor:
         size = (mel_BFT.shape[1], self.image_size * self.freq_ratio)
-        stretched = F.interpolate(mel_BFT[:, None], size, mode="bicubic", align_corners=True)[:, 0]
-        segments = stretched.unflatten(2, (self.freq_ratio, self.image_size))
-        return segments.transpose(1, 2).reshape(mel_BFT.shape[0], 1, self.image_size, self.image_size)
+        return F.interpolate(mel_BFT[:, None], size, mode="bicubic", align_corners=True)[:, 0]
 
 
 class NormWithAudioSetHead(nn.LayerNorm):
@@ -62,12 +57,12 @@ class NormWithAudioSetHead(nn.LayerNorm):
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__(config.output_dim)
-        self.kernel_height = max(1, config.stage_grids[-1] // config.freq_ratio)
-        self.tscam_conv = nn.Conv2d(config.output_dim, config.num_classes, (self.kernel_height, 3), padding=(0, 1))
+        self.height = max(1, config.stage_grids[-1] // config.freq_ratio)
+        self.tscam_conv = nn.Conv2d(config.output_dim, config.num_classes, (self.height, 3), padding=(0, 1))
 
     def forward(self, tokens_BHWC: Tensor) -> Tensor:
         normed = super().forward(tokens_BHWC)
-        # Grid rows are time segments of `kernel_height` frequencies each: place the segments side by side.
-        segments = normed.permute(0, 3, 1, 2).unflatten(2, (-1, self.kernel_height))
+        # Grid rows are time segments of `height` frequencies each: place the segments side by side.
+        segments = normed.permute(0, 3, 1, 2).unflatten(2, (-1, self.height))
         self.tscam_conv(segments.transpose(2, 3).flatten(3))
         return normed

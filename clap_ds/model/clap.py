@@ -70,12 +70,11 @@ class ClapModel(nn.Module):
         super().__init__()
         self.config = config
         self.mel = LogMel(config.audio)
-        self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment)
+        own = {tower: tower in activation_checkpointing for tower in ("audio", "text")}
+        self.audio = HTSAT(config.audio, drop_path=drop_path, spec_augment=spec_augment, checkpoint=own["audio"])
         self.audio.use_kernels(attention, mlp)
         self.audio_projection = Projection(config.audio.output_dim, config.joint_dim, config.audio.projection)
-        self.text = TextTower(config.text, dropout=text_dropout)
-        self.audio.checkpoint_activations("audio" in activation_checkpointing)
-        self.text.checkpoint_activations("text" in activation_checkpointing)
+        self.text = TextTower(config.text, dropout=text_dropout, checkpoint=own["text"])
         self.text_projection = Projection(config.text.hidden_size, config.joint_dim, config.text.projection)
         self.logit_scale = nn.Parameter(torch.tensor([math.log(10) if learns_bias else INITIAL_LOGIT_SCALE]))
         self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if learns_bias else None

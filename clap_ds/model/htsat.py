@@ -78,14 +78,18 @@ class FoldToImage(nn.Module):
 
     def forward(self, mel_BFT: Tensor) -> Tensor:
         """Fold (B, F, T) to (B, 1, image_size, image_size)."""
-        if self.stretch is not None:
-            stretch = self.stretch.to(mel_BFT.dtype)
-            if mel_BFT.is_cuda:  # products over a multiple of 8 are twice as fast
-                padding = -len(stretch) % 8
-                mel_BFT, stretch = F.pad(mel_BFT, (0, padding)), F.pad(stretch, (0, 0, 0, padding))
-            mel_BFT = torch.matmul(mel_BFT, stretch)
-        segments = mel_BFT.unflatten(2, (self.freq_ratio, self.image_size))
+        segments = self.stretched(mel_BFT).unflatten(2, (self.freq_ratio, self.image_size))
         return segments.transpose(1, 2).reshape(mel_BFT.shape[0], 1, self.image_size, self.image_size)
+
+    def stretched(self, mel_BFT: Tensor) -> Tensor:
+        """Stretch time to the image's width."""
+        if self.stretch is None:
+            return mel_BFT
+        stretch = self.stretch.to(mel_BFT.dtype)
+        if mel_BFT.is_cuda:  # products over a multiple of 8 are twice as fast
+            padding = -len(stretch) % 8
+            mel_BFT, stretch = F.pad(mel_BFT, (0, padding)), F.pad(stretch, (0, 0, 0, padding))
+        return torch.matmul(mel_BFT, stretch)
 
 
 class HeldLayer(nn.Module):
@@ -101,7 +105,7 @@ class HTSAT(nn.Module):
     """The audio tower: one vector per log-mel spectrogram. Stochastic depth grows linearly from 0 at the first block to
     `drop_path` at the last. `tscam_conv` and `head`, HTSAT's AudioSet classifier, are loaded and saved but unused."""
 
-    def __init__(self, config: AudioConfig, *, drop_path: float, spec_augment: bool) -> None:
+    def __init__(self, config: AudioConfig, *, drop_path: float, spec_augment: bool, checkpoint: bool = False) -> None:
         super().__init__()
         self.batch_norm = MelBatchNorm(config.mel_bins)
         self.spec_augment = SpecAugment() if spec_augment else nn.Identity()
@@ -110,7 +114,7 @@ class HTSAT(nn.Module):
         rates = torch.linspace(0, drop_path, sum(config.depths), device="cpu").tolist()
         self.stages = nn.ModuleList()
         for stage, depth in enumerate(config.depths):
-            self.stages.append(Stage(config, stage, rates[:depth]))
+            self.stages.append(Stage(config, stage, rates[:depth], checkpoint=checkpoint))
             rates = rates[depth:]
         self.norm = nn.LayerNorm(config.output_dim)
         self.apply(_init_weights)
@@ -118,12 +122,6 @@ class HTSAT(nn.Module):
         kernel_height = max(1, config.stage_grids[-1] // config.freq_ratio)
         self.tscam_conv = HeldLayer(config.num_classes, config.output_dim, kernel_height, 3)
         self.head = HeldLayer(config.num_classes, config.num_classes)
-
-    def checkpoint_activations(self, enabled: bool) -> None:
-        """Set whether blocks store only their input for the backward pass."""
-        for stage in self.stages:
-            assert isinstance(stage, Stage)
-            stage.checkpoint = enabled
 
     def blocks(self) -> list[SwinBlock]:
         """Return the blocks of all stages, in order."""

@@ -7,7 +7,7 @@ the longest caption.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,18 +87,3 @@ def lay_out(packing: Packing, num_tokens: int, first_position: int = FIRST_POSIT
     to_padded = (bounds[:-1, None] + column).clamp(max=num_tokens - 1).flatten()
     keep = (column < lengths[:, None])[:, None, None, :]
     return Layout(packing, (place + first_position)[None], to_padded, caption * longest + place, keep, caption, longest)
-
-
-class Rearrange(torch.autograd.Function):
-    """Index rows, with a gather instead of a scatter in the backward pass: each row gets the gradient at its index in `back`.
-    Results whose index isn't in `back` must have no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (back,) = ctx.saved_tensors
-        return grads[0].index_select(0, back), None, None

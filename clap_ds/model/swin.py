@@ -121,9 +121,9 @@ class Stage(nn.Module):
 
     mask: Tensor | None
 
-    def __init__(self, config: AudioConfig, stage: int, drop_paths: list[float]) -> None:
+    def __init__(self, config: AudioConfig, stage: int, drop_paths: list[float], *, checkpoint: bool) -> None:
         super().__init__()
-        self.checkpoint = False
+        self.checkpoint = checkpoint  # whether blocks store only their input for the backward pass
         dim, self.grid = config.stage_dims[stage], config.stage_grids[stage]
         grid = self.grid
         window = min(config.attention_window, grid)

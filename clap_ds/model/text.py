@@ -62,28 +62,21 @@ class TextTower(nn.Module):
     Args:
         config: sizes.
         dropout: probability for hidden states and attention weights.
+        checkpoint: whether layers store only their input for the backward pass.
     """
 
     roberta: Any
     """The encoder, RoBERTa or BERT; checkpoints use this name for both."""
 
-    def __init__(self, config: TextConfig, *, dropout: float) -> None:
+    def __init__(self, config: TextConfig, *, dropout: float, checkpoint: bool = False) -> None:
         super().__init__()
         self.pooling, self.first_position = config.pooling, config.first_position
-        self.checkpoint = False
+        self.checkpoint = checkpoint
         self.roberta = _encoder(config, dropout)
 
     def blocks(self) -> list[nn.Module]:
         """Return the layers, in order."""
         return list(self.roberta.encoder.layer)
-
-    def compute_every_token(self) -> None:
-        """Make the last layer compute all tokens, like other CLAP implementations, to count their FLOPs."""
-        self.roberta.encoder.layer[-1].first_only = False
-
-    def checkpoint_activations(self, enabled: bool) -> None:
-        """Set whether layers store only their input for the backward pass."""
-        self.checkpoint = enabled
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None, packing: Packing | None = None) -> Tensor:
         """Return one vector per caption, (batch, hidden_size) in the parameters' dtype.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clap_ds.model.packed import Layout, Rearrange
+from clap_ds.model.packed import Layout
 
 
 def attend(
@@ -37,9 +37,8 @@ def attend(
 
 def _to_padded(packed_1ATD: Tensor, layout: Layout) -> Tensor:
     """Rearrange (1, A, T, D) to (S, A, L, D)."""
-    rows_TC = packed_1ATD[0].transpose(0, 1).flatten(1)
-    padded = Rearrange.apply(rows_TC, layout.to_padded, layout.to_row)
-    return padded.unflatten(0, (-1, layout.longest)).unflatten(2, (packed_1ATD.shape[1], -1)).transpose(1, 2)
+    padded = packed_1ATD[0].transpose(0, 1).index_select(0, layout.to_padded)
+    return padded.unflatten(0, (-1, layout.longest)).transpose(1, 2)
 
 
 def _attend_padded(query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, dropout: float) -> Tensor:

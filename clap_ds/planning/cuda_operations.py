@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -17,8 +17,6 @@ from clap_ds.model import text_attention
 
 MASK_ALIGNMENT = 16
 """Elements to which PyTorch pads the last dimension of memory-efficient attention's bias."""
-COMPILED = ("_row_sums", "_weights")
-"""Functions of `tiled_logits` that run as one compiled kernel."""
 _layer_norm = F.layer_norm
 
 
@@ -32,16 +30,13 @@ def like_cuda() -> Iterator[None]:
 @contextmanager
 def cuda_functions() -> Iterator[None]:
     """Replace functions by those that CUDA tensors run."""
-    replaced = [
-        (F, "scaled_dot_product_attention", efficient_attention),
-        (F, "dropout", _dropout),
-        (F, "layer_norm", _autocast_layer_norm),
-        (text_attention, "_attend_padded", efficient_attention),
-        *((tiled_logits, name, _one_kernel(getattr(tiled_logits, name).__wrapped__)) for name in COMPILED),
-    ]
-    with ExitStack() as stack:
-        for owner, name, stand_in in replaced:
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+    operations: Any = {"scaled_dot_product_attention": efficient_attention, "dropout": _dropout}
+    compiled: Any = {name: _one_kernel(getattr(tiled_logits, name).__wrapped__) for name in ("_row_sums", "_weights")}
+    with (
+        mock.patch.multiple(F, **operations, layer_norm=_autocast_layer_norm),
+        mock.patch.object(text_attention, "_attend_padded", efficient_attention),
+        mock.patch.multiple(tiled_logits, **compiled),
+    ):
         yield
 
 
@@ -50,25 +45,22 @@ def efficient_attention(
 ) -> Tensor:
     """Run `F.scaled_dot_product_attention` with flash attention or, with a mask or in fp32, the memory-efficient kernel,
     converting the mask for it."""
-    if torch.is_autocast_enabled("cpu"):
-        query, key, value = (tensor.bfloat16() for tensor in (query, key, value))
     if mask is None and query.dtype != torch.float32:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout)[0]
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
         length = mask.shape[-1]
-        if short := -length % MASK_ALIGNMENT:
-            mask = F.pad(mask, (0, short))[..., :length]
-        mask = mask.to(query.dtype).expand(*query.shape[:-1], length)
-    keep_sums = torch.is_grad_enabled() and (query.requires_grad or (mask is not None and mask.requires_grad))
+        mask = F.pad(mask, (0, -length % MASK_ALIGNMENT))[..., :length].to(query.dtype)
+        mask = mask.expand(*query.shape[:-1], length)
+    keep_sums = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (query, mask))
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
     return attend(query, key, value, mask, keep_sums, dropout)[0]
 
 
 @cache
 def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function as a single operation."""
+    """Wrap a function that runs as one compiled kernel as a single operation."""
     operation = torch.library.custom_op(f"compiled::{function.__name__.strip('_')}", function, mutates_args=())
     operation.register_fake(function)
     return operation
@@ -78,10 +70,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
-def _autocast_layer_norm(
-    input: Tensor, shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
+def _autocast_layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
-        input = input.float()
-        weight, bias = (None if tensor is None else tensor.float() for tensor in (weight, bias))
+        input, weight, bias = (each if each is None else each.float() for each in (input, weight, bias))
     return _layer_norm(input, shape, weight, bias, eps)

@@ -13,13 +13,13 @@ NCCL_GIB = 0.8
 """Channel buffers if there is more than one rank (assumed)."""
 FRAGMENTATION = 0.03
 """Fraction of live memory that PyTorch's allocator holds in addition (assumed; each step reuses the last one's blocks)."""
-MULTIPLE, LEAP, MOST_TRIES = 8, 4, 8
-_NAMES = {"audio": "audio activations", "text": "text activations"}
+LEAP, MOST_TRIES = 4, 8
 
 
 def memory_parts(step: Step, world_size: int) -> dict[str, float]:
     """Return GiB by part at the peak, largest first; their sum is the peak."""
-    found = {_NAMES.get(part, part): num_bytes / GIB for part, num_bytes in step.recorded.at_peak.items()}
+    names = {"audio": "audio activations", "text": "text activations"}
+    found = {names.get(part, part): num_bytes / GIB for part, num_bytes in step.recorded.at_peak.items()}
     found["fragmentation (assumed)"] = FRAGMENTATION * sum(found.values())
     found["context and libraries (assumed)"] = CONTEXT_GIB + NCCL_GIB * (world_size > 1)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
@@ -28,18 +28,13 @@ def memory_parts(step: Step, world_size: int) -> dict[str, float]:
 def largest_micro_batch(peak_gib: Callable[[int], float], start: int, limit_gib: float) -> int | None:
     """Return the largest multiple of 8 whose peak is within the limit; None if 8 is too large.
 
-    Extrapolate linearly from the last two sizes, because each peak requires recording a step.
+    Extrapolate linearly from the last two sizes, because each peak requires recording a step; from the first as if half of it
+    were constant. Small batches may need less memory than the weight update, which has a constant size.
     """
-    peaks = {start: peak_gib(start)}
-    last, share = start, limit_gib / peaks[start]
-    wanted = start * (max(share, 2) if share >= 1 else share)
-    for _ in range(MOST_TRIES):
-        size = max(int(wanted) // MULTIPLE, 1) * MULTIPLE
-        if size in peaks:
-            break
+    peaks, last, size = dict[int, float](), 0, start
+    while size not in peaks and len(peaks) < MOST_TRIES:
         peaks[size] = peak_gib(size)
-        before, last = last, size
-        slope = (peaks[last] - peaks[before]) / (last - before)
-        # Small batches may need less memory than the weight update, which has a constant size.
-        wanted = last + (limit_gib - peaks[last]) / slope if slope > 0 else LEAP * max(last, before)
-    return max((size // MULTIPLE * MULTIPLE for size, peak in peaks.items() if peak <= limit_gib), default=0) or None
+        slope = (peaks[size] - peaks.get(last, peaks[size] / 2)) / (size - last)
+        wanted = size + (limit_gib - peaks[size]) / slope if slope > 0 else LEAP * max(size, last)
+        last, size = size, max(int(wanted) // 8, 1) * 8
+    return max((size // 8 * 8 for size, peak in peaks.items() if peak <= limit_gib), default=0) or None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ HOST_S = 8e-6
 """Python's time to launch an operation: 5 to 25 µs. It only matters if the GPU is idle."""
 KERNEL_S = 2e-6
 """Minimum time of a kernel, including the gap before it."""
-HOPPER = {"h100-sxm", "h100-pcie", "h200", "gh200", "gh200-144gb"}
+HOPPER = {"h100-sxm", "h100-pcie", "h800", "h200", "gh200", "gh200-144gb"}
 """GPUs with an H200's processors."""
 SPREAD, SPREAD_ELSEWHERE = 0.1, 0.3
 """Relative uncertainty of a share on the measured architecture, from other shapes, clocks and temperature; and on others."""
@@ -44,10 +44,11 @@ TABLE = {
 """Share of an H200's rates by class: memory bandwidth, or peak FLOPs of wide products. `attention` (from an A100, xformers #434
 and #467) and `softmax` (a guess) weren't measured."""
 PROCESSORS = {
-    "a100-sxm-40gb": 108, "a100-sxm-80gb": 108, "a100-pcie-80gb": 108, "h100-sxm": 132, "h100-pcie": 114, "h200": 132,
-    "gh200": 132, "gh200-144gb": 132, "b200": 148, "mi300x": 304, "rtx-3090": 82,
+    "a100-sxm-40gb": 108, "a100-sxm-80gb": 108, "a100-pcie-80gb": 108, "h100-pcie": 114, "b200": 148, "mi300x": 304,
+    "rtx-3090": 82, "v100-16gb": 80, "v100-32gb": 80,
 }  # fmt: skip
-"""Streaming multiprocessors or compute units."""
+"""Streaming multiprocessors or compute units, if not an H200's number."""
+H200_PROCESSORS = 132
 _NAMES = {
     "product": "mm addmm",
     "other product": "bmm baddbmm convolution _fft_r2c _fft_c2r _fft_c2c",
@@ -65,15 +66,13 @@ _NAMES = {
 _CLASSES = {name: each for each, names in _NAMES.items() for name in names.split()}
 
 
-class Share(NamedTuple):
-    """A share of a GPU's rates, its relative uncertainty and its source."""
+Share = dict[str, Any]
+"""A share of a GPU's rates by case, and its `source`."""
 
-    middle: float
-    spread: float
-    source: str
 
-    def at(self, case: str) -> float:
-        return min(self.middle * (1 + CASES[case] * self.spread), 1.0)
+def share(middle: float, spread: float, source: str) -> Share:
+    """Return a share with a relative uncertainty."""
+    return {"source": source} | {case: min(middle * (1 + sign * spread), 1.0) for case, sign in CASES.items()}
 
 
 def class_of(operation: Operation) -> str:
@@ -97,20 +96,17 @@ def class_of(operation: Operation) -> str:
 def shares_of(gpu: Gpu) -> dict[str, Share]:
     """Return a GPU's shares by class. Time above the data sheet's is due to instructions and latencies, which more bandwidth or
     larger tensor cores don't reduce, but more processors do."""
-    h200, found = GPUS["h200"], dict[str, Share]()
-    spread = SPREAD if gpu.name in HOPPER else SPREAD_ELSEWHERE
-    for name, share in TABLE.items():
+    h200, spread = GPUS["h200"], SPREAD if gpu.name in HOPPER else SPREAD_ELSEWHERE
+    processors, found = PROCESSORS.get(gpu.name, H200_PROCESSORS), dict[str, Share]()
+    for name, reached in TABLE.items():
         rate = "bf16_tflops" if name == "wide product" else "memory_tbytes_per_s"
-        faster = getattr(gpu, rate) / getattr(h200, rate) * PROCESSORS["h200"] / PROCESSORS[gpu.name]
-        found[name] = Share(1 / (1 + (1 / share - 1) * faster), spread, "from an H200's, results/h200")
+        faster = getattr(gpu, rate) / getattr(h200, rate) * H200_PROCESSORS / processors
+        found[name] = share(1 / (1 + (1 / reached - 1) * faster), spread, "from an H200's, results/h200")
     for path in sorted((work_folder() / "results").glob("*/efficiencies.json")):
-        measured = read_json(path)
+        measured, source = read_json(path), f"measured, results/{path.parent.name}"
         if peak_for(measured["device"]) == gpu:
-            source = f"measured, results/{path.parent.name}"
-            classes = measured["classes"]
-            found |= {
-                name: Share(classes[name]["efficiency"], SPREAD, source) for name in TABLE.keys() & classes.keys()
-            }
+            classes = {name: each["efficiency"] for name, each in measured["classes"].items() if name in TABLE}
+            found |= {name: share(reached, SPREAD, source) for name, reached in classes.items()}
     return found
 
 
@@ -124,7 +120,7 @@ def ideal_s(operation: Operation, gpu: Gpu) -> float:
 def seconds(operation: Operation, gpu: Gpu, shares: Mapping[str, Share], case: str) -> float:
     """Return an operation's time; 0 if it launches nothing."""
     least = ideal_s(operation, gpu)
-    return max(least / shares[class_of(operation)].at(case), KERNEL_S) if least else 0.0
+    return max(least / shares[class_of(operation)][case], KERNEL_S) if least else 0.0
 
 
 def seconds_by_part(

@@ -5,36 +5,38 @@ It is the second step, when the optimizer has its state and torch's reducer its 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
 
-import numpy as np
+import deepspeed
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from deepspeed.comm import comm
+from deepspeed.utils import groups
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clap_ds.config.batch_sizes import ACCUMULATION, MICRO_BATCH
 from clap_ds.config.errors import UserError
 from clap_ds.config.settings import RunSettings
 from clap_ds.data.batch import Batch, join
+from clap_ds.distributed import collectives
+from clap_ds.engine import grad_cache
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.factory import build_model
 from clap_ds.engine.loss import build_loss
 from clap_ds.engine.optimizer import OPTIONS
-from clap_ds.model import text
 from clap_ds.model.clap import ClapModel
-from clap_ds.model.packed import lay_out, pack
 from clap_ds.planning.cuda_operations import like_cuda
-from clap_ds.planning.fake_ranks import fake_rank
 from clap_ds.planning.inductor import fused_kernels, is_fusible
 from clap_ds.planning.tracing import Operation, Recorded
+from clap_ds.run_records.run_dir import quiet_deepspeed
 from clap_ds.run_records.timers import StepTimer
 
-CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SECTIONS = ("bf16", "fp16", "torch_autocast", "gradient_clipping", "communication_data_type")
 """DeepSpeed's sections that affect a step's computation and memory."""
@@ -63,35 +65,44 @@ class Step:
         return [(each, 1 if each.part in ("gradients", "optimizer") else self.repeats) for each in own] + fused
 
 
-def caption_lengths(run: RunSettings, num_captions: int) -> list[int]:
-    """Return the real tokens of a batch's captions: by the run's histogram for synthetic data; else the maximum."""
-    setting = getattr(run.clap.data, "caption_lengths", None) or run.clap.context_length
-    histogram = setting if isinstance(setting, dict) else {setting: 1}
-    shares = np.cumsum([*histogram.values()]) / sum(histogram.values())
-    return [int([*histogram][each]) for each in np.searchsorted(shares, (np.arange(num_captions) + 0.5) / num_captions)]
+@contextmanager
+def fake_rank(world_size: int, fakes: FakeTensorMode) -> Iterator[None]:
+    """Fake a process group in which all ranks have this rank's data, make tensors fake, and `ClapEngine` accept them."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    quiet_deepspeed()
+    try:
+        with (
+            mock.patch.object(collectives, "gather", lambda own: [own] * world_size),
+            mock.patch.object(collectives, "hosts", return_value=dist.group.WORLD),
+            mock.patch.dict(vars(groups), _WORLD_GROUP=None),  # refers to destroyed groups; restored on exit
+            mock.patch.dict(vars(comm), cdb=None),
+            mock.patch.dict(os.environ, LOCAL_RANK="0"),
+            mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False),
+            # Modules change dtype with it, but it fails if anything refers to a parameter.
+            mock.patch.object(torch.utils, "swap_tensors", lambda own, new: setattr(own, "data", new.data)),
+            mock.patch.object(grad_cache, "restore_random_state"),
+            fakes,
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda: bool = True) -> Step:
     """Record a step of a run with this micro-batch on one of `world_size` ranks, with CUDA's or the CPU's torch operations.
     Raises UserError for an optimizer other than AdamW."""
-    run = _without_side_effects(run, micro_batch)
+    run = _simplified(run, micro_batch)
     number, cached = run.gradient_accumulation_steps, run.clap.train.accumulation == "gradcache"
     num_traced = number if cached else min(number, 2)  # later ones are like the second
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    model = _meta_model(run, torch.device("cuda" if cuda else "cpu"))
+    model = _meta_model(run, "cuda" if cuda else "cpu")
     with fakes:
         model.to_empty(device="cpu")
     parts = {"audio": [model.mel, model.audio, model.audio_projection], "text": [model.text, model.text_projection]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    lengths = caption_lengths(run, micro_batch)
-    packed, layout = tree_map_only(Tensor, fakes.from_tensor, _packed(run, lengths))
-    with (
-        mock.patch.object(text, "lay_out", return_value=layout),  # the engine's layout depends on values
-        fake_rank(world_size, fakes),
-    ):
-        loss = build_loss(run.clap.loss, run.precision)
-        engine = ClapEngine(model, loss, run.deepspeed, run.clap, run.clap.train)
-        batches = _batches(run, micro_batch, sum(lengths), packed, cuda=cuda)
+    with fake_rank(world_size, fakes):
+        engine = ClapEngine(model, build_loss(run.clap.loss, run.precision), run.deepspeed, run.clap, run.clap.train)
+        batches = _batches(run, cuda=cuda)
         with Recorded(**parts) as recorded, like_cuda() if cuda else nullcontext():
             engine.timer = cast("StepTimer", lambda phase: recorded.part(PARTS[phase]))
             for parameter in trained:
@@ -100,7 +111,7 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
             with engine.sync.off():  # nothing is sent
                 engine.step(batches)
                 recorded.hold([*model.parameters(), *model.buffers()], "weights")
-                average = engine.average.tensors if engine.average is not None else []
+                average = [*engine.average.weights.values()] if engine.average is not None else []
                 recorded.hold([*_state(engine.deepspeed.optimizer), *average], "optimizer state")
                 # Torch's reducer keeps its buckets. A compiled tower returns its gradients together, beside them.
                 buckets = [torch.empty_like(each) for each in trained * (world_size > 1)]
@@ -114,73 +125,68 @@ def trace_step(run: RunSettings, micro_batch: int, world_size: int = 1, *, cuda:
 
 def compiled_kernels(run: RunSettings, micro_batch: int) -> list[Operation]:
     """Return Inductor's own kernels, on a GPU, of one forward and backward pass of the mel front end and both towers."""
-    run, lengths = _without_side_effects(run, micro_batch), caption_lengths(run, micro_batch)
-    model = _meta_model(run, torch.device("cuda")).to(DTYPES.get(run.precision, torch.float32)).train()
+    run = _simplified(run, micro_batch)
+    model = _meta_model(run, "cuda").to(DTYPES.get(run.precision, torch.float32)).train()
     model.to_empty(device="cpu")  # of untouched memory
-    packed, _ = _packed(run, lengths)
-    audio, *text = next(_batches(run, micro_batch, sum(lengths), packed, cuda=True)).model_inputs()
+    audio, *text = next(_batches(run, cuda=True)).model_inputs()
     inputs: dict[str, list[Any]] = {"audio": [audio], "text": text}
     if audio.ndim == 2:
         inputs |= {"mel": [audio], "audio": [torch.empty(micro_batch, *model.config.audio.feature_shape)]}
-    kernels = []
     with torch.autocast("cpu", torch.bfloat16, enabled=run.precision.startswith("torch_autocast")):
-        for name, tensors in inputs.items():
-            part = "text" if name == "text" else "audio"
-            for backward, num_bytes in fused_kernels(model.get_submodule(name), *tensors):
-                kernels.append(Operation("fused", part, backward, 0, num_bytes))
-    return kernels
+        return [
+            Operation("fused", "text" if name == "text" else "audio", backward, 0, num_bytes)
+            for name, tensors in inputs.items()
+            for backward, num_bytes in fused_kernels(model.get_submodule(name), *tensors)
+        ]
 
 
-def _meta_model(run: RunSettings, device: torch.device) -> ClapModel:
+def _meta_model(run: RunSettings, device: str) -> ClapModel:
     with torch.device("meta"):
-        return build_model(run.clap.model, run.clap.loss, device, run.clap.train.freeze)
+        return build_model(run.clap.model, run.clap.loss, torch.device(device), run.clap.train.freeze)
 
 
-def _without_side_effects(run: RunSettings, micro_batch: int) -> RunSettings:
-    """Return the run for the engine: with torch's operations and AdamW, and without DeepSpeed's monitors."""
+def _simplified(run: RunSettings, micro_batch: int) -> RunSettings:
+    """Return the run for the engine: with torch's operations and AdamW, without DeepSpeed's monitors, and with captions padded
+    to their mean length instead of packed."""
     optimizer = run.deepspeed.get("optimizer", {"type": ""})
     if optimizer["type"].lower() not in ("adam", "adamw"):
         raise UserError(f"{run.path}: optimizer.type: plans support only AdamW, found {optimizer['type']!r}")
-    model = run.clap.model.model_copy(update={"pretrained_text": False})
-    own = {"cpu_kernels": "off", "optimizer_implementation": "torch", "gradient_sync": "deepspeed"}
-    clap = run.clap.model_copy(update={"model": model, **own})
+    clap, lengths = run.clap, getattr(run.clap.data, "caption_lengths", None)
+    own: Any = {"cpu_kernels": "off", "optimizer_implementation": "torch", "gradient_sync": "deepspeed"}
+    if clap.text_packing and lengths:
+        shares = lengths if isinstance(lengths, dict) else {lengths: 1}
+        own["context_length"] = round(sum(each * share for each, share in shares.items()) / sum(shares.values()))
+        own["data"] = clap.data.model_copy(update={"caption_lengths": None})
+    own["model"] = clap.model.model_copy(update={"pretrained_text": False})
     params = optimizer.get("params", {})
     config = {
         **{name: run.deepspeed[name] for name in SECTIONS if name in run.deepspeed},
         "optimizer": {"type": "AdamW", "params": {name: params[name] for name in OPTIONS if name in params}},
         MICRO_BATCH: micro_batch, ACCUMULATION: run.gradient_accumulation_steps, "log_level": "error",
     }  # fmt: skip
-    return RunSettings(run.path, clap, config)
+    return RunSettings(run.path, clap.model_copy(update=own), config)
 
 
-def _state(optimizer: Any) -> Iterator[Tensor]:
+def _state(optimizer: Any) -> Iterator[Any]:
     """Yield master weights and moments."""
     yield from getattr(optimizer, "fp32_groups_flat", [])
     for state in getattr(optimizer, "optimizer", optimizer).state.values():
         yield from state.values()
 
 
-def _packed(run: RunSettings, lengths: list[int]) -> tuple[Any, Any]:
-    """Return a batch's packed row with packing, and their layout, if the run packs captions."""
-    if not run.clap.text_packing:
-        return None, None
-    mask = (torch.arange(run.clap.context_length) < torch.tensor(lengths)[:, None]).long()
-    row, packing = pack([(torch.ones_like(mask), mask)])
-    return (row, packing), lay_out(packing, len(row), run.clap.preset().text.first_position)
-
-
-def _batches(run: RunSettings, micro_batch: int, num_tokens: int, packed: Any, *, cuda: bool) -> Iterator[Batch]:
+def _batches(run: RunSettings, *, cuda: bool) -> Iterator[Batch]:
     """Yield batches like `BatchSource`. On a GPU the next one is in memory, too."""
-    audio = run.clap.preset().audio
+    audio, size, length = run.clap.preset().audio, run.micro_batch, run.clap.context_length
     is_int16 = getattr(run.clap.data, "audio_dtype", "int16") == "int16" and not audio.fusion
+    num_tokens = 0 if getattr(run.clap.data, "caption_lengths", None) else size * length  # full ones need no mask
 
     def make() -> Batch:
-        ids, mask = (torch.empty(micro_batch, run.clap.context_length, dtype=torch.long) for _ in range(2))
-        clips = torch.empty(micro_batch, *audio.clip_shape, dtype=torch.int16 if is_int16 else torch.float32)
-        return Batch(clips, ids, mask, num_tokens, packed)
+        ids, mask = (torch.empty(size, length, dtype=torch.long) for _ in range(2))
+        clips = torch.empty(size, *audio.clip_shape, dtype=torch.int16 if is_int16 else torch.float32)
+        return Batch(clips, ids, mask, num_tokens, None)
 
     ahead = make()
     while True:
-        batch, ahead = (ahead, make()) if cuda else (join([ahead], CPU), ahead)
+        batch, ahead = (ahead, make()) if cuda else (join([ahead], torch.device("cpu")), ahead)
         yield batch
         del batch

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from clap_ds.flop_count.analytic import fft_flops
 
@@ -68,15 +68,15 @@ class Recorded(TorchDispatchMode):
 
     def __init__(self, **parts: Iterable[nn.Module]) -> None:
         super().__init__()
-        before = list[str]()
-        for name, modules in parts.items():
-            for module in modules:
-                enter = partial(lambda name, *_: before.append(self.enter(name)), name)
-                module.register_forward_pre_hook(enter, prepend=True)
-                module.register_forward_hook(lambda *_: self.enter(before.pop()) and None, always_call=True)
+        outer = list[str]()
+        for name, module in ((name, each) for name, modules in parts.items() for each in modules):
+            module.register_forward_pre_hook(
+                partial(lambda name, *_: outer.append(self.enter(name)), name), prepend=True
+            )
+            module.register_forward_hook(lambda *_: self.enter(outer.pop()) and None, always_call=True)
         self.operations: list[Operation] = []
         self.at_peak, self._live = Counter[str](), Counter[str]()
-        self._storages: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
+        self._storages: dict[int, tuple[str, int, Any]] = {}
         self._entered = [(0, "other")]
 
     @contextmanager
@@ -94,8 +94,7 @@ class Recorded(TorchDispatchMode):
         """Count tensors as live and assign them to a part, even if they were counted before."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if (key := storage._cdata) in self._storages:
-                self._forget(key)
+            self._forget(key := storage._cdata)
             self._storages[key] = part, storage.nbytes(), weakref.ref(storage, partial(self._forget, key))
             self._live[part] += storage.nbytes()
             if self._live.total() > self.at_peak.total():
@@ -110,11 +109,6 @@ class Recorded(TorchDispatchMode):
         kwargs, name = kwargs or {}, str(func._overloadpacket)
         if func.namespace == "prim":  # queries a fake tensor's device
             return func(*args, **kwargs)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # composites reach this only in inference mode
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
         if name == "aten._local_scalar_dense" and isinstance(args[0], FakeTensor):
             return False if args[0].dtype == torch.bool else 0
         (part, backward), inputs = self._where(), _tensors((args, kwargs))
@@ -130,7 +124,7 @@ class Recorded(TorchDispatchMode):
         launches = not (is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
         moved = read + _distinct_bytes(outputs + _mutated(func, args, kwargs)) if launches else 0
         dtype = next((t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point), None)
-        formula = _fft if name == "aten._fft_r2c" else flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
         shapes = [tuple(each.shape) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()]
         self.operations.append(Operation(name, part, backward, flops, moved, dtype, tuple(shapes)))
@@ -143,7 +137,7 @@ class Recorded(TorchDispatchMode):
         return self._entered[place - 1][1], True
 
     def _forget(self, key: int, _: object = None) -> None:
-        part, num_bytes, _ = self._storages.pop(key)
+        part, num_bytes, _ = self._storages.pop(key, ("other", 0, None))
         self._live[part] -= num_bytes
 
 
@@ -153,11 +147,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _distinct_bytes(tensors: list[Tensor]) -> int:
     """Return the bytes of tensors, counting equal ones and expanded elements once."""
-    distinct = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape): t for t in tensors if t.numel()}
-    return sum(
-        math.prod(size for size, stride in zip(t.shape, t.stride(), strict=True) if stride) * t.itemsize
-        for t in distinct.values()
-    )
+    distinct = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape): t for t in tensors}.values()
+    sizes = [[size for size, stride in zip(t.shape, t.stride(), strict=True) if stride] for t in distinct]
+    return sum(math.prod(each) * t.itemsize for each, t in zip(sizes, distinct, strict=True))
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -166,7 +158,8 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return _tensors([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
 
 
-def _fft(input: Tensor, dims: list[int], *_: Any, **__: Any) -> float:
+@register_flop_formula(torch.ops.aten._fft_r2c)
+def _fft(shape: tuple[int, ...], dims: list[int], *_: Any, **__: Any) -> float:
     """Count an FFT's FLOPs, for which torch has no formula."""
-    points = math.prod(input.shape[dim] for dim in dims)
-    return input.numel() / points * fft_flops(points)
+    points = math.prod(shape[dim] for dim in dims)
+    return math.prod(shape) / points * fft_flops(points)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -42,6 +43,23 @@ def peak_memory(device: torch.device) -> list[int]:
     """Return `peak_memory_bytes` and, on a GPU, the allocator's peak reserved bytes."""
     reserved = [torch.cuda.max_memory_reserved(device)] if device.type == "cuda" else []
     return [peak_memory_bytes(device), *reserved]
+
+
+def energy_joules(device: torch.device) -> float:
+    """Return what a GPU has used since its driver was loaded, by NVML's counter; NaN without one."""
+    if device.type == "cuda":
+        with suppress(Exception):  # a broken driver may raise anything
+            import pynvml
+
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(torch.cuda._get_pynvml_handler(device))) / 1000
+    return math.nan
+
+
+def energy(joules: float, samples: int) -> Summary:
+    """Return a summary's fields of energy; none if it is unknown."""
+    return (
+        Summary(energy_kwh=joules / 3.6e6, joules_per_sample=joules / samples) if joules > 0 and samples else Summary()
+    )
 
 
 def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:

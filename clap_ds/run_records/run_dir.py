@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, Unpack, cast
 
 from clap_ds.config.files import open_own, read_json, write_object
-from clap_ds.config.redaction import redacted, redacted_all, redacted_words
+from clap_ds.config.redaction import redacted, redacted_all
 from clap_ds.run_records.jsonl import JsonlWriter, warn_on_disk_full
 from clap_ds.run_records.metrics_schema import VERSION, State, StepLine, Summary
 
@@ -84,7 +84,7 @@ def create_run_dir(run: RunSettings, here: dict[str, Any], everywhere: list[tupl
     per_host, devices = Counter(host for host, _ in everywhere), sorted({name for _, name in everywhere})
     places = {"world_size": len(everywhere), "num_nodes": len(per_host), "hosts": [*per_host], "device_names": devices}
     try:
-        record = RunDirectory(RunDirectory.create(Path(clap.output.dir), run.run_name).path.resolve())
+        record = RunDirectory.create(Path(clap.output.dir).resolve(), run.run_name)
         start_log(record.path / "rank0.log")
         record.write_json("environment.json", {**here, **places, "gpus_per_node": [*per_host.values()]})
         record_batch_sizes(record, run, len(everywhere))
@@ -144,7 +144,7 @@ def start_log(path: Path) -> None:
     from deepspeed.utils import logger
 
     log = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1)
-    log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_words(sys.argv))}\n")
+    log.write(f"# {datetime.now(UTC).isoformat(timespec='seconds')} {' '.join(redacted_all(sys.argv))}\n")
     sys.stdout, sys.stderr = cast(TextIO, Tee(sys.stdout, log)), cast(TextIO, Tee(sys.stderr, log))
     handler = logging.StreamHandler(log)
     handler.setFormatter(logger.handlers[0].formatter)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,12 +19,12 @@ from clap_ds.config.files import read_bytes
 from clap_ds.config.model import ClapConfig
 from clap_ds.config.redaction import redacted_all
 from clap_ds.config.schema import CheckpointSettings
-from clap_ds.distributed.collectives import gather, raise_on_all_ranks, rank, reduce_on_rank0, run_on_rank0
+from clap_ds.distributed.collectives import gather, raise_on_all_ranks, rank, run_on_rank0
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.grad_cache import random_state
-from clap_ds.engine.state import describe, engine_state, master_weights, not_finite
+from clap_ds.engine.state import describe, engine_state, fp32_state, not_finite
 from clap_ds.run_records.lock import FILE as LOCK
 from clap_ds.run_records.lock import FolderLock
 from clap_ds.training.load_checkpoint import PROGRESS, restore
@@ -51,6 +52,7 @@ class Checkpointer:
 
     Attributes:
         last: result of the last complete save.
+        run_id: run to save as; other runs' checkpoints are kept.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class Checkpointer:
         self.tokenizer, self._config, self._job = tokenizer, config or {}, job
         self._lock: FolderLock | None = None
         self.last: SavedCheckpoint | None = None
-        self._run_id = ""
+        self.run_id = ""
         self._sync: BackgroundSync | None = None
         if rank() == 0 and self._rule.remote_sync is not None:
             self._sync = BackgroundSync(self._rule.remote_sync, self._rule)
         self._stager: Any = None
         self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=_give_way)
         self._writing: Future[SavedCheckpoint] | None = None
-        self._poisoned = ""
+        self._poisoned, self._started_s = "", time.time()
 
     @activity("waiting for the checkpoint folder")
     def __enter__(self) -> Self:
@@ -110,7 +112,7 @@ class Checkpointer:
     @activity("saving a checkpoint")
     def _start(self, engine: ClapEngine, progress: TrainState, metrics: dict[str, float], *, copied: bool) -> None:
         """Hand the state to the writing thread, `copied` if training changes it meanwhile."""
-        begin = time.time()
+        begin = self._started_s = time.time()
         state, random = engine_state(engine), gather(random_state(engine.model.logit_scale.device))
         if rank():
             return
@@ -118,21 +120,24 @@ class Checkpointer:
         found = {"state": state, **_weights(engine)}
         found = self._copied(found) if copied else found
         found["state"]["random"] = random
-        manifest = Manifest(
-            serial=0,
+        manifest = partial(
+            Manifest,
             step=progress.step,
             model=engine.model.config.model_dump(mode="json"),
             engine=describe(engine),
-            tokenizer=self.tokenizer,
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
-            files={},
-            run=self._run_id,
+            run=self.run_id,
             settings=redacted_all(self._config),
             best_metric=self._rule.best_metric,
         )
         saved = SavedCheckpoint(progress.step, begin, time.time(), stalled_s=time.time() - begin)
         model, told = engine.model.config, progress.to_json()
         self._writing = self._thread.submit(lambda: self._write(saved, found, told, model, manifest))
+
+    def is_late(self) -> bool:
+        """Return whether `every_minutes` have passed since the last save or, before that, the start."""
+        minutes = self._rule.every_minutes
+        return minutes is not None and time.time() - self._started_s >= 60 * minutes
 
     def poll(self, limit_s: float | None = 0.0) -> list[SavedCheckpoint]:
         """Return the result of saving, once, on rank 0, if it ends within `limit_s` seconds (None: no limit); else nothing."""
@@ -162,28 +167,24 @@ class Checkpointer:
         """
         return run_on_rank0(lambda: files.find_checkpoint(path.absolute()) if path else self._find_newest())
 
-    def begin(self, run_id: str) -> None:
-        """Save as the run with this id from now on; other runs' checkpoints are kept."""
-        self._run_id = run_id
-
     def was_begun_by(self, run_id: str) -> bool:
         """Return whether the newest checkpoint here is from this run. A collective."""
         return run_on_rank0(lambda: [each.run for each in files.read_all(self.path).values()])[:1] == [run_id]
 
-    def move_aside(self) -> Path | None:
-        """Move everything here into another folder and return it; None if empty. A collective."""
-        return run_on_rank0(lambda: files.move_aside(self.path, but=LOCK))
+    def move_aside(self) -> None:
+        """Move everything here into another folder. A collective."""
+        aside = run_on_rank0(lambda: files.move_aside(self.path, but=LOCK))
+        if aside is not None and rank() == 0:
+            print(f"starting from scratch; moved the contents of {self.path} to {aside}", flush=True)
 
     @activity("loading a checkpoint")
     def load(self, folder: Path, engine: ClapEngine, *, resume_weights_only: bool = False) -> TrainState:
         """Resume from a checkpoint that `find` returned. A collective; raises ValueError if a rank can't see it, or as
         `restore` does."""
-        self._run_id = run_on_rank0(lambda: Manifest.read(folder).run)
-        blind = reduce_on_rank0(
-            (folder / PROGRESS).is_file(), lambda seen: seen.index(False) if False in seen else None
-        )
-        if blind is not None:
-            raise ValueError(f"rank {blind} can't see {folder}: put checkpoints on a file system that all hosts share")
+        self.run_id = run_on_rank0(lambda: Manifest.read(folder).run)
+        with raise_on_all_ranks():
+            if not (folder / PROGRESS).is_file():
+                raise ValueError(f"can't see {folder}: put checkpoints on a file system that all hosts share")
         return restore(folder, engine, self._config, self.tokenizer, resume_weights_only=resume_weights_only)
 
     @activity("copying checkpoints")
@@ -196,21 +197,17 @@ class Checkpointer:
     def _copied(self, state: Any) -> Any:
         """Return the state with its tensors in host memory, the same at each call: in pinned memory those of a GPU, if the host
         can pin as much."""
-        state, is_cuda = tree_map_only(Tensor, Tensor.detach, state), torch.cuda.is_available()
-        if self._stager is not None:
-            return self._stager.stage(state)
-        self._stager = _stager(pins=is_cuda)
+        state = tree_map_only(Tensor, Tensor.detach, state)
+        self._stager = self._stager or _stager(pins=torch.cuda.is_available())
         try:
             return self._stager.stage(state)
         except RuntimeError as error:
-            if not is_cuda:
-                raise
             warn(f"checkpoints are copied without pinned memory, which takes longer: {error}")
             self._stager = _stager(pins=False)
             return self._stager.stage(state)
 
     def _write(
-        self, saved: SavedCheckpoint, found: dict[str, Any], progress: str, model: ClapConfig, manifest: Manifest
+        self, saved: SavedCheckpoint, found: dict[str, Any], progress: str, model: ClapConfig, manifest: Any
     ) -> SavedCheckpoint:
         """Write the checkpoint, delete superfluous ones, and start the copy to `sync_to`. Errors become warnings."""
         try:
@@ -230,7 +227,7 @@ class Checkpointer:
                 copies = {name: write_file(draft / name, content) for name, content in self._tokenizer_files()}
                 newest = max((each.serial for each in files.read_all(self.path).values()), default=0)
                 serial, tokenizer = max(int(time.time() * 1000), newest + 1), TOKENIZER if copies else self.tokenizer
-                manifest = replace(manifest, serial=serial, tokenizer=tokenizer, files=records | copies)
+                manifest = manifest(serial=serial, tokenizer=tokenizer, files=records | copies)
                 write_file(draft / MANIFEST, manifest.to_json().encode())
             path = self.path / draft.name
         except Exception as error:  # training can continue without a checkpoint
@@ -267,13 +264,12 @@ class Checkpointer:
         return found
 
     def _delete_superfluous(self) -> None:
-        own = {name: each for name, each in files.read_all(self.path).items() if each.run == self._run_id}
+        own = {name: each for name, each in files.read_all(self.path).items() if each.run == self.run_id}
         try:
             for name in files.superfluous(own, self._rule):
                 path = self.path / name
-                if not (
-                    path.is_symlink() or (self._sync and self._sync.is_copying(path))
-                ):  # a link may point to other runs' files
+                is_used = self._sync is not None and self._sync.is_copying(path)
+                if not (path.is_symlink() or is_used):  # a link may point to other runs' files
                     files.remove(path)
         except OSError as error:
             warn(f"an old checkpoint can't be deleted: {error}")
@@ -296,5 +292,5 @@ def _give_way() -> None:
 
 def _weights(engine: ClapEngine) -> dict[str, State]:
     """Return weights by file name."""
-    weights = master_weights(engine)
-    return {WEIGHTS: weights} if engine.average is None else {RAW: weights, WEIGHTS: weights | engine.average.state()}
+    weights = fp32_state(engine)
+    return {WEIGHTS: weights} if engine.average is None else {RAW: weights, WEIGHTS: weights | engine.average.weights}

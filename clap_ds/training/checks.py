@@ -1,21 +1,21 @@
 """Check what training requires of a run's JSON, before torch is imported."""
 
-from collections.abc import Collection
 from typing import Any
 
 from clap_ds.config import metrics
 from clap_ds.config.batch_sizes import BatchSizes
+from clap_ds.config.check import missing_monitors
 from clap_ds.config.schema import ShardData
 from clap_ds.config.settings import ClapSettings
 from clap_ds.data.shard_io import check_url, is_remote
-from clap_ds.training.train_state import pairs_together
 
 
 def problems_for_training(clap: ClapSettings, deepspeed: dict[str, Any], world_size: int | None = None) -> list[str]:
     """Return what prevents training on `world_size` ranks, if known: one line per problem, with field and expectation."""
     train, evaluation, problems = clap.train, clap.evaluation, []
     sizes = BatchSizes.of(deepspeed, world_size)
-    if world_size is not None and pairs_together(sizes, train.accumulation, world_size) == 1:
+    micro_batches = sizes.accumulation_steps if train.accumulation == "gradcache" else 1
+    if (world_size or 2) * sizes.micro_batch * micro_batches == 1:
         problems.append(
             "train_micro_batch_size_per_gpu: 1 on 1 rank gives batches of one pair, which have no negatives: increase it, or"
             ' set clap.train.accumulation "gradcache" with gradient_accumulation_steps above 1'
@@ -37,21 +37,22 @@ def problems_for_training(clap: ClapSettings, deepspeed: dict[str, Any], world_s
     ]
     if train.target_metrics and evaluation.every_steps is None:
         problems.append("clap.train.target_metrics: clap.evaluation.every_steps is missing; set it")
-    return problems + _problems_with_urls(clap)
+    return problems + _problems_with_urls(clap) + missing_monitors(deepspeed)  # rank 0 alone would find the latter
 
 
 def _problems_with_urls(clap: ClapSettings) -> list[str]:
     """Return URLs with credentials or unsupported protocols; connects to nothing."""
-    places: dict[str, Collection[str] | str | None] = {"clap.checkpoint.remote_sync": clap.checkpoint.remote_sync}
-    if isinstance(clap.data, ShardData):
-        places["clap.data.shards"] = clap.data.shards
-    for name, task in (("retrieval", clap.evaluation.retrieval), ("zero_shot", clap.evaluation.zero_shot)):
-        places[f"clap.evaluation.{name}.shards"] = task.shards if task else None
+    places: dict[str, Any] = {
+        "checkpoint.remote_sync": clap.checkpoint.remote_sync,
+        "data.shards": getattr(clap.data, "shards", None),
+        "evaluation.retrieval.shards": getattr(clap.evaluation.retrieval, "shards", None),
+        "evaluation.zero_shot.shards": getattr(clap.evaluation.zero_shot, "shards", None),
+    }
     problems = []
     for field, urls in places.items():
         for url in filter(is_remote, [urls] if isinstance(urls, str) else urls or ()):
             try:
                 check_url(url)
             except ValueError as error:
-                problems.append(f"{field}: {error}")
+                problems.append(f"clap.{field}: {error}")
     return problems

@@ -48,7 +48,7 @@ def restore(
         load_weights_alone(engine, weights, progress.step, progress.samples)
         return progress
     state = read_state_file(folder / STATE)
-    load_engine_state(engine, state, folder, scheduler=not any(change.startswith("scheduler is") for change in others))
+    load_engine_state(engine, state, folder)
     if rank() < len(state["random"]):
         restore_random_state(state["random"][rank()], engine.model.logit_scale.device)
     return progress
@@ -64,14 +64,10 @@ def compare(
         config: this run's JSON; if empty, only model, engine and tokenizer are compared.
     """
     manifest = Manifest.read(folder)
-    to_accept: list[str] = []
-    others: list[str] = []
-    try:
-        check_same_model(folder, ClapConfig.model_validate(manifest.model), model)
-    except ValueError as error:
-        to_accept.append(str(error))
-    for found in differences(engine | {"learning_rates": 1} | manifest.engine, engine):
-        (others if found.startswith("scheduler is") else to_accept).append(found)
+    check_same_model(folder, ClapConfig.model_validate(manifest.model), model)
+    found = differences(engine | manifest.engine, engine)
+    others = [each for each in found if each.startswith("scheduler is")]
+    to_accept = [each for each in found if each not in others]
     if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text):
         to_accept.append(f"the tokenizer: {problem}")
     if manifest.settings and config:
@@ -103,6 +99,6 @@ def _different_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
         for name in dict.fromkeys((*here, *there))
         if there.get(name) != here.get(name)
         and not any(f"{name}.".startswith(f"{section}.") for section in _OF_NO_CONSEQUENCE)
-        # A field of `clap` that only one side has belongs to another version or another kind of section.
+        # Fields of `clap` that only one side has are another version's or another kind's.
         and (not name.startswith("clap.") or (name in there and name in here))
     ]

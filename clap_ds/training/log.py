@@ -3,14 +3,15 @@
 Losses and norms stay on the device until several steps are written together, to avoid a synchronization per step.
 """
 
+import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clap_ds.config.metrics import TRAIN_LOSS
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import gather
 from clap_ds.distributed.init import Ranks
@@ -23,7 +24,6 @@ from clap_ds.run_records.metrics_schema import StepLine, Summary
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.run_records.stragglers import Stragglers
 from clap_ds.run_records.terminal import Progress
-from clap_ds.training.collapse import LastSteps
 from clap_ds.training.train_state import SavedCheckpoint, TrainPlan, TrainState
 
 FIGURES = ("loss", "gradient_norm", "logit_scale")
@@ -34,7 +34,6 @@ class TrainLogger:
 
     Args:
         folder: holds `history.jsonl`.
-        chance: the loss of equal similarities.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class TrainLogger:
         state: TrainState,
         ranks: Ranks,
         folder: Path,
-        chance: float,
     ) -> None:
         self._record, self._engine, self._loader, self._scalars = record, engine, loader, scalars
         self._plan, self._state, self._ranks, self._folder = plan, state, ranks, folder
@@ -59,9 +57,9 @@ class TrainLogger:
         self._lines: list[tuple[StepLine, Tensor]] = []  # tensor: loss, norm, logit scale, skipped
         self._is_warm = False
         self._throughput = Throughput(ranks.world_size)
-        self._memory = Summary()
+        self._memory, self._first_samples, self._joules = Summary(), state.samples, math.nan
+        self._begin_joules = sum(gather(environment.energy_joules(engine.device)))
         self._stragglers = Stragglers(gather(ranks.host))
-        self._last_steps, self._collapse = LastSteps(chance), list[str]()
         self._checkpoints: list[dict[str, Any]] = []
         self._before_s, self._started_s = state.train_s, time.monotonic()
         self._shown = Progress(plan.last_step(state), enabled=self._is_first, first=state.step)
@@ -70,10 +68,6 @@ class TrainLogger:
     def train_s(self) -> float:
         """Seconds since the first step, including evaluations, checkpoints and earlier starts of the run."""
         return self._before_s + time.monotonic() - self._started_s
-
-    def metrics(self) -> dict[str, float]:
-        """Return a checkpoint's metrics of the last steps."""
-        return {TRAIN_LOSS: self._last_steps.loss}
 
     def begin_step(self) -> None:
         self._engine.timer.start()
@@ -92,14 +86,13 @@ class TrainLogger:
         """Write the steps since the last call. A collective; raises NonFiniteError on all ranks if any loss isn't finite."""
         if not self._lines:
             return
-        times, own_samples = self._engine.timer.stop(), self._plan.samples_per_step / self._ranks.world_size
+        times = self._engine.timer.stop()
         self._engine.count_skipped()
-        waits = (phases["data_wait"] for phases in times.phases_s)
-        own_s = (whole_s - wait_s for whole_s, wait_s in zip(times.step_s, waits, strict=True))
-        self._loader.report_throughput((own_samples / each for each in own_s), self._ranks.local_world_size)
         lines, figures = zip(*self._lines, strict=True)
         self._lines = []
         window = gather_window(times, torch.stack(figures))
+        rates = self._plan.samples_per_step / self._ranks.world_size / (window.step_s - window.data_wait_s)[:, 0]
+        self._loader.report_throughput(rates.tolist(), self._ranks.local_world_size)
         if self._is_first:
             self._write_window(lines, window)
         self._engine.check_loss()
@@ -110,15 +103,14 @@ class TrainLogger:
         slow = self._stragglers.add(samples, first_s, window.own_s, window.data_wait_s)
         if self._is_warm:
             self._throughput.add(window, samples)
-        self._is_warm, self._memory = True, window.memory
-        scalars: list[Scalar] = []
-        for number, (line, means) in enumerate(zip(lines, window.figures.mean(axis=1).tolist(), strict=True)):
-            line |= StepLine(time_s=float(first_s[number]), data_wait_s=float(window.data_wait_s[number, 0]))
-            line["memory_bytes"] = environment.peak_memory_bytes(self._engine.device)
+        self._is_warm, self._memory, self._joules = True, window.memory, window.joules - self._begin_joules
+        scalars, memory = list[Scalar](), environment.peak_memory_bytes(self._engine.device)
+        each_s = zip(lines, window.figures.mean(axis=1).tolist(), first_s, window.data_wait_s[:, 0], strict=True)
+        for line, means, time_s, wait_s in each_s:
+            line |= StepLine(time_s=float(time_s), data_wait_s=float(wait_s), memory_bytes=memory)
             if means[-1]:
                 line["skipped"] = True
             figures = dict(zip(FIGURES, means, strict=False)) | {"lr": line["lr"]}
-            self._last_steps.add(*means[:3])
             self._append(line, **figures)
             scalars += _scalars("train", figures, line["samples"])
         rate, wait_percent = samples * len(lines) / window.slowest_s, 100 * window.waited_s / window.slowest_s
@@ -133,10 +125,6 @@ class TrainLogger:
             + (f"  {num_skipped} steps skipped: loss or gradient not finite" if num_skipped else ""),
         )
         self._record.update_summary(self._position(), slow, loss=loss)
-        if not self._collapse and (problem := self._last_steps.problem(last["step"], self._folder)):
-            self._collapse.append(problem)
-            print(f"warning: {problem}", flush=True)
-            self._record.update_summary(warnings=self._collapse)
 
     def evaluated(self, metrics: dict[str, float], chances: dict[str, float], seconds: float) -> dict[str, float]:
         """Record an evaluation and return its metrics."""
@@ -144,7 +132,7 @@ class TrainLogger:
         self._state.note(metrics, self._plan.target_metrics, train_s)
         if self._is_first:
             line = StepLine(phase="evaluation", step=step, samples=samples, time_s=seconds, chance=chances)
-            self._append(line, train_s=train_s, **metrics)
+            self._append(line, train_s=train_s, **self._energy(), **metrics)
             self._scalars.write(_scalars("evaluation", metrics, samples))
             evaluation = {"step": step, "samples": samples, "train_s": train_s, **metrics}
             self._record.update_summary(evaluation=evaluation, best=self._state.best)
@@ -153,42 +141,47 @@ class TrainLogger:
 
     def saved(self, *checkpoints: SavedCheckpoint) -> None:
         """Record results of saving."""
-        for checkpoint in checkpoints if self._is_first else ():
-            seconds, stalled_s = checkpoint.end - checkpoint.begin, checkpoint.stalled_s
-            outcome: dict[str, Any] = {
-                "step": checkpoint.step, "saved": checkpoint.saved, "seconds": seconds, "bytes": checkpoint.bytes,
-                "path": str(checkpoint.path) if checkpoint.path else None, "problem": checkpoint.problem,
-                "stalled_s": stalled_s,
-            }  # fmt: skip
+        for each in checkpoints if self._is_first else ():
+            outcome = asdict(each)
+            begin, seconds = outcome.pop("begin"), outcome.pop("end") - each.begin
+            outcome |= {"saved": each.saved, "seconds": seconds, "path": str(each.path) if each.saved else None}
             self._checkpoints.append(outcome)
-            self._append(
-                {"phase": "checkpoint"}, checkpoint=[checkpoint.begin, checkpoint.begin + stalled_s], **outcome
-            )
+            self._append({"phase": "checkpoint"}, checkpoint=[begin, begin + each.stalled_s], **outcome)
             self._record.update_summary(checkpoints=self._checkpoints[-20:])
-            if checkpoint.saved:
-                size = f"{checkpoint.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
-                print(f"saved {checkpoint.path}: {size}, blocking training for {stalled_s:.2f} s", flush=True)
+            if each.saved:
+                size = (
+                    f"{each.bytes / 1e6:,.1f} MB in {seconds:.1f} s ({each.bytes / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
+                )
+                print(f"saved {each.path}: {size}, blocking training for {each.stalled_s:.2f} s", flush=True)
 
     def close(self) -> None:
         """Record the run's results."""
         if not self._is_first:
             return
         self._history.close()
-        wanted, missed = self._plan.target_metrics, [each for each in self._checkpoints if not each["saved"]]
-        lost = [f"the checkpoint of step {each['step']} could not be saved: {each['problem']}" for each in missed]
+        wanted = self._plan.target_metrics
+        lost = [
+            f"the checkpoint of step {each['step']} could not be saved: {each['problem']}"
+            for each in self._checkpoints
+            if not each["saved"]
+        ]
         self._record.update_summary(
             self._position(),
             self._throughput.summary(),
+            self._energy(),
             self._memory,
-            warnings=[*self._collapse, *self._stragglers.warnings, *lost],
+            warnings=[*self._stragglers.warnings, *lost],
             time_to_target_s=self._state.time_to(wanted),
             stop_reason=self._state.reached(wanted),
         )
 
     def _position(self) -> Summary:
         now, skipped = self._state, self._engine.deepspeed.skipped_steps
-        position = Summary(command="train", step=now.step, samples=now.samples, epoch=now.epoch, train_s=self.train_s)
-        return position | Summary(skipped_steps=skipped)
+        fields: Any = {"step": now.step, "samples": now.samples, "epoch": now.epoch, "train_s": self.train_s}
+        return Summary(command="train", skipped_steps=skipped, **fields)
+
+    def _energy(self) -> Summary:
+        return environment.energy(self._joules, self._state.samples - self._first_samples)
 
     def _append(self, line: StepLine, **more: Any) -> None:
         self._record.append_metrics(line, **more)

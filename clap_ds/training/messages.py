@@ -14,26 +14,21 @@ from clap_ds.training.train_state import TrainPlan, TrainState
 from clap_ds.weights.checkpoint_files import read_all
 
 
-def log_run_start(
-    plan: TrainPlan, state: TrainState, checkpoints: Path, data: dict[str, Any], deepspeed: dict[str, Any]
-) -> None:
-    """Print the steps to train and the checkpoint folder, and warn about doubtful settings. `data`: the loader's statistics."""
+def log_run_start(plan: TrainPlan, state: TrainState, checkpoints: Path, deepspeed: dict[str, Any]) -> None:
+    """Print the steps to train and the checkpoint folder, and warn about a schedule of another length."""
     last = plan.last_step(state)
+    of_epochs = f" ({plan.samples / plan.epoch_samples:g} epochs)" if plan.epoch_samples else ""
     if reached := state.reached(plan.target_metrics):
         print(f"nothing left to train: {reached}; change clap.train.target_metrics to continue", flush=True)
     elif last > state.step:
-        of_epochs = plan.epoch_samples and f" ({plan.samples / plan.epoch_samples:g} epochs of {plan.epoch_samples:,})"
-        print(f"training to {plan.samples:,} samples{of_epochs or ''}: {last - state.step:,} steps", flush=True)
+        print(f"training to {plan.samples:,} samples{of_epochs}: {last - state.step:,} steps", flush=True)
     else:
         print(f"nothing left to train: all {plan.samples:,} samples are consumed", flush=True)
     print(f"checkpoints: {checkpoints}", flush=True)
     planned = deepspeed.get("scheduler", {}).get("params", {}).get("total_num_steps", last)
     if planned != last:
-        print(
-            f"warning: scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps", flush=True
-        )
-    if (items := data.get("num_samples")) is not None and items < plan.pairs:
-        print(f"warning: a global batch has {plan.pairs:,} pairs, but the data only {items:,} samples", flush=True)
+        said = f"scheduler.params.total_num_steps is {planned}, but the run ends after {last} steps"
+        print(f"warning: {said}", flush=True)
 
 
 @contextmanager
@@ -44,15 +39,10 @@ def advice_on_non_finite(engine: ClapEngine, checkpointer: Checkpointer, logger:
     except NonFiniteError as error:
         logger.saved(*checkpointer.poll(None))
         checkpointer.close()
-        raise NonFiniteError(f"{error}. {_how_to_go_on(checkpointer, engine.steps)}") from None
-
-
-def _how_to_go_on(checkpointer: Checkpointer, last: int) -> str:
-    """Return advice after non-finite numbers in step `last` or earlier. A collective."""
-    saved = run_on_rank0(lambda: [manifest.step for manifest in read_all(checkpointer.path).values()])[:1]
-    goes_on, first = (f"resumes from step {saved[0]}", saved[0] + 1) if saved else ("starts from scratch", 1)
-    return (
-        f"The bad state was not saved: the same command without --restart {goes_on}. If it fails again, skip the batches"
-        f" (--skip_steps {first}-{max(first, last)}), lower optimizer.params.lr, use a longer warm-up or gradient_clipping, or"
-        " resume from an earlier checkpoint (clap.train.resume CHECKPOINT)"
-    )
+        saved = run_on_rank0(lambda: [manifest.step for manifest in read_all(checkpointer.path).values()])
+        first = saved[0] + 1 if saved else 1
+        raise NonFiniteError(
+            f"{error}. The bad state was not saved: the same command without --restart continues at step {first}. If it fails"
+            f" again, skip the batches (--skip_steps {first}-{max(first, engine.steps)}), lower optimizer.params.lr, use a"
+            " longer warm-up or gradient_clipping, or resume from an earlier checkpoint (clap.train.resume CHECKPOINT)"
+        ) from None

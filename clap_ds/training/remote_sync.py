@@ -15,23 +15,20 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from clap_ds.config.files import MOST_BYTES
 from clap_ds.config.schema import CheckpointSettings
-from clap_ds.distributed.collectives import run_on_rank0
 from clap_ds.weights import checkpoint_files as files
 from clap_ds.weights.checkpoint_files import MANIFEST, DamagedError, Manifest, warn
 
 
-def try_target(url: str | None) -> None:
-    """Write and delete a small file at `url` on rank 0; ValueError if that fails. A collective."""
-
-    def write(url: str) -> None:
-        try:
-            RemoteFolder(url).try_writing()
-        except Exception as error:  # its type depends on the file system's package
-            problem = f"{url} can't be written ({type(error).__name__}: {error}); set credentials in the environment"
-            raise ValueError(f"clap.checkpoint.remote_sync: {problem}") from error
-
-    if url is not None:
-        run_on_rank0(lambda: write(url))
+def try_target(url: str) -> None:
+    """Write and delete a small file at `url`; ValueError if that fails."""
+    try:
+        fs = RemoteFolder(url).fs
+        fs.makedirs("", exist_ok=True)
+        fs.pipe_file(name := f".probe-{os.urandom(8).hex()}", b"clap")
+        fs.rm_file(name)
+    except Exception as error:  # its type depends on the file system's package
+        problem = f"{url} can't be written ({type(error).__name__}: {error}); set credentials in the environment"
+        raise ValueError(f"clap.checkpoint.remote_sync: {problem}") from error
 
 
 class RemoteFolder:
@@ -40,14 +37,14 @@ class RemoteFolder:
     def __init__(self, url: str) -> None:
         self.url = url
         fs, root = fsspec.url_to_fs(url)
-        self._fs = DirFileSystem(root.rstrip("/"), fs)
+        self.fs = DirFileSystem(root.rstrip("/"), fs)
 
     def read_all(self, damaged: dict[str, str] | None = None) -> dict[str, Manifest]:
         """Return the manifests by name, newest first; `damaged` receives why others can't be read."""
 
         def read(name: str) -> Manifest:
             self._check_file(f"{name}/{MANIFEST}", range(MOST_BYTES))
-            return Manifest.from_json(self._fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
+            return Manifest.from_json(self.fs.cat_file(f"{name}/{MANIFEST}"), f"{self.url}/{name}")
 
         return files.newest_first(self._names(), read, {} if damaged is None else damaged)
 
@@ -55,25 +52,19 @@ class RemoteFolder:
         """Upload a checkpoint, and delete its run's superfluous ones by `rule` and interrupted uploads."""
         manifest, there = Manifest.read(checkpoint), self.read_all()
         for name in self._names():
-            if not self._fs.exists(f"{name}/{MANIFEST}"):
-                self._fs.rm(name, recursive=True)
+            if not self.fs.exists(f"{name}/{MANIFEST}"):
+                self.fs.rm(name, recursive=True)
         if manifest not in there.values():
             to = files.free_name(manifest.step, self._names(links=True))
-            self._fs.makedirs(to, exist_ok=False)  # a folder of others may contain links
+            self.fs.makedirs(to, exist_ok=False)  # a folder of others may contain links
             for file in (*manifest.files, MANIFEST):
-                self._fs.makedirs(posixpath.dirname(f"{to}/{file}"), exist_ok=True)
-                self._fs.put_file(str(checkpoint / file), f"{to}/{file}")
+                self.fs.makedirs(posixpath.dirname(f"{to}/{file}"), exist_ok=True)
+                self.fs.put_file(str(checkpoint / file), f"{to}/{file}")
             there = {to: manifest, **there}
         own = {name: other for name, other in there.items() if other.run == manifest.run}
         for name in files.superfluous(own, rule):
-            self._fs.rm(f"{name}/{MANIFEST}")  # from now on it is no checkpoint
-            self._fs.rm(name, recursive=True)
-
-    def try_writing(self) -> None:
-        """Write a small file and delete it."""
-        self._fs.makedirs("", exist_ok=True)
-        self._fs.pipe_file(name := f".probe-{os.urandom(8).hex()}", b"clap")
-        self._fs.rm_file(name)
+            self.fs.rm(f"{name}/{MANIFEST}")  # from now on it is no checkpoint
+            self.fs.rm(name, recursive=True)
 
     def download_newest(self, folder: Path, damaged: dict[str, str]) -> Path | None:
         """Download the newest good checkpoint into a local folder, and return it or None. `damaged` receives by name why
@@ -85,7 +76,7 @@ class RemoteFolder:
                     for file, record in manifest.files.items():
                         self._check_file(f"{name}/{file}", (record.bytes,))
                         (draft / file).parent.mkdir(exist_ok=True)
-                        self._fs.get_file(f"{name}/{file}", str(draft / file))
+                        self.fs.get_file(f"{name}/{file}", str(draft / file))
                     files.verify(draft)
             except (DamagedError, FileNotFoundError) as error:
                 damaged[name] = f"{self.url}/{name}: {str(error).removeprefix(f'{draft}: ')}"
@@ -96,16 +87,16 @@ class RemoteFolder:
 
     def _check_file(self, path: str, sizes: Container[int]) -> None:
         """Raise DamagedError unless this is a regular file of one of these sizes."""
-        info = self._fs.info(path)
+        info = self.fs.info(path)
         if info["type"] != "file" or (info["size"] is not None and info["size"] not in sizes):
             raise DamagedError(f"{self.url}/{path}: not a regular file of the size that was written")
 
     def _names(self, *, links: bool = False) -> list[str]:
         """Return names of complete and partial checkpoints, by default without links."""
-        self._fs.invalidate_cache()
-        if not self._fs.exists(""):
+        self.fs.invalidate_cache()
+        if not self.fs.exists(""):
             return []
-        kept = [each for each in self._fs.ls("") if links or not (each.get("islink") or each["type"] == "link")]
+        kept = [each for each in self.fs.ls("") if links or not (each.get("islink") or each["type"] == "link")]
         return sorted(filter(files.NAME.fullmatch, (posixpath.basename(each["name"].rstrip("/")) for each in kept)))
 
 

@@ -48,18 +48,13 @@ def resume(
     Attempts of a job and reruns repeat the same command. Its --restart or path in `clap.train.resume` takes effect only once,
     as far as the run ids in checkpoints show.
     """
-    attempt = ranks.job_folder
-    has_path = wanted != "auto" and not options.restart
-    new_run = (
-        f"from {wanted}" if has_path else str(attempt.parent) if attempt else run_on_rank0(lambda: uuid.uuid4().hex)
-    )
+    attempt, has_path = ranks.job_folder, wanted != "auto" and not options.restart
+    run = f"from {wanted}" if has_path else str(attempt.parent) if attempt else run_on_rank0(lambda: uuid.uuid4().hex)
     is_repeated = has_path or (options.restart and attempt is not None and attempt.name != "0")
-    has_begun = is_repeated and checkpointer.was_begun_by(new_run)
-    checkpointer.begin(new_run)
+    has_begun = is_repeated and checkpointer.was_begun_by(run)
+    checkpointer.run_id = run
     if options.restart and not has_begun:
-        aside = checkpointer.move_aside()
-        if aside is not None and ranks.is_main_process:
-            print(f"starting from scratch; moved the contents of {checkpointer.path} to {aside}", flush=True)
+        checkpointer.move_aside()
         return TrainState()
     try:
         path = checkpointer.find(Path(wanted) if has_path and not has_begun else None)
@@ -69,7 +64,7 @@ def resume(
     except ValueError as error:
         raise ValueError(f"clap.train.resume: {error}") from None
     if has_path and not has_begun:
-        checkpointer.begin(new_run)
+        checkpointer.run_id = run
     if ranks.is_main_process:
         record.update_summary(resumed_from=str(path), resumed_at_step=state.step)
         before, now = len(state.data), ranks.world_size

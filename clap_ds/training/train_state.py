@@ -14,11 +14,6 @@ from clap_ds.config.metrics import score
 from clap_ds.config.schema import CheckpointSettings, EvaluationSettings, TrainSettings
 
 
-def pairs_together(sizes: BatchSizes, accumulation: str, world_size: int) -> int:
-    """Return the number of pairs in one contrastive loss."""
-    return sizes.global_batch if accumulation == "gradcache" else sizes.micro_batch * world_size
-
-
 @dataclass
 class TrainState:
     """Progress of a run.
@@ -98,13 +93,11 @@ class TrainPlan:
         samples: total audio–caption pairs.
         samples_per_step: the global batch.
         epoch_samples: pairs in one pass over the data, if known.
-        pairs: pairs in one contrastive loss.
     """
 
     samples: int
     samples_per_step: int
     epoch_samples: int | None = None
-    pairs: int = 1
     log_every: int = 10
     evaluate_every: int | None = None
     save_every: int | None = None
@@ -117,7 +110,6 @@ class TrainPlan:
         evaluation: EvaluationSettings,
         checkpoint: CheckpointSettings,
         sizes: BatchSizes,
-        world_size: int,
         epoch_samples: int | None,
     ) -> Self:
         """Compute it from a run's sections. ValueError if epochs are requested and their length is unknown."""
@@ -131,8 +123,7 @@ class TrainPlan:
             samples = math.ceil(epochs * epoch_samples)
         assert samples is not None
         every = train.log_every_steps, evaluation.every_steps, checkpoint.every_steps
-        pairs = pairs_together(sizes, train.accumulation, world_size)
-        return cls(samples, sizes.global_batch, epoch_samples, pairs, *every, train.target_metrics)
+        return cls(samples, sizes.global_batch, epoch_samples, *every, train.target_metrics)
 
     def is_done(self, state: TrainState) -> bool:
         """Return whether all samples are consumed, or the target metrics reached."""
@@ -144,13 +135,13 @@ class TrainPlan:
         state.samples += self.samples_per_step
         state.epoch = round(state.samples / self.epoch_samples, 6) if self.epoch_samples else None
 
-    def due(self, state: TrainState, signal: int) -> Due:
-        """Return what is due after a step, given the signal to stop, or 0. A save stays due until one has started."""
+    def due(self, state: TrainState, signal: int, is_late: bool = False) -> Due:
+        """Return what is due after a step, given the signal to stop, or 0, and whether a checkpoint is late. A save stays due
+        until one has started."""
         is_last, stop = state.samples >= self.samples, signal != 0 or self.is_done(state)
         evaluate = is_last or (self.evaluate_every is not None and state.step % self.evaluate_every == 0)
-        save = stop or (
-            self.save_every is not None and state.step // self.save_every > state.saved_step // self.save_every
-        )
+        every = self.save_every
+        save = stop or is_late or (every is not None and state.step // every > state.saved_step // every)
         log = evaluate or save or state.step % self.log_every == 0
         return Due(log, evaluate and not signal, save, stop)
 

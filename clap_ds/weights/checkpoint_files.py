@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from clap_ds.config.errors import printable
 from clap_ds.config.files import drafted, open_regular, parse_json, read_bytes
-from clap_ds.config.metrics import TRAIN_LOSS, score
+from clap_ds.config.metrics import score
 from clap_ds.config.schema import CheckpointSettings
 
 MANIFEST = "manifest.json"
@@ -61,7 +61,7 @@ class Manifest:
         serial: time of saving in ms since 1970, increasing within a folder.
         engine: what a resuming run must match (`clap_ds.engine.state.describe`).
         tokenizer: Hub name of the captions' tokenizer, or `TOKENIZER` for the folder in the checkpoint.
-        metrics: `TRAIN_LOSS`, and evaluation metrics at this step if any.
+        metrics: evaluation metrics at this step if any.
         run: id of the run that saved it, constant across restarts.
         settings: the run's resolved JSON.
         best_metric: evaluation metric that selects the run's best checkpoint.
@@ -182,9 +182,8 @@ def newest_first(names: Iterable[str], read: Callable[[str], Manifest], damaged:
     manifests = {}
     for name in filter(NAME.fullmatch, names):
         try:
-            manifests[name] = read(name)
-        except FileNotFoundError:
-            continue
+            with suppress(FileNotFoundError):
+                manifests[name] = read(name)
         except DamagedError as error:
             damaged[name] = str(error)
     return dict(sorted(manifests.items(), key=lambda item: item[1].serial, reverse=True))
@@ -201,8 +200,8 @@ def newest_good(folder: Path, damaged: dict[str, str] | None = None, *, best: bo
     Warn of skipped ones, and add the reasons to `damaged` by name."""
     damaged = {} if damaged is None else damaged
     manifests = read_all(folder, damaged)
-    metric = next((manifest.best_metric or "" for manifest in manifests.values()), "")
-    for name in best_first(manifests, metric) if best else manifests:
+    metrics = [manifest.best_metric or "" for manifest in manifests.values()]
+    for name in best_first(manifests, *metrics[:1]) if best else manifests:
         try:
             verify(folder / name)
         except DamagedError as error:
@@ -232,12 +231,12 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
 
 
 def superfluous(manifests: dict[str, Manifest], rule: CheckpointSettings) -> list[str]:
-    """Return the names to delete (`manifests`: newest first): all but the last, the best and the lowest training loss."""
+    """Return the names to delete (`manifests`: newest first): all but the last and the best."""
     kept = {*[*manifests][: rule.keep_last], *best_first(manifests, rule.best_metric or "")[: rule.keep_best]}
-    return [name for name in reversed(manifests) if name not in {*kept, *best_first(manifests, TRAIN_LOSS)[:1]}]
+    return [name for name in reversed(manifests) if name not in kept]
 
 
-def best_first(manifests: dict[str, Manifest], metric: str) -> list[str]:
+def best_first(manifests: dict[str, Manifest], metric: str = "") -> list[str]:
     """Return the names of checkpoints that have this metric, best first (stable)."""
-    scores = {name: score(metric, each.metrics[metric]) for name, each in manifests.items() if metric in each.metrics}
-    return sorted(scores, key=lambda name: -scores[name])
+    names = [name for name, each in manifests.items() if metric in each.metrics]
+    return sorted(names, key=lambda name: -score(metric, manifests[name].metrics[metric]))

@@ -14,7 +14,6 @@ import safetensors
 from clap_ds.config.errors import run_alone
 from clap_ds.config.files import drafted
 from clap_ds.weights.formats import Checkpoint, save_transformers
-from clap_ds.weights.hf_compat import changes
 from clap_ds.weights.hf_config import feature_extractor
 from clap_ds.weights.load import load_weights
 from clap_ds.weights.open_clip import save_open_clip
@@ -23,9 +22,9 @@ from clap_ds.weights.tokenizer import load_tokenizer
 import transformers  # isort: skip  (after torchaudio_compat)
 
 
-def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: str = "transformers") -> list[str]:
-    """Write the new folder, in one of `FORMATS`, atomically and return notes for its users.
-    Raises ValueError if the model can't be expressed, no tokenizer fits, or the folder exists."""
+def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: str = "transformers") -> None:
+    """Write the new folder, in one of `FORMATS`, atomically. Raises ValueError if the model can't be
+    expressed, no tokenizer fits, or the folder exists."""
     if folder.exists():
         raise ValueError(f"{folder} exists: expected a new folder")
     tokenizer, text = tokenizer or found.tokenizer, found.config.text
@@ -39,13 +38,13 @@ def export(found: Checkpoint, folder: Path, tokenizer: str | None = None, form: 
             if form == "open_clip":
                 save_open_clip(found.build(), draft, length)
                 loaded.save_pretrained(draft)
-                return []
-            save_transformers(found.build(), draft)
-            transformers.ClapProcessor(feature_extractor(found.config.audio), loaded).save_pretrained(draft)
+            else:
+                save_transformers(found.build(), draft)
+                transformers.ClapProcessor(feature_extractor(found.config.audio), loaded).save_pretrained(draft)
+                cut = "only if the processor gets text_kwargs={'padding': True, 'truncation': True}"
+                print(f"note: captions are truncated to {length} tokens {cut}")
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{folder} can't be written: {error}") from error
-    cut = "only if the processor gets text_kwargs={'padding': True, 'truncation': True}"
-    return [*changes(found.config), f"captions are truncated to {length} tokens {cut}"]
 
 
 FORMATS = {
@@ -66,8 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="captions' tokenizer (default: the checkpoint's)")
     arguments = parser.parse_args(argv)
     found = load_weights(arguments.checkpoint, best=arguments.best, raw=arguments.no_ema)
-    for remark in export(found, arguments.folder, arguments.tokenizer, arguments.format):
-        print(f"note: {remark}")
+    export(found, arguments.folder, arguments.tokenizer, arguments.format)
     print(f"exported: {found.shown}, model {found.config.name}")
     print(f"{arguments.folder}: for {FORMATS[arguments.format]}")
 

@@ -18,9 +18,7 @@ from clap_ds.config.model import ClapConfig, parse_sizes
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.kernels import torch_kernels
-from clap_ds.weights.hf_compat import expressible
 from clap_ds.weights.key_mapping import State, from_names, to_names, transformers_names
-from clap_ds.weights.state_file import write_tensors
 
 METADATA_KEY = "clap_ds.config"
 CONTEXT_LENGTH_KEY = "clap_ds.context_length"
@@ -113,12 +111,10 @@ def save_transformers(model: ClapModel, folder: str | Path) -> None:
     Omits the AudioSet classifier and the logit bias. Raises ValueError if ClapModel can't express the model."""
     from clap_ds.weights.hf_config import config_to_transformers, feature_extractor, transformers
 
-    config, state = expressible(model.config, model.state_dict())
-    theirs: Any = transformers.ClapModel(config_to_transformers(config))
-    lacking = theirs.load_state_dict(to_transformers(state), strict=False).missing_keys
-    assert all(name.endswith(_CONSTANTS) for name in lacking), lacking  # which it creates itself
+    theirs: Any = transformers.ClapModel(config_to_transformers(model.config))
+    theirs.load_state_dict(to_transformers(model.state_dict()), strict=False)  # it creates constants itself
     theirs.save_pretrained(folder)
-    feature_extractor(config.audio).save_pretrained(folder)
+    feature_extractor(model.config.audio).save_pretrained(folder)
     for file in Path(folder).glob("*.safetensors"):
         shutil.copymode(Path(folder) / "config.json", file)  # safetensors creates files that only their owner can read
 
@@ -130,24 +126,16 @@ def to_transformers(state: Mapping[str, Tensor]) -> State:
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
 
 
-def save_safetensors(model: ClapModel, path: str | Path) -> None:
-    """Write a model and its sizes to a safetensors file, keeping dtypes."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_tensors(Path(path), *to_safetensors(model.state_dict(), model.config))
-
-
 def to_safetensors(
     state: Mapping[str, Tensor], config: ClapConfig, context_length: int | None = None
 ) -> tuple[State, dict[str, str]]:
-    """Return the file's tensors and metadata; `context_length` is training's caption length."""
+    """Return a safetensors file's tensors, of unchanged dtypes, and metadata; `context_length` is training's."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
-    metadata = {"format": "pt", METADATA_KEY: config.model_dump_json()}
-    trained = {} if context_length is None else {CONTEXT_LENGTH_KEY: str(context_length)}
-    return tensors, metadata | trained
+    return tensors, {METADATA_KEY: config.model_dump_json(), CONTEXT_LENGTH_KEY: str(context_length), "format": "pt"}
 
 
 def from_safetensors(path: Path, state: State, metadata: Mapping[str, str]) -> Checkpoint:
-    """Build a checkpoint from the content of a file of `save_safetensors`. Raises ValueError if it contradicts itself."""
+    """Build a checkpoint from the content of a file of `to_safetensors`. Raises ValueError if it contradicts itself."""
     config, tokens = ClapConfig.model_validate_json(metadata[METADATA_KEY]), metadata.get(CONTEXT_LENGTH_KEY, "")
     expected = _expected(config.model_dump_json(), learns_bias=LOGIT_BIAS in state)
     _check(state, expected, f"{path} doesn't fit its own sizes ({config.name})")
@@ -193,8 +181,7 @@ def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], complain
             if name in expected and tensor.shape != expected[name].shape
         ],
     }
-    told = [f"{kind}: {some(names)}" for kind, names in problems.items() if names]
-    if told:
+    if told := [f"{kind}: {some(names)}" for kind, names in problems.items() if names]:
         raise ValueError(". ".join([complaint, *told]))
 
 

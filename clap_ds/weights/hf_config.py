@@ -3,20 +3,23 @@
 from clap_ds.config.clap_json import AUDIO, FIXED_AUDIO, FIXED_TEXT, FRONT_END, TEXT
 from clap_ds.config.model import AudioConfig, ClapConfig
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which imports torchaudio if installed)
+from clap_ds.weights.key_mapping import refuse
 
 import transformers  # isort: skip
 
 
 def config_to_transformers(config: ClapConfig) -> transformers.ClapConfig:
-    """Return the `transformers.ClapConfig` of sizes from `clap_ds.weights.hf_compat`. Raises ValueError if there is none."""
-    audio, text = config.audio, config.text
-    is_one, fits = (
-        audio.projection.activation == text.projection.activation,
-        min(audio.stage_grids) >= audio.attention_window,
-    )
-    if not (is_one and fits) or audio.num_samples % audio.sample_rate:
-        wanted = "clips of whole seconds, one activation in both projections, and no token grid smaller than the window"
-        raise ValueError(f"{config.name} can't be a transformers.ClapModel, which requires {wanted}")
+    """Return a model's `transformers.ClapConfig`. Raises ValueError if there is none."""
+    audio, text, head = config.audio, config.text, config.audio.projection
+    problems = {
+        f"its text tower is a {text.architecture} with pooling {text.pooling!r}, not a roberta with 'cls_pooler'":
+            (text.architecture, text.pooling) != ("roberta", "cls_pooler"),
+        f"its projections aren't equal and {config.joint_dim} wide, with biases":
+            head != text.projection or head.hidden_dim != config.joint_dim or not head.bias,
+        "a token grid is smaller than the window": min(audio.stage_grids) < audio.attention_window,
+        "its clips aren't whole seconds": audio.num_samples % audio.sample_rate != 0,
+    }  # fmt: skip
+    refuse(config, "a transformers.ClapModel", problems)
     return transformers.ClapConfig(
         audio_config={
             **FIXED_AUDIO,

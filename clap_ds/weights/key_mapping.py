@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from clap_ds.config.model import ClapConfig
+
 State = dict[str, Tensor]
 
 _TRANSFORMERS_PARTS = [
@@ -73,9 +75,8 @@ def from_names(keys: Iterable[str], names: Callable[[str], list[str]], source: M
     """Build our state from tensors with other names, omitting keys without tensors."""
     state: State = {}
     for key in keys:
-        tensors = [source[name] for name in names(key) if name in source]
-        if tensors and len(tensors) == len(names(key)):
-            tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        if (theirs := names(key)) and source.keys() >= {*theirs}:
+            tensor = torch.cat([source[name] for name in theirs]) if len(theirs) > 1 else source[theirs[0]]
             state[key] = tensor.reshape(1) if key.startswith("logit_") else tensor
     return state
 
@@ -84,8 +85,13 @@ def to_names(state: Mapping[str, Tensor], names: Callable[[str], list[str]]) -> 
     """Invert `from_names`; logit scales and bias become 0-dimensional."""
     renamed: State = {}
     for key, tensor in state.items():
-        targets = names(key)
-        pieces = tensor.chunk(len(targets)) if len(targets) > 1 else [tensor] * len(targets)
-        for name, piece in zip(targets, pieces, strict=True):
-            renamed[name] = piece.reshape(()) if key.startswith("logit_") else piece
+        tensor = tensor.reshape(()) if key.startswith("logit_") else tensor
+        theirs = names(key)
+        renamed |= zip(theirs, tensor.chunk(len(theirs)) if len(theirs) > 1 else [tensor], strict=False)
     return renamed
+
+
+def refuse(config: ClapConfig, target: str, problems: Mapping[str, bool]) -> None:
+    """Raise ValueError, with the problems that apply, if there are any."""
+    if found := [problem for problem, applies in problems.items() if applies]:
+        raise ValueError(f"{config.name} can't be {target}: {'; '.join(found)}")

@@ -1,13 +1,11 @@
 """Load weights of any supported format, detected from the path."""
 
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
+from clap_ds.config.files import flatten
 from clap_ds.config.model import ClapConfig
 from clap_ds.weights.checkpoint_files import MANIFEST, RAW, WEIGHTS, Manifest, find_checkpoint
 from clap_ds.weights.formats import (
@@ -22,7 +20,6 @@ from clap_ds.weights.open_clip import WEIGHTS as OPEN_CLIP_WEIGHTS
 from clap_ds.weights.state_dicts import from_state_dict, read_pickled
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _OF_A_MODEL = ["*.json", "*.txt", "model*.safetensors"]
 
 
@@ -33,7 +30,7 @@ def load_weights(
 
     Args:
         path: a checkpoint of this project, or a folder of them (the newest good one); a file of
-            `clap_ds.weights.formats.save_safetensors`; a folder for `transformers.ClapModel`, or its Hub id (cache
+            `clap_ds.weights.formats.to_safetensors`; a folder for `transformers.ClapModel`, or its Hub id (cache
             first); a file of LAION-CLAP, open_clip (or a folder for its `local-dir:`) or HTSAT.
         config: expected sizes (default: the weights' own).
         best: take a folder's best by `best_metric` instead of the newest.
@@ -68,7 +65,7 @@ def _read(path: Path, config: ClapConfig | None, *, best: bool, raw: bool) -> tu
         path = find_checkpoint(path, best=best)
         file = path / (RAW if raw and (path / RAW).exists() else WEIGHTS)
         return path, _read(file, config, best=best, raw=raw)[1]
-    if not path.exists() and _HUB_ID.fullmatch(str(path)) and path.suffix not in _FILES:
+    if not path.exists() and len(path.parts) == 2 and path.suffix not in _FILES:
         from clap_ds.weights.hub import load_by_name
 
         return path, load_by_name(str(path), partial(_from_hub, path), field="weights", what="CLAP")
@@ -94,28 +91,20 @@ def _with_manifest(path: Path, found: Checkpoint) -> Checkpoint:
     kind = clap.get("loss", {}).get("kind", found.loss_kind)
     value = None if path.name == RAW else manifest.metrics.get(manifest.best_metric or "")
     reached = f"step {manifest.step:,}" + ("" if value is None else f", {manifest.best_metric} {value:.4g}")
-    if RAW in manifest.files and path.name == WEIGHTS:
-        reached += ", moving average of the weights"
-    tokens = TypeAdapter(int | None).validate_python(clap.get("context_length", found.context_length))
-    return replace(
-        found, tokenizer=manifest.tokenizer_in(folder), context_length=tokens, loss_kind=kind, reached=reached
-    )
+    reached += ", moving average of the weights" * (RAW in manifest.files and path.name == WEIGHTS)
+    tokens, tokenizer = clap.get("context_length", found.context_length), manifest.tokenizer_in(folder)
+    return replace(found, tokenizer=tokenizer, context_length=tokens, loss_kind=kind, reached=reached)
 
 
 def check_same_model(where: object, theirs: ClapConfig, ours: ClapConfig) -> None:
     """Raise ValueError with the sizes that differ."""
     aside: Any = {"name": True, "text": {"hub_name", "layer_norm_eps"}}  # these don't affect whether weights fit
-    found = differences(theirs.model_dump(exclude=aside), ours.model_dump(exclude=aside))
-    if found:
+    if found := differences(theirs.model_dump(exclude=aside), ours.model_dump(exclude=aside)):
         raise ValueError(f"{where} contains model {theirs.name}, but this run uses {ours.name}: {some(found)}")
 
 
-def differences(theirs: dict[str, Any], ours: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Describe how a checkpoint's sizes differ from this run's."""
-    found = []
-    for name, value in ours.items():
-        if isinstance(value, dict) and isinstance(theirs.get(name), dict):
-            found += differences(theirs[name], value, f"{prefix}{name}.")
-        elif theirs.get(name) != value:
-            found.append(f"{prefix}{name} is {theirs.get(name)!r} there, {value!r} here")
-    return found
+    found, expected = flatten(theirs), flatten(ours)
+    differing = (name for name in expected if found.get(name) != expected[name])
+    return [f"{name} is {found.get(name)!r} there, {expected[name]!r} here" for name in differing]

@@ -9,7 +9,7 @@ import torch
 from clap_ds.config.model import ClapConfig
 from clap_ds.model.clap import ClapModel
 from clap_ds.model.mel import LogMel
-from clap_ds.weights.key_mapping import State, open_clip_names, to_names
+from clap_ds.weights.key_mapping import State, open_clip_names, refuse, to_names
 from clap_ds.weights.state_file import write_tensors
 
 WEIGHTS = "open_clip_model.safetensors"
@@ -45,8 +45,7 @@ def model_cfg(config: ClapConfig, context_length: int) -> dict[str, Any]:
         f"its text projection (activation, bias, width) is none of {[*heads]}": head is None,
         "its text tower has no hub_name": not text.hub_name,
     }
-    if found := [problem for problem, applies in problems.items() if applies]:
-        raise ValueError(f"{config.name} can't be a model of open_clip: {'; '.join(found)}")
+    refuse(config, "a model of open_clip", problems)
     sizes = {theirs: getattr(audio, ours) for theirs, ours in _RENAMED.items()}
     kind = {"model_type": "HTSAT", "model_name": variant, "proj_act": audio.projection.activation}
     tower: dict[str, Any] = {"hf_model_name": text.hub_name, "hf_tokenizer_name": text.hub_name, "hf_proj_type": head}

@@ -27,7 +27,7 @@ _MARKS = {
     open_clip_names: {"audio.encoder.bn0.weight", "text.transformer.embeddings.word_embeddings.weight"},
 }
 """Tensors that tell whose names a state dict has. open_clip's other towers lack them."""
-_EXPECTED = "expected weights of save_safetensors, LAION-CLAP, HTSAT, or open_clip's HTSAT with RoBERTa or BERT"
+_EXPECTED = "expected weights of this project, LAION-CLAP, HTSAT, or open_clip's HTSAT with RoBERTa or BERT"
 _REBUILT = ("_rebuild_parameter", "_rebuild_tensor", "_rebuild_tensor_v2")
 _OF_TENSORS = {("collections", "OrderedDict"), ("torch", "Size"), *(("torch._utils", name) for name in _REBUILT)}
 _ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")
@@ -60,7 +60,7 @@ _tensors_only.load = lambda file, **options: _TensorsOnly(file, **options).load(
 def from_state_dict(path: str | Path, state: Mapping[str, Any], config: ClapConfig | None = None) -> Checkpoint:
     """Build a checkpoint from a state dict of LAION-CLAP, open_clip or HTSAT, with or without a `module.` prefix.
 
-    Its sizes are `config`, or the first fitting ones of LAION's models and this project's presets. Raises ValueError.
+    Its sizes are `config`, or those of LAION's models and this project's presets that fit. Raises ValueError.
     """
     tensors = {
         name.removeprefix("module.").replace("sed_model.", "audio_branch.", 1): value
@@ -82,13 +82,12 @@ def from_state_dict(path: str | Path, state: Mapping[str, Any], config: ClapConf
 
 
 def _layouts(has_fusion: bool) -> list[ClapConfig]:
-    """List candidate sizes, LAION's models first: HTSAT-tiny, HTSAT-base, and HTSAT-base with tiny's heads."""
+    """List the presets and LAION's HTSAT-base with tiny's heads. Each has other shapes."""
+    presets = [load_preset(name) for name in preset_names()]
     tiny, base = load_preset("clap_htsat_tiny_roberta_base"), load_preset("htsat_base_roberta_base")
     audio = base.audio.model_copy(update={"projection": tiny.audio.projection})
     music = tiny.model_copy(update={"name": "laion_htsat_base_roberta_base", "audio": audio})
-    known = (tiny.name, base.name)
-    found = [tiny, base, music, *(load_preset(name) for name in preset_names() if name not in known)]
-    return [each for each in found if each.audio.fusion == has_fusion]
+    return [each for each in [*presets, music] if each.audio.fusion == has_fusion]
 
 
 def read_pickled(path: Path) -> dict[str, Any]:
@@ -96,11 +95,8 @@ def read_pickled(path: Path) -> dict[str, Any]:
     try:
         with pinned(path) as opened:
             content = _load(opened)
-    except OSError as error:
-        raise ValueError(f"{path}: can't be read: {error}") from error
     except Exception as error:  # torch raises various types for damaged files
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path}: can't be read as a checkpoint of plain tensors: {reason}") from error
+        raise ValueError(f"{path}: can't be read as a checkpoint of plain tensors: {error}") from error
     state = content.get("state_dict", content) if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ValueError(f"{path}: no state dict (tensors by name) found, bare or under 'state_dict'")

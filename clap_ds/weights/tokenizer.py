@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clap_ds.config.files import MOST_BYTES
 from clap_ds.config.model import PAD_TOKEN_ID
 from clap_ds.model.torchaudio_compat import torchaudio  # noqa: F401  (before transformers, which is imported where used: it takes seconds)
 
@@ -35,12 +33,8 @@ def load_tokenizer(
     from clap_ds.weights.hub import load_by_name
 
     def load(local_files_only: bool) -> PreTrainedTokenizerBase:
-        no_code = {"trust_remote_code": False}  # by default transformers prompts for it
-        for file in (path for ending in ("json", "txt", "jinja") for path in Path(name_or_dir).glob(f"*.{ending}")):
-            if file.stat().st_size > MOST_BYTES:
-                raise ValueError(f"{file.name} has more than {MOST_BYTES:,} bytes")
-        with _rust_errors("its tokenizer.json"):
-            return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only, **no_code)
+        # By default transformers prompts for trust_remote_code.
+        return AutoTokenizer.from_pretrained(name_or_dir, local_files_only=local_files_only, trust_remote_code=False)
 
     tokenizer = load_by_name(name_or_dir, load, field=field, what="tokenizer")
     # len() also counts added tokens, but not gaps between ids.
@@ -49,20 +43,7 @@ def load_tokenizer(
         found = f"has ids up to {largest_id} and pads with {tokenizer.pad_token_id}"
         expected = f"the tokenizer of clap.model.preset, with ids below {vocab_size} and {pad_token_id} for padding"
         raise ValueError(f"{field}: {name_or_dir!r} {found}; expected {expected}")
-    with _rust_errors(f"the tokenizer {name_or_dir!r}"):  # fails early; no truncation, which the tokenizer would keep
-        tokenizer(["a sound"])
     return tokenizer
-
-
-@contextmanager
-def _rust_errors(what: str) -> Iterator[None]:
-    """Convert errors of tokenizers' Rust code, a bare Exception or a PanicException, to ValueError."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"{what} is damaged: {error}") from None
 
 
 def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, context_length: int) -> tuple[Tensor, Tensor]:
@@ -71,8 +52,7 @@ def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, context_le
     Long captions are truncated before </s>. Words that look like special tokens are plain text.
     """
     cut: dict[str, Any] = {"truncation": True, "max_length": context_length, "return_attention_mask": False}
-    with _rust_errors(f"the tokenizer {tokenizer.name_or_path!r}"):
-        rows: Any = tokenizer(captions, **cut, split_special_tokens=True)["input_ids"]
+    rows: Any = tokenizer(captions, **cut, split_special_tokens=True)["input_ids"]
     is_real = torch.arange(context_length) < torch.tensor(list(map(len, rows)))[:, None]
     # Three times as fast as the tokenizer's padding.
     ids = torch.full((len(rows), context_length), int(tokenizer.pad_token_id))
@@ -83,23 +63,16 @@ def tokenize(captions: list[str], tokenizer: PreTrainedTokenizerBase, context_le
 def train_tokenizer(captions: Iterable[str], directory: Path, *, vocab_size: int = SMALL_VOCAB_SIZE) -> int:
     """Train a byte-level BPE of at most `vocab_size` tokens with RoBERTa's special ids, save it for `load_tokenizer` and
     return its size."""
-    import tokenizers
+    from tokenizers.implementations import ByteLevelBPETokenizer
+    from tokenizers.processors import RobertaProcessing
     from transformers import PreTrainedTokenizerFast
 
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        iter(captions), vocab_size, min_frequency=0, show_progress=False, special_tokens=[*SPECIAL_TOKENS]
     )
-    bpe.train_from_iterator(captions, trainer)
-    bpe.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
-    )
+    bpe.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
     names = ("bos_token", "pad_token", "eos_token", "unk_token", "mask_token", "cls_token", "sep_token")
     special = dict(zip(names, (*SPECIAL_TOKENS, "<s>", "</s>"), strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=bpe, **special).save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **special).save_pretrained(directory)
     return bpe.get_vocab_size()

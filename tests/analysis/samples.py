@@ -43,8 +43,8 @@ def write(path: Path, text: str | bytes) -> Path:
 
 def given(**changes: Any) -> Namespace:
     """Return options of `input_parser`."""
-    names = ("nodes", "gpus", "gpus_per_node", "model", "context_length", "peak_tflops")
-    return Namespace(**{**dict.fromkeys(names), "rate": "measured", **changes})
+    names = ("nodes", "gpus", "gpus_per_node", "model", "peak_tflops")
+    return Namespace(**{**dict.fromkeys(names), "context_length": 77, "rate": "measured", **changes})
 
 
 def run(nodes: int, rate: float | None, **changes: Any) -> Run:

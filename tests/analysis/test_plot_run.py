@@ -47,33 +47,27 @@ def test_a_benchmarks_picture_shows_its_figures(tmp_path: Path) -> None:
     assert (warmup, median[0][1]) == ([[1, 100]], 400)
     assert timed == [[2, 200], [3, 300], [4, 400], [5, 500]]
     bars = [(bar[0].get_x(), bar[0].get_width()) for bar in parts.containers]
-    assert bars == [(0, 100), (100, 200), (300, 100)]  # up to the median
-    assert picture.figure.legends[0].get_texts()[-1].get_text() == "between steps 100 ms"
-    picture.figure.draw_without_rendering()
-    shown = times.get_legend().get_window_extent()
-    assert shown.y0 >= times.get_window_extent().y1 - 1  # outside the panel
+    assert bars == [(0, 100), (100, 200)]
 
 
 def test_curves_are_the_steps_and_their_moving_mean(tmp_path: Path) -> None:
     picture = draw_training([training(tmp_path / "run")])
     loss, rate, _, norm, speed, evaluation = picture.panels
-    every, mean = (line.get_xydata().tolist() for line in loss.lines if len(line.get_xydata()))
-    assert every == [[step, 2 / step] for step in range(1, 51)]
+    (mean,) = (line.get_xydata().tolist() for line in loss.lines)
     assert mean[4] == [5, pytest.approx(sum(2 / step for step in range(1, 6)) / 5)]
     assert [len(line.get_xydata()) for line in rate.lines] == [50]
-    assert speed.lines[0].get_xydata()[1].tolist() == [2, 20.0]
-    assert (norm.get_yscale(), rate.get_ylim()[0], speed.get_ylim()[0]) == ("log", 0, 0)
+    assert speed.lines[0].get_xydata()[5].tolist() == [6, 20.0]
+    assert norm.get_yscale() == "log"
     drawn = {line.get_label(): line.get_xydata().tolist() for line in evaluation.lines if line.get_linestyle() == "-"}
-    assert drawn == {"zero shot top1": [[25, 0.5]], "retrieval audio to text R@1": [[25, 0.1]]}
+    assert drawn == {"zero shot top1": [[25, 0.5]], "retrieval audio to text r1": [[25, 0.1]]}
     assert [line.get_ydata()[0] for line in evaluation.lines if line.get_linestyle() == ":"] == [0.25]  # chance
     assert picture.figure.get_suptitle().replace("\n", " ").endswith(": 400 samples")
 
 
 def test_parts_of_a_step_are_bars_by_scale_in_milliseconds() -> None:
     picture = draw_breakdown([Row(n, 4 * n, forward_s=0.1, backward_s=0.2 * n) for n in (1, 2, 4)])
-    forward, backward = picture.panels[0].containers
-    assert [bar.get_width() for bar in forward] == [100] * 3
-    assert [(bar.get_x(), bar.get_width()) for bar in backward] == [(100, 200), (100, 400), (100, 800)]
+    bars = [[(bar.get_x(), bar.get_width()) for bar in part] for part in picture.panels[0].containers]
+    assert bars == [[(0, 100)] * 3, [(100, 200), (100, 400), (100, 800)]]
     named = {text.get_text() for text in picture.figure.legends[0].get_texts()}
     assert named == {"backward 88.9%", "forward 11.1%"}
 
@@ -84,7 +78,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
         ([benchmark(tmp_path / "killed", **killed)], "no timed windows.*'failed'"),
         ([benchmark(tmp_path / "untrained", command="train")], "no training steps"),
         ([tmp_path], r"no summary\.json"),
-        ([benchmark(tmp_path / "bench"), training(tmp_path / "run")], "only training runs"),
+        ([benchmark(tmp_path / "bench"), training(tmp_path / "run")], "no training steps"),
     ):
         with pytest.raises(UserError, match=message):
             draw_runs(folders, tmp_path / "run.png")

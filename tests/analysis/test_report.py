@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -33,8 +32,6 @@ def test_has_every_section_and_picture_and_needs_nothing_outside(folder: Path) -
     assert re.findall("<h2>(.*?)</h2>", text) == [
         "Summary", "Efficiency", "Where a step's time goes", "Projection", "Runs",
     ]  # fmt: skip
-    made = datetime.fromtimestamp((folder / "report.html").stat().st_mtime, UTC)
-    assert f"{made:%Y-%m-%d}" in text
     assert f"by version {VERSION}" in text
     shown = re.findall(r"!\[.*?\]\((.*?)\)", (folder / "report.md").read_text())
     assert {re.sub(r"-\d+", "", name) for name in shown} == {"scaling.png", "breakdown.png", "projection.png"}
@@ -54,9 +51,7 @@ def test_numbers_and_versions_are_the_inputs_own(folder: Path) -> None:
         assert found[5] == row["scaling_efficiency_percent"]
     shown = {cell for line in lines for cell in line}
     assert f"{SUMMARY['breakdown_s']['forward']:#.4g}" in shown
-    for part in ("87.3% efficiency on 512 GPUs: 544.6 samples/s/GPU, 278833 samples/s in total.",
-                 "Projected: 77.1% efficiency on 2048 GPUs"):  # fmt: skip
-        assert part in text[: text.index(">Efficiency<")]
+    assert "87.3% efficiency on 512 GPUs: 544.6 samples/s/GPU." in text[: text.index(">Efficiency<")]
     runs = (folder / "report.md").read_text().partition("## Runs")[2]
     versions = ENVIRONMENT["versions"]
     for part in (versions["torch"], versions["deepspeed"], " ".join(ENVIRONMENT["command"]), " 544.6 | published |"):

@@ -1,6 +1,5 @@
 """Scaling tables by hand: repeats, weak and strong scaling, grouping into series, failures, gaps."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ def test_failed_and_partial_runs_are_in_the_table_and_count_only_where_nothing_c
     partial = run(1, 50.0, state="timeout")
     base, row = scaling_table([run(1, 100.0), partial, failed])
     assert (base.rate, base.repeats, base.state) == (100.0, 1, "1 completed, 1 timeout")
-    assert base.notes.startswith("excluded from the mean: 1")
     assert (row.state, row.rate, row.scaling_efficiency_percent, row.repeats) == ("out_of_memory", None, None, 0)
     assert row.notes == "out_of_memory: CUDA out of memory, tried 2 GiB"
     (row,) = scaling_table([partial])
-    assert (row.rate, "rate of a run that did not complete" in row.notes) == (50.0, True)
+    assert (row.rate, row.state) == (50.0, "timeout")
 
 
 def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written(tmp_path: Path) -> None:
@@ -39,13 +37,9 @@ def test_weak_and_strong_scaling_are_told_apart_also_of_a_table_that_was_written
         for rows in (written, scaling_table(read_table_runs(tmp_path / "t.csv"))):
             shown = [(row.scaling, row.gpus, row.scaling_efficiency_percent, row.speedup) for row in rows]
             assert shown == [(*told, pytest.approx(speedup)) for *told, speedup in found]
-    more = [run(nodes, 50.0, batch_per_gpu=64 // nodes) for nodes in (2, 4)]
-    mixed = scaling_table([*weak, *more])
-    write_csv(tmp_path / "t.csv", mixed)
-    for rows in (mixed, scaling_table(read_table_runs(tmp_path / "t.csv"))):
-        assert [(row.scaling, row.gpus, row.repeats) for row in rows] == [
-            *(("weak", 4 * nodes, 1) for nodes in (1, 2, 4)), *(("strong", 4 * nodes, 1) for nodes in (1, 2, 4)),
-        ]  # fmt: skip
+    mixed = scaling_table([*weak, run(1, 50.0, batch_per_gpu=32)])
+    names = [("batch per GPU 64", "weak")] * 3 + [("batch per GPU 32", "weak")]
+    assert [(row.variant, row.scaling) for row in mixed] == names
     unknown = scaling_table([run(nodes, 100.0, batch_per_gpu=None) for nodes in (1, 2)])
     assert [row.scaling for row in unknown] == ["", ""]
 
@@ -60,22 +54,13 @@ def test_baseline_is_the_smallest_scale_with_a_rate() -> None:
 
 
 def test_mfu_needs_a_peak_and_exposed_communication_is_its_share_of_the_parts() -> None:
-    (row,) = scaling_table([run(1, 623.7, peak_tflops=989.0, mfu_model_percent=5.2, **PARTS)])
-    assert (row.mfu_percent, row.mfu_model_percent) == (pytest.approx(21.04, abs=0.005), 5.2)
+    (row,) = scaling_table([run(1, 623.7, peak_tflops=989.0, **PARTS), run(1, 623.7, memory_peak_gib=3.0, **PARTS)])
+    assert (row.mfu_percent, row.memory_peak_gib) == (pytest.approx(21.04, abs=0.005), 3.0)
     assert row.exposed_communication_percent == pytest.approx(30.0)
     assert scaling_table([run(1, 623.7)])[0].mfu_percent is None
-    assert scaling_table([run(1, 623.7, peak_tflops=989.0, model="micro")])[0].mfu_percent is None
-    tripled = {name: 3 * seconds for name, seconds in PARTS.items()}
-    (row,) = scaling_table([run(1, 9.0, memory_peak_gib=1.0, **PARTS), run(1, 9.0, memory_peak_gib=3.0, **tripled)])
-    assert row.breakdown_s == pytest.approx({name[:-2]: 2 * seconds for name, seconds in PARTS.items()})
-    assert row.memory_peak_gib == 3.0
 
 
-def test_figures_that_cannot_be_are_said_to_be_none() -> None:
-    (row,) = scaling_table([run(1, 2998.0, peak_tflops=989.0, mfu_model_percent=90.5)])
-    assert "101.1% in the published convention" in row.notes
-    assert "90.5% (executed FLOPs)" in row.notes
-    assert "MFU" not in scaling_table([run(1, 2940.0, peak_tflops=989.0, mfu_model_percent=89.0)])[0].notes
+def test_efficiency_above_all_is_doubted() -> None:
     stated = {"kind": "table", "repeats": 2, "samples_per_s_per_gpu_2sigma": 10.0}
     for fields, rate, doubted in (({}, 103.0, True), ({}, 101.0, False), (stated, 103.0, False)):
         rows = scaling_table([run(n, r, **fields) for n, r in ((1, 100.0), (2, rate), (4, 90.0))])
@@ -97,19 +82,12 @@ def configured(nodes: int, rate: float = 90.0, environment: Any = None, batch: i
     return run(nodes, rate, config=config, environment=environment or {}, batch_per_gpu=batch)
 
 
-def titles(runs: list[Run]) -> dict[str, list[tuple[int, int]]]:
-    """Return each series' name without the model, and GPUs and repeats of its scales."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for row in scaling_table(runs):
-        found.setdefault(row.title.removeprefix("htsat-tiny-roberta-base, "), []).append((row.gpus, row.repeats))
-    return found
-
-
 def test_runs_of_other_settings_are_series_of_their_own_also_after_writing(tmp_path: Path) -> None:
     synced = ((90.0, "deepspeed"), (91.0, "deepspeed"), (99.0, "overlap"))
     sweep = [configured(nodes, rate, clap__gradient_sync=sync) for nodes in (1, 2) for rate, sync in synced]
-    names = [f"gradient_sync={sync}, weak scaling" for sync in ("deepspeed", "overlap")]
-    assert titles(sweep) == {names[0]: [(4, 2), (8, 2)], names[1]: [(4, 1), (8, 1)]}
+    found = [(row.variant, row.gpus, row.repeats) for row in scaling_table(sweep)]
+    names = [("gradient_sync=deepspeed", 2), ("gradient_sync=overlap", 1)]
+    assert found == [(name, gpus, repeats) for name, repeats in names for gpus in (4, 8)]
     batches = [configured(nodes, batch=size) for size in (8, 64) for nodes in (1, 2)]
     for runs, rates in ((sweep, [90.5, 90.5, 99.0, 99.0]), (batches, [90.0] * 4)):
         rows = scaling_table(runs)
@@ -121,19 +99,15 @@ def test_runs_of_other_settings_are_series_of_their_own_also_after_writing(tmp_p
     assert [row.variant for row in rows] == ["batch per GPU 8"] * 2 + ["batch per GPU 64"] * 2
 
 
-def of(**environment: Any) -> dict[str, Any]:
-    return {"environment": environment}
-
-
 @pytest.mark.parametrize(
     ("first", "second", "names"),
     [
         ({"zero_optimization__stage": 0}, {"zero_optimization__stage": 1},
          ["zero_optimization.stage=0", "zero_optimization.stage=1"]),
         ({"clap__data__shards": "/a/x"}, {"clap__data__shards": "/b/x"}, []),
-        (of(git_commit="a" * 40), of(git_commit="b" * 40 + "+"), ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"]),
-        (of(device_names=["H100", "H100"]), of(device_names=["H100", "A100"]), ["devices=A100 and H100", "devices=H100"]),
-        (of(hosts=["n1"]), of(hosts=["n2"]), []),
+        ({"environment": {"git_commit": "a" * 40}}, {"environment": {"git_commit": "b" * 40 + "+"}},
+         ["commit=aaaaaaaaaaaa", "commit=bbbbbbbbbbbb+"]),
+        ({"environment": {"hosts": ["n1"]}}, {"environment": {"hosts": ["n2"]}}, []),
         # As few differences as possible name them.
         ({"a": 1, "clap__bench__windows": 8, "b": 1}, {"a": 2, "clap__bench__windows": 9, "b": 2}, ["a=1", "a=2"]),
     ],
@@ -175,27 +149,15 @@ def test_engines_efficiency_of_each_scale_from_deepspeed_logs_alone(
     assert "relative to 2 nodes" in capsys.readouterr().out
 
 
-def test_engines_efficiency_of_run_directories_is_from_their_own_log_or_their_summary(tmp_path: Path) -> None:
-    """The engine's rates and efficiency differ from the measured ones; TFLOPS and MFU follow them."""
+def test_engines_efficiency_of_run_directories_is_from_their_summary(tmp_path: Path) -> None:
     folders = []
     for nodes, measured, engine in ((1, 90.0, 100.0), (2, 81.0, 75.0)):
-        summary = {
-            "samples_per_s_per_gpu": {"mean": measured, "low": measured - 1, "high": measured + 1},
-            "state": "completed",
-        }
+        summary = {"samples_per_s_per_gpu": {"mean": measured}, "state": "completed", "achieved_tflops": 45.0}
         summary |= {"num_nodes": nodes, "world_size": 4 * nodes, "deepspeed_samples_per_s": 4 * nodes * engine}
-        summary |= {"achieved_tflops": 45.0, "mfu_model_percent": 9.0, "schema": 3, "preset": "micro"}
         folders.append(record(tmp_path / f"n{nodes}", [], **summary))
     both, alone = (scaling_table(read_runs(folders, given(rate=rate))) for rate in ("measured", "engine"))
-    assert [(row.scaling_efficiency_percent, row.engine_efficiency_percent) for row in both] == [(100, 100), (90, 75)]
-    assert [(row.rate, row.scaling_efficiency_percent) for row in alone] == [(100.0, 100.0), (75.0, 75.0)]
-    assert (alone[0].achieved_tflops, alone[0].mfu_model_percent) == (pytest.approx(50.0), pytest.approx(10.0))
-    for folder, nodes in zip(folders, (1, 2), strict=True):
-        engine_log(folder / "rank0.log", nodes, 1.0 + 0.6 * nodes)
-    logged = scaling_table(read_runs(folders, given(rate="engine")))
-    assert [row.rate for row in logged] == pytest.approx([10.0, 64 / 2.2 / 4])
-    assert logged[1].scaling_efficiency_percent == pytest.approx(100 * 1.6 / 2.2)
-    assert len(logged[0].runs[0].windows) == 6
+    assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in both] == [(100, 45), (90, 45)]
+    assert [(row.scaling_efficiency_percent, row.achieved_tflops) for row in alone] == [(100, None), (75, None)]
 
 
 def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_measured() -> None:
@@ -205,16 +167,12 @@ def test_each_cell_stands_under_its_heading_and_the_engines_rate_beside_the_meas
     header, _, first, second = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out[2:6])
     assert dict(zip(header, first, strict=True)) == {
         "nodes": "1", "GPUs": "4", "runs": "1", "samples/s/GPU ±": "100.0", "samples/s": "400.0", "efficiency % ±": "100.0",
-        "speed-up": "1.00", "engine's": "110.0", "engine's %": "100.0", "TFLOPS/GPU": "41.50", "state": "completed [1]",
+        "speed-up": "1.00", "engine's": "110.0", "TFLOPS/GPU": "41.50", "state": "completed [1]",
     }  # fmt: skip
-    assert second[3:9] == ["90.00", "720.0", "90.0", "1.80", "88.00", "80.0"]
+    assert second[3:9] == ["90.00", "720.0", "90.0", "1.80", "88.00", "41.50"]
 
 
-def test_scales_below_the_target_are_marked_and_notes_numbered() -> None:
-    text = render(scaling_table([run(1, 100.0), run(2, 90.0, notes="a"), run(4, 89.9, notes="b; a")]), target=90)
-    assert re.findall(r"(\d+\.\d+) ▼", text) == ["89.9"]
-    assert "Target of 90% efficiency: below it (▼): 4 nodes, 16 GPUs." in text
-    assert ("completed [2] [1] |" in text, "completed [3] [2] [1] |" in text, "\n\n[2] a\n\n[3] b\n" in text) == (
-        True,
-    ) * 3
-    assert "no scale is below it" in render(scaling_table([run(1, 100.0), run(2, 90.0)]), target=90)
+def test_notes_are_numbered() -> None:
+    text = render(scaling_table([run(1, 100.0), run(2, 90.0, notes="a"), run(4, 89.9, notes="b; a")]))
+    for part in ("completed [2] [1] |", "completed [3] [2] [1] |", "\n\n[2] a\n\n[3] b\n"):
+        assert part in text

@@ -30,14 +30,9 @@ def test_a_table_survives_writing_and_reading_and_begins_as_the_published_do(tmp
         (HEADER, "no rows"),
         ("nodes,gpus,Throughput (tokens/s)\n1,2,3\n", "no column samples_per_s_per_gpu"),
         (HEADER + "1,4,fast,2,3,4\n", "row 1: samples_per_s_per_gpu is 'fast'"),
-        (HEADER + "1,4,10,40,3,100\n2,8,-3,0,0,0\n", "row 2: samples_per_s_per_gpu is -3"),
-        (HEADER + "1,4,inf,40,3,100\n", "is inf"),
         (HEADER + "1.5,4,3,40,3,100\n", "nodes is 1.5; expected a whole number"),
         (HEADER + ",4,3,40,3,100\n", "nodes or gpus is empty"),
         (HEADER + "1,4,1,234.5,4938,3,100\n", "more cells than the header"),
-        (HEADER + '1,4,"1,234",4938,3,100\n', "is '1,234'"),
-        (HEADER.replace(",", ";") + "1;4;10,5;2.495;3;100\n", "row 1: samples_per_s is '2.495'"),
-        (HEADER.replace(",", ";") + "1;4;1.234,5;;3;100\n", "is '1.234,5'"),
         (b"\x89PNG\xff\xfe\0", "not a CSV table"),
     ],
 )
@@ -54,10 +49,8 @@ def test_a_table_as_a_german_excel_writes_it_is_read(tmp_path: Path) -> None:
 
 
 def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.csv", HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n")
-    agreeing, contradicting = read_table_runs(path)
-    assert agreeing.rate == pytest.approx((9864.5 / 16 + 616.55) / 2)
-    assert contradicting.rate == 10.0
+    agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n"))
+    assert (agreeing.rate, contradicting.rate) == (pytest.approx((9864.5 / 16 + 616.55) / 2), 10.0)
 
 
 def test_markdown_shows_gaps_as_dashes_and_no_markup_of_others() -> None:

@@ -1,6 +1,5 @@
 """Rates read from logs equal DeepSpeed's per-step numbers, don't depend on length and print interval, and withstand damage."""
 
-import random
 import re
 from pathlib import Path
 from statistics import fmean
@@ -8,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from clap_ds.analysis.log_formats import DIALECTS, Dialect
-from clap_ds.analysis.read_run import BY_TIMER, HOST_ALONE
+from clap_ds.analysis.read_run import BY_TIMER
 from clap_ds.analysis.runs import read_runs
 from clap_ds.analysis.training_log import read_log
 from clap_ds.config.errors import UserError
@@ -17,26 +16,19 @@ from tests.analysis.samples import DATA, LAUNCHER, given, running_log, throughpu
 TWO_RANKS = DATA / "deepspeed_2ranks.log"
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-def test_a_rate_is_the_same_whatever_the_logs_length_and_print_interval(tmp_path: Path, noisy: bool) -> None:
+def test_a_rate_is_the_same_whatever_the_logs_length_and_print_interval(tmp_path: Path) -> None:
     """Every tenth step takes four times as long; the mean is 0.13 s. 64 samples per node of four GPUs."""
     for nodes, num_steps in ((1, 200), (2, 500), (4, 3000)):
-        noise = random.Random(nodes)
-        times = [(0.4 if n % 10 == 9 else 0.1) * (1 + noise.gauss(0, 0.05) * noisy) for n in range(num_steps)]
+        times = [0.4 if n % 10 == 9 else 0.1 for n in range(num_steps)]
         for every in (1, 5, 20):
             text = LAUNCHER.format(nodes, 4 * nodes) + running_log(times, 64 * nodes, every)
             run = read_log(write(tmp_path / f"{nodes}-{every}.log", text))
-            low, high = min(run.windows), max(run.windows)
-            assert low * (1 - 1e-9) <= 16 / 0.13 <= high * (1 + 1e-9)
-            assert run.rate == pytest.approx(16 / 0.13, rel=0.01 if noisy else 1e-9)
-            assert run.engine_samples_per_s_per_gpu == run.rate
+            assert run.engine_samples_per_s_per_gpu == run.rate == pytest.approx(16 / 0.13)
 
 
-def test_each_step_agrees_with_deepspeeds_own_rate_of_it() -> None:
-    """If every step is printed, a window is one step, whose rate DeepSpeed also prints (measured with 1e-6 s more)."""
+def test_a_rate_agrees_with_deepspeeds_own_rates_of_steps() -> None:
     current = [float(value) for value in re.findall(r"CurrSamplesPerSec=([\d.]+)", TWO_RANKS.read_text())]
     run = read_log(TWO_RANKS)
-    assert [2 * rate for rate in run.windows] == pytest.approx(current[-30:], rel=1e-3)
     assert run.rate == pytest.approx(30 / sum(2 / rate for rate in current[-30:]), rel=1e-3)
     assert (run.nodes, run.gpus, run.batch_per_gpu, run.kind) == (1, 2, 64, "log")
     assert (run.state, run.notes, run.memory_peak_gib) == ("completed", BY_TIMER, 0.33)
@@ -50,12 +42,9 @@ def test_each_step_agrees_with_deepspeeds_own_rate_of_it() -> None:
         ("bfloat16_config .............. enabled=True", "precision", "bfloat16"),
         ("world_size ................... 16", "gpus", 16),
         ("run directory: my runs/7", "directory", "my runs/7"),
-        ("timers_config ................ enabled=True synchronized=False", "notes", f"{BY_TIMER}; {HOST_ALONE}"),
         ("CUDA out of memory. Tried\nTraceback (most recent call last):", "state", "out_of_memory"),
         ("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***", "state", "timeout"),
-        ("Main process received SIGTERM, exiting", "state", "terminated"),
         ("exits with return code = -9", "state", "failed"),
-        ("", "state", "unknown"),
     ],
 )  # fmt: skip
 def test_what_other_lines_say(tmp_path: Path, lines: str, field: str, value: object) -> None:
@@ -98,19 +87,18 @@ def test_another_programs_lines_are_one_entry_in_the_table_of_dialects(
     text = " iteration {:8d}/ 1000 | time (ms): {:.1f} | global batch size: {:5d} |\n"
     lines = (text.format(step, 900 if step == 10 else 250, 64) for step in range(10, 110, 10))
     (run,) = read_runs([write(tmp_path / "m.log", "".join(lines))], given(nodes=1, gpus=4))
-    assert (run.rate, run.batch_per_gpu, len(run.windows)) == (pytest.approx(64), 16, 9)
+    assert (run.rate, run.batch_per_gpu) == (pytest.approx(64), 16)
 
 
-def test_restarts_have_their_own_warm_up(tmp_path: Path) -> None:
-    failed = "Traceback (most recent call last)\n"
-    text = LAUNCHER.format(1, 1) + failed + running_log([1.0] * 20) + failed + running_log([2.0] * 20)
+def test_after_a_restart_only_the_last_start_counts(tmp_path: Path) -> None:
+    failed, header = "Traceback (most recent call last)\n", LAUNCHER.format(1, 1)
+    text = header + failed + running_log([1.0] * 20) + failed + running_log([2.0] * 20)
     run = read_log(write(tmp_path / "r.log", text))
-    assert run.windows == pytest.approx([64.0] * 10 + [32.0] * 10)
+    assert run.rate == pytest.approx(32)
     assert (run.gpus, run.state) == (1, "unknown")
-    assert "2 starts in the log" in run.notes
-    header = LAUNCHER.format(1, 1)  # also where steps don't begin anew
+    # also where steps don't begin anew
     run = read_log(write(tmp_path / "r.log", running_log([1.0] * 12) + header + running_log([2.0] * 30, every=10)))
-    assert run.windows == pytest.approx([64.0] * 2 + [32.0] * 2)
+    assert run.rate == pytest.approx(32)
 
 
 def test_repeated_impossible_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
@@ -120,14 +108,13 @@ def test_repeated_impossible_and_damaged_lines_are_left_out(tmp_path: Path) -> N
     late = throughput_line(15, 60.0)
     text = "".join([*(f"0: {line}1: {line}" for line in good), *bad, torn, late])  # printed by two ranks
     run = read_log(write(tmp_path / "odd.log", text))
-    assert run.windows == pytest.approx([64.0] * 6)
+    assert run.rate == pytest.approx(64)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"\x7fELF\0\0\0\1" * 40, "no usable throughput lines"),
-        (running_log([1.0] * 9, batch=0).encode(), "no usable throughput lines"),
         (None, "can't be read"),
     ],
 )
@@ -140,7 +127,7 @@ def test_a_file_without_a_rate_is_refused_with_the_reason(tmp_path: Path, conten
 def test_a_log_shorter_than_the_warmup_gives_its_running_average_and_a_failed_one_its_state(tmp_path: Path) -> None:
     short = LAUNCHER.format(1, 4) + running_log([1.0, 1.0, 2.0, 4.0], batch=12)
     run = read_log(write(tmp_path / "short.log", short))
-    assert (run.rate, run.windows) == (pytest.approx(12 / 3 / 4), ())
+    assert run.rate == pytest.approx(12 / 3 / 4)
     assert "too short" in run.notes
     run = read_log(write(tmp_path / "oom.log", LAUNCHER.format(2, 8) + "OutOfMemoryError: CUDA out of memory\n"))
     assert (run.state, run.rate, run.gpus) == ("out_of_memory", None, 8)

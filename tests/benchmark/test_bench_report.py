@@ -42,6 +42,7 @@ def _measured(folder: str) -> dict[str, Any]:
     with (
         mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
         mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
+        mock.patch("clap_ds.engine.throughput.energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]),
         mock.patch.object(report, "print_summary"),
         mock.patch.object(report, "Progress"),
     ):
@@ -76,6 +77,7 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert summary["step_time_s"] == pytest.approx({"median": 1.0, "p95": 4.0, "slowest_rank_median": 1.5})
     assert summary["data_wait_percent"] == pytest.approx(100 * 2 / 19.5)
     assert summary["memory_peak_bytes"] == 2 * GIB
+    assert summary["joules_per_sample"] == pytest.approx((39 * 100 + 58.5 * 150) / 480)  # after the warm-up
     assert (summary["skipped_steps"], summary["breakdown_s"]["forward"]) == (3, 0.5)
     assert summary["mfu_model_percent"] == pytest.approx(100 * 80 / 19.5 * 3e9 / 2e12)
     assert summary["stragglers_cost_samples_per_s"] == pytest.approx(480 / 39)  # twice as fast without them

@@ -2,41 +2,51 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks import plan_validation
 from benchmarks.plan_validation import STEPS, idle_text, main
 from clap_ds.config.errors import UserError
-from clap_ds.config.settings import load_run
 from clap_ds.flop_count.device_specs import GPUS
-from clap_ds.planning.roofline import FUSED, TABLE, ideal_s
-from clap_ds.planning.step import compiled_kernels, trace_step
+from clap_ds.planning.roofline import FUSED, ideal_s
+from clap_ds.planning.tracing import Operation
 from tests.conftest import micro_run
+
+PRODUCT = Operation("aten.mm", "text", False, 2 * 64 * 32 * 32, 16384, torch.bfloat16, ((64, 32), (32, 32)))
+PLANNED = [
+    PRODUCT,
+    PRODUCT._replace(name="aten.bmm", shapes=((2, 64, 32), (2, 32, 32))),
+    Operation("clap.window_attention", "audio", True, 0, 9000, torch.bfloat16, ((4, 8), (2, 2))),
+]
+KERNELS = [Operation("fused", "audio", False, 0, 5000)]
 
 
 def invent(folder: Path, what: str, share: float) -> None:
-    """Return a profile on an H200 in which all planned kernels reach this share, with unplanned copies."""
+    """Write a profile on an H200 in which all planned kernels reach this share, with unplanned copies."""
     folder.mkdir()
-    model = {"preset": "micro", "attention_impl": "sdpa", "mlp_impl": "torch"}
-    (folder / "config.json").write_text(json.dumps(micro_run(clap={"compile": what, "model": model})))
-    run = load_run(folder / "config.json", 1)
-    work = trace_step(run, 4).work(compiled_kernels(run, 4) if what == "towers" else [])
+    (folder / "config.json").write_text(json.dumps(micro_run(clap={"compile": what})))
     summary = {"device_name": "NVIDIA H200", "device_type": "cuda"} | ({"compiled": {}} if what == "towers" else {})
     (folder / "summary.json").write_text(json.dumps(summary))
     events: list[Any] = [(None, "Memcpy HtoD", [], [["Memcpy HtoD", 7.0]])]
-    for operation in [each for each, _ in work] * STEPS:
+    for operation in [*PLANNED, *(KERNELS if what == "towers" else [])] * STEPS:
         us = 1e6 * ideal_s(operation, GPUS["h200"]) / share
-        if operation.name == "fused" or operation.name.startswith("compiled."):
+        if operation.name == "fused":
             events.append((None, "## Call CompiledFxGraph", [], [["triton_red_fused_add_3", us]]))
-        elif us:  # includes work of another planned operation
+        else:  # includes work of another planned operation
             shapes = [[], *operation.shapes, *([[4]] if operation.name == "aten.mm" else [])]
             events.append((None, operation.name.replace(".", "::"), shapes, [["first(int)", us / 4]]))
             events.append((len(events) - 1, "aten::mm", [[64, 32], [32, 32]], [["second", 3 * us / 4]]))
     (folder / "profile.json").write_text(json.dumps({"events": events}))
 
 
-def test_every_class_has_the_share_that_its_kernels_reach(tmp_path: Path) -> None:
+def test_every_class_has_the_share_that_its_kernels_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = SimpleNamespace(work=lambda fused: [(each, 1.0) for each in [*PLANNED, *fused]])
+    monkeypatch.setattr(plan_validation, "trace_step", lambda *_, **__: work)
+    monkeypatch.setattr(plan_validation, "compiled_kernels", lambda *_: KERNELS)
     with pytest.raises(UserError, match=r"profile\.json"):
         main(["--profiles", str(tmp_path)])
     invent(tmp_path / "eager", "off", 0.0005)
@@ -45,9 +55,8 @@ def test_every_class_has_the_share_that_its_kernels_reach(tmp_path: Path) -> Non
     found = json.loads((tmp_path / "efficiencies.json").read_text())
     assert found["device"] == "NVIDIA H200"
     shares = {name: each["efficiency"] for name, each in found["classes"].items()}
-    assert {FUSED, "thin product", "attention", "other product", "optimizer"} <= shares.keys() <= TABLE.keys()
-    assert shares.pop(FUSED) == pytest.approx(0.00025)
-    assert list(shares.values()) == pytest.approx([0.0005] * len(shares))
+    expected = dict.fromkeys(["thin product", "other product", "triton window attention"], 0.0005)
+    assert shares == pytest.approx(expected | {FUSED: 0.00025})
     assert (tmp_path / "efficiencies.md").read_text().count("not in the plan: Memcpy HtoD") == 2
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from clap_ds.config.overrides import with_output
+from clap_ds.launch.cluster_profile import load_site
 from clap_ds.launch.sbatch import Request, script
 from tests import needs
 from tests.cluster.slurm_cluster import OVER, SlurmCluster
 from tests.conftest import ROOT, micro_run
 
-RANKS = r"clap_ds/(?:bench|train)\.py|deepspeed\.launcher|distributed\.run|clap_ds\.launch\.job"
+RANKS = r"clap_ds/(?:bench|train)\.py|deepspeed\.launcher|distributed\.run|clap_ds\.launch\.supervisor"
 """Matches the command line of everything a job starts."""
 TRAINING: dict[str, Any] = {"model": {"preset": "micro"}, "train": {"max_samples": 16 * 150, "log_every_steps": 1}}
 ENDLESS = {"bench": {"warmup_steps": 100000, "windows": 2, "steps_per_window": 2, "breakdown_steps": 0}}
@@ -121,11 +122,10 @@ def submit(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
         (folder / "runs").mkdir()
         run = with_output(micro_run(**changes), stem="micro", root=str(folder / "runs"))
         (folder / "job" / "run.json").write_text(json.dumps(run))
-        request = Request(
-            site_file(folder, **(site or {})), 2, None, time="00:10:00", launcher=launcher, **(asks or {})
-        )
-        (folder / "job" / "site.json").write_text(json.dumps(asdict(request.load_site())))
-        text = script(request, nodes, "micro", f"{folder}/%j.out", folder / "job")
+        profile = load_site(site_file(folder, launcher=launcher, **(site or {})))
+        request = Request(profile, 2, None, time="00:10:00", **(asks or {}))
+        (folder / "job" / "site.json").write_text(json.dumps(asdict(profile)))
+        text = script(request, nodes, "micro", f"{folder}/%j.out", [folder / "job"])
         (folder / "job.sbatch").write_text(text)
         given = [f"{name}={value}" for name, value in (variables or {}).items()]
         words = ["sbatch", "--parsable", "--gpus-per-node=2", *sbatch, str(folder / "job.sbatch")]

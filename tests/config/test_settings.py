@@ -14,7 +14,7 @@ from clap_ds.config.settings import ClapSettings, load_run
 
 WriteRun = Callable[..., Path]
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'windows'\?"),
+    ({"bench": {"windws": 3}}, r"clap\.bench\.windws: no such field; did you mean 'clap.bench.windows'\?"),
     ({"model": {"drop_path": 1.5}}, r"clap\.model\.drop_path: expected less than 1, found 1\.5"),
     (
         {"model": {"preset": "htsat_tiny"}},
@@ -22,20 +22,24 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data": {"source": "shard"}}, r"clap\.data: input tag 'shard' .* does not match .* 'synthetic', 'webdataset'"),
     ({"data": {"source": "webdataset", "shards": "a.tar"}}, r"clap\.data\.tokenizer: field required"),
-    ({"data": {"source": "synthetic", "placment": "host"}}, r"data\.placment: no such field; did you mean 'placement'"),
+    (
+        {"data": {"source": "synthetic", "placment": "host"}},
+        r"data\.placment: no such field; did you mean 'clap.data.placement'",
+    ),
     (
         {"data": {"source": "synthetic", "caption_lengths": {"8": 1.0, "99": 1.0}}},
         r"context_length = 16, found \['99'\]",
     ),
     ({"context_length": 600}, r"clap\.context_length: expected at most 64, the limit of micro, found 600"),
     ({"train": {"freeze": ["text"], "lr_scale": {"text": 0.1}}}, r"train\.lr_scale: text is in clap\.train\.freeze"),
-    ({"train": {"layer_decay": {"txt": 0.5}}}, r"layer_decay\.txt.*expected 'audio' or 'text', found \"txt\""),
+    ({"train": {"lr_scale": {"txt": 0.5}}}, r"lr_scale\.txt.*expected 'audio' or 'text', found \"txt\""),
 ]
 MISTAKES_OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"context_length": 4}, r"context_length: no such field; did you mean 'clap\.context_length'\?"),
     ({"gradient_acumulation_steps": 1}, r"did you mean 'gradient_accumulation_steps'\?"),
     ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: expected 0 \(plain data parallel\), found 3"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r'torch_autocast\.dtype: expected "bfloat16"'),
+    ({"wandb": {"enabled": True}}, r"wandb\.enabled: wandb is not installed"),
 ]
 
 

@@ -45,12 +45,7 @@ def problem() -> str:
     return found if isinstance(found, str) else ""
 
 
-def kept() -> Path:
-    (path,) = cache_folder().glob("cpu_kernels/*.so")
-    return path
-
-
-def test_compiled_once_while_others_wait_and_again_for_other_sources_or_where_it_is_damaged(
+def test_compiled_once_while_others_wait_and_again_for_other_sources(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_compiler("sleep 0.1; " + WORKING_COMPILER, tmp_path, monkeypatch)
@@ -59,27 +54,11 @@ def test_compiled_once_while_others_wait_and_again_for_other_sources_or_where_it
         assert [each.result() for each in [pool.submit(problem) for _ in range(4)]] == [""] * 4
     assert not problem()
     assert calls.read_text().count(" -o ") == 1
-    path = kept()
-    whole = path.read_bytes()
-    path.unlink()  # open files are unaffected
-    path.write_bytes(whole[:-100] + bytes(100))
-    assert not problem()
-    assert path.read_bytes() == whole
     source.write_text(SOURCE + "// changed\n")
     assert not problem()
-    assert calls.read_text().count(" -o ") == 3
-
-
-def test_a_library_that_others_could_have_put_there_is_never_opened(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_compiler(WORKING_COMPILER, tmp_path, monkeypatch)
-    assert not problem()
-    kept().chmod(0o664)
-    kept().parent.chmod(0o777)
-    assert not problem()
-    assert sum(" -o " in line for line in (tmp_path / "compiler.calls").read_text().splitlines()) == 2
-    assert kept().parent.stat().st_mode & 0o777 == 0o700
+    assert calls.read_text().count(" -o ") == 2
+    (folder,) = {path.parent for path in cache_folder().glob("cpu_kernels/*.so")}
+    assert folder.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert "belongs to another user" in problem()
 
@@ -92,9 +71,7 @@ def test_the_kernels_compile_whether_or_not_they_can_run_here(monkeypatch: pytes
     targets = [*(flag for flag in flags if flag.startswith("-m")), "-E", "-x", "c++", os.devnull]
     if not shutil.which("g++") or subprocess.run(["g++", *targets], capture_output=True).returncode:
         pytest.skip("needs a g++ that can target AMX (x86, GCC 11 or later)")
-    with jit_build._build(flags) as file:
-        file.seek(0)
-        made = file.read()
+    made = jit_build._build(flags).read_bytes()
     modules = "".join(path.read_text() for path in jit_build.SOURCES.parent.glob("*.py"))
     names = set(re.findall(r'"(clap_(?!ds")\w+)"', modules))
     assert len(names) == 13

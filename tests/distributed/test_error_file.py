@@ -1,15 +1,11 @@
-"""Error files, and calls with a timeout."""
+"""Error files."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from clap_ds.distributed import error_file
 from clap_ds.distributed.error_file import ERROR, LOST_PEER, STOPPED, UNREACHABLE, read_errors, write_error_file
-from clap_ds.distributed.timeout import within
-from tests.processes import ROOT
 
 
 def test_what_a_word_says_and_which_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,11 +23,3 @@ def test_what_a_word_says_and_which_replaces_another(tmp_path: Path, monkeypatch
     assert (word.message, word.rank, word.host, word.kind) == ("two; lines: 'caption'", 3, "n2", "unreachable")
     assert (word.ranks, word.hosts) == ([], ["n7"])
     assert "test_error_file.py" in word.stack
-
-
-def test_nobody_waits_for_what_never_answers() -> None:
-    program = "import threading; from clap_ds.distributed.timeout import within; within(0.1, threading.Event().wait)"
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=180, capture_output=True, text=True)
-    assert "TimeoutError" in ended.stderr
-    with pytest.raises(KeyError):
-        within(30, {}.popitem)

@@ -12,7 +12,7 @@ from clap_ds.launch.hostfile import main
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = {
     "n1": "n1",
-    "a[01-03,7],b-ib0,c[1-2][08-11]": "a01 a02 a03 a7 b-ib0 c108 c109 c110 c111 c208 c209 c210 c211",
+    "a[01-03,7],b-ib0,c2[08-11].org": "a01 a02 a03 a7 b-ib0 c208.org c209.org c210.org c211.org",
     "n[098-101]": "n098 n099 n100 n101",
     "n[99-0101]": "n99 n100 n101",
     "n[3,1-2],m,n4": "n3 n1 n2 m n4",
@@ -23,14 +23,9 @@ LISTS = {
 
 def test_expands() -> None:
     assert {nodelist: expand(nodelist) for nodelist in LISTS} == {name: hosts.split() for name, hosts in LISTS.items()}
-
-
-@pytest.mark.parametrize(
-    "nodelist", ["", "n1,,n2", "n[1-2", "n1]", "user@n1", "n1;reboot", "-oProxyCommand=x", "n[a-b]"]
-)
-def test_refuses(nodelist: str) -> None:
-    with pytest.raises(ValueError, match="expected a node list"):
-        expand(nodelist)
+    for nodelist in ("", "n1,,n2", "n[1-2", "n1]", "user@n1", "n1;reboot", "-oProxyCommand=x", "n[a-b]"):
+        with pytest.raises(ValueError, match="expected a node list"):
+            expand(nodelist)
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,26 @@
-"""Compare learning rates by tower and block with torch's AdamW with a group per parameter, for every kind of schedule."""
+"""Compare learning rates by tower with torch's AdamW with a group per parameter, for every kind of schedule."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler
 
-from clap_ds.engine.state import master_weights
+from clap_ds.config.errors import CollectiveUserError
+from clap_ds.distributed.collectives import raise_on_all_ranks
+from clap_ds.distributed.init import Ranks
+from clap_ds.engine.factory import fetch_from_hub
+from clap_ds.engine.state import fp32_state
+from clap_ds.weights import hub
 from tests.engine import test_engine as on
 from tests.engine.plain_ddp import PlainDDP
 from tests.rank_pool import RankPool
+from tests.training import reference_steps as reference
 
-TUNING: dict[str, Any] = {"lr_scale": {"text": 0.1}, "layer_decay": {"audio": 0.5, "text": 0.8}}
-# Prefixes of the micro preset's names → fraction of the schedule's rate with `TUNING`.
-RATES = {
-    "audio.batch_norm": 0.5**4, "audio.patch_embed": 0.5**4, "audio.stages.0.blocks.0": 0.5**3, "audio.stages.0": 0.5**2,
-    "audio.stages.1": 0.5, "text.roberta.embeddings": 0.1 * 0.8**3, "text.roberta.encoder.layer.0": 0.1 * 0.8**2,
-    "text.roberta.encoder.layer.1": 0.1 * 0.8, "text.": 0.1, "": 1.0,
-}  # fmt: skip
+TUNING: dict[str, Any] = {"lr_scale": {"text": 0.1}}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "WarmupCosineLR": {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_min_ratio": 0.1},
     "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 3, "cycle_momentum": False},
@@ -42,11 +44,11 @@ def _difference(precision: str, kind: str, stepping: str) -> float:
         rate = nominal.param_groups[0]["lr"]
         assert {*engine.deepspeed.get_lr()} == {rate}
         for group, name in zip(plain.optimizer.param_groups, plain.masters, strict=True):
-            group["lr"] = rate * next(share for start, share in RATES.items() if name.startswith(start))
+            group["lr"] = rate * (0.1 if name.startswith("text.") else 1.0)
         engine.step(batches)
         plain.step(same_batches)
         schedule.step()
-        weights = master_weights(engine)
+        weights = fp32_state(engine)
         found += [on._roundings(weights[name], p, on.LEARNING_RATE) for name, p in plain.masters.items()]
         plain.take(weights)
     return max(found)
@@ -60,8 +62,22 @@ def _difference(precision: str, kind: str, stepping: str) -> float:
         ("bf16", "WarmupCosineLR", "parameter by parameter"),
     ],
 )
-def test_updates_are_adamws_with_a_rate_for_each_parameter(
+def test_updates_are_adamws_with_a_rate_for_each_tower(
     two_ranks: RankPool, precision: str, kind: str, stepping: str
 ) -> None:
     differences = two_ranks.run(_difference, precision, kind, stepping)
     assert all(difference <= on.ROUNDINGS for difference in differences), differences
+
+
+def _refusal() -> tuple[str, int]:
+    """Return the message, and how often this rank looked."""
+    ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2)
+    run = reference.settings(model={"preset": "htsat_tiny_roberta_base", "pretrained_text": True})
+    with mock.patch.object(hub, "load_by_name", side_effect=ValueError("not on the hub")) as load:
+        with pytest.raises(CollectiveUserError) as refused, raise_on_all_ranks():
+            fetch_from_hub(run.clap.model, run.clap.data, ranks)
+        return str(refused.value), load.call_count
+
+
+def test_one_rank_looks_for_weights_and_all_stop(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_refusal) == [("not on the hub", 1), ("not on the hub", 0)]

@@ -17,8 +17,9 @@ def _two_starts(folder: str, section: dict[str, Any]) -> list[bool]:
     """Write steps 1 to 4 of 10 samples each, then, as if resumed from step 3, steps 4 to 7, with DeepSpeed's scalars."""
     enabled = []
     for samples in (0, 30):
-        ours = {} if "output_path" in section else {"enabled": False}  # as in `factory.wrap`
-        monitor = MonitorMaster(get_monitor_config({"tensorboard": section | ours}))
+        monitor = MonitorMaster(
+            get_monitor_config({"tensorboard": section | {"enabled": False}})
+        )  # as in `factory.wrap`
         deepspeed = SimpleNamespace(global_samples=samples, monitor=monitor)
         scalars = Scalars(SimpleNamespace(deepspeed=deepspeed, config={"tensorboard": section}), Path(folder))
         enabled.append(monitor.enabled)

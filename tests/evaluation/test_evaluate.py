@@ -14,11 +14,10 @@ from clap_ds.data.clip import Broken
 from clap_ds.evaluate import evaluation_settings, parse_arguments, print_evaluation
 from clap_ds.evaluation.metrics import Evaluation, Measure, TaskResult
 from clap_ds.model.clap import ClapModel
-from clap_ds.weights.formats import save_safetensors
 from tests import processes
 from tests.evaluation.conftest import WriteClips
 from tests.training.training_commands import environment
-from tests.weights.fake_checkpoints import checkpoint_of
+from tests.weights.fake_checkpoints import checkpoint_of, save_safetensors
 
 
 def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:

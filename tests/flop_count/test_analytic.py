@@ -75,14 +75,6 @@ def test_what_this_engine_executes_and_how_components_add_up() -> None:
             assert found["forward"] == pytest.approx(found["audio_tower"] + found["text_tower"])
 
 
-def test_fed_features_only_the_front_end_is_left_out() -> None:
-    for convention, gflops in (("published", 2.1033 + 0.0657), ("model", 0.0256 + 0.0657)):
-        whole, fed = (forward_components(load_preset(TINY), TextLengths.fixed(77), convention, front_end=given)
-                      for given in (True, False))  # fmt: skip
-        assert (whole["forward"] - fed["forward"]) / 1e9 == pytest.approx(gflops, abs=1e-4)
-        assert {name for name in whole if whole[name] != fed[name]} <= {*analytic.FRONT_END, "audio_tower", "forward"}
-
-
 def test_packed_captions_cost_their_own_length() -> None:
     lengths = TextLengths.of([10, 10, 50, 10])
     assert (lengths.mean, lengths.mean_square) == (20, (3 * 100 + 2500) / 4)

@@ -22,11 +22,11 @@ from clap_ds.inference import model as module
 from clap_ds.inference.model import Clap
 from clap_ds.model.torchaudio_compat import torchaudio
 from clap_ds.weights.export import export
-from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.load import load_weights
 from tests.data.tars import write_tar
 from tests.evaluation.conftest import ALONE
 from tests.inference.conftest import noise, write_sound
+from tests.weights.fake_checkpoints import save_safetensors
 
 import transformers  # isort: skip
 

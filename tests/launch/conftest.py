@@ -10,14 +10,14 @@ import pytest
 SCRIPTS = {
     "sbatch": """
         if [ "$1" = --test-only ]; then
-            grep '^#SBATCH' >> tested
+            grep '^#SBATCH' "$2" >> tested
             if [ -e refuse_test ]; then cat refuse_test >&2; exit 1; fi
             exit 0
         fi
         echo "$*" >> calls
         echo $((100 + $(cat calls | wc -l)))""",
     "squeue": "cat queue",
-    "sinfo": "cat partitions",
+    "sinfo": """[ "$3" != -p ] || names="${4//,/|}"; grep -E "^(${names-.*})[*]?[| ]" partitions || :""",
     "scontrol": 'echo "$*" >> asked',
     "sacct": "cat accounting",
 }

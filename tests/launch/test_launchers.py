@@ -3,34 +3,32 @@
 import shlex
 from pathlib import Path
 
+from clap_ds.distributed.hostfile import PORTS
 from clap_ds.launch.cluster_profile import Site
-from clap_ds.launch.launchers import Launcher
+from clap_ds.launch.launchers import launch_command
 
 HOSTS = {"n1": 4, "n3": 4}
 WORDS = ["clap_ds/bench.py", "--deepspeed_config", "my run.json"]
 
 
 def test_slurm_is_one_srun_on_these_hosts() -> None:
-    launcher = Launcher(Site(srun=["--mpi=none", "--cpu-bind=cores"], cpus_per_task=8), "py", "7.0")
-    command = launcher.command(HOSTS, Path("H"), 17000, WORDS)
-    assert command[:3] == ["py", "-m", "deepspeed.launcher.runner"]
-    assert command[-3:] == WORDS
-    # Parse as deepspeed does: any other word with leading dashes would be an option.
     from deepspeed.launcher.runner import parse_args
 
-    read = parse_args(command[3:])
+    site = Site(srun=["--mpi=none", "--cpu-bind=cores"], cpus_per_task=8)
+    command = launch_command(site, "py", HOSTS, Path("H"), WORDS, "7.0")
+    assert command[:3] == ["py", "-m", "deepspeed.launcher.runner"]
+    read = parse_args(command[3:])  # any other word with leading dashes would be an option
     assert (read.hostfile, read.launcher, read.force_multi, read.no_ssh_check) == ("H", "slurm", True, True)
-    assert (read.master_addr, read.master_port) == ("n1", 17000)
-    assert (read.user_script, read.user_args) == (WORDS[0], WORDS[1:])
-    step = shlex.split(read.launcher_args)
-    assert {"--nodelist=n1,n3", "--nodes=2", "--ntasks-per-node=4", "--kill-on-bad-exit=1"} <= {*step}
-    assert {"--cpus-per-task=8", "--cpu-bind=cores", "--mpi=none", "--job-name=7.0"} <= {*step}
+    assert (read.master_addr, read.master_port in PORTS) == ("n1", True)
+    assert [read.user_script, *read.user_args] == WORDS
+    step = {"--nodelist=n1,n3", "--nodes=2", "--ntasks-per-node=4", "--kill-on-bad-exit=1", "--cpus-per-task=8"}
+    assert step | {"--cpu-bind=cores", "--mpi=none", "--job-name=7.0"} <= {*shlex.split(read.launcher_args)}
 
 
 def test_torchrun_has_one_task_on_a_host_with_all_its_cores() -> None:
     site = Site(launcher="torchrun", cpus_per_task=8, wrapper=["apptainer", "exec", "a.sif"])
-    command = Launcher(site, "python3").command(HOSTS, Path("H"), 17000, WORDS)
+    command = launch_command(site, "python3", HOSTS, Path("H"), WORDS)
     assert command[0] == "srun"
     assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--nodelist=n1,n3"} <= {*command}
     assert "apptainer exec a.sif python3 -u -m" in " ".join(command)
-    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=n1:17000"} <= {*command}
+    assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv_backend=c10d"} <= {*command}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clap_ds.distributed.error_file import RankError
-from clap_ds.launch.preflight import evaluate, hosts_of, lines, odd_hosts, slow_ones
+from clap_ds.launch.preflight import evaluate, hosts_of, lines, odd_hosts, slow_links
 
 SILENT = "unreachable, or starts no rank:"
 
@@ -57,8 +57,8 @@ def test_the_host_that_differs_is_named() -> None:
 
 
 def test_slow_links_are_named() -> None:
-    ranks: list[dict[str, Any]] = [{"links": []} for _ in range(8)]
-    for lead, rate in zip((0, 2, 4), (20.0, 2.0, 21.0), strict=True):
-        ranks[lead]["links"] = [[lead, lead + 2, rate]]
-    slow = slow_ones(ranks, ["n1", "n1", "n2", "n2", "n3", "n3", "n4", "n4"])
-    assert slow == [("n2–n3", "slow link: 2.00 GB/s, median 20.00")]
+    ranks: list[dict[str, Any]] = [{"links": []} for rank in range(8)]
+    for lead, rate in zip((0, 2, 4, 6), (20.0, 2.0, 21.0, 19.0), strict=True):
+        ranks[lead]["links"] = [[lead, (lead + 2) % 8, rate]]
+    slow = slow_links(ranks, ["n1", "n1", "n2", "n2", "n3", "n3", "n4", "n4"])
+    assert [where for where, _ in slow] == ["n2–n3"]

@@ -1,6 +1,5 @@
 """Batch scripts for several kinds of sites, executed by bash."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -8,15 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from clap_ds.launch.cluster_profile import Site
 from clap_ds.launch.sbatch import Request, script
 
 ROOT = Path(__file__).resolve().parents[2]
 TRICKY = 'a "b" $HOME `c` %h!\nd'
-
-
-def _site(tmp_path: Path, **fields: object) -> str:
-    (tmp_path / "site.json").write_text(json.dumps(fields))
-    return str(tmp_path / "site.json")
 
 
 def _commands(tmp_path: Path, text: str, **variables: str) -> list[list[str]]:
@@ -29,19 +24,20 @@ def _commands(tmp_path: Path, text: str, **variables: str) -> list[list[str]]:
     return [each.strip("\0").split("\0") for each in done.stdout.split("END\0")[:-1]]
 
 
-def test_the_script_is_read_at_a_glance(tmp_path: Path) -> None:
-    site = _site(
-        tmp_path, setup=["module load CUDA"], environment={"NCCL_ALGO": "Tree,Ring"}, cpus_per_task=8, account="mine",
+def test_the_script_is_read_at_a_glance() -> None:
+    site = Site(
+        setup=["module load CUDA"], environment={"NCCL_ALGO": "Tree,Ring"}, cpus_per_task=8, account="mine",
         partition="gpu", python="/opt/python", srun=["--cpu-bind=cores"], requeues=1, sbatch=["--qos=big"],
     )  # fmt: skip
     request = Request(
         site, 4, "gpu:4", train=True, time="1-00:00:00", exclude="n[1-2]", spare_nodes=1, auto_requeue=True
     )
     assert (
-        script(request, 2, "name", "/jobs/one/slurm-%j.out", Path("/jobs/one"))
+        script(request, 2, "name", "/jobs/one/slurm-%j.out", [Path("/jobs/one")])
         == f"""\
 #!/bin/bash
 #SBATCH --qos=big
+#SBATCH --wait-all-nodes=1
 #SBATCH --requeue
 #SBATCH --no-kill
 #SBATCH --job-name=name
@@ -63,7 +59,8 @@ module load CUDA
 export NCCL_ALGO=Tree,Ring
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-8}}
 export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}
-folder=/jobs/one
+folders=(/jobs/one)
+folder=${{folders[${{SLURM_ARRAY_TASK_ID:-0}}]}}
 
 /opt/python -m clap_ds.launch.hostfile --output "$folder/hostfile" --slots 4
 # With --no-kill, a job whose first host is lost would go on without its script.
@@ -78,8 +75,8 @@ exec /opt/python -m clap_ds.launch.supervisor --folder "$folder" --spare_nodes=1
 def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     """Use a path with spaces, quotes and percent signs, and a tricky value."""
     folder = tmp_path / "it's 50%"
-    site = _site(tmp_path, environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="torchrun")
-    text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%j.out", folder)
+    site = Site(environment={"A": TRICKY}, python=str(tmp_path / "python"), launcher="torchrun")
+    text = script(Request(site, 4, None), 1, "name", f"{tmp_path}/it's 50%%/%j.out", [folder])
     assert f'#SBATCH --output="{tmp_path}/it\'s 50%%/%j.out"' in text
     hosts, run = _commands(tmp_path, text, SLURM_CPUS_PER_TASK="6")
     assert hosts == ["6", TRICKY, "-m", "clap_ds.launch.hostfile", "--output", f"{folder}/hostfile", "--slots", "4"]
@@ -93,5 +90,5 @@ def test_words_reach_the_commands_whole(tmp_path: Path) -> None:
     [(False, "00:15:00", 60), (False, "1:30", 60), (False, "00:01:00", 30), (True, "10", 300), (True, "00:09:00", 270)],
 )
 def test_warning_is_never_more_than_half_the_limit(tmp_path: Path, train: bool, limit: str, seconds: int) -> None:
-    request = Request(_site(tmp_path), 4, None, train=train, time=limit)
-    assert f"#SBATCH --signal=USR1@{seconds}\n" in script(request, 1, "name", "log", tmp_path)
+    request = Request(Site(), 4, None, train=train, time=limit)
+    assert f"#SBATCH --signal=USR1@{seconds}\n" in script(request, 1, "name", "log", [tmp_path])

@@ -42,17 +42,16 @@ def test_what_fails_is_asked_three_times(slurm: FakeSlurm) -> None:
     assert states_of([]) == {"7": ("RUNNING", "None")}, "one of three tries must succeed"
 
 
-def test_another_start(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_start(slurm: FakeSlurm) -> None:
     """Requeueing ends the job, so it comes first. SLURM itself avoids hosts that are down."""
-    monkeypatch.setenv("SLURM_JOB_ID", "42")
     slurm.write("queue", "n[8-9]\n")
     slurm.write("partitions", "n1 idle\nn3 down*\n")
-    assert requeue([]) is None
-    assert requeue(["n1", "n3"]) is None
-    assert requeue(["n3"]) is None
+    assert requeue("42", []) is None
+    assert requeue("42", ["n1", "n3"]) is None
+    assert requeue("42", ["n3"]) is None
     excluding = "update JobId=42 ExcNodeList=n[8-9],n1"
     assert slurm.lines("asked") == ["requeue 42", "requeue 42", excluding, "requeue 42"]
     slurm.write("scontrol", '#!/bin/sh\n[ "$1" != update ] || { echo no right >&2; exit 1; }\n')
-    assert requeue(["n1"]) is None
+    assert requeue("42", ["n1"]) is None
     slurm.write("scontrol", "#!/bin/sh\necho job requeue disabled >&2\nexit 1\n")
-    assert requeue(["n1"]) == "scontrol requeue 42: job requeue disabled"
+    assert requeue("42", ["n1"]) == "scontrol requeue 42: job requeue disabled"

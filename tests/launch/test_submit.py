@@ -43,7 +43,7 @@ def test_everything_of_the_site_is_in_the_script(
     site = {"partition": "gpu", "cpus_per_task": 8, "gpus_per_node": 2}
     # SLURM counts only nodes in service; a submitted job would wait for the others.
     slurm.write("refuse_test", "allocation failure: Requested node configuration is not available\n")
-    assert call("--nodes", "2", "--exclude", "n[1-2]", "--launcher", "torchrun", site=site) == 0
+    assert call("--nodes", "2", "--exclude", "n[1-2]", site=site) == 0
     (job,) = _jobs(folder)
     expected = {"--account=mine", "--partition=gpu", "--exclusive", "--nodes=2", "--gres=gpu:2", "--exclude=n[1-2]"}
     assert expected <= {line.removeprefix("#SBATCH ") for line in slurm.lines("tested")}
@@ -59,11 +59,11 @@ def test_everything_of_the_site_is_in_the_script(
 @pytest.mark.parametrize(
     ("site", "options", "says", "message"),
     [
-        ({"python": "/bin/true"}, "", {}, "python: /bin/true can't run this package"),
+        ({"python": "/bin/true"}, "", {}, "/bin/true failed with exit code 0"),
         ({}, "--auto_requeue", {}, "need --train"),
         ({}, "--train", {}, "clap.train: max_samples and epochs are missing"),
         ({"partition": "cpu"}, "", {}, "pass --gpus"),
-        ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "sbatch rejects the job: Invalid qos"),
+        ({}, "", {"refuse_test": "sbatch: error: Invalid qos"}, "Invalid qos"),
         ({}, "--nodes 5 --spare_nodes 2", {}, "7 nodes, but the partition has 6"),
     ],
 )

@@ -1,7 +1,6 @@
-"""Complete jobs with a fake `deepspeed`, and decisions of a job without hosts."""
+"""Complete jobs with a fake launcher, and decisions of a job without hosts."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,28 +8,37 @@ from pathlib import Path
 
 import pytest
 
-from clap_ds.config.errors import UserError
-from clap_ds.distributed.init import SECRET, Ranks
 from clap_ds.distributed.root_cause import KILLED
-from clap_ds.launch.attempt import IMPORT, Attempt, AttemptOutcome
+from clap_ds.launch import supervisor
+from clap_ds.launch.attempt import IMPORT, AttemptOutcome
 from clap_ds.launch.supervisor import RunningJob
 from tests.launch.conftest import FakeSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = os.uname().nodename
-RUNNER = """
-import json, os, sys
+RANK = """
+import json, sys
 from pathlib import Path
 from clap_ds.distributed import error_file
 folder = Path(sys.argv[sys.argv.index("--job_folder") + 1])
-run = folder.parents[1] / "run"
-run.mkdir()
+(run := folder.parents[1] / "run").mkdir()
 (folder / "run_directory").write_text(f"{run}\\n")
 (run / "summary.json").write_text(json.dumps({"state": "running"}))
-error_file.set_error_dir(folder, 0, os.uname().nodename)
+error_file.set_error_dir(folder, 0, "n1")
 error_file.write_error_file("error", "KeyError: no such key", 1)
 sys.exit(143)
 """
+
+
+@pytest.fixture(autouse=True)
+def job_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+
+def _job(folder: Path, hosts: int, spare_nodes: int = 0) -> RunningJob:
+    """Return a job on n1, n2, … before its start."""
+    (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
+    (folder / "site.json").write_text('{"requeues": 1}')
+    return RunningJob(folder, ["bench.py"], spare_nodes, auto_requeue=True)
 
 
 def test_nothing_here_needs_torch_or_pydantic() -> None:
@@ -41,49 +49,26 @@ def test_nothing_here_needs_torch_or_pydantic() -> None:
     assert not {"torch", "pydantic", "numpy", "deepspeed"} & {name.split(".")[0] for name in eval(shown.stdout)}
 
 
-def test_error_of_a_rank_reaches_the_records(tmp_path: Path) -> None:
-    """The program's own error ends the job after one attempt. Its two ranks start with a fake `deepspeed.launcher.runner`."""
-    package = tmp_path / "stub" / "deepspeed" / "launcher"
-    package.mkdir(parents=True)
-    for path in (package, package.parent):
-        (path / "__init__.py").touch()
-    (package / "runner.py").write_text(RUNNER)
-    (tmp_path / "hostfile").write_text(f"{HERE} slots=2\n")
-    (tmp_path / "site.json").write_text("{}")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    own = {"PYTHONPATH": f"{tmp_path}/stub:{ROOT}"}
-    words = ["--folder", str(tmp_path), "--", "bench.py", "--deepspeed_config", "run.json"]
-    command = [sys.executable, "-m", "clap_ds.launch.supervisor", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=kept | own, capture_output=True, text=True, timeout=180)
+def test_error_of_a_rank_reaches_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], slurm: FakeSlurm
+) -> None:
+    """The program's own error ends the job after one attempt, and not with srun's code for ranks that it killed."""
+    launch = lambda site, python, slots, hostfile, words, step: [sys.executable, "-c", RANK, *words]  # noqa: E731
+    monkeypatch.setattr(supervisor, "launch_command", launch)
+    slurm.write("partitions", "n1 idle\n")
+    assert _job(tmp_path, 1).run() == 1
     record = json.loads((tmp_path / "job.json").read_text())
-    assert (done.returncode, record["state"], record["exit_code"]) == (1, "failed", 1), (
-        "not srun's code for ranks that it killed"
-    )
+    assert (record["state"], record["exit_code"]) == ("failed", 1)
     assert "KeyError: no such key" in record["error"]
-    assert record["error"] in done.stderr
+    assert record["error"] in capfd.readouterr().err
     assert [each["error"] for each in record["attempts"]] == [record["error"]]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] == record["error"]
-    folder = tmp_path / "attempts" / "0"
-    assert (folder / SECRET).stat().st_mode & 0o777 == 0o600
-    assert (folder / SECRET).read_text() in Ranks(0, 2, 0, 2, job_folder=folder).run  # the ranks' rendezvous secret
-
-
-# --- decisions
-
-
-def _job(folder: Path, hosts: int, spare_nodes: int = 0) -> RunningJob:
-    """Return a job on n1, n2, … before its start."""
-    (folder / "hostfile").write_text("".join(f"n{index} slots=4\n" for index in range(1, hosts + 1)))
-    (folder / "site.json").write_text('{"requeues": 1}')
-    return RunningJob(folder, ["bench.py"], spare_nodes, auto_requeue=True)
 
 
 LOST = AttemptOutcome("failed", "lost n2: down*", 1, ["n2"])
 
 
 def test_spare_hosts_take_over(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--spare_nodes 4: the allocation has 4 hosts"):
-        _job(tmp_path, 4, 4)
     job = _job(tmp_path, 4, 2)
     for hosts, lost in (("n1 n2", "n1"), ("n2 n3", "n2"), ("n3 n4", "n3")):
         assert [*job.choose_hosts()] == hosts.split()
@@ -115,18 +100,21 @@ def test_start_that_slurm_ended_is_in_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm
 ) -> None:
     """Even if the host of this process went down."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(Attempt, "run", lambda *_: AttemptOutcome("completed", "", 0))
     _job(tmp_path, 3, 1).begin({"n1": 4, "n2": 4})
     slurm.write("partitions", "n1 down*\nn2 idle\n")
+    for number, state in enumerate(("running", "completed")):
+        (run := tmp_path / f"run{number}").mkdir()
+        (run / "summary.json").write_text(json.dumps({"state": state}))
     (tmp_path / "attempts" / "0").mkdir(parents=True)
-    (tmp_path / "attempts" / "0" / "run_directory").write_text(str(tmp_path))
+    (tmp_path / "attempts" / "0" / "run_directory").write_text(str(tmp_path / "run0"))
+    ranks = f"echo {run} > {tmp_path}/attempts/1/run_directory"
+    monkeypatch.setattr(supervisor, "launch_command", lambda *_: ["bash", "-c", ranks])
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert _job(tmp_path, 3, 1).run() == 0
     first, second = json.loads((tmp_path / "job.json").read_text())["attempts"]
     assert (first["state"], first["error"], first["at_fault"]) == ("failed", "lost n1: down*", ["n1"])
     assert (second["state"], second["hosts"], second["start"]) == ("completed", ["n2", "n3"], 1)
-    assert json.loads((tmp_path / "summary.json").read_text())["error"] == "lost n1: down*"
+    assert json.loads((tmp_path / "run0" / "summary.json").read_text())["error"] == "lost n1: down*"
 
 
 @pytest.mark.parametrize(
@@ -143,10 +131,8 @@ def test_start_that_slurm_ended_is_in_the_record(
     ],
 )
 def test_when_slurm_is_asked_for_another_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: AttemptOutcome, earlier: str,
-    stopped: signal.Signals | None, asks: bool,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    tmp_path: Path, outcome: AttemptOutcome, earlier: str, stopped: signal.Signals | None, asks: bool
+) -> None:
     job = _job(tmp_path, 2)
     first = {"requeued": "requeued" in earlier, "saved": "saved" in earlier}
     job.attempts, job.stopped = [first, {"requeued": False, "saved": "saved-now" in earlier}], stopped

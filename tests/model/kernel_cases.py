@@ -5,6 +5,7 @@
 The interpreter must be selected before Triton is imported, so these cases need a separate process.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from clap_ds.model.window_attention import attend_windows
-from clap_ds.model.windows import merge_windows, partition_windows, shifted_window_mask
+from clap_ds.model.windows import shifted_window_mask
 
 Case = tuple[int, int, int, int]
 Compute = Callable[..., Tensor]
@@ -40,13 +41,15 @@ def eager(case: Case) -> Compute:
     def attend(*qkv_and_bias: Tensor) -> Tensor:
         *qkv, bias_ANN = qkv_and_bias
         mask, (grid, heads, _, shift) = mask_of(case, bias_ANN.device), case
-        shifted = (partition_windows(each.roll((-shift, -shift), dims=(1, 2)), 8) for each in qkv)
-        q, k, v = (each.unflatten(3, (heads, -1)).transpose(2, 3) for each in shifted)
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias_ANN
-        if mask is not None:
-            scores = scores + mask[:, None].to(scores.dtype)
-        mixed = (scores.softmax(dim=-1) @ v).transpose(2, 3).flatten(3)
-        return merge_windows(mixed, grid).roll((shift, shift), dims=(1, 2))
+        place = torch.arange(grid**2, device=bias_ANN.device).view(grid, grid).roll((-shift, -shift), (0, 1))
+        output = torch.zeros_like(qkv[0]).flatten(1, 2)
+        for number, (row, column) in enumerate(itertools.product(range(0, grid, 8), repeat=2)):
+            tokens = place[row : row + 8, column : column + 8].flatten()  # of one window
+            q, k, v = (each.flatten(1, 2)[:, tokens].unflatten(2, (heads, -1)).transpose(1, 2) for each in qkv)
+            scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias_ANN
+            scores = scores if mask is None else scores + mask[number].to(scores.dtype)
+            output = output.index_copy(1, tokens, (scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
+        return output.unflatten(1, (grid, grid))
 
     return attend
 

@@ -17,7 +17,6 @@ import transformers  # isort: skip
 
 FULL_WIDTH = [
     ("clap_htsat_tiny_roberta_base", "sdpa", 0),
-    ("htsat_tiny_roberta_base", "sdpa", 1),
     ("htsat_base_roberta_base", "sdpa", 1),
 ]
 CASES = [*FULL_WIDTH, ("micro", "sdpa", 0), ("micro", "matmul", 1)]

@@ -13,15 +13,6 @@ def dropped(p: float = 0.1) -> Tensor:
     return (hash_dropout(torch.ones(ROWS, COLUMNS), p) == 0).double().flatten()
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_share_and_scale(p: float) -> None:
-    torch.manual_seed(0)
-    values = hash_dropout(torch.ones(ROWS, COLUMNS), p)
-    kept = values[values != 0]
-    assert torch.allclose(kept, torch.tensor(1 / (1 - p)))
-    assert abs(1 - len(kept) / values.numel() - p) < 5 * (p * (1 - p) / values.numel()) ** 0.5
-
-
 def test_elements_and_calls_are_independent() -> None:
     torch.manual_seed(0)
     first, second = dropped() - 0.1, dropped() - 0.1
@@ -30,14 +21,17 @@ def test_elements_and_calls_are_independent() -> None:
         assert abs(float((one * other).sum())) < 5 * 0.09 * len(one) ** 0.5
 
 
-def test_the_seed_decides_and_the_gradient_has_the_same_mask() -> None:
-    values = torch.randn(64, 64, requires_grad=True)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_share_scale_seed_and_gradient(p: float) -> None:
+    values = torch.randn(ROWS, COLUMNS, requires_grad=True)
     torch.manual_seed(3)
-    found = hash_dropout(values, 0.25)
+    found = hash_dropout(values, p)
     (gradient,) = torch.autograd.grad(found.sum(), values)
     assert torch.allclose(found, values * gradient)
+    assert torch.allclose(gradient.unique(), torch.tensor([0, 1 / (1 - p)]))
+    assert abs(float((gradient == 0).double().mean()) - p) < 5 * (p * (1 - p) / values.numel()) ** 0.5
     torch.manual_seed(3)
-    assert torch.equal(found, hash_dropout(values, 0.25))
+    assert torch.equal(found, hash_dropout(values, p))
 
 
 def test_eager_mode_has_torchs_random_numbers() -> None:

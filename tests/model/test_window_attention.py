@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from clap_ds.model import window_attention
 from clap_ds.model.swin import WindowAttention
 from clap_ds.model.window_attention import attend_windows
-from tests.model.kernel_cases import CASES, TOLERANCE, Case, by, draw, eager, errors, largest_error, results
+from tests.model.kernel_cases import CASES, TOLERANCE, Case, by, draw, eager, largest_error
 
 LARGE: list[Case] = [(64, 4, 24, 4), (64, 4, 32, 0), (32, 8, 24, 4), (8, 32, 24, 0)]
 
@@ -41,18 +40,3 @@ def test_the_bias_tables_gradient_is_summed_in_fp32() -> None:
 
     exact = gradient(torch.float64)
     assert (gradient(torch.bfloat16) - exact).norm() < 2 * 2**-9 * exact.norm()
-
-
-def test_a_batch_too_large_for_sdpa_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, sdpa = draw(CASES[0]), by("sdpa", CASES[0])  # 3 clips of 4 windows
-    expected = results(sdpa, inputs, torch.float64)
-    batches, attend = [], torch.nn.functional.scaled_dot_product_attention
-
-    def noted(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        batches.append(len(q))
-        return attend(q, *others)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
-    monkeypatch.setattr(window_attention, "MOST_BATCHED", 11)
-    assert max(errors(results(sdpa, inputs, torch.float64), expected)) < TOLERANCE[torch.float64]
-    assert batches == [8, 4]

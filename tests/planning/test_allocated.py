@@ -19,22 +19,21 @@ from tests.training.reference_steps import engine_of
 
 CPU = torch.device("cpu")
 PRECISION = {
-    "padded": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    "packed": {"bf16": {"enabled": True}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "bf16": {"bf16": {"enabled": True}},
 }
 
 
-def _run(text: str) -> RunSettings:
-    """Return a run with one batch on the device and dropout; with padded captions, the towers are recomputed."""
+def _run(precision: str) -> RunSettings:
+    """Return a run with one batch on the device and dropout; with autocast, the towers are recomputed."""
     model: dict[str, Any] = {"preset": "demo", "attention_impl": "matmul"}
-    model |= {"activation_checkpointing": ["audio", "text"]} if text == "padded" else {}
-    lengths = {"64": 1.0, "16": 3.0} if text == "packed" else None
-    data = {"source": "synthetic", "placement": "device", "num_batches": 1, "caption_lengths": lengths}
-    clap = {"context_length": 64, "cpu_kernels": "off", "data": data, "model": model, "text_packing": text == "packed"}
+    model |= {"activation_checkpointing": ["audio", "text"]} if precision == "autocast" else {}
+    data = {"source": "synthetic", "placement": "device", "num_batches": 1}
+    clap = {"context_length": 64, "cpu_kernels": "off", "data": data, "model": model}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}
     config = {"train_micro_batch_size_per_gpu": 16, "gradient_clipping": 0.0, "optimizer": optimizer}
     return RunSettings(
-        Path("run.json"), ClapSettings.model_validate(clap), config | PRECISION[text] | {"log_level": "error"}
+        Path("run.json"), ClapSettings.model_validate(clap), config | PRECISION[precision] | {"log_level": "error"}
     )
 
 
@@ -50,7 +49,7 @@ def _second_step(run: RunSettings) -> Callable[[], object]:
     return step
 
 
-def _allocated(text: str) -> int:
+def _allocated(precision: str) -> int:
     """Return the CPU allocator's peak bytes during the step, including all memory of the engine."""
     gc.collect()  # else earlier tests' garbage would be freed, and counted, during the step
     # With AMX, oneDNN copies weights to its own layout, which plans don't include.
@@ -58,7 +57,7 @@ def _allocated(text: str) -> int:
         torch.backends.mkldnn.flags(enabled=False),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        step = _second_step(_run(text))
+        step = _second_step(_run(precision))
         gc.collect()
         with record_function("measured"):
             step()
@@ -73,7 +72,7 @@ def _allocated(text: str) -> int:
     return peak
 
 
-@pytest.mark.parametrize("text", PRECISION)
-def test_a_steps_planned_memory_is_the_allocators(one_rank: RankPool, text: str) -> None:
-    (allocated,) = one_rank.run(_allocated, text)
-    assert trace_step(_run(text), 16, cuda=False).recorded.at_peak.total() == pytest.approx(allocated, rel=0.005)
+@pytest.mark.parametrize("precision", PRECISION)
+def test_a_steps_planned_memory_is_the_allocators(one_rank: RankPool, precision: str) -> None:
+    (allocated,) = one_rank.run(_allocated, precision)
+    assert trace_step(_run(precision), 16, cuda=False).recorded.at_peak.total() == pytest.approx(allocated, rel=0.005)

@@ -14,12 +14,12 @@ from clap_ds.config.paths import CHECKOUT
 from clap_ds.flop_count.device_specs import GPUS
 from clap_ds.planning import roofline
 from clap_ds.planning.cuda_operations import like_cuda
-from clap_ds.planning.roofline import HOST_S, KERNEL_S, TABLE, Share, class_of, seconds, seconds_by_part, shares_of
+from clap_ds.planning.roofline import HOST_S, KERNEL_S, TABLE, class_of, seconds, seconds_by_part, share, shares_of
 from clap_ds.planning.tracing import Operation, Recorded
 
 H100, BF16 = GPUS["h100-sxm"], torch.bfloat16
 GPU = replace(H100, bf16_tflops=100e-12, memory_tbytes_per_s=10e-12)
-ALL = dict.fromkeys(TABLE, Share(1.0, 0.0, "")) | {"triton mlp": Share(0.2, 0.0, "")}
+ALL = dict.fromkeys(TABLE, share(1.0, 0.0, "")) | {"triton mlp": share(0.2, 0.0, "")}
 
 
 def classes_of(work: Callable[[], torch.Tensor]) -> list[str]:
@@ -58,12 +58,6 @@ def test_classes_are_those_of_what_is_dispatched() -> None:
     assert set(classes_of(lambda: F.gelu(leaf(50, 96)))) == {"element-wise"}
 
 
-def test_shares_are_in_order_on_every_gpu() -> None:
-    for gpu in GPUS.values():
-        for name, each in shares_of(gpu).items():
-            assert 0 < each.at("low") < each.at("middle") < each.at("high") <= 1, name
-
-
 def test_shares_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert CHECKOUT
     measured = json.loads((CHECKOUT / "results" / "h200" / "efficiencies.json").read_text())["classes"]
@@ -72,12 +66,12 @@ def test_shares_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(roofline, "work_folder", lambda: tmp_path)
     before, other = shares_of(H100), shares_of(GPUS["h200"])
     # On an H100 the bytes take 4.8 / 3.35 times as long, and the rest as long as on an H200, as there are as many processors.
-    assert before["softmax"].middle == pytest.approx(1 / (1 + (1 / 0.7 - 1) * 3.35 / 4.8))
+    assert before["softmax"]["middle"] == pytest.approx(1 / (1 + (1 / 0.7 - 1) * 3.35 / 4.8))
     path = tmp_path / "results" / "h100" / "efficiencies.json"
     path.parent.mkdir(parents=True)
     classes = {"softmax": {"efficiency": 0.5}, "gone": {"efficiency": 0.1}}
     path.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "classes": classes}))
-    assert shares_of(H100) == {**before, "softmax": Share(0.5, 0.1, "measured, results/h100")}
+    assert shares_of(H100) == {**before, "softmax": share(0.5, 0.1, "measured, results/h100")}
     assert shares_of(GPUS["h200"]) == other
 
 

@@ -1,13 +1,15 @@
 """Memory as the kernel counts it, and the recorded environment."""
 
 import json
+import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from clap_ds.run_records.environment import environment, peak_memory_bytes
+from clap_ds.run_records.environment import energy, energy_joules, environment, peak_memory_bytes
 
 CPU = torch.device("cpu")
 
@@ -21,3 +23,13 @@ def test_what_a_run_ran_on_can_be_written_down() -> None:
     assert found["command"] == [sys.executable, *sys.argv]
     highest_kib = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
     assert peak_memory_bytes(CPU) == pytest.approx(1024 * highest_kib, rel=0.01)
+
+
+def test_energy_is_by_nvmls_counter_and_absent_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = SimpleNamespace(nvmlDeviceGetTotalEnergyConsumption={"handle of 1": 7_200_000}.__getitem__)
+    monkeypatch.setitem(sys.modules, "pynvml", counters)
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda device: f"handle of {device.index}")
+    assert energy_joules(torch.device("cuda", 1)) == 7200
+    assert energy(7200.0, 100) == {"energy_kwh": 0.002, "joules_per_sample": 72.0}
+    assert math.isnan(energy_joules(torch.device("cuda", 2)))  # without a counter
+    assert energy(energy_joules(CPU), 100) == {}

@@ -27,7 +27,7 @@ from clap_ds.engine.engine import ClapEngine
 from clap_ds.engine.exit_handling import NonFiniteError
 from clap_ds.engine.factory import freeze
 from clap_ds.engine.loss import LOSSES
-from clap_ds.engine.state import master_weights
+from clap_ds.engine.state import fp32_state
 from clap_ds.model.clap import ClapModel
 from clap_ds.run_records.run_dir import RunDirectory
 from clap_ds.training import checkpoint
@@ -56,11 +56,8 @@ def warned() -> Iterator[list[str]]:
 
 def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
     run = {"bf16": {"enabled": precision == "bf16"}, **(AUTOCAST if precision == "autocast" else {})}
-    run |= {
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
-        "train_micro_batch_size_per_gpu": ROWS // world_size(),
-    }
-    return run_settings(**run | changes)
+    adam, size = {"type": "AdamW", "params": {"lr": 5e-3}}, ROWS // world_size()
+    return run_settings(**run | {"optimizer": adam, "train_micro_batch_size_per_gpu": size} | changes)
 
 
 def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
@@ -115,13 +112,13 @@ def load(folder: Checkpointer, into: ClapEngine, path: Path | None = None, **opt
 
 def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, Any]:
     """Return losses of a run that continues, and of one that resumes from its checkpoint, with dropout."""
-    train = {"freeze": list(frozen), "ema_decay": 0.9, "layer_decay": {"audio" if "text" in frozen else "text": 0.5}}
+    train = {"freeze": list(frozen), "ema_decay": 0.9, "lr_scale": {"text": 0.5} if "audio" in frozen else {}}
     run = settings(precision, scheduler=SCHEDULER, clap={"train": train})
 
     def three_steps(trained: ClapEngine) -> tuple[object, ...]:
         draws = losses(trained, 3, 3), float(torch.rand(1))
         assert trained.average is not None
-        average = [each.tolist() for each in trained.average.tensors]
+        average = [each.tolist() for each in trained.average.weights.values()]
         return *draws, trained.deepspeed.get_lr(), trained.deepspeed.global_samples, average
 
     first = engine(run, 1, noisy=True)
@@ -136,17 +133,17 @@ def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, A
     return {**found, "steps": steps}
 
 
-def train_and_save(folder: str, precision: str) -> list[float]:
+def train_and_save(folder: str) -> list[float]:
     """Train three steps, save a checkpoint, and return the losses of four more."""
-    first = engine(settings(precision, scheduler=SCHEDULER), 1)
+    first = engine(settings("fp32", scheduler=SCHEDULER), 1)
     losses(first, 0, 3)
     assert Checkpointer(folder).save(first, progress(3))[0].saved
     return losses(first, 3, 4)
 
 
-def load_and_train(folder: str, precision: str) -> tuple[list[float], list[float]]:
+def load_and_train(folder: str) -> tuple[list[float], list[float]]:
     """Return losses of four steps from the checkpoint, and from a new engine."""
-    run = settings(precision, scheduler=SCHEDULER)
+    run = settings("fp32", scheduler=SCHEDULER)
     second = engine(run, 99)
     assert len(load(Checkpointer(folder), second).data) == 3 - world_size()
     return losses(second, 3, 4), losses(engine(run, 98), 3, 4)
@@ -236,7 +233,7 @@ def resume_otherwise(folder: str, precision: str, changes: dict[str, Any], accep
             return str(error), None
     saved = load_weights(checkpoint_files.newest_good(Path(folder)) / "weights.safetensors").state
     trained = {name for name, parameter in other.model.named_parameters() if parameter.requires_grad and name in saved}
-    same = all(torch.equal(tensor, saved[name]) for name, tensor in master_weights(other).items() if name in trained)
+    same = all(torch.equal(tensor, saved[name]) for name, tensor in fp32_state(other).items() if name in trained)
     rate = other.deepspeed.get_lr()[0]
     return "".join(warnings), (rate, same, losses(other, other.steps, 1)[0], other.deepspeed.get_lr()[0])
 
@@ -246,7 +243,7 @@ def starts(folder: str, jobs: list[str], choices: ResumeOptions, wanted: str = "
     each start saves one more step."""
     trained = trained_engine()
     theirs = Checkpointer(folder)
-    theirs.begin("theirs")
+    theirs.run_id = "theirs"
     theirs.save(trained, progress(5))
     wanted, rule = wanted.format(folder), CheckpointSettings(keep_last=9)
     found = []

@@ -70,8 +70,10 @@ def _logged(folder: str) -> dict[str, Any]:
         redirect_stdout(io.StringIO()) as shown,
         mock.patch("clap_ds.run_records.timers.time.perf_counter", side_effect=lambda: now[0]),
         mock.patch.object(environment, "peak_memory_bytes", return_value=(1 + rank) * GIB),
+        mock.patch.object(environment, "energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]),
+        mock.patch("clap_ds.engine.throughput.energy_joules", side_effect=lambda _: (100 + 50 * rank) * now[0]),
     ):
-        log = TrainLogger(record, engine, loader, writer, plan, state, ranks, Path(folder), math.log(20))  # type: ignore[arg-type]
+        log = TrainLogger(record, engine, loader, writer, plan, state, ranks, Path(folder))  # type: ignore[arg-type]
         for step in range(1, 7):
             log.begin_step()
             with engine.timer("data_wait"):
@@ -82,8 +84,9 @@ def _logged(folder: str) -> dict[str, Any]:
             log.end_step(torch.tensor(step + 10.0 * rank))
             if step % 2 == 0:
                 log.write()
+                log.evaluated({"top1": 0.5}, {}, 50.0)
                 now[0] += 50  # an evaluation
-        log.saved(SavedCheckpoint(6, 100.0, 107.5, Path("step-6"), 2_500_000, stalled_s=1.25))
+        log.saved(SavedCheckpoint(6, 100.0, 107.5, Path("step-6"), 15_000_000_000, stalled_s=1.25))
         log.saved(SavedCheckpoint(7, 108.0, 109.0, problem="disk full"))
         log.close()
     return {"summary": record.summary(), "scalars": scalars, "shown": shown.getvalue()}
@@ -97,13 +100,24 @@ def test_every_figure_of_a_run_on_two_ranks(two_ranks: RankPool, tmp_path: Path)
     assert summary["step_time_s"] == pytest.approx({"median": 4.5, "p95": 5.85, "slowest_rank_median": 6.75})
     assert summary["data_wait_percent"] == pytest.approx(100 * 0.8 / 27)
     assert (summary["memory_peak_bytes"], summary["skipped_steps"]) == (2 * GIB, 1)
+    joules = [
+        100 * (3 + 7 * n + 50 * n + 4 * (n == 2)) + 150 * (4.5 + 10.5 * n + 50 * n + 6 * (n == 2)) for n in range(3)
+    ]
+    assert summary["energy_kwh"] == pytest.approx(joules[2] / 3.6e6)
+    assert summary["joules_per_sample"] == pytest.approx(joules[2] / 120)
     assert (summary["step"], summary["samples"], summary["epoch"], summary["loss"]) == (6, 120, 0.75, 11)
-    assert "saved step-6: 2.5 MB in 7.5 s, blocking training for 1.25 s" in found["shown"]
+    assert "saved step-6: 15,000.0 MB in 7.5 s (2.00 GB/s), blocking training for 1.25 s" in found["shown"]
     assert "their rank's step needs 11: enough" in found["shown"]  # 10 in 0.9 s
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [line.pop("train_s") > 1000 for line in history] == [True] * len(lines)
+    assert sum("train_s" in line and line.pop("train_s") > 1000 for line in lines) == 3
     assert history == lines
+    evaluations = [line for line in lines if line["phase"] == "evaluation"]
+    assert [line["joules_per_sample"] for line in evaluations] == pytest.approx(
+        [joules[n] / (40 * n + 40) for n in range(3)]
+    )
+    lines = [line for line in lines if line["phase"] != "evaluation"]
     assert "the checkpoint of step 7 could not be saved: disk full" in summary["warnings"]
     assert not lines.pop()["saved"]
     saved = lines.pop()

@@ -79,18 +79,16 @@ def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
     assert names(url) == ["step-00000001", "step-00000003"]  # leftovers are cleared
 
 
-def test_what_another_run_left_there_stays(url: str, tmp_path: Path) -> None:
+def test_another_runs_copy_stays_and_a_damaged_one_is_passed_over(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert copy(url, make_checkpoint(tmp_path / "theirs", 1, run="theirs")) == []
     assert copy(url, *(make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 2, 3)), keep_last=1) == []
     assert names(url) == ["step-00000001", "step-00000003"]
-
-
-def test_a_damaged_copy_is_passed_over(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy(url, *(make_checkpoint(tmp_path / "here", step) for step in (1, 2)))
-    fsspec.url_to_fs(url)[0].pipe_file(f"{url}/step-00000002/weights.safetensors", b"changed")
+    fsspec.url_to_fs(url)[0].pipe_file(f"{url}/step-00000003/weights.safetensors", b"changed")
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / "step-00000001"
     (warning,) = capsys.readouterr().err.splitlines()
-    assert all(part in warning for part in ("step-00000002", "weights.safetensors"))
+    assert all(part in warning for part in ("step-00000003", "weights.safetensors"))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000001"]
 
 

@@ -14,10 +14,9 @@ from clap_ds.training.checkpoint import Checkpointer
 from clap_ds.training.load_checkpoint import compare, tokenizer_problem
 from clap_ds.training.resume import load_pretrained
 from clap_ds.training.train_state import ResumeOptions
-from clap_ds.weights.formats import save_safetensors
 from clap_ds.weights.tokenizer import train_tokenizer
 from tests.training import reference_steps as reference
-from tests.weights.fake_checkpoints import checkpoint_of
+from tests.weights.fake_checkpoints import checkpoint_of, save_safetensors
 
 MICRO = load_preset("micro")
 

@@ -53,10 +53,9 @@ def test_leaves_behind_what_analysis_and_users_need(tmp_path: Path) -> None:
     assert not (directory / "errors").exists()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Path, precision: str) -> None:
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Path) -> None:
     """One rank receives SIGTERM; in the second start, the other receives SIGUSR1; the third start finishes."""
-    changes: dict[str, Any] = {"clap": _on_shards(sounds), "bf16": {"enabled": precision == "bf16"}}
+    changes: dict[str, Any] = {"clap": _on_shards(sounds), "bf16": {"enabled": True}}
     whole, parts = write_training(tmp_path, "whole", **changes), write_training(tmp_path, "parts", **changes)
     commands.train(whole)
 
@@ -94,7 +93,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, sounds: Pa
 
 def test_a_killed_rank_costs_only_what_was_not_saved_and_one_alone_finishes(tmp_path: Path, sounds: Path) -> None:
     """3.2 epochs of 60 clips are the same number of samples as in the other runs."""
-    clap = {**_on_shards(sounds), "train": {"epochs": 3.2}, "checkpoint": {"every_steps": 3}}
+    clap = {**_on_shards(sounds), "train": {"epochs": 3.2}, "checkpoint": {"every_minutes": 1e-3}}
     config = write_training(tmp_path, clap=clap)
     ranks = RunningRanks(config, 2)
     ranks.wait_for_step(7)
@@ -146,7 +145,7 @@ def test_damaged_checkpoints_are_never_taken_for_none(tmp_path: Path) -> None:
 
 
 def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: Path) -> None:
-    micro_batch = 61  # one more than there are clips
+    micro_batch = 16
     evaluation = {"every_steps": 3, "zero_shot": {"shards": str(sounds / "*.tar")}}
 
     def run(name: str, **train: Any) -> tuple[Path, str]:
@@ -156,7 +155,6 @@ def test_ends_at_the_evaluation_that_reaches_the_target(tmp_path: Path, sounds: 
         return config, commands.train(config, world_size=1)
 
     config, output = run("first", max_samples=8 * micro_batch, target_metrics={"zero_shot_top1": 0.0})
-    assert "a global batch has 61 pairs, but the data only 60 samples" in output
     (summary,) = commands.summaries(config)
     assert (summary["state"], summary["step"]) == ("completed", 3)
     assert 0 < summary["time_to_target_s"] <= summary["train_s"]

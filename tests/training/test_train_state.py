@@ -25,11 +25,11 @@ def test_steps_are_those_a_run_takes(total: int, per_step: int, done: int) -> No
 def test_epochs_are_counted_in_samples() -> None:
     rest = EvaluationSettings(), CheckpointSettings()
     train, sizes = TrainSettings(epochs=2.5), BatchSizes(3, 2, 12)
-    plan, state = TrainPlan.of(train, *rest, sizes, 2, 101), TrainState(samples=190)
+    plan, state = TrainPlan.of(train, *rest, sizes, 101), TrainState(samples=190)
     plan.advance(state)
-    assert (plan.samples, plan.pairs, state.samples, state.epoch) == (253, 6, 202, 2)
+    assert (plan.samples, state.samples, state.epoch) == (253, 202, 2)
     with pytest.raises(ValueError, match=r"clap\.train\.epochs"):
-        TrainPlan.of(train, *rest, sizes, 2, None)
+        TrainPlan.of(train, *rest, sizes, None)
 
 
 NOTHING, TARGET = Due(False, False, False, False), {"top1": 0.5}
@@ -54,6 +54,7 @@ REACHED = {"target": TARGET, "time_to_target_s": 1.0}
 )
 def test_what_is_due_after_a_step(state: TrainState, signal: int, expected: Due) -> None:
     assert PLAN.due(state, signal) == expected
+    assert PLAN.due(state, signal, is_late=True) == expected._replace(log=True, save=True)
 
 
 def test_the_best_metrics_and_the_time_to_a_target_are_kept() -> None:

@@ -46,6 +46,11 @@ def checkpoint_of(
     return make_checkpoint(folder, step, contents=contents, tokenizer=tokenizer, model=sizes, **told)
 
 
+def save_safetensors(model: ClapModel, path: Path) -> None:
+    """Write a model's weights and sizes to a file, without a manifest."""
+    path.write_bytes(safetensors.torch.save(*to_safetensors(model.state_dict(), model.config)))
+
+
 def flip_bit(path: Path, position: int) -> None:
     """Flip one bit of a file."""
     content = bytearray(path.read_bytes())

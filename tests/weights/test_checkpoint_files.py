@@ -113,12 +113,6 @@ def test_the_last_and_the_best_stay(scores: list[float | None], keep_last: int, 
     assert doomed == [name for name in "01234"[: len(scores)] if name not in kept]
 
 
-def test_the_lowest_training_loss_stays() -> None:
-    losses = [{"train_loss": loss} for loss in (1.0, 0.9, 0.4, 0.8, 0.7)]
-    manifests = {str(at): Manifest(at, at, {}, {}, None, each, {}) for at, each in reversed([*enumerate(losses)])}
-    assert checkpoint_files.superfluous(manifests, CheckpointSettings(keep_last=1)) == ["0", "1", "3"]
-
-
 @pytest.mark.parametrize("name", ["../weights.safetensors", "/etc/passwd", "tokenizer/../../x"])
 def test_a_manifest_names_a_checkpoints_own_files_alone(tmp_path: Path, name: str) -> None:
     manifest = Manifest.read(make_checkpoint(tmp_path, 1))

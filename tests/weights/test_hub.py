@@ -24,8 +24,8 @@ MICRO = load_preset("micro").text
 @pytest.mark.parametrize(
     ("status", "on_hub", "asked", "says"),
     [
-        (None, True, [True], "can't be reached (no answer within 0.3 s). Without a network, name a local folder"),
-        (404, False, [True, False], "the hub: no such repository"),
+        (None, True, [True], ": no answer within 0.3 s. Without a network, name a local folder"),
+        (404, False, [True, False], ": no such repository"),
         (200, True, [True, False], "found"),
     ],
 )
@@ -52,7 +52,7 @@ def test_places_are_asked_in_turn(
     except ValueError as error:
         found = str(error)
         assert found.startswith("field: no tokenizer 'some/name'; tried: no such folder in ")
-        assert f"not in the hub's local cache, {constants.HF_HUB_CACHE}; the hub: " in found
+        assert f"not in the Hub's local cache, {constants.HF_HUB_CACHE}; the Hub, " in found
     assert says in found
     assert "and more" not in found
     assert places == asked
@@ -84,8 +84,8 @@ def test_pretrained_weights_that_do_not_fit_or_cannot_be_had_are_a_clear_error(t
     other = pretrained_folder(tmp_path / "other", num_hidden_layers=1, vocab_size=100)
     transformers.BertModel(transformers.BertConfig(**MICRO_TEXT)).save_pretrained(tmp_path / "bert")
     for name, message in (
-        (str(tmp_path / "bert"), r"architecture bert \(expected roberta\)"),
-        (other, r"vocab_size 100 \(expected 512\), num_layers 1 \(expected 2\)"),
+        (str(tmp_path / "bert"), r"model_type bert \(expected roberta\)"),
+        (other, r"vocab_size 100 \(expected 512\), num_hidden_layers 1 \(expected 2\)"),
         ("clap-ds-tests/no-such-checkpoint", "pretrained_text: no weights 'clap-ds-tests/no-such-.*HF_HUB_OFFLINE"),
         ("/no/such/folder", "pretrained_text: no weights '/no/such/folder'; tried: no such folder"),
         (MICRO.hub_name, "hub_name is empty"),

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from clap_ds.config.model import load_preset
 from clap_ds.model.clap import ClapModel
 from clap_ds.weights import checkpoint_files
-from clap_ds.weights.formats import Checkpoint, save_safetensors, save_transformers, to_safetensors, to_transformers
+from clap_ds.weights.formats import Checkpoint, save_transformers, to_safetensors, to_transformers
 from clap_ds.weights.key_mapping import laion_names, to_names
 from clap_ds.weights.load import load_weights
-from tests.weights.fake_checkpoints import checkpoint_of, flip_bit
+from tests.weights.fake_checkpoints import checkpoint_of, flip_bit, save_safetensors
 
 MICRO = load_preset("micro")
 
@@ -84,7 +84,7 @@ def test_what_is_damaged_or_no_weights_is_refused(model: ClapModel, tmp_path: Pa
         ("run", r"weights\.safetensors has changed"),
         ("weights.txt", "expected a folder"),
         ("damaged.safetensors", "can't be read as safetensors"),
-        ("foreign.safetensors", "save_safetensors"),
+        ("foreign.safetensors", "this project"),
         ("theirs.safetensors", "open_clip"),
         ("theirs.pt", "open_clip"),
         ("nan.safetensors", r"NaN or infinity in 2 of \d+ tensors"),

@@ -1,0 +1,41 @@
+"""Times to a target by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from clap_ds.analysis import scaling
+from clap_ds.config.errors import UserError
+from tests.analysis.samples import TINY, command, record
+
+
+def trained(folder: Path, gpus: int, times: dict[int, float], step_s: float = 2.0, **evaluated: float) -> None:
+    lines = [
+        {"phase": "evaluation", "step": step, "samples": 8 * gpus * step, "train_s": step * step_s, "score": value, **evaluated}
+        for step, value in times.items()
+    ]  # fmt: skip
+    summary = {"command": "train", "state": "completed", "preset": "micro", "world_size": gpus, "num_nodes": 1}
+    record(folder, lines, **summary, micro_batch_per_gpu=8)
+
+
+def test_what_runs_needed_until_a_target_is_by_scale_with_its_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three runs need 100, 200 and 300 s: ± is 4.303 · 100 / √3 = 248.4."""
+    for number, at in enumerate((50, 100, 150)):
+        trained(tmp_path / f"a{number}", 1, {25: 0.2, at: 0.9, 200: 0.3}, energy_kwh=0.5)
+    trained(tmp_path / "b", 2, {50: 0.7, 100: 0.8}, step_s=0.5)
+    trained(tmp_path / "never", 2, {50: 0.7})
+    command(monkeypatch, scaling.main, tmp_path, "--time_to", "score=0.8")
+    _, _, header, _, *rows = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (header, *rows)]
+    assert cells == [
+        ["model", "nodes", "GPUs", "global batch", "runs", "reached", "time s ±", "steps ±", "samples ±", "kWh ±", "speed-up"],
+        ["micro", "1", "1", "8", "3", "3", "200.0 ± 248.4", "100.0 ± 124.2", "800.0 ± 993.7", "0.5000 ± 0.0000", "1.00"],
+        ["micro", "1", "2", "16", "2", "1", "50.00", "100.0", "1600", "–", "4.00"],
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="run directories"):
+        command(monkeypatch, scaling.main, TINY, "--time_to", "score=0.8")
+    with pytest.raises(SystemExit):
+        command(monkeypatch, scaling.main, TINY, "--time_to", "score")
+    assert "expected METRIC=VALUE" in capsys.readouterr().err
