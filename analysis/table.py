@@ -238,7 +238,9 @@ def read_table_runs(path: Path) -> list[Run]:
         with open_regular(path) as file:
             separators = {"sep": ";", "decimal": ","} if b";" in file.readline() else {}
             file.seek(0)
-            frame = pd.read_csv(file, **separators, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""])
+            frame = pd.read_csv(
+                file, **separators, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""]
+            )
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
     if missing := [name for name in COLUMNS[:3] if name not in frame]:

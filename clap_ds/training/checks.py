@@ -4,7 +4,6 @@ from typing import Any
 
 from clap_ds.config import metrics
 from clap_ds.config.batch_sizes import BatchSizes
-from clap_ds.config.check import missing_monitors
 from clap_ds.config.schema import ShardData
 from clap_ds.config.settings import ClapSettings
 from clap_ds.data.shard_io import check_url, is_remote
@@ -37,7 +36,7 @@ def problems_for_training(clap: ClapSettings, deepspeed: dict[str, Any], world_s
     ]
     if train.target_metrics and evaluation.every_steps is None:
         problems.append("clap.train.target_metrics: clap.evaluation.every_steps is missing; set it")
-    return problems + _problems_with_urls(clap) + missing_monitors(deepspeed)  # rank 0 alone would find the latter
+    return problems + _problems_with_urls(clap)
 
 
 def _problems_with_urls(clap: ClapSettings) -> list[str]:
