@@ -24,7 +24,8 @@ class ModelSettings(Section):
     """The model, and how its towers run in training."""
 
     preset: str | ClapConfig = "htsat_tiny_roberta_base"
-    """A preset's name, published name (`HTSAT-tiny-Roberta-base`) or JSON, or a `ClapModel`'s folder or `config.json`."""
+    """A preset's name, published name (`HTSAT-tiny-Roberta-base`) or JSON, a `ClapModel`'s folder or `config.json`, or
+    `open_clip:NAME`."""
     pretrained_text: bool = False
     """Initialize the text tower from the preset's pretrained weights (needs the Hub or its local cache)."""
     drop_path: Probability = 0.1

@@ -27,7 +27,7 @@ from clap_ds.engine.grad_cache import first_pass, second_pass
 from clap_ds.engine.gradient_sync import GradientSync
 from clap_ds.engine.kernel_fallback import fall_back
 from clap_ds.engine.optimizer import FlatStep, WeightAverage, master_weights
-from clap_ds.model.clap import ClapModel
+from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.run_records.metrics_schema import Summary
 from clap_ds.run_records.run_dir import quiet_deepspeed
 from clap_ds.run_records.timers import StepTimer
@@ -56,7 +56,7 @@ class ClapEngine:
 
     def __init__(
         self,
-        model: ClapModel,
+        model: ContrastiveModel,
         loss: Any,
         deepspeed: dict[str, Any],
         settings: EngineSettings = EngineSettings(),
@@ -114,7 +114,7 @@ class ClapEngine:
         """Take one optimizer step: call `accumulate`, update, and return its loss. With `waits`, DeepSpeed's throughput timer
         waits for the device at its end, as the caller will."""
         skipped_before = self.deepspeed.skipped_steps
-        statistics = [buffer.clone() for buffer in self.model.audio.running_statistics()]
+        statistics = [buffer.clone() for buffer in self.model.running_statistics()]
         loss_mean = self.accumulate(batches)
         timer = self.deepspeed.tput_timer.config
         before, timer.synchronized = timer.synchronized, timer.synchronized or waits
@@ -212,7 +212,7 @@ class ClapEngine:
             self.is_skipped = self._flat_step.skipped
             self._skipped[0].add_(self.is_skipped)
         self._skipped[1].add_(1).mul_(self.is_skipped)
-        for buffer, before in zip(self.model.audio.running_statistics(), statistics, strict=True):
+        for buffer, before in zip(self.model.running_statistics(), statistics, strict=True):
             buffer.copy_(torch.where(self.is_skipped, before, buffer))  # they may include a NaN
         is_bad = ~loss.isfinite()
         if self.norm_wanted:  # without it the run is a benchmark, which a NaN loss always invalidates
@@ -252,5 +252,5 @@ class ClapEngine:
 
     def share_statistics(self) -> None:
         """Copy rank 0's batch norm statistics, which checkpoints contain, to every rank. A collective."""
-        for buffer in self.model.audio.running_statistics():
+        for buffer in self.model.running_statistics():
             dist.broadcast(buffer, src=0)

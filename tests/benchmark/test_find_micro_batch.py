@@ -34,14 +34,14 @@ def _found(fits: int) -> tuple[int, int, int]:
 
     run = settings("fp32", 2)
     engine = engine_of(run, model_of(run))
-    before = [float(each.sum()) for each in engine.model.audio.running_statistics()]
+    before = [float(each.sum()) for each in engine.model.running_statistics()]
     with pytest.raises(UserError, match="needs a GPU"):
         find_micro_batch(engine, run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "run_eager", run_eager)
         patch.setattr(module, "require_gpu", lambda device: None)
         find_micro_batch(engine, run)
-    assert before == [float(each.sum()) for each in engine.model.audio.running_statistics()]
+    assert before == [float(each.sum()) for each in engine.model.running_statistics()]
     return run.micro_batch, engine.deepspeed.train_micro_batch_size_per_gpu(), engine.deepspeed.train_batch_size()
 
 

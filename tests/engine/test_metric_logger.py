@@ -78,4 +78,7 @@ def test_histograms_of_parameters_and_gradients(one_rank: RankPool, tmp_path: Pa
         (event,) = events.Histograms(tag)
         found = event.histogram_value
         assert (event.step, found.num, sum(found.bucket)) == (6, count, count), tag
-        assert (found.min, found.max) == (pytest.approx(low, rel=1e-3, abs=1e-5), pytest.approx(high, rel=1e-3, abs=1e-5))
+        assert (found.min, found.max) == (
+            pytest.approx(low, rel=1e-3, abs=1e-5),
+            pytest.approx(high, rel=1e-3, abs=1e-5),
+        )
