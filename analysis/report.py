@@ -20,7 +20,7 @@ from clap_ds.analysis.table import Run, Scale, by_series, markdown_table, write_
 from clap_ds.analysis.weak_scaling import series_of
 from clap_ds.config.errors import UserError, run_alone
 from clap_ds.config.paths import VERSION
-from clap_ds.config.redaction import redacted_words
+from clap_ds.config.redaction import redacted_all
 from clap_ds.run_records.metrics_schema import STEP_PHASES, Straggler
 
 TITLE = "CLAP training: throughput and scaling"
@@ -90,7 +90,7 @@ def provenance(runs: Sequence[Run]) -> Iterator[str]:
             "finished": run.finished[:19].replace("T", " "),
         })  # fmt: skip
         if command := known.get("command"):
-            commands[f"- Command: `{shlex.join(redacted_words(command))}`"] = None
+            commands[f"- Command: `{shlex.join(redacted_all(command))}`"] = None
     yield markdown_table(lines[0], [[str(value or "") for value in line.values()] for line in lines])
     yield "\n".join(commands)
 

@@ -230,13 +230,17 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
 def read_table_runs(path: Path) -> list[Run]:
     """Read the rows of a table of this project or of `published/` as runs. Efficiency and MFU are recomputed from them.
 
-    UserError names the wrong row or column.
+    Columns may be separated by semicolons; commas are then decimal commas. UserError names the wrong row or column.
     """
     import pandas as pd
 
     try:
         with open_regular(path) as file:
-            frame = pd.read_csv(file, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""])
+            separators = {"sep": ";", "decimal": ","} if b";" in file.readline() else {}
+            file.seek(0)
+            frame = pd.read_csv(
+                file, **separators, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=[""]
+            )
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a CSV table in UTF-8 ({error})") from None
     if missing := [name for name in COLUMNS[:3] if name not in frame]:

@@ -103,7 +103,10 @@ class Side:
     def __init__(
         self, config: ClapConfig, weights: State, kind: str, low: str, device: torch.device, *, spec_augment: bool
     ) -> None:
-        sizes: Any = config_to_transformers(config)
+        head = config.audio.projection.model_copy(update={"hidden_dim": config.joint_dim, "bias": True})  # unused
+        audio = config.audio.model_copy(update={"projection": head})
+        text = config.text.model_copy(update={"projection": head, "pooling": "cls_pooler"})
+        sizes: Any = config_to_transformers(config.model_copy(update={"audio": audio, "text": text}))
         sizes.audio_config.drop_path_rate = 0.0
         for tower in (sizes.audio_config, sizes.text_config):
             tower.hidden_dropout_prob = tower.attention_probs_dropout_prob = 0.0

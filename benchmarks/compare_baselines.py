@@ -59,7 +59,7 @@ def compare(
     for name, steps in times.items():
         speeds = [its["step"] / own["step"] for its, own in zip(steps, times["ours"], strict=True)][WARM_UP:]
         row = {part: 1000 * median(step[part] for step in steps[WARM_UP:]) for part in PARTS}
-        rows.append({"side": name, "loss": sides[name].losses[0], "speed": vars(median_interval(speeds)), **row})
+        rows.append({"side": name, "loss": sides[name].losses[0], "speed": median_interval(speeds), **row})
     difference = max(abs(row["loss"] / rows[0]["loss"] - 1) for row in rows)
     return {
         "precision": precision, "preset": arguments.preset, "spec_augment": spec_augment, "sides": rows,

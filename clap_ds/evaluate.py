@@ -55,6 +55,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no_ema", action="store_true", help=raw)
     add("--retrieval", nargs="+", metavar="SHARDS", help="evaluate retrieval on tars of clips with captions")
     add("--zero_shot", nargs="+", metavar="SHARDS", help="classify clips of tars that have a class in their json")
+    more = "the captions' txt or json field, or several, separated by semicolons (default: txt;caption;text)"
+    add("--caption_key", metavar="NAME", help=more)
     add("--class_key", metavar="FIELD", help="json field that holds the class (default: kind)")
     add("--template", action="append", metavar="TEXT", help="set a caption with {} for the class; repeatable")
     add("--micro_batch", help=f"set clips per rank (default: {MICRO_BATCH})", type=whole_number(), metavar="N")
@@ -86,9 +88,11 @@ def evaluation_settings(arguments: argparse.Namespace, run: RunSettings | None) 
         "batch_size": arguments.micro_batch,
         "num_workers": arguments.num_workers,
     }
-    content |= _given(changes | {"retrieval": arguments.retrieval and {"shards": arguments.retrieval}})
+    retrieval = {"shards": arguments.retrieval, "caption_key": arguments.caption_key}
+    content["retrieval"] = {**(content.get("retrieval") or {}), **_given(retrieval)} or None
+    content |= _given(changes)
     content["tokenizer"] = content.get("tokenizer") or getattr(run and run.clap.data, "tokenizer", None)
-    if not (content.get("retrieval") or content["zero_shot"]):
+    if not (content["retrieval"] or content["zero_shot"]):
         where = f"{run.path} has no clap.evaluation" if run else "no --deepspeed_config given"
         raise UserError(f"nothing to evaluate ({where}): give --retrieval SHARDS, --zero_shot SHARDS or both")
     try:

@@ -25,7 +25,7 @@ from clap_ds.run_records.timers import StepTimer
 
 @contextmanager
 def joined_ranks(run: RunSettings, ranks: Ranks) -> Iterator[torch.device]:
-    """Join the process group, check DeepSpeed's sections, and yield the device. User errors begin with the run's file."""
+    """Join the process group and yield the device. User errors begin with the run's file."""
     try:
         device = initialize(ranks, collective_timeout_s=run.clap.debug.collective_timeout_s)
         yield device

@@ -31,12 +31,10 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int | None:
     """Run a subcommand and return its exit code, if any."""
     words = sys.argv[1:] if argv is None else [*argv]
-    listed = "\n".join(f"  {name:9}{what}" for name, (_, what) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        prog="clap-shards", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        description=f"{(__doc__ or '').splitlines()[0]}\n\n{listed}", epilog="Each subcommand has its own --help.",
-    )  # fmt: skip
-    parser.add_argument("command", choices=COMMANDS)
+    listed = "; ".join(f"{name}: {what}" for name, (_, what) in COMMANDS.items())
+    about = (__doc__ or "").splitlines()[0] + " Each subcommand has its own --help."
+    parser = argparse.ArgumentParser("clap-shards", description=about, allow_abbrev=False)
+    parser.add_argument("command", choices=COMMANDS, help=listed)
     name = parser.parse_args(words[:1]).command
     module = importlib.import_module(f"clap_ds.data.{COMMANDS[name][0]}")
     own = argparse.ArgumentParser(prog=f"clap-shards {name}", description=COMMANDS[name][1], allow_abbrev=False)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
     # Launched by path: sys.path holds the package's folder, not its parent.
@@ -72,7 +73,7 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
     from clap_ds.training.signal_handler import StopRequest
 
     clap, sizes, signal = run.clap, run.batch_sizes(ranks.world_size), 0
-    with open_run_dir(run, ranks, device) as record, open_checkpointer(run, ranks) as checkpointer:
+    with open_run_dir(run, ranks, device) as record, open_checkpointer(run, ranks, record.path) as checkpointer:
         model = model_of(run, ranks, device)
         with raise_on_all_ranks():
             load_pretrained(clap.train.pretrained, model, checkpointer.tokenizer, options)
@@ -86,27 +87,30 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
                 of_run = clap.train, clap.evaluation, clap.checkpoint, sizes
                 plan = TrainPlan.of(*of_run, loader.statistics().get("epoch_samples"))
             evaluator, scalars = build_evaluator(run, ranks, engine), Scalars(engine, checkpointer.path)
+            if every := clap.train.histogram_every_steps:
+                engine.before_update = partial(scalars.write_histograms, engine, every)
             logger = TrainLogger(record, engine, loader, scalars, plan, state, ranks, checkpointer.path)
             if ranks.is_main_process:
                 record.update_summary(chosen)
                 log_run_start(plan, state, checkpointer.path, run.deepspeed)
             with scalars, StopRequest() as signals, advice_on_non_finite(engine, checkpointer, logger):
                 while not (signal or plan.is_done(state)):
-                    skip_batches(loader, state, options, sizes.accumulation_steps)
-                    signals.ask()
+                    engine.set_accumulation_steps(plan.batch(state.samples) // sizes.micro_step)
+                    skip_batches(loader, state, options, engine.deepspeed.gradient_accumulation_steps())
+                    signals.ask(checkpointer.is_late())
                     logger.begin_step()
                     loss = engine.step(loader)
                     plan.advance(state)
                     logger.end_step(loss)
                     with engine.timer.peer_wait():
-                        signal = signals.wait()
-                    due, metrics = plan.due(state, signal), {}
+                        signal, is_late = signals.wait()
+                    due, metrics = plan.due(state, signal, is_late), {}
                     if due.log:
                         logger.write()
                         logger.saved(*checkpointer.poll())
                     if due.evaluate and evaluator is not None:
                         metrics = logger.evaluated(*evaluate(evaluator, engine))
-                        due = plan.due(state, signal)  # the target may be reached
+                        due = plan.due(state, signal, is_late)  # the target may be reached
                     if due.save and engine.may_be_saved(loss, is_last=due.stop and not signal):
                         state.train_s, state.data, state.saved_step = logger.train_s, gather(loader.state()), state.step
                         logger.saved(*checkpointer.save(engine, state, metrics, wait=due.stop))
@@ -116,10 +120,10 @@ def train_run(run: RunSettings, ranks: Ranks, device: torch.device, options: Res
             loader.record_statistics(record)
         stop_or_fail(record, ranks, state, signal, checkpointer.last)
         if ranks.is_main_process and state.step > begun_at:
-            print_end(run, record, engine, state)
+            print_end(run, record, state)
 
 
-def open_checkpointer(run: RunSettings, ranks: Ranks) -> Checkpointer:
+def open_checkpointer(run: RunSettings, ranks: Ranks, logs: Path) -> Checkpointer:
     from clap_ds.distributed.collectives import raise_on_all_ranks, run_on_rank0
     from clap_ds.training.checkpoint import Checkpointer
     from clap_ds.training.remote_sync import try_target
@@ -129,8 +133,8 @@ def open_checkpointer(run: RunSettings, ranks: Ranks) -> Checkpointer:
         with raise_on_all_ranks():
             run_on_rank0(lambda: try_target(url))
     settings = clap.checkpoint.model_copy(update={"best_metric": best_metric(clap.checkpoint, clap.evaluation)})
-    tokenizer, job = getattr(clap.data, "tokenizer", None), ranks.job_folder and ranks.job_folder.parent
-    return Checkpointer(run.checkpoint_folder, settings, tokenizer=tokenizer, config=run.resolved(), job=job)
+    parts: Any = {"job": ranks.job_folder and ranks.job_folder.parent, "logs": logs, "config": run.resolved()}
+    return Checkpointer(run.checkpoint_folder, settings, tokenizer=getattr(clap.data, "tokenizer", None), **parts)
 
 
 def build_evaluator(run: RunSettings, ranks: Ranks, engine: ClapEngine) -> Evaluator | None:
@@ -177,16 +181,13 @@ def stop_or_fail(
     raise stop
 
 
-def print_end(run: RunSettings, record: RunDirectory, engine: ClapEngine, state: TrainState) -> None:
+def print_end(run: RunSettings, record: RunDirectory, state: TrainState) -> None:
     """Print what was trained, commands to evaluate and export the model, and warnings; draw the run's curves."""
-    from clap_ds.engine.factory import trained_towers
-
     folder, path = (shlex.quote(str(each)) for each in (run.checkpoint_folder, run.path))
     evaluation = f"--deepspeed_config {path}" if names(run.clap.evaluation) else "--retrieval SHARDS"
-    why, towers = state.reached(run.clap.train.target_metrics) or "done", " and ".join(trained_towers(engine.model))
     print(
-        f"{why}: trained {towers} on {state.samples:,} samples in {state.step:,} steps. To evaluate and to export:\n"
-        f"  clap-evaluate {folder} {evaluation}\n  clap-export {folder} FOLDER",
+        f"{state.reached(run.clap.train.target_metrics) or 'done'}: {state.samples:,} samples in {state.step:,} steps. To"
+        f" evaluate and to export:\n  clap-evaluate {folder} {evaluation}\n  clap-export {folder} FOLDER",
         flush=True,
     )
     try:

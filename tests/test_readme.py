@@ -54,9 +54,7 @@ def commands(rule: str, *pages: str) -> list[str]:
     return [command for command in dict.fromkeys(typed) if re.fullmatch(rule, command) and "…" not in command]
 
 
-LOADED = commands(
-    r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config ds_configs/\S+"
-)
+LOADED = commands(r"(deepspeed|torchrun|python) .*clap_ds/(bench|train)\.py --deepspeed_config ds_configs/\S+")
 
 
 def test_links_lead_somewhere() -> None:

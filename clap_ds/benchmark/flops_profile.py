@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.profiling.flops_profiler import get_model_profile
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -67,9 +66,8 @@ def measure_flops(
         "mean_text_tokens": lengths.mean,
         "deepspeed_gflops": None,
     }
-    section = DeepSpeedFlopsProfilerConfig({"flops_profiler": profiler})
-    if section.enabled:
-        found["deepspeed_gflops"] = _profile(engine, batch.rows(0, PROFILED_CLIPS), section, folder / REPORT)
+    if profiler.get("enabled"):
+        found["deepspeed_gflops"] = _profile(engine, batch.rows(0, PROFILED_CLIPS), profiler, folder / REPORT)
         executed = forward_flops(config, padded, "model", front_end=front_end) / 1e9
         text = "forward GFLOPs per sample: profiled {deepspeed_gflops:.2f}, closed form {executed:.2f}, published convention"
         if rank() == 0:
@@ -88,10 +86,13 @@ def _count(engine: ClapEngine, batch: Batch) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _profile(engine: ClapEngine, batch: Batch, section: DeepSpeedFlopsProfilerConfig, path: Path) -> float:
+def _profile(engine: ClapEngine, batch: Batch, profiler: dict[str, Any], path: Path) -> float:
     """Count a forward pass's GFLOPs per sample; on rank 0 also write and print the profiler's report."""
-    is_first, depth = rank() == 0, {"module_depth": section.module_depth, "top_modules": section.top_modules}
-    shown = {**depth, "detailed": section.detailed, "print_profile": is_first, "output_file": str(path)}
+    is_first = rank() == 0
+    shown: dict[str, Any] = {
+        name: profiler[name] for name in ("module_depth", "top_modules", "detailed") if name in profiler
+    }
+    shown |= {"print_profile": is_first, "output_file": str(path)}
     if is_first:
         path.unlink(missing_ok=True)  # DeepSpeed would follow a link
     assert isinstance(engine.model, ClapModel)

@@ -73,13 +73,10 @@ def _fields(section: Any, prefix: str = "") -> Iterator[str]:
 
 def explain(details: Any, root: Any) -> str:
     """Format one of `ValidationError.errors()` of a pydantic model in a line: field, expected, found, nearest valid name."""
-    parts = [str(part) for part in details["loc"] if part not in ("synthetic", "webdataset")]  # kinds of `data`
-    field, kind, section = ".".join(parts), details["type"], ".".join(parts[:-1])
+    field = ".".join(str(part) for part in details["loc"] if part not in ("synthetic", "webdataset"))  # kinds of `data`
+    kind = details["type"]
     if kind == "extra_forbidden":
-        names = [*_fields(root)]
-        elsewhere = [name for name in names if name.split(".")[-1] == parts[-1]]
-        siblings = [name.split(".")[-1] for name in names if name.rpartition(".")[0] == section]
-        return f"{field}: no such field" + did_you_mean(*((field, elsewhere) if elsewhere else (parts[-1], siblings)))
+        return f"{field}: no such field{did_you_mean(field, [*_fields(root)])}"
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     says_found = kind in ("missing", "value_error") or kind.startswith("union_tag")
     found = "" if says_found else f", found {json.dumps(details['input'], default=str)}"

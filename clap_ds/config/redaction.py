@@ -6,7 +6,6 @@ Credentials belong in the environment, which isn't recorded. Standard library on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 HIDDEN = "[hidden]"
@@ -30,11 +29,6 @@ def redacted(text: str) -> str:
     return text
 
 
-def redacted_words(words: Iterable[str]) -> list[str]:
-    """Redact a command's words, where a secret may follow its option."""
-    return redacted("\0".join(words)).split("\0")
-
-
 def redacted_all(content: Any) -> Any:
     """Redact all strings of a JSON value."""
     if isinstance(content, str):
@@ -44,5 +38,6 @@ def redacted_all(content: Any) -> Any:
         return {redacted_all(k): HIDDEN if hidden(str(k), v) else redacted_all(v) for k, v in content.items()}
     if isinstance(content, list | tuple):
         is_command = content and all(isinstance(each, str) for each in content)
-        return redacted_words(content) if is_command else [*map(redacted_all, content)]
+        # In a command a secret may follow its option.
+        return redacted("\0".join(content)).split("\0") if is_command else [*map(redacted_all, content)]
     return content

@@ -17,6 +17,7 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 Tower = Literal["audio", "text"]
 NotBlank = Annotated[str, Field(pattern=r"\S")]
 Template = Annotated[str, Field(pattern=r"\{\}")]
+CAPTION_KEY = "txt;caption;text"
 
 
 class ModelSettings(Section):
@@ -83,6 +84,8 @@ class SyntheticData(Section):
     """Tokens per caption without padding: a number, or a histogram {"length": weight}; null: all `context_length`."""
     num_batches: PositiveInt = 2
     """Distinct batches per rank, cycled."""
+    num_workers: NonNegativeInt = 0
+    """Processes per rank that copy the batches clip by clip, as a loader of files would, on the host; 0: none."""
 
 
 class ShardData(Section):
@@ -96,6 +99,8 @@ class ShardData(Section):
     resampled: bool = False
     """Draw shards with replacement, each worker from all of them. Otherwise every sample comes once per epoch, if shards are
     local or have a `manifest.json`; without one, and in mixtures, workers share whole shards."""
+    caption_key: NotBlank = CAPTION_KEY
+    """Where a clip's caption is: `txt`, or a field of its json. The first that exists of several, separated by `;`."""
     tokenizer: str
     """Hub name or folder of a `transformers` tokenizer."""
     num_workers: NonNegativeInt = 8
@@ -182,12 +187,18 @@ class TrainSettings(Section):
     """Decay of a moving average of the weights (0.999: about 1,000 steps), which evaluations and exports then use."""
     accumulation: Literal["plain", "gradcache"] = "plain"
     """`plain`: each micro-batch is a contrastive batch. `gradcache`: they form one, exactly (GradCache, arXiv 2101.06983)."""
+    batch_ramp: list[Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]] = []
+    """Global batch from a number of samples on, by gradient accumulation, e.g. [[0, 2048], [100000, 4096]]. The last one is the
+    run's own. `clap-plan --ramp` prints how many nodes each can use."""
     resume: str = "auto"
-    """Checkpoint to resume from: a path, or `auto` for the newest valid one in `clap.checkpoint.folder` or `remote_sync`."""
+    """Checkpoint to resume from: a path or fsspec URL, or `auto` for the newest valid one in `clap.checkpoint.folder` or
+    `remote_sync`."""
     target_metrics: dict[str, float] = {}
     """Metrics at which to stop, e.g. {"zero_shot_top1": 0.9}, if an evaluation reaches all; the time is recorded."""
     log_every_steps: PositiveInt = 10
     """Steps between progress lines and checks that the loss is finite."""
+    histogram_every_steps: PositiveInt | None = None
+    """Steps between TensorBoard histograms of each parameter and its averaged gradient before clipping; null: none."""
 
 
 class CheckpointSettings(Section):
@@ -196,7 +207,9 @@ class CheckpointSettings(Section):
     folder: str | None = None
     """Folder of checkpoints; null: `<output.dir>/<run_name>-<hash of model, data, loss, seed, weights, freeze>-checkpoints`."""
     every_steps: PositiveInt | None = None
-    """Optimizer steps between checkpoints; null: only at the end or on a stop signal."""
+    """Optimizer steps between checkpoints; null: only by `every_minutes`, at the end or on a stop signal."""
+    every_minutes: PositiveFloat | None = None
+    """Minutes after which a checkpoint is saved if none by steps has been; null: only by `every_steps`."""
     keep_last: PositiveInt = 3
     """Newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1
@@ -206,8 +219,10 @@ class CheckpointSettings(Section):
     async_save: bool = True
     """Write checkpoints asynchronously from a copy in rank 0's host memory."""
     remote_sync: str | None = None
-    """Folder or fsspec URL for copies of checkpoints, from which runs without a local one resume. Credentials come only from
-    the environment."""
+    """Folder or fsspec URL for copies of checkpoints, `history.jsonl`, TensorBoard's files and run directories. Runs without a
+    local checkpoint resume from it. Credentials come only from the environment."""
+    remote_sync_every_minutes: NonNegativeFloat = 0.0
+    """Least minutes between such copies; the last checkpoint is always copied."""
 
 
 class RetrievalSettings(Section):
@@ -215,6 +230,8 @@ class RetrievalSettings(Section):
 
     shards: str | list[str]
     """Tar files with `txt` or `json` captions; all captions of a clip are used."""
+    caption_key: NotBlank = CAPTION_KEY
+    """Where they are, as in `clap.data.caption_key`."""
 
 
 class ZeroShotSettings(Section):

@@ -169,6 +169,8 @@ def _check_together(clap: ClapSettings, precision: str) -> list[str]:
     problems = {
         f"context_length: expected at most {longest}, the limit of {preset.name}, found {tokens}": tokens > longest,
         f"data.caption_lengths: expected lengths from 2 to context_length = {tokens}, found {wrong}": bool(wrong),
+        "data.num_workers: expected 0 with placement device": getattr(clap.data, "placement", "") == "device"
+        and clap.data.num_workers > 0,
         "train: set max_samples or epochs, not both": bool(train.max_samples and train.epochs),
         f"text_packing: {preset.name} takes padded captions": bool(preset.open_clip and clap.text_packing),
         f"model.preset: {preset.name} trains in fp32 or with torch_autocast, not in {precision}": bool(preset.open_clip)

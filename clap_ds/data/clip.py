@@ -17,6 +17,7 @@ from torch import Tensor
 
 from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
+from clap_ds.config.schema import CAPTION_KEY
 from clap_ds.data.decoding import AUDIO_FORMATS, BrokenItemError, Encoded, decode_audio, decode_part, repeat
 from clap_ds.data.shard_io import Kind
 from clap_ds.model.mel import LogMel
@@ -41,19 +42,22 @@ class Broken:
         return f"{self.name}: {self.reason}"
 
 
-def captions_of(members: Mapping[str, Any]) -> list[str]:
-    """Return an item's captions from `txt`, or from `caption` or `text` in `json`."""
+def captions_of(members: Mapping[str, Any], key: str = CAPTION_KEY) -> list[str]:
+    """Return an item's captions by the first name of `key` that it has: `txt`, or a field of its `json`."""
     found: Any = None
     try:
-        if "txt" in members:
-            found = members["txt"].decode("utf-8-sig")
-        elif "json" in members and isinstance(content := parse_json(members["json"]), dict):
-            found = content.get("caption", content.get("text"))
+        for name in key.split(";"):
+            if name == "txt":
+                found = members["txt"].decode("utf-8-sig") if name in members else None
+            elif isinstance(fields := parse_json(members.get("json", b"0")), dict):
+                found = fields.get(name)
+            if found is not None:
+                break
     except ValueError as error:
         raise BrokenItemError(f"caption can't be read: {error}") from None
     captions = [found] if isinstance(found, str) else found
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise BrokenItemError("no caption: expected txt, or json with caption or text: a string or list of strings")
+        raise BrokenItemError(f"no caption: expected text, or a list of texts, in {key.replace(';', ' or ')}")
     if usable := [caption.strip() for caption in captions if caption.strip()]:
         return usable
     raise BrokenItemError("empty caption")

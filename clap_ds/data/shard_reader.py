@@ -138,7 +138,7 @@ class ShardReader:
         """Write an item's audio to the next row. Return its caption, or None if it is broken."""
         try:
             fetch(item)
-            caption = rng.choice(captions_of(item))
+            caption = rng.choice(captions_of(item, self.data.caption_key))
             clip = choose_clip(item, "mel" if self._row.ndim == 2 else "encoded")
             read_clip(clip, self._row, audio=self.spec.model.audio, rng=rng)
         except DAMAGE as error:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial, wraps
 from typing import Any, TypeVar
 
@@ -153,10 +152,8 @@ def set_compile_cache() -> None:
 
     for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         if os.environ.get(variable, "") in ("", default_cache_dir()):
-            try:
+            with suppress(OSError):
                 os.environ[variable] = str(compile_cache_dir(name))
-            except OSError:
-                os.environ[variable] = tempfile.mkdtemp()
 
 
 @cache

@@ -6,7 +6,7 @@ After a run's first step with `FlatStep`, the host doesn't read from the device 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -49,6 +49,7 @@ class ClapEngine:
         steps: number of optimizer steps, including skipped ones.
         is_skipped: whether the last step was skipped because a 16-bit gradient wasn't finite; scalar bool on the device.
         skipped_in_a_row: number of consecutive skipped steps up to the last `count_skipped`.
+        before_update: if set, called in every step with the averaged gradients in the parameters.
         norm_wanted: compute `gradient_norm` in every step.
         gradient_norm: 2-norm of the last step's averaged gradients before clipping, scalar fp32 on the device.
     """
@@ -62,13 +63,8 @@ class ClapEngine:
         train: TrainSettings = TrainSettings(),
         timer: StepTimer | None = None,
     ) -> None:
-        """Wrap a model on its device. A collective; raises ValueError if DeepSpeed rejects its sections.
-
-        Args:
-            loss: what `build_loss` returns.
-            deepspeed: DeepSpeed's configuration.
-            train: `freeze` is ignored, as `build_model` has applied it.
-        """
+        """Wrap a model on its device, with a loss of `build_loss` and DeepSpeed's configuration. `build_model` has applied
+        `train.freeze`. A collective; raises ValueError if DeepSpeed rejects its sections."""
         self.device, self.model, self.loss, self.config = model.logit_scale.device, model, loss, deepspeed
         self.timer = timer or StepTimer(self.device)
         if self.device.type == "cpu" and settings.cpu_kernels == "auto":
@@ -92,6 +88,7 @@ class ClapEngine:
             peer_wait=self.timer.peer_wait,
         )
         self.steps = self.skipped_in_a_row = 0
+        self.before_update: Callable[[], None] | None = None
         self.norm_wanted = False
         self.gradient_norm: Tensor | None = None
         self._max_log_scale = math.log(settings.max_logit_scale)
@@ -134,12 +131,8 @@ class ClapEngine:
         return self.timer(name)
 
     def accumulate(self, batches: Iterator[Batch]) -> Tensor:
-        """Run forward and backward of a step's micro-batches, without the update.
-
-        Returns:
-            Mean loss of this rank's micro-batches, scalar fp32 on the device, detached; with cached accumulation the loss of
-            this rank's pairs against all pairs of the step.
-        """
+        """Run forward and backward of a step's micro-batches, without the update. Return their mean loss, scalar fp32 on the
+        device, detached; with cached accumulation the loss of this rank's pairs against all pairs of the step."""
         number = self.deepspeed.gradient_accumulation_steps()
         if self.cached:
             return self._cached_micro_steps(batches, number)
@@ -192,6 +185,8 @@ class ClapEngine:
     def _update(self) -> None:
         """Update the weights, their average and, if wanted, the gradient norm. In 16 bits DeepSpeed's optimizer has clipped.
         The learned scale is clamped to its maximum, in the parameter and in the optimizer's fp32 copy."""
+        if self.before_update is not None:
+            self.before_update()
         clip, in_16_bits = self.deepspeed.gradient_clipping(), hasattr(self.deepspeed.optimizer, "_global_grad_norm")
         with self._phase("optimizer"):
             if not in_16_bits and (self.norm_wanted or clip > 0):

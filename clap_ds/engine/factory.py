@@ -9,7 +9,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from clap_ds.config.schema import (
@@ -26,6 +25,7 @@ from clap_ds.distributed.init import Ranks
 from clap_ds.distributed.watchdog import activity
 from clap_ds.engine.loss import LOSSES
 from clap_ds.engine.optimizer import OPTIONS, FlatAdamW, scale_rates
+from clap_ds.engine.schedule import WarmupStableDecayLR
 from clap_ds.model.clap import ClapModel, new_model
 from clap_ds.model.contrastive import ContrastiveModel
 from clap_ds.model.kernels import kernels_for
@@ -101,10 +101,13 @@ def wrap(
         section = config["optimizer"]
         config["optimizer"] = {**section, "legacy_fusion": True}
         optimizer = partial(FlatAdamW, cpu_kernels=settings.cpu_kernels == "auto", **section.get("params", {}))
+    schedule, of_schedule = None, config.get("scheduler", {})
+    if of_schedule.get("type") == WarmupStableDecayLR.__name__:
+        schedule = partial(WarmupStableDecayLR, **of_schedule.get("params", {}))
     try:
         with activity("building DeepSpeed's engine"):  # may compile its optimizer
-            groups = parameter_groups(model, train)
-            engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, optimizer=optimizer, config=config)
+            parts: Any = {"model_parameters": parameter_groups(model, train), "optimizer": optimizer}
+            engine, *_ = deepspeed.initialize(model=model, lr_scheduler=schedule, config=config, **parts)
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"DeepSpeed rejects the configuration: {error}") from error
     if (inner := getattr(engine.optimizer, "optimizer", None)) is not None:
@@ -141,9 +144,6 @@ def parameter_groups(model: ContrastiveModel, train: TrainSettings) -> Iterator[
 
     def groups() -> Iterator[dict[str, Any]]:
         for parameter, value in kept.items():
-            value = value.to(parameter.device)
-            if dist.is_initialized():
-                dist.broadcast(value, src=0)
             parameter.data = value
         named: dict[tuple[str, float], list[nn.Parameter]] = defaultdict(list)
         for name, parameter in model.named_parameters():

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from clap_ds.config.errors import did_you_mean
 from clap_ds.config.files import parse_json
 from clap_ds.config.model import AudioConfig
-from clap_ds.config.schema import ZeroShotSettings
+from clap_ds.config.schema import RetrievalSettings, ZeroShotSettings
 from clap_ds.data.build_shards.caption_lists import in_words
 from clap_ds.data.clip import CAPTION_FORMATS, Broken, captions_of, choose_clip, read_clip
 from clap_ds.data.decoding import BrokenItemError
@@ -90,9 +90,10 @@ class Plan:
     classes: list[list[int]] | None = None
 
 
-def plan_retrieval(clips: dict[int, Clip]) -> tuple[Plan, list[Broken]]:
+def plan_retrieval(clips: dict[int, Clip], settings: RetrievalSettings) -> tuple[Plan, list[Broken]]:
     """Select the clips with captions. Raises ValueError for none."""
-    found, broken = _read(clips, captions_of, f"{FIELD}.retrieval.shards: expected clips with captions")
+    read = partial(captions_of, key=settings.caption_key)
+    found, broken = _read(clips, read, f"{FIELD}.retrieval.shards: expected clips with captions")
     return Plan(list(found), list(found.values())), broken
 
 

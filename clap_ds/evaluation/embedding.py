@@ -32,7 +32,9 @@ def embed_audio(model: ContrastiveModel, clips: Iterable[Tensor], micro_batch: i
     return _joined(model, audio_batches(model, clips, micro_batch))
 
 
-def audio_batches(model: ContrastiveModel, clips: Iterable[Tensor], micro_batch: int, fill: bool = True) -> Iterator[Tensor]:
+def audio_batches(
+    model: ContrastiveModel, clips: Iterable[Tensor], micro_batch: int, fill: bool = True
+) -> Iterator[Tensor]:
     """Embed clips by micro-batches."""
 
     def encode(batch: list[Tensor]) -> Tensor:

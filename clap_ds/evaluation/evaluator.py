@@ -11,6 +11,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,8 +81,8 @@ class Evaluator:
         for task, paths in shards.items():
             own = set(paths)
             clips = {number: clip for number, clip in enumerate(self._clips) if clip.shard in own}
-            settings = self.settings.zero_shot if task == "zero_shot" else None
-            self._plans[task], broken = plan_zero_shot(clips, settings) if settings else plan_retrieval(clips)
+            plan: Any = plan_zero_shot if task == "zero_shot" else plan_retrieval
+            self._plans[task], broken = plan(clips, named[task][1])
             self._note(broken)
 
     @activity("evaluating")

@@ -1,6 +1,6 @@
 """List accelerators' data-sheet rates, and compute model FLOPs utilization (MFU) from their peaks.
 
-Peaks are for dense bf16 with fp32 accumulation, by the driver's full device name; rates with 2:4 sparsity are halved.
+Peaks are for dense bf16 (V100: fp16) with fp32 accumulation. Rates with 2:4 sparsity are halved. Names are those of drivers.
 A device that isn't listed, such as a MIG slice, has no peak and no MFU.
 """
 
@@ -34,6 +34,7 @@ class Gpu:
         return self.names.split(", ")[0]
 
 
+_V100 = "NVIDIA V100 data sheet (2020), fp16 as it has no bf16"
 _A100, _A800 = "NVIDIA A100 data sheet (2022)", "NVIDIA A800 data sheet: an A100 with slower NVLink"
 _H100 = "NVIDIA H100 data sheet (2024), half of its rate with sparsity"
 _H800 = "NVIDIA H800 data sheet, half of its rate with sparsity"
@@ -41,6 +42,8 @@ _H200 = "NVIDIA H200 data sheet (2024), half of its rate with sparsity"
 _GH200 = "NVIDIA GH200 data sheet (2024; as the published runs assume), half of 1,979 TFLOPS with sparsity"
 _AMD = "AMD Instinct {} data sheet (2023)"
 _TABLE = (
+    Gpu("Tesla V100-SXM2-16GB", 125, _V100, "v100-16gb", 15.7, 0.9, 15.7, 150),
+    Gpu("Tesla V100-SXM2-32GB", 125, _V100, "v100-32gb", 31.7, 0.9, 15.7, 150),
     Gpu("A100-SXM4-40GB", 312, _A100, "a100-sxm-40gb", 39.4, 1.555, 19.5, 300),
     Gpu("A100-SXM4-80GB", 312, _A100, "a100-sxm-80gb", 79.2, 2.039, 19.5, 300),
     Gpu("A100 80GB PCIe, A100-PCIE-80GB", 312, f"{_A100}; PCIe 4.0", "a100-pcie-80gb", 79.2, 1.935, 19.5, 32),
@@ -53,7 +56,7 @@ _TABLE = (
     Gpu("H100 80GB HBM3, H100 SXM5 80GB, H100-SXM5-80GB", 989, _H100, "h100-sxm", 79.1, 3.35, 67, 450),
     Gpu("H100 PCIe, H100 80GB PCIe", 756, f"{_H100}; PCIe 5.0, no bridges", "h100-pcie", 79.1, 2.0, 51, 64),
     Gpu("H100 NVL", 835, _H100),
-    Gpu("H800, H800 80GB HBM3", 989, _H800),
+    Gpu("H800, H800 80GB HBM3", 989, _H800, "h800", 79.1, 3.35, 67, 200),
     Gpu("H800 PCIe", 756, _H800),
     Gpu("H20, H20-3e, H20 96GB HBM3", 148, "NVIDIA H20 data sheet"),
     Gpu("H200, H200 141GB HBM3e", 989, _H200, "h200", 139.8, 4.8, 67, 450),
@@ -95,7 +98,7 @@ def gpu_named(name: str) -> Gpu:
     plain = name.casefold().replace("_", "-")
     found = GPUS.get(ALIASES.get(plain, plain))
     if found is None:
-        raise UserError(f"--gpu {name}: unknown GPU{did_you_mean(plain, GPUS)}")
+        raise UserError(f"--gpu {name}: unknown GPU{did_you_mean(plain, GPUS, len(GPUS))}")
     return found
 
 

@@ -71,13 +71,12 @@ class Clap:
 
         Args:
             audio: a list of sounds, an array (n, channels, num_samples), or a single sound (n = 1). A sound is a path, a
-                clip of a shard, an encoded file (bytes or a binary file object), an array, or, as in `datasets`, a dict of
-                `array` and `sampling_rate` or a decoder. Arrays are (num_samples,) or (channels, num_samples) with at most
-                8 channels, floating point in ±1 or int16. Channels are averaged, other rates resampled, samples clipped
-                to ±1, short sounds repeated.
+                clip of a shard, an encoded file (bytes or a binary file), an array, or, as in `datasets`, a decoder or a
+                dict of `array` and `sampling_rate`. Arrays are (num_samples,) or (channels, num_samples) with at most 8
+                channels, floating point in ±1 or int16.
             sample_rate: of arrays, in Hz.
-            pooling: for longer sounds, "mean" (normalized mean of all windows' embeddings) or "center" (the center
-                window, as in evaluation; with feature fusion, the whole sound).
+            pooling: of longer sounds: "mean" of all windows' embeddings, normalized, or the "center" window, as in
+                evaluation (with feature fusion the whole sound).
             options: `overlap`, `batch_size` and `num_workers` of `iter_windows`.
         """
         items: Any = audio
@@ -220,12 +219,12 @@ def load(
         tokenizer: Hub name or folder (default: the checkpoint's).
         preset: expected sizes: a preset's name or path.
     """
-    expected = None if preset is None else load_preset(preset)
     where = torch.device(device or choose_accelerator())
     if where.type == "cuda":
         set_up_cuda()
     computed_in = getattr(torch, str(dtype).removeprefix("torch."))
-    clap = Clap(load_weights(source, expected, best=best), where, computed_in, tokenizer)
+    weights = load_weights(source, load_preset(preset) if preset else None, best=best)
+    clap = Clap(weights, where, computed_in, tokenizer)
     if tokenizer is not None:
         clap.tokenizer  # noqa: B018  (detects a wrong name early)
     return clap

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from clap_ds.config.arguments import number, whole_number
 from clap_ds.config.errors import UserError, printable
@@ -42,13 +42,13 @@ def make_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0], allow_abbrev=False)
 
 
-def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS) -> None:
+def add_audio_inputs(parser: argparse.ArgumentParser, kinds: str = INPUTS, pooling: str = "mean center none") -> None:
     """Add the checkpoint, its audio inputs and how to process them."""
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="folder or file of weights, or a Hub name")
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
-    what = "for longer files: mean of all windows' vectors, only the center window, or a row per window (default: mean)"
-    add("--pooling", choices=("mean", "center", "none"), default="mean", help=what)
+    what = "longer files: mean of all windows' vectors (default), only the center window, or none: a row per window"
+    add("--pooling", choices=pooling.split(), default="mean", help=what)
     what = "fraction of overlap between consecutive windows (default: 0)"
     add("--overlap", type=number(0, 0.95), default=0.0, metavar="SHARE", help=what)
     add("--batch_size", type=whole_number(), default=32, metavar="N", help="windows per forward pass (default: 32)")
@@ -83,7 +83,7 @@ def _sources_in(argument: str) -> Iterable[Found]:
     raise UserError(f"{argument}: expected {kinds} that exists")
 
 
-def embedded(clap: Clap, sources: Mapping[str, Found], arguments: argparse.Namespace) -> Iterator[EmbeddingRow]:
+def embedded(clap: Clap, sources: Mapping[Any, Found], arguments: argparse.Namespace) -> Iterator[EmbeddingRow]:
     given = {name: getattr(arguments, name) for name in ("pooling", "overlap", "batch_size", "num_workers")}
     return clap.iter_windows(sources.values(), **given)
 

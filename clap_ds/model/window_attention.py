@@ -21,6 +21,10 @@ from torch import Tensor
 
 from clap_ds.model.windows import from_windows, to_windows
 
+MOST_BATCHED = 65_535
+"""Largest batch given to PyTorch at once: the limit of a CUDA grid's third dimension, which its memory-efficient kernels use
+for the batch. PyTorch splits larger batches, but fails to add the parts' gradients of the bias."""
+
 
 def attend_windows(
     qkv_BHWE: Tensor, bias_ANN: Tensor, mask_GNN: Tensor | None, window: int, shift: int, kernel: str
@@ -44,11 +48,12 @@ def attend_windows(
         return MatmulWindowAttention.apply(qkv_BHWE, bias_ANN, mask_GNN, window, shift)
     windows_SBGAND = to_windows(qkv_BHWE, window, shift, 3, len(bias_ANN))
     if mask_GNN is None:  # (B·G, A, N, D): one bias for every window
-        (q, k, v), bias = windows_SBGAND.flatten(1, 2), bias_ANN
+        parts, bias = windows_SBGAND.flatten(1, 2).split(MOST_BATCHED, dim=1), bias_ANN
     else:  # (B, G·A, N, D): the bias differs by window
-        (q, k, v), bias = windows_SBGAND.flatten(2, 3), (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
-    mixed = F.scaled_dot_product_attention(q, k, v, bias[None])
-    return from_windows(mixed.view(1, *windows_SBGAND.shape[1:]), shift)
+        parts, bias = (windows_SBGAND.flatten(2, 3),), (bias_ANN + mask_GNN[:, None]).flatten(0, 1)
+    mixed = [F.scaled_dot_product_attention(q, k, v, bias[None]) for q, k, v in parts]
+    whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+    return from_windows(whole.view(1, *windows_SBGAND.shape[1:]), shift)
 
 
 class MatmulWindowAttention(torch.autograd.Function):

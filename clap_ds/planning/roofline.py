@@ -23,7 +23,7 @@ HOST_S = 8e-6
 """Python's time to launch an operation: 5 to 25 µs. It only matters if the GPU is idle."""
 KERNEL_S = 2e-6
 """Minimum time of a kernel, including the gap before it."""
-HOPPER = {"h100-sxm", "h100-pcie", "h200", "gh200", "gh200-144gb"}
+HOPPER = {"h100-sxm", "h100-pcie", "h800", "h200", "gh200", "gh200-144gb"}
 """GPUs with an H200's processors."""
 SPREAD, SPREAD_ELSEWHERE = 0.1, 0.3
 """Relative uncertainty of a share on the measured architecture, from other shapes, clocks and temperature; and on others."""
@@ -45,7 +45,7 @@ TABLE = {
 and #467) and `softmax` (a guess) weren't measured."""
 PROCESSORS = {
     "a100-sxm-40gb": 108, "a100-sxm-80gb": 108, "a100-pcie-80gb": 108, "h100-pcie": 114, "b200": 148, "mi300x": 304,
-    "rtx-3090": 82,
+    "rtx-3090": 82, "v100-16gb": 80, "v100-32gb": 80,
 }  # fmt: skip
 """Streaming multiprocessors or compute units, if not an H200's number."""
 H200_PROCESSORS = 132

@@ -159,7 +159,7 @@ def _simplified(run: RunSettings, micro_batch: int) -> RunSettings:
     own: Any = {"cpu_kernels": "off", "optimizer_implementation": "torch", "gradient_sync": "deepspeed"}
     if clap.text_packing and lengths:
         shares = lengths if isinstance(lengths, dict) else {lengths: 1}
-        own["context_length"] = round(sum(each * share for each, share in shares.items()) / sum(shares.values()))
+        own["context_length"] = round(sum(int(each) * share for each, share in shares.items()) / sum(shares.values()))
         own["data"] = clap.data.model_copy(update={"caption_lengths": None})
     own["model"] = clap.model.model_copy(update={"pretrained_text": False})
     params = optimizer.get("params", {})

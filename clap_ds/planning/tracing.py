@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import flop_registry
 
 from clap_ds.flop_count.analytic import fft_flops
 
@@ -124,7 +124,7 @@ class Recorded(TorchDispatchMode):
         launches = not (is_view or name in _NO_KERNEL) and any(tensor.numel() for tensor in inputs + outputs)
         moved = read + _distinct_bytes(outputs + _mutated(func, args, kwargs)) if launches else 0
         dtype = next((t.dtype for t in (*inputs, *outputs) if t.dtype.is_floating_point), None)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
         shapes = [tuple(each.shape) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()]
         self.operations.append(Operation(name, part, backward, flops, moved, dtype, tuple(shapes)))
@@ -158,8 +158,10 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return _tensors([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
 
 
-@register_flop_formula(torch.ops.aten._fft_r2c)
-def _fft(shape: tuple[int, ...], dims: list[int], *_: Any, **__: Any) -> float:
-    """Count an FFT's FLOPs, for which torch has no formula."""
-    points = math.prod(shape[dim] for dim in dims)
-    return math.prod(shape) / points * fft_flops(points)
+def _fft(tensor: Tensor, dims: list[int], *_: Any, **__: Any) -> float:
+    points = math.prod(tensor.shape[dim] for dim in dims)
+    return tensor.numel() / points * fft_flops(points)
+
+
+_FORMULAS: dict[Any, Any] = {torch.ops.aten._fft_r2c: _fft}
+"""Formulas that torch lacks. Its own registry is shared with all counters of the process."""

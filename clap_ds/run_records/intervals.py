@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
@@ -17,19 +16,6 @@ import numpy as np
 from clap_ds.run_records.metrics_schema import Rates
 
 COVERAGE = 0.95
-SLOW = 0.8
-"""A window is slow if its samples/s are below this share of the median window's."""
-
-
-@dataclass(frozen=True)
-class MedianInterval:
-    """The median of `count` values, and an interval that holds the true median with probability `coverage`."""
-
-    low: float
-    high: float
-    coverage: float
-    count: int
-    median: float
 
 
 def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
@@ -40,32 +26,21 @@ def rates(windows: Sequence[float], window_s: Sequence[float]) -> Rates:
     """
     seconds = np.asarray(window_s, float)
     rate = float((np.asarray(windows, float) * seconds).sum() / seconds.sum())
-    slow = sum(each < SLOW * statistics.median(windows) for each in windows)
-    return Rates(
-        mean=rate, low=min(windows), high=max(windows), slow_windows=slow, windows=list(windows), window_s=list(window_s)
-    )  # fmt: skip
+    return Rates(mean=rate, low=min(windows), high=max(windows), windows=list(windows), window_s=list(window_s))
 
 
-def range_label(windows: Sequence[float], slow: int) -> str:
-    """Return a label such as `range of 10 windows, 2 of them slow`."""
-    count = f"range of {len(windows)} window{'s' if len(windows) != 1 else ''}"
-    return f"{count}, {slow} of them slow" if slow else count
-
-
-def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> MedianInterval:
-    """Compute the median and its distribution-free interval, the narrowest pair of order statistics with `coverage`.
+def median_interval(values: Sequence[float], coverage: float = COVERAGE) -> dict[str, float]:
+    """Compute the `median` and its distribution-free interval, the narrowest pair of order statistics with `coverage`.
 
     The count of values below the true median is binomial with p = 1/2 (Conover, Practical Nonparametric Statistics, 3rd ed.,
-    section 3.2). If no pair covers that much, the interval is the range. Raises ValueError if there are no values.
+    section 3.2). If no pair covers that much, the interval is the range.
     """
-    if not values:
-        raise ValueError("can't take the median of no values")
     ordered, count = sorted(values), len(values)
     tails = accumulate(math.comb(count, below) for below in range((count + 1) // 2))
     outside = [2 * tail / 2**count for tail in tails]  # both tails, by number of values excluded on each side
     trim = max(sum(share <= 1 - coverage for share in outside) - 1, 0)
-    covered = max(0.0, 1 - outside[trim])
-    return MedianInterval(ordered[trim], ordered[count - 1 - trim], covered, count, statistics.median(ordered))
+    low, high, covered = ordered[trim], ordered[count - 1 - trim], max(0.0, 1 - outside[trim])
+    return {"low": low, "high": high, "coverage": covered, "count": count, "median": statistics.median(ordered)}
 
 
 @cache

@@ -22,17 +22,16 @@ SPREADS, FLOOR, MOST = 3.0, 0.03, 0.6
 def slow_ranks(own_s: Floats, before: Collection[int] = ()) -> list[int]:
     """Find stragglers from own seconds, (steps, ranks), of at most `KEPT_STEPS` steps.
 
-    The spread is the larger of two robust standard deviations: of lags behind the (lower) median rank, which is 0 with
-    two ranks, and of changes in the difference of two ranks. The limit is halved for ranks that were slow `before`.
+    The spread is a robust standard deviation of changes in the difference of neighboring ranks. The limit is halved for
+    ranks that were slow `before`.
     """
     if len(own_s) < FEWEST_STEPS or own_s.shape[1] < 2:
         return []
     grouped_s = np.add.reduceat(own_s, np.linspace(0, len(own_s), min(len(own_s), GROUPS), endpoint=False).astype(int))
     lag = grouped_s / _lower_median(grouped_s) - 1
     difference = np.diff(lag, axis=1)
-    change = np.abs(difference - np.median(difference, axis=0)).reshape(1, -1) / 2**0.5
-    deviation = np.abs(lag - _lower_median(lag.reshape(1, -1))).reshape(1, -1)
-    spread = 1.4826 * max(_lower_median(each).item() for each in (change, deviation))  # of a normal distribution
+    change = np.abs(difference - np.median(difference, axis=0)) / 2**0.5
+    spread = 1.4826 * float(np.median(change))  # of a normal distribution
     limit = max(SPREADS * spread, FLOOR) / np.where(np.isin(range(lag.shape[1]), list(before)), 2, 1)
     return [int(rank) for rank in np.flatnonzero((lag > limit).mean(axis=0) > MOST)]
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from clap_ds.config.errors import printable
-from clap_ds.run_records.intervals import range_label
 from clap_ds.run_records.metrics_schema import Summary
 
 
@@ -46,8 +45,9 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
     rate, step = summary["samples_per_s_per_gpu"], summary["step_time_s"]
     unit = "GPU" if summary["device_type"] == "cuda" else "rank"
     yield f"samples/s/{unit}", f"{rate['mean']:,.2f}"
-    yield f"  {range_label(rate['windows'], rate.get('slow_windows', 0))}", f"{rate['low']:,.2f} – {rate['high']:,.2f}"
+    yield f"  range of {len(rate['windows'])} windows", f"{rate['low']:,.2f} – {rate['high']:,.2f}"
     yield "samples/s (total)", f"{summary['samples_per_s']:,.2f}"
+    yield "seconds per step", f"{summary['global_batch'] / summary['samples_per_s']:,.3f}"
     by_deepspeed, reserved = summary["deepspeed_samples_per_s"], summary.get("memory_reserved_peak_bytes")
     told = "–" if by_deepspeed is None else f"{by_deepspeed:,.2f}"
     yield "samples/s (total), DeepSpeed's timer", told

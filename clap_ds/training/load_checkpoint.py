@@ -63,10 +63,11 @@ def compare(
         engine: this run's `clap_ds.engine.state.describe`.
         config: this run's JSON; if empty, only model, engine and tokenizer are compared.
     """
-    manifest, to_accept, others = Manifest.read(folder), list[str](), list[str]()
+    manifest = Manifest.read(folder)
     check_same_model(folder, ClapConfig.model_validate(manifest.model), model)
-    for found in differences(engine | manifest.engine, engine):
-        (others if found.startswith("scheduler is") else to_accept).append(found)
+    found = differences(engine | manifest.engine, engine)
+    others = [each for each in found if each.startswith("scheduler is")]
+    to_accept = [each for each in found if each not in others]
     if problem := tokenizer_problem(manifest.tokenizer_in(folder), tokenizer, model.text):
         to_accept.append(f"the tokenizer: {problem}")
     if manifest.settings and config:

@@ -39,15 +39,10 @@ def advice_on_non_finite(engine: ClapEngine, checkpointer: Checkpointer, logger:
     except NonFiniteError as error:
         logger.saved(*checkpointer.poll(None))
         checkpointer.close()
-        raise NonFiniteError(f"{error}. {_how_to_go_on(checkpointer, engine.steps)}") from None
-
-
-def _how_to_go_on(checkpointer: Checkpointer, last: int) -> str:
-    """Return advice after non-finite numbers in step `last` or earlier. A collective."""
-    saved = run_on_rank0(lambda: [manifest.step for manifest in read_all(checkpointer.path).values()])[:1]
-    goes_on, first = (f"resumes from step {saved[0]}", saved[0] + 1) if saved else ("starts from scratch", 1)
-    return (
-        f"The bad state was not saved: the same command without --restart {goes_on}. If it fails again, skip the batches"
-        f" (--skip_steps {first}-{max(first, last)}), lower optimizer.params.lr, use a longer warm-up or gradient_clipping, or"
-        " resume from an earlier checkpoint (clap.train.resume CHECKPOINT)"
-    )
+        saved = run_on_rank0(lambda: [manifest.step for manifest in read_all(checkpointer.path).values()])
+        first = saved[0] + 1 if saved else 1
+        raise NonFiniteError(
+            f"{error}. The bad state was not saved: the same command without --restart continues at step {first}. If it fails"
+            f" again, skip the batches (--skip_steps {first}-{max(first, engine.steps)}), lower optimizer.params.lr, use a"
+            " longer warm-up or gradient_clipping, or resume from an earlier checkpoint (clap.train.resume CHECKPOINT)"
+        ) from None

@@ -1,7 +1,6 @@
 """Load pretrained weights, and resume from a run's newest checkpoint."""
 
 import uuid
-from pathlib import Path
 
 from clap_ds.data.dataloader import BatchSource
 from clap_ds.distributed.collectives import rank, run_on_rank0
@@ -57,7 +56,7 @@ def resume(
         checkpointer.move_aside()
         return TrainState()
     try:
-        path = checkpointer.find(Path(wanted) if has_path and not has_begun else None)
+        path = checkpointer.find(wanted if has_path and not has_begun else None)
         if path is None:
             return TrainState()
         state = checkpointer.load(path, engine, resume_weights_only=options.resume_weights_only)

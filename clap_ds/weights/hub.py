@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,7 +52,7 @@ def load_by_name(name: str, load: Callable[[bool], T], *, field: str, what: str)
     tried = f"no such folder in {Path.cwd()}"
     if HUB_NAME.fullmatch(name):
         try:
-            ThreadPoolExecutor(1).submit(get_session().head, constants.ENDPOINT, timeout=ANSWER_S).result(2 * ANSWER_S)
+            get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
             return load(False)
         except Exception as error:  # the HTTP package raises various errors
             problem = f"{constants.ENDPOINT}: {_first_line(error)}. {OFFLINE}"

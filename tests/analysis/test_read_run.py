@@ -53,8 +53,8 @@ def test_what_had_a_presets_name_before_is_another_model(record: Path) -> None:
     assert read_record(summed_up(record, preset="htsat_base_roberta_base")).model == "htsat_base_roberta_base"
 
 
-OLD_SUMMARY = {"text": "packed", "slow_ranks": [{"rank": 1, "behind_s": 0.5}], "text_tokens": 7}
-NEW_SUMMARY = {"text_packing": True, "stragglers": [{"rank": 1, "lag_s": 0.5}], "context_length": 7}
+OLD_SUMMARY = {"slow_ranks": [{"rank": 1, "lag_s": 0.5}], "text_tokens": 7}
+NEW_SUMMARY = {"stragglers": [{"rank": 1, "lag_s": 0.5}], "context_length": 7}
 
 
 def test_records_of_older_schemas_are_read_by_todays_names(record: Path) -> None:

@@ -42,6 +42,12 @@ def test_a_bad_table_is_refused_by_line_and_column(tmp_path: Path, text: str | b
         read_table_runs(path)
 
 
+def test_a_table_as_a_german_excel_writes_it_is_read(tmp_path: Path) -> None:
+    text = "\ufeff" + HEADER.replace(",", ";") + "1;4;623,75;2495;21;100\n2;8;;;;\n"
+    first, second = read_table_runs(write(tmp_path / "t.csv", text))
+    assert (first.nodes, first.rate, first.samples_per_s, second.gpus, second.rate) == (1, 623.75, 2495.0, 8, None)
+
+
 def test_the_rate_is_the_middle_of_what_both_printed_columns_allow(tmp_path: Path) -> None:
     agreeing, contradicting = read_table_runs(write(tmp_path / "t.csv", HEADER + "4,16,616.5,9865,,\n1,4,10.0,99,,\n"))
     assert (agreeing.rate, contradicting.rate) == (pytest.approx((9864.5 / 16 + 616.55) / 2), 10.0)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clap_ds.config.model import load_preset
 from clap_ds.flop_count.analytic import published_flops
@@ -23,15 +23,14 @@ WriteRun = Callable[..., Path]
 pytestmark = pytest.mark.end_to_end
 
 
-def _bench(config: Path, launcher: str = "one rank", *options: str) -> subprocess.CompletedProcess[str]:
-    """Run on one rank, forked here or started by the launcher under test."""
-    arguments = [BENCH, "--deepspeed_config", str(config), *options]
-    if launcher == "one rank":
-        return run(arguments, env=environment())
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    start = deepspeed_launcher() if launcher == "deepspeed" else [sys.executable, *torchrun * (launcher == "torchrun")]
-    command, seen = [*start, *arguments], environment()
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, env=seen)
+def _bench(config: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+    """Run on one rank forked here, or with a launcher."""
+    arguments, seen = [BENCH, "--deepspeed_config", str(config)], environment()
+    if not launcher:
+        return run(arguments, env=seen)
+    return subprocess.run(
+        [*launcher, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, env=seen
+    )
 
 
 def _run_directory(config: Path) -> Path:
@@ -43,35 +42,23 @@ def _summary(config: Path) -> dict[str, Any]:
     return dict(json.loads((_run_directory(config) / "summary.json").read_text()))
 
 
-def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Read samples and value per tag from the only event file."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    assert len(list(folder.iterdir())) == 1
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-@pytest.mark.parametrize(("launcher", "world_size"), [("torchrun", 2), ("python", 1)])
-def test_completes_under_every_launcher(write_run: WriteRun, launcher: str, world_size: int) -> None:
+def test_torchrun_leaves_the_steps_that_it_prints(write_run: WriteRun) -> None:
     protocol = {"warmup_steps": 1, "windows": 2, "steps_per_window": 2, "breakdown_steps": 3}
     config = write_run(log_level="info", steps_per_print=1, clap={"bench": protocol})
-    result = _bench(config, launcher)
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    result = _bench(config, sys.executable, *torchrun)
     assert result.returncode == 0, result.stderr
     assert "samples/s" in result.stdout
     summary, directory = _summary(config), _run_directory(config)
-    assert summary["state"] == "completed"
-    assert (summary["world_size"], summary["num_nodes"], summary["global_batch"]) == (world_size, 1, 4 * world_size)
+    assert (summary["state"], summary["world_size"], summary["global_batch"]) == ("completed", 2, 8)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     phases = [(1, "warmup"), *((n, "timed") for n in range(2, 6)), *((n, "breakdown") for n in range(7, 10))]
     assert [(line["step"], line["phase"]) for line in lines] == phases
-    seconds = pd.DataFrame(lines[1:5]).groupby("window")["window_s"].first().sum()
-    assert summary["samples_per_s"] == pytest.approx(world_size * 16 / seconds)
+    assert summary["samples_per_s"] == pytest.approx(32 / sum(line["window_s"] for line in lines[1:5:2]))
     parts = summary["breakdown_s"].values()
     assert all(f"{1000 * part_s:,.1f} ms  {100 * part_s / sum(parts):5.1f}%" in result.stdout for part_s in parts)
     assert "RunningAvgSamplesPerSec=" in (directory / "rank0.log").read_text()
-    assert json.loads((directory / "environment.json").read_text())["gpus_per_node"] == [world_size]
+    assert json.loads((directory / "environment.json").read_text())["gpus_per_node"] == [2]
 
 
 def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
@@ -85,7 +72,7 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
     if " " in torch.__file__:  # torch's linker line doesn't quote its own folder, so DeepSpeed can't compile there
         optimizer, run["clap"]["optimizer_implementation"] = "FlatAdamW", "torch"
     (config := tmp_path / "run.json").write_text(json.dumps(run | {"comms_logger": {"enabled": True}}))
-    result = _bench(config, "deepspeed")
+    result = _bench(config, *deepspeed_launcher())
     assert result.returncode == 0, result.stdout + result.stderr
     directory, summary = _run_directory(config), _summary(config)
     log, report = ((directory / name).read_text() for name in ("rank0.log", "flops_profile.txt"))
@@ -95,17 +82,15 @@ def test_deepspeeds_own_from_end_to_end(tmp_path: Path) -> None:
         assert text.count("DeepSpeed Flops Profiler ----") == text.count(report) == 1
         assert text.count("time (ms) | fwd: ") == 5  # every step
         assert len(re.findall(r"all_reduce\s+", text)) == 1
-    flops, rate = summary["flops"], summary["samples_per_s_per_gpu"]["mean"]
+    flops = summary["flops"]
     assert flops["deepspeed_gflops"] == pytest.approx(flops["model_gflops"], rel=1e-9)
-    done_tflops = flops["training_gflops"] * rate / 1e3
-    assert summary["achieved_tflops"] == pytest.approx(done_tflops)
-    assert summary["mfu_model_percent"] == pytest.approx(100 * done_tflops / 3.0)
-    published_tflops = 3 * published_flops(load_preset("micro")) * rate / 1e12
-    assert summary["mfu_published_percent"] == pytest.approx(100 * published_tflops / 3.0)
+    rate_tflops = flops["training_gflops"] * summary["samples_per_s_per_gpu"]["mean"] / 1e3
+    assert summary["mfu_model_percent"] == pytest.approx(100 * rate_tflops / 3.0)
     assert "MFU (executed FLOPs)" in result.stdout
-    events = _scalars(directory / "tensorboard")
-    assert [samples for samples, _ in events["Train/Samples/lr"]] == [16, 32, 48, 64, 80]
-    assert "Train/Samples/elapsed_time_ms_forward" in events
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("Train/Samples/lr")] == [16, 32, 48, 64, 80]
+    assert "Train/Samples/elapsed_time_ms_forward" in events.Tags()["scalars"]
 
 
 def test_exhausted_memory_is_recorded_with_the_micro_batch(write_run: WriteRun) -> None:

@@ -18,14 +18,14 @@ MICRO = "clap.model.preset=micro train_micro_batch_size_per_gpu=4 clap.context_l
 NAME = "text.roberta.encoder.layer.0.output.dense.bias"
 
 
-def _wrong(factor: float) -> list[str]:
-    """Return the gradients reported as wrong if the compiled model's gradient of `NAME` is off by a factor."""
+def _wrong() -> list[str]:
+    """Return the gradients reported as wrong if the compiled model's gradient of `NAME` is off by 10%."""
     calls, plain = [0], gradient_check.gradients
 
     def off(*arguments: Any) -> dict[str, torch.Tensor]:
         calls[0] += 1
         found = plain(*arguments)
-        return found | ({NAME: factor * found[NAME]} if calls[0] == 3 else {})
+        return found | ({NAME: 1.1 * found[NAME]} if calls[0] == 3 else {})
 
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(gradient_check, "gradients", off):
         path = Path(folder) / "run.json"
@@ -35,6 +35,5 @@ def _wrong(factor: float) -> list[str]:
 
 
 @pytest.mark.end_to_end
-def test_a_gradient_that_is_off_is_reported(one_rank: RankPool) -> None:
-    assert one_rank.run(_wrong, 1.0) == [[]]
-    assert one_rank.run(_wrong, 1.1) == [[NAME]]
+def test_a_gradient_that_is_off_is_reported_and_no_other(one_rank: RankPool) -> None:
+    assert one_rank.run(_wrong) == [[NAME]]

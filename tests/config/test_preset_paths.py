@@ -38,7 +38,7 @@ def test_a_run_keeps_the_sizes_where_the_file_is_gone(write_run: Callable[..., P
     ("content", "message"),
     [
         (None, r"no preset '.*own.json'; expected one of .*, demo, .*; or the path of a preset's JSON"),
-        (changed("audio", embed_dm=8), r"own.json: audio\.embed_dm: no such field; did you mean 'embed_dim'\?"),
+        (changed("audio", embed_dm=8), r"own.json: audio\.embed_dm: no such field; did you mean 'audio.embed_dim'\?"),
         (changed("text", num_heads=3), "text: hidden_size 32 doesn't divide into num_heads 3"),
         ({"model_type": "bert"}, "config.json has model_type 'bert', expected 'clap'"),
         ({**CLAP, "text_config": {"hidden_act": "relu"}}, "own.json: text_config.hidden_act is 'relu'; only 'gelu'"),

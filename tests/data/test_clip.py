@@ -35,7 +35,7 @@ AUDIO = load_preset("clap_htsat_tiny_roberta_base_fused").audio.model_copy(updat
         ({"txt": "\ufeffein Glöckchen".encode()}, ["ein Glöckchen"]),
         ({"json": json.dumps({"caption": "a bell", "text": "no"}).encode()}, ["a bell"]),
         ({"json": json.dumps({"text": ["a bell", "", "a gong"]}).encode()}, ["a bell", "a gong"]),
-        ({}, "no caption: expected txt"),
+        ({}, "no caption: expected text, or a list of texts, in txt or caption or text"),
         ({"json": b'["a bell"]'}, "no caption"),
         ({"json": b'{"caption": '}, "can't be read: Expecting value"),
         ({"txt": b" \n"}, "empty caption"),
@@ -47,6 +47,13 @@ def test_captions_are_found_or_refused_with_a_reason(members: dict[str, bytes], 
     else:
         with pytest.raises(BrokenItemError, match=captions):
             captions_of(members)
+
+
+@pytest.mark.parametrize(("key", "caption"), [("title;txt", "a bell"), ("title;tags", "loud"), ("tags;txt", "loud")])
+def test_captions_are_found_by_the_first_name_that_exists(key: str, caption: str) -> None:
+    assert captions_of({"txt": b"a bell", "json": b'{"tags": ["loud"], "caption": "no", "title": null}'}, key) == [
+        caption
+    ]
 
 
 def read(features: np.ndarray | bytes, num_frames: int = 10, seed: int = 0) -> np.ndarray:

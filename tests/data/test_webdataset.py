@@ -55,8 +55,8 @@ def test_crops_and_captions_are_drawn_anew_in_each_pass(
     tmp_path: Path, open_source: OpenSource, tokenizer_dir: str
 ) -> None:
     ramp, captions = np.arange(1, 2001, dtype=np.float32) / 4000, ["a loud tone", "a click"]
-    write_tar(tmp_path / "a.tar", [("a.wav", wav(ramp)), ("a.json", json.dumps({"caption": captions}).encode())])
-    with open_source(str(tmp_path / "a.tar"), micro_batch=30) as source:
+    write_tar(tmp_path / "a.tar", [("a.wav", wav(ramp)), ("a.json", json.dumps({"title": captions}).encode())])
+    with open_source(str(tmp_path / "a.tar"), micro_batch=30, caption_key="tags;title") as source:
         batch = next(source)
     starts = (batch.audio[:, 0] / INT16_SCALE * 4000).round().long().tolist()
     assert len(set(starts)) > 20

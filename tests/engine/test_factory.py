@@ -1,16 +1,24 @@
 """Compare learning rates by tower with torch's AdamW with a group per parameter, for every kind of schedule."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler
 
+from clap_ds.config.errors import CollectiveUserError
+from clap_ds.distributed.collectives import raise_on_all_ranks
+from clap_ds.distributed.init import Ranks
+from clap_ds.engine.factory import fetch_from_hub
 from clap_ds.engine.state import fp32_state
+from clap_ds.weights import hub
 from tests.engine import test_engine as on
 from tests.engine.plain_ddp import PlainDDP
 from tests.rank_pool import RankPool
+from tests.training import reference_steps as reference
 
 TUNING: dict[str, Any] = {"lr_scale": {"text": 0.1}}
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -59,3 +67,17 @@ def test_updates_are_adamws_with_a_rate_for_each_tower(
 ) -> None:
     differences = two_ranks.run(_difference, precision, kind, stepping)
     assert all(difference <= on.ROUNDINGS for difference in differences), differences
+
+
+def _refusal() -> tuple[str, int]:
+    """Return the message, and how often this rank looked."""
+    ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2)
+    run = reference.settings(model={"preset": "htsat_tiny_roberta_base", "pretrained_text": True})
+    with mock.patch.object(hub, "load_by_name", side_effect=ValueError("not on the hub")) as load:
+        with pytest.raises(CollectiveUserError) as refused, raise_on_all_ranks():
+            fetch_from_hub(run.clap.model, run.clap.data, ranks)
+        return str(refused.value), load.call_count
+
+
+def test_one_rank_looks_for_weights_and_all_stop(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_refusal) == [("not on the hub", 1), ("not on the hub", 0)]

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from clap_ds.engine.factory import freeze
 from tests.engine.test_engine import batches_of, model_of, settings
 from tests.rank_pool import RankPool
 from tests.training.reference_steps import engine_of
@@ -28,11 +27,10 @@ def _events(action: Callable[[], object], *names: str) -> list[Any]:
 
 
 def _gradients(sync: str, precision: str, accumulation: int, changes: dict[str, Any]) -> tuple[Tensor, set[str]]:
-    """Return gradients of two steps from the same weights, in fp64, and the dtypes that were sent. If `changes` set fp32 for
-    sending, a tower is frozen. With `sync` "none" gradients are this rank's own."""
+    """Return gradients of two steps from the same weights, in fp64, and the dtypes that were sent. With `sync` "none" gradients
+    are this rank's own."""
     run = settings(precision, accumulation, "overlap" if sync == "none" else sync, **changes)
     model = model_of(run)
-    freeze(model, ["text"] if changes.get("communication_data_type") == "fp32" else [])
     engine, batches = engine_of(run, model), batches_of(run)
     found, dtypes = list[Tensor](), set[str]()
     for _ in range(2):
@@ -55,8 +53,7 @@ def _error_over_deepspeeds(*case: Any) -> tuple[set[str], float]:
     [
         ("bf16", 1, {}, {BF16, FP32}),  # matrices, and the vectors that stay fp32
         ("fp32", 2, {}, {FP32}),
-        ("autocast", 1, {"communication_data_type": "bf16"}, {BF16}),
-        ("bf16", 1, {"communication_data_type": "fp32"}, {FP32}),
+        ("bf16", 1, {"communication_data_type": "fp32"}, {FP32}),  # by DeepSpeed
     ],
 )
 def test_averages_are_as_exact_as_deepspeeds_own(
@@ -99,13 +96,12 @@ def _sent(sync: str, accumulation: str) -> list[float]:
         elements = sum(torch.Size(event.shapes()[0]).numel() for event in events)
         found.append(elements / sum(parameter.numel() for parameter in engine.model.parameters()))
 
-    for number in (1, 3):
-        engine.set_accumulation_steps(number)
-        note(engine.step, batches, off=True)
-        note(engine.step, batches, off=False)
-        note(engine.accumulate, batches, off=True)
-        engine.deepspeed.zero_grad()
-        note(engine.step, batches, off=False)
+    engine.set_accumulation_steps(2)
+    note(engine.step, batches, off=True)
+    note(engine.step, batches, off=False)
+    note(engine.accumulate, batches, off=True)
+    engine.deepspeed.zero_grad()
+    note(engine.step, batches, off=False)
     return found
 
 
@@ -114,4 +110,4 @@ def _sent(sync: str, accumulation: str) -> list[float]:
 def test_gradients_travel_once_a_step_and_never_where_they_are_off(
     two_ranks: RankPool, sync: str, accumulation: str
 ) -> None:
-    assert two_ranks.run(_sent, sync, accumulation) == [[0, 1, 0, 1] * 2] * 2
+    assert two_ranks.run(_sent, sync, accumulation) == [[0, 1, 0, 1]] * 2

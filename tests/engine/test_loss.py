@@ -56,7 +56,7 @@ def _with_gradients(kind: str, loss: Tensor, audio: Tensor, text: Tensor, *scala
 def _on_rank(kind: str, dtype: torch.dtype, scale: float, wire_dtype: torch.dtype) -> list[np.ndarray]:
     inputs = (*_features(dist.get_rank(), dtype), *_scalars(scale, dtype))
     with mock.patch.object(tiled_logits, "CPU_TILE", 3):
-        return _with_gradients(kind, LOSSES[kind].build(wire_dtype)(*inputs), *inputs)
+        return _with_gradients(kind, LOSSES[kind](wire_dtype)(*inputs), *inputs)
 
 
 def _expected(kind: str, world_size: int, dtype: torch.dtype, scale: float) -> list[np.ndarray]:
@@ -96,10 +96,8 @@ def test_gradients_are_those_of_one_process(
 
 @KINDS
 def test_bf16_on_the_wire_costs_only_its_rounding(eight_processes: RankPool, tmp_path: Path, kind: str) -> None:
-    exact, rounded = (
-        _averaged(_run(eight_processes, tmp_path, 4, _on_rank, kind, torch.float32, 14.3, wire))
-        for wire in (torch.float32, torch.bfloat16)
-    )
+    on_rank = partial(_run, eight_processes, tmp_path, 4, _on_rank, kind, torch.float32, 14.3)
+    exact, rounded = (_averaged(on_rank(wire)) for wire in (torch.float32, torch.bfloat16))
     for a, b in zip(exact, rounded, strict=True):
         # Relative errors of features and similarities are up to 2⁻⁹; logits have 14.3 times that, 3% of exp(logit).
         assert 0 < np.abs(a - b).max() <= 0.03 * max(np.abs(a).max(), 0.1)
@@ -114,7 +112,7 @@ def test_without_a_group_upstream_gradients_scale_all_in_tiles_of_any_width(
     theirs = torch.autograd.grad(expected / 2, (audio, text, scale))
     for tile in (1, 4, 5, 7):
         monkeypatch.setattr(tiled_logits, "CPU_TILE", tile)
-        loss = LOSSES[kind].build(torch.float64)(audio, text, scale, bias)
+        loss = LOSSES[kind](torch.float64)(audio, text, scale, bias)
         gradients = torch.autograd.grad(loss / 2, (audio, text, scale))
         torch.testing.assert_close(gradients, theirs, atol=1e-12, rtol=0)
 
@@ -142,17 +140,14 @@ class CountedBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func.__name__.split(".")[0]
-            if name == "_allgather_base_":
-                self.sent[name] += args[1].nbytes * (dist.get_world_size() - 1)
-            else:
-                self.sent[name] += 0
+            self.sent[name] += args[1].nbytes * (dist.get_world_size() - 1) if name == "_allgather_base_" else 0
         return func(*args, **(kwargs or {}))
 
 
 def _sent(kind: str, wire_dtype: torch.dtype) -> dict[str, int]:
     with CountedBytes() as counted:
         inputs = (*_features(dist.get_rank(), torch.float32), *_scalars(14.3, torch.float32))
-        LOSSES[kind].build(wire_dtype)(*inputs).backward()
+        LOSSES[kind](wire_dtype)(*inputs).backward()
     return dict(counted.sent)
 
 
@@ -168,12 +163,8 @@ def test_no_feature_gradient_is_sent(eight_processes: RankPool, tmp_path: Path) 
 
 
 def _early_and_late() -> list[np.ndarray]:
-    class Towers(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.audio_projection, self.text_projection = torch.nn.Identity(), torch.nn.Identity()
-
-    towers, early = Towers(), SoftmaxLoss(torch.float64)
+    towers: Any = torch.nn.ModuleDict({f"{name}_projection": torch.nn.Identity() for name in ("audio", "text")})
+    early = SoftmaxLoss(torch.float64)
     early.gather_early(towers)
     audio, text = _features(dist.get_rank(), torch.float64)
     scalars = _scalars(14.3, torch.float64)

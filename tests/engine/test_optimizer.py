@@ -15,7 +15,7 @@ from clap_ds.engine.factory import takes_flat_adamw
 from clap_ds.engine.optimizer import FlatAdamW, FlatStep, norm_of
 from tests.kernels import needs_kernels
 
-OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SIZES = (1, 15, 16, 33, 100, 40_003)
 
 
@@ -26,14 +26,12 @@ def test_steps_of_flat_groups_are_torchs(natively: bool, scale: float | torch.Te
     torch.manual_seed(0)
     flat = [torch.nn.Parameter(torch.randn(size)) for size in SIZES]
     plain = [torch.nn.Parameter(each.detach().clone()) for each in flat]
-    changes = [{"weight_decay": 0.1 * (i % 2), "lr": 1e-2 / (i + 1)} for i in range(len(SIZES))]
-    ours, reference = (
-        kind([{"params": [p], **change} for p, change in zip(each, changes, strict=True)], **options)  # type: ignore[operator]
-        for kind, each, options in (
-            (FlatAdamW, flat, {**OPTIONS, "cpu_kernels": natively}),
-            (torch.optim.AdamW, plain, {**OPTIONS, "foreach": False}),
-        )
+    changes: list[Any] = [{"weight_decay": 0.1 * (i % 2), "lr": 1e-2 / (i + 1)} for i in range(len(SIZES))]
+    ours = FlatAdamW(
+        [{"params": [p], **of} for p, of in zip(flat, changes, strict=True)], cpu_kernels=natively, **OPTIONS
     )
+    groups = [{"params": [p], **of} for p, of in zip(plain, changes, strict=True)]
+    reference = torch.optim.AdamW(groups, foreach=False, **OPTIONS)
     for _ in range(6):
         low = [torch.zeros(size, dtype=torch.bfloat16) for size in SIZES]
         gradients = [torch.randn(size).bfloat16() for size in SIZES]

@@ -25,14 +25,12 @@ def settings_of(options: str, run: RunSettings | None = None) -> dict[str, Any]:
 
 
 def test_options_say_what_to_evaluate_or_change_what_the_configuration_says(write_run: Callable[..., Path]) -> None:
-    options = (
-        "--retrieval a.tar b.tar --zero_shot c.tar --class_key label --template {}! --num_workers 2 --micro_batch 5"
-    )
-    alone = settings_of(options)
+    retrieval = settings_of("--retrieval a.tar b.tar --caption_key title")["retrieval"]
+    assert retrieval == {"shards": ["a.tar", "b.tar"], "caption_key": "title"}
+    alone = settings_of("--zero_shot c.tar --class_key label --template {}! --num_workers 2 --micro_batch 5")
     zero_shot: dict[str, Any] = {"shards": ["c.tar"], "class_key": "label", "templates": ["{}!"]}
-    retrieval = {"shards": ["a.tar", "b.tar"]}
     assert alone == {
-        "retrieval": retrieval, "zero_shot": zero_shot, "num_workers": 2, "batch_size": 5, "tokenizer": None,
+        "retrieval": None, "zero_shot": zero_shot, "num_workers": 2, "batch_size": 5, "tokenizer": None,
     }  # fmt: skip
     zero_shot = {"shards": "c.tar", "class_key": "label", "classes": {"a": ["b"], "c": ["d"]}}
     data = {"source": "webdataset", "shards": "train.tar", "tokenizer": "from-data"}

@@ -178,6 +178,7 @@ FOUR = [member for number in range(4) for member in clip_members(number, descrip
     ("task", "members", "changes", "message"),
     [
         ("retrieval", [("a.wav", b"RIFF"), ("a.txt", b"a caption")], {}, "retrieval.shards: none .* can be decoded"),
+        ("retrieval", FOUR, {"caption_key": "title"}, "retrieval.shards: expected clips with captions"),
         ("zero_shot", HUM, {}, "zero_shot.classes: expected at least 2 classes"),
         ("zero_shot", FOUR, {"class_key": "label"}, "zero_shot.shards: expected clips with 'label'"),
         ("zero_shot", FOUR, {"classes": {"hum": ["x"], "click": ["y"]}}, "zero_shot.classes: .* 'hiss'"),

@@ -42,7 +42,7 @@ def test_nothing_is_queued_unless_every_job_can_run(
     tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, message in (
-        (["--vary", "clap.bench.windws=2,3"], "did you mean 'windows'?"),
+        (["--vary", "clap.bench.windws=2,3"], "did you mean 'clap.bench.windows'?"),
         (["--vary", "train_micro_batch_size_per_gpu=4,zwei"], "train_micro_batch_size_per_gpu_zwei"),
         (["--vary", "train_batch_size=16,18", "--gpus", "4"], "n001-train_batch_size_18: train_batch_size: expected"),
         (["--global_batch", "48", "--nodes", "1", "2"], "n002: train_batch_size: expected"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from clap_ds.model import window_attention
 from clap_ds.model.swin import WindowAttention
 from clap_ds.model.window_attention import attend_windows
 from tests.model.kernel_cases import CASES, TOLERANCE, Case, by, draw, eager, largest_error
@@ -40,3 +41,17 @@ def test_the_bias_tables_gradient_is_summed_in_fp32() -> None:
 
     exact = gradient(torch.float64)
     assert (gradient(torch.bfloat16) - exact).norm() < 2 * 2**-9 * exact.norm()
+
+
+def test_a_batch_too_large_for_sdpa_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        batches.append(len(q))
+        return attend(q, *others)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(window_attention, "MOST_BATCHED", 11)
+    case, dtype = CASES[0], torch.float64  # 3 clips of 4 windows
+    assert largest_error(by("sdpa", case), eager(case), draw(case), dtype) < TOLERANCE[dtype]
+    assert batches == [11, 1]

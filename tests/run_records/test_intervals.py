@@ -4,13 +4,7 @@ import random
 
 import pytest
 
-from clap_ds.run_records.intervals import (
-    median_interval,
-    range_label,
-    rates,
-    student_t,
-)
-from clap_ds.run_records.sanity_checks import doubtful_mfu, uneven_steps
+from clap_ds.run_records.intervals import median_interval, rates, student_t
 
 
 @pytest.mark.parametrize("count", [6, 20])
@@ -18,38 +12,27 @@ def test_interval_covers_the_true_median_as_often_as_it_says(count: int) -> None
     rng, covered, trials = random.Random(count), 0, 4000
     for _ in range(trials):  # skewed, as step times are: log-normal with median 1
         interval = median_interval([rng.lognormvariate(0, 0.5) for _ in range(count)])
-        covered += interval.low <= 1.0 <= interval.high
-    assert interval.coverage is not None
-    assert interval.coverage >= 0.95
+        covered += interval["low"] <= 1.0 <= interval["high"]
+    assert interval["coverage"] >= 0.95
     # Four standard errors of a proportion near 0.97 over 4000 trials are 0.011.
-    assert covered / trials == pytest.approx(interval.coverage, abs=0.011)
-
-
-def test_too_few_values_for_95_percent_give_their_range_and_say_so() -> None:
-    interval = median_interval([0.0, 1.0, 2.0, 3.0])
-    assert (interval.low, interval.median, interval.high) == (0.0, 1.5, 3.0)
-    assert interval.coverage == 0.875
+    assert covered / trials == pytest.approx(interval["coverage"], abs=0.011)
 
 
 def test_rate_is_all_samples_over_all_seconds_whatever_the_windows() -> None:
     """Every tenth step takes 4× as long: 10 samples per step in 0.13 s on average."""
-    steps_s = [0.4 if step % 10 == 9 else 0.1 for step in range(6000)]
-    for size in (1, 7, 10, 250, 1000, 6000):
-        windows = [sum(steps_s[start : start + size]) for start in range(0, 6000, size)]
-        samples = [10 * min(size, 6000 - start) for start in range(0, 6000, size)]
+    steps_s = [0.4 if step % 10 == 9 else 0.1 for step in range(600)]
+    for size in (1, 7, 10, 250, 600):
+        windows = [sum(steps_s[start : start + size]) for start in range(0, 600, size)]
+        samples = [10 * min(size, 600 - start) for start in range(0, 600, size)]
         found = rates([a / b for a, b in zip(samples, windows, strict=True)], windows)
         assert found["mean"] == pytest.approx(10 / 0.13)
 
 
-def test_windows_have_a_range_without_a_percentage_and_slow_ones_are_counted() -> None:
+def test_windows_have_a_range_without_a_percentage() -> None:
     windows, window_s = [10.0, 12.0, 11.0, 9.0, 5.0, 10.0], [2.0] * 4 + [4.0, 2.0]
-    found = rates(windows, window_s)
-    of = {"slow_windows": 1, "windows": windows, "window_s": window_s}
-    assert found == {"mean": pytest.approx(124 / 14), "low": 5, "high": 12, **of}
-    assert (range_label(windows, 1), range_label([1.0], 0)) == (
-        "range of 6 windows, 1 of them slow",
-        "range of 1 window",
-    )
+    assert rates(windows, window_s) == {
+        "mean": pytest.approx(124 / 14), "low": 5, "high": 12, "windows": windows, "window_s": window_s,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -58,12 +41,3 @@ def test_windows_have_a_range_without_a_percentage_and_slow_ones_are_counted() -
 )
 def test_students_t_is_the_tables(coverage: float, degrees: int, quantile: float) -> None:
     assert student_t(coverage, degrees) == pytest.approx(quantile, abs=6e-4)
-
-
-def test_what_has_to_be_said_beside_a_figure_is_said_from_its_limit_on() -> None:
-    assert uneven_steps(100.0, 10, 0.1) == uneven_steps(100.0, 10, 0.1 / 1.019) == uneven_steps(100.0, 10, 0.102) == []
-    assert "100 samples/s (+30.0%)" in uneven_steps(10 / 0.13, 10, 0.1)[0]
-    assert "-4.8%" in uneven_steps(100.0, 10, 0.105)[0]
-    assert doubtful_mfu(None, None) == doubtful_mfu(100.0, 90.0) == []
-    of_published, of_model = doubtful_mfu(100.1, 90.2)
-    assert ("100.1%" in of_published, "90.2%" in of_model) == (True, True)

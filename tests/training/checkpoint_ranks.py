@@ -56,11 +56,8 @@ def warned() -> Iterator[list[str]]:
 
 def settings(precision: str = "bf16", **changes: Any) -> RunSettings:
     run = {"bf16": {"enabled": precision == "bf16"}, **(AUTOCAST if precision == "autocast" else {})}
-    run |= {
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
-        "train_micro_batch_size_per_gpu": ROWS // world_size(),
-    }
-    return run_settings(**run | changes)
+    adam, size = {"type": "AdamW", "params": {"lr": 5e-3}}, ROWS // world_size()
+    return run_settings(**run | {"optimizer": adam, "train_micro_batch_size_per_gpu": size} | changes)
 
 
 def engine(run: RunSettings, seed: int, *, noisy: bool = False) -> ClapEngine:
@@ -108,7 +105,7 @@ def progress(step: int) -> TrainState:
 
 
 def load(folder: Checkpointer, into: ClapEngine, path: Path | None = None, **options: Any) -> TrainState:
-    found = folder.find(path)
+    found = folder.find(path and str(path))
     assert found is not None
     return folder.load(found, into, **options)
 
@@ -134,22 +131,6 @@ def resumed(folder: str, precision: str, frozen: tuple[str, ...]) -> dict[str, A
     steps = second.steps, second.deepspeed.global_steps, second.deepspeed.skipped_steps
     found = {"saved": saved, "uninterrupted": uninterrupted, "resumed": again, "progress": loaded}
     return {**found, "steps": steps}
-
-
-def train_and_save(folder: str, precision: str) -> list[float]:
-    """Train three steps, save a checkpoint, and return the losses of four more."""
-    first = engine(settings(precision, scheduler=SCHEDULER), 1)
-    losses(first, 0, 3)
-    assert Checkpointer(folder).save(first, progress(3))[0].saved
-    return losses(first, 3, 4)
-
-
-def load_and_train(folder: str, precision: str) -> tuple[list[float], list[float]]:
-    """Return losses of four steps from the checkpoint, and from a new engine."""
-    run = settings(precision, scheduler=SCHEDULER)
-    second = engine(run, 99)
-    assert len(load(Checkpointer(folder), second).data) == 3 - world_size()
-    return losses(second, 3, 4), losses(engine(run, 98), 3, 4)
 
 
 def save(

@@ -40,9 +40,10 @@ def url() -> str:
     return f"unreliable://{uuid.uuid4().hex}/deep"
 
 
-def copy(url: str, *checkpoints: Path, keep_last: int = 3) -> list[Path]:
+def copy(url: str, *checkpoints: Path, keep_last: int = 3, minutes: float = 0.0) -> list[Path]:
     """Copy checkpoints and return those that failed."""
-    sync = BackgroundSync(url, CheckpointSettings(keep_last=keep_last, keep_best=0))
+    rule = CheckpointSettings(keep_last=keep_last, keep_best=0, remote_sync_every_minutes=minutes)
+    sync = BackgroundSync(url, rule, checkpoints[0].parent, checkpoints[0].parent / "runs" / "run-1")
     for checkpoint in checkpoints:
         sync.submit(checkpoint)
     return sync.close(30)
@@ -64,6 +65,18 @@ def test_there_and_back_is_the_same(url: str, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == ""
 
 
+def test_logs_go_with_checkpoints_and_history_comes_back(url: str, tmp_path: Path) -> None:
+    saved = [make_checkpoint(tmp_path / "here", step) for step in (1, 2, 3)]
+    for name in ("history.jsonl", "tensorboard/events", "runs/run-1/errors/rank0.json"):
+        (path := tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    assert copy(url, *saved, minutes=60.0) == []
+    assert names(url) == ["history.jsonl", "run-1", saved[0].name, saved[2].name, "tensorboard"]
+    assert names(f"{url}/run-1/errors") == ["rank0.json"]
+    RemoteFolder(url).download_newest(tmp_path / "new", {})
+    assert (tmp_path / "new" / "history.jsonl").read_text() == "history.jsonl"
+
+
 def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,18 +92,16 @@ def test_an_upload_that_breaks_off_is_none_and_is_warned_of(
     assert names(url) == ["step-00000001", "step-00000003"]  # leftovers are cleared
 
 
-def test_what_another_run_left_there_stays(url: str, tmp_path: Path) -> None:
+def test_another_runs_copy_stays_and_a_damaged_one_is_passed_over(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert copy(url, make_checkpoint(tmp_path / "theirs", 1, run="theirs")) == []
     assert copy(url, *(make_checkpoint(tmp_path / "ours", step, run="ours") for step in (1, 2, 3)), keep_last=1) == []
     assert names(url) == ["step-00000001", "step-00000003"]
-
-
-def test_a_damaged_copy_is_passed_over(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy(url, *(make_checkpoint(tmp_path / "here", step) for step in (1, 2)))
-    fsspec.url_to_fs(url)[0].pipe_file(f"{url}/step-00000002/weights.safetensors", b"changed")
+    fsspec.url_to_fs(url)[0].pipe_file(f"{url}/step-00000003/weights.safetensors", b"changed")
     assert RemoteFolder(url).download_newest(tmp_path / "new", {}) == tmp_path / "new" / "step-00000001"
     (warning,) = capsys.readouterr().err.splitlines()
-    assert all(part in warning for part in ("step-00000002", "weights.safetensors"))
+    assert all(part in warning for part in ("step-00000003", "weights.safetensors"))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["step-00000001"]
 
 

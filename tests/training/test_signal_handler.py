@@ -13,7 +13,7 @@ from tests.rank_pool import RankPool
 LIMIT = timedelta(seconds=60)
 
 
-def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
+def _agreed(signalled: int, number: int) -> tuple[list[tuple[int, bool]], bool]:
     """Return the agreed signal after each of four steps, and whether signal handlers are restored. Signals arrive after ranks
     have asked. In each step, another rank asks after the previous one has continued, which must not wait for it."""
     before, answers = list(map(signal.getsignal, signal_handler.STOP_SIGNALS)), []
@@ -22,7 +22,7 @@ def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
         for step in range(4):
             if dist.get_rank() != step % 2:
                 store.wait([f"{key} {step}"], LIMIT)
-            request.ask()
+            request.ask(is_late=step == 2 and dist.get_rank() == 0)
             store.set(f"{key} {step}", "")
             store.set(f"{key} {step} {dist.get_rank()}", "")
             if dist.get_rank() == signalled and step in (1, 2):
@@ -38,4 +38,7 @@ def _agreed(signalled: int, number: int) -> tuple[list[int], bool]:
     ("signalled", "number"), [(at % 2, number) for at, number in enumerate(signal_handler.STOP_SIGNALS)]
 )
 def test_all_ranks_stop_after_the_same_step(two_ranks: RankPool, signalled: int, number: signal.Signals) -> None:
-    assert two_ranks.run(_agreed, signalled, int(number)) == [([0, 0, number, number], True)] * 2
+    assert (
+        two_ranks.run(_agreed, signalled, int(number))
+        == [([(0, False), (0, False), (number, True), (number, False)], True)] * 2
+    )

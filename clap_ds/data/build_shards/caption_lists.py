@@ -6,7 +6,7 @@ import csv
 import io
 import os
 import re
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +54,15 @@ def values_of(row: Row, name: str) -> list[Any]:
     """Return a column's values: none, one, or several if merged rows differ."""
     value = row.get(name)
     return value if isinstance(value, list) else [] if value is None or value == "" else [value]
+
+
+def add_columns(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("how to read a list (default: detected)").add_argument
+    add("--audio_column", metavar="NAME", help="column of paths, or a template such as '{id}_{start}.wav'")
+    add("--caption_columns", nargs="+", metavar="NAME", help="columns of captions or class names")
+    more = "columns of several names separated by commas, semicolons or bars, such as FSD50K's labels; split into lists"
+    add("--multilabel_column", nargs="+", default=[], metavar="NAME", help=more)
+    add("--audio_root", type=Path, metavar="DIR", help="folder that paths are relative to (default: the list's)")
 
 
 def read_entries(source: Path, options: Namespace) -> list[Entry]:

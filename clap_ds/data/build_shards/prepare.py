@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import math
 import random
-import re
 import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
@@ -29,7 +28,7 @@ from clap_ds.config.model import PRESETS, AudioConfig, load_preset
 from clap_ds.cpu_kernels.patch_model import convert
 from clap_ds.data.build_shards import shard_writer
 from clap_ds.data.build_shards.shard_writer import Member, Named
-from clap_ds.data.clip import CLIP_FORMATS, FEATURES, captions_of, choose_clip
+from clap_ds.data.clip import CLIP_FORMATS, FEATURES, choose_clip
 from clap_ds.data.decoding import (
     AUDIO_FORMATS,
     BrokenItemError,
@@ -143,7 +142,6 @@ def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Itera
     for item in list_items(tar, lambda name, reason: broken.append((name, reason))):
         try:
             fetch(item)
-            captions_of(item)
             clip = preparation.clip(choose_clip(item, "encoded"))
         except BrokenItemError as error:
             broken.append((f"{tar}: {item['__key__']}", str(error)))
@@ -155,7 +153,7 @@ def members_of(tar: str, preparation: Preparation, broken: list[Named]) -> Itera
 def _by_name(tars: Iterable[str]) -> dict[str, str]:
     named: dict[str, str] = {}
     for tar in tars:
-        name = re.sub(r"\.(tar|tgz)\b.*", "", tar.rpartition("/")[2]) + ".tar"
+        name = tar.rpartition("/")[2].partition(".tar")[0] + ".tar"
         if named.setdefault(name, tar) != tar:
             raise UserError(f"{named[name]} and {tar} would both become {name}; prepare them into separate folders")
     return named

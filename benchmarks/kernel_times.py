@@ -1,0 +1,166 @@
+"""Command: the Triton kernels on this GPU, each against the least time that its traffic and arithmetic need.
+
+    python -m benchmarks.kernel_times [--clips 616] [--output FILE.md]
+
+Each kernel runs in bf16 at every size of HTSAT-tiny and HTSAT-base, next to the torch operations that it replaces. On a few
+clips its result and gradients are compared with these in fp32. Copy bandwidth and the rate of a large product are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.common import make_parser, show, table
+from clap_ds.config.errors import UserError, run_alone
+from clap_ds.config.model import AudioConfig, load_preset
+from clap_ds.model.mlp_triton import supports, triton_mlp
+from clap_ds.model.window_attention import attend_windows
+from clap_ds.model.windows import shifted_window_mask
+
+COLUMNS = (
+    "kernel {kernel} | size {size} | pass {pass} | ms {ms:.3f} | least ms {least_ms:.3f} | share {share:.0%}"
+    " | torch, ms {torch_ms:.3f} | error {error:.1e} | torch's error {torch_error:.1e} | note {note}"
+)
+ITEM = 2  # bytes of a bf16
+MATRIX = 8192  # rows and columns of the product that measures the rate
+FEW = 4  # clips of a comparison
+Function = Callable[..., Tensor]
+
+
+class Case(NamedTuple):
+    """A kernel at one size: `shapes` of its inputs, the first with clips in front; bytes moved and FLOPs of both passes."""
+
+    kernel: str
+    size: str
+    ours: Function | None
+    torchs: Function
+    shapes: Sequence[tuple[int, ...]]
+    moved: tuple[float, float]
+    flops: tuple[float, float]
+
+
+def attention_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
+    for grid, heads, dim in zip(audio.stage_grids, audio.num_heads, audio.stage_dims, strict=True):
+        window = min(audio.attention_window, grid)
+        for shift in (0, window // 2) if grid > window else (0,):
+            mask = shifted_window_mask(grid, window, shift) if shift else None
+            geometry: dict[str, Any] = {"mask_GNN": mask, "window": window, "shift": shift}
+            ours, torchs = (partial(attend_windows, **geometry, kernel=kernel) for kernel in ("triton", "sdpa"))
+            values, product = clips * grid**2 * dim * ITEM, 2 * clips * grid**2 * window**2 * dim
+            shapes = [(clips, grid, grid, 3 * dim), (heads, window**2, window**2)]
+            size = f"{grid}² × {dim}, {heads} heads, shift {shift}"
+            yield Case("attention", size, ours, torchs, shapes, (4 * values, 7 * values), (2 * product, 5 * product))
+
+
+def mlp_cases(audio: AudioConfig, clips: int) -> Iterator[Case]:
+    def eager(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+
+    for grid, dim in zip(audio.stage_grids, audio.stage_dims, strict=True):
+        hidden, tokens = audio.mlp_ratio * dim, clips * grid**2
+        moved, product = (2 * dim * tokens * ITEM, (5 * dim + 4 * hidden) * tokens * ITEM), 2 * tokens * dim * hidden
+        shapes = [(clips, grid**2, dim), (hidden, dim), (hidden,), (dim, hidden), (dim,)]
+        ours = triton_mlp if supports(dim, hidden) else None
+        yield Case("mlp", f"{grid}² × {dim}", ours, eager, shapes, moved, (2 * product, 5 * product))
+
+
+def text_cases(clips: int) -> Iterator[Case]:
+    """Yield the text tower's attention over 77 tokens, with each of torch's kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    heads, tokens, dim = 12, 77, 64
+    values, product = clips * heads * tokens * dim * ITEM, 2 * clips * heads * tokens**2 * dim
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        attend = sdpa_kernel(backend)(partial(F.scaled_dot_product_attention, dropout_p=0.1))
+        kernel, shapes = f"text attention, {backend.name.split('_')[0].lower()}", [(clips, heads, tokens, dim)] * 3
+        yield Case(kernel, "77 × 768", None, attend, shapes, (4.0 * values, 8.0 * values), (2 * product, 5 * product))
+
+
+def median_ms(function: Callable[[], object], warmup: int = 10, rep: int = 60) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(function, warmup=warmup, rep=rep, return_mode="median"))
+
+
+def peaks() -> tuple[float, float]:
+    """Return bytes per second of a large copy (read and written) and FLOP/s of a large bf16 product."""
+    source = torch.empty(2**31, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / median_ms(lambda: target.copy_(source)) * 1e3
+    # Random, because constant data draws less power and runs faster; long, for clocks to settle.
+    a, b = (torch.randn(MATRIX, MATRIX).bfloat16() for _ in range(2))
+    return bandwidth, 2 * MATRIX**3 / median_ms(lambda: a @ b, 1000, 2000) * 1e3
+
+
+def passes(function: Function, inputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Callable[[], Any], ...]:
+    """Return a function's forward and backward pass, with gradients of ones, as calls without arguments."""
+    leaves = [each.to(dtype).requires_grad_() for each in inputs]
+    output = function(*leaves)
+    ones = torch.ones_like(output)
+    return lambda: function(*leaves), lambda: torch.autograd.grad(output, leaves, ones, retain_graph=True)
+
+
+def errors(case: Case, inputs: list[Tensor]) -> dict[str, float]:
+    """Return the largest relative error of output and gradients in bf16, of a kernel and of torch, against torch in fp32."""
+    few = [inputs[0][:FEW], *inputs[1:]]
+
+    def results(function: Function, dtype: torch.dtype) -> list[Tensor]:
+        forward, backward = passes(function, few, dtype)
+        return [each.detach().float() for each in (forward(), *backward())]
+
+    expected, found = results(case.torchs, torch.float32), {}
+    for name, function in (("error", case.ours), ("torch_error", case.torchs)):
+        got = results(function or case.torchs, torch.bfloat16)
+        found[name] = max(float((g - e).norm() / e.norm()) for g, e in zip(got, expected, strict=True))
+    return found
+
+
+def rows_of(case: Case) -> Iterator[dict[str, Any]]:
+    """Yield the table's rows of both passes. A failure is a row, so that other kernels still run."""
+    both: list[dict[str, Any]] = [
+        {"kernel": case.kernel, "size": case.size, "pass": each} for each in ("forward", "backward")
+    ]
+    try:
+        inputs = [0.1 * torch.randn(shape, dtype=torch.bfloat16) for shape in case.shapes]
+        found = {} if case.ours is None else errors(case, inputs)
+        for name, function in (("torch_ms", case.torchs), ("ms", case.ours or case.torchs)):
+            for row, each in zip(both, passes(function, inputs, torch.bfloat16), strict=True):
+                row |= {name: median_ms(each), **found}
+    except Exception as error:
+        for row in both:
+            row["note"] = (str(error) or type(error).__name__).splitlines()[0].replace("|", "/")[:120]
+    for row, moved, flops in zip(both, case.moved, case.flops, strict=True):
+        yield {**row, "bytes": moved, "flops": flops}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("kernel_times", __doc__)
+    parser.add_argument("--clips", type=int, default=616, help="clips of HTSAT-tiny's micro-batch (default: 616)")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise UserError("no CUDA device: torch.cuda.is_available() is false")
+    torch.set_default_device("cuda")
+    bandwidth, rate = peaks()
+    rows, cases = list[dict[str, Any]](), list[Case]()
+    for preset, clips in (("htsat_tiny", options.clips), ("htsat_base", options.clips * 2 // 3)):
+        audio = load_preset(f"{preset}_roberta_base").audio
+        cases += [*attention_cases(audio, clips), *mlp_cases(audio, clips)]
+    for case in (*cases, *text_cases(options.clips)):
+        for row in rows_of(case):
+            row["least_ms"] = 1000 * max(row["bytes"] / bandwidth, row["flops"] / rate)
+            rows.append(row | ({"share": row["least_ms"] / row["ms"]} if "ms" in row else {}))
+        torch.cuda.empty_cache()
+    device = torch.cuda.get_device_name()
+    title = f"# {device}: copy {bandwidth / 1e12:.2f} TB/s, bf16 product {rate / 1e12:.0f} TFLOP/s"
+    figures = {"device": device, "bandwidth": bandwidth, "flops_per_s": rate, "rows": rows}
+    show(options.output, f"{title}\n\n{table(COLUMNS, rows)}", figures)
+
+
+if __name__ == "__main__":
+    run_alone(main)

@@ -1,0 +1,58 @@
+"""Test the encoder for mteb: embeddings of rows, and a task of mteb if it is installed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from clap_ds.inference.model import Clap
+from clap_ds.inference.mteb_encoder import MtebEncoder
+from tests.inference.conftest import noise
+
+SOUNDS = [{"array": noise(0.3 + 0.4 * n)[0] / (n + 1), "sampling_rate": 48000} for n in range(4)]
+TEXTS = ["a loud tone", "a quiet tone", "a click", "a loud tone"]
+
+
+def test_rows_are_embedded_by_what_they_have(clap: Clap, clap_folder: Path) -> None:
+    encoder = MtebEncoder(str(clap_folder), device="cpu")
+    audio, text = clap.embed_audio(SOUNDS, batch_size=3), clap.embed_text(TEXTS, batch_size=3)
+    both = [{"audio": sound, "text": caption} for sound, caption in zip(SOUNDS, TEXTS, strict=True)]
+    for names, expected in ((["audio"], audio), (["text"], text), (["audio", "text"], audio + text)):
+        rows: Any = [{name: row[name] for name in names} for row in both]
+        found = encoder.encode(DataLoader(rows, batch_size=3), batch_size=3, hf_split="test")
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(encoder.similarity(2 * audio, text), audio @ text.T, atol=1e-6)
+    pairs = encoder.similarity_pairwise(torch.tensor(audio), 3 * text)
+    np.testing.assert_allclose(pairs, (audio * text).sum(1), atol=1e-6)
+
+
+def test_a_task_of_mteb(clap: Clap, clap_folder: Path) -> None:
+    mteb = pytest.importorskip("mteb", reason="needs mteb: pip install 'clap-ds[mteb]'")
+    from datasets import Dataset, DatasetDict
+    from mteb.abstasks.zeroshot_classification import AbsTaskZeroShotClassification
+
+    labels = ["a loud tone", "a quiet tone", "a click"]
+    expected = (clap.embed_audio(SOUNDS) @ clap.embed_text(labels).T).argmax(1)
+
+    class Tiny(AbsTaskZeroShotClassification):
+        input_column_name = "audio"
+        metadata = mteb.TaskMetadata(
+            name="Tiny", type="AudioZeroshotClassification", modalities=["audio", "text"], eval_splits=["test"],
+            main_score="accuracy", eval_langs=["eng-Latn"], description="x", category="a2t",
+            dataset={"path": "x", "revision": "1"},
+        )  # fmt: skip
+
+        def load_data(self, **_: Any) -> None:
+            labels = [int(expected[0]), *((expected[1:] + 1) % 3).tolist()]  # one of four is what the model finds
+            self.dataset = DatasetDict({"test": Dataset.from_dict({"audio": SOUNDS, "label": labels})})
+            self.data_loaded = True
+
+        def get_candidate_labels(self) -> list[str]:
+            return labels
+
+    result = mteb.evaluate(MtebEncoder(str(clap_folder)), Tiny(), cache=None)
+    (scores,) = result.task_results[0].scores["test"]
+    assert scores["accuracy"] == 0.25
