@@ -67,6 +67,8 @@ class OpenClipModel(ContrastiveModel):
 
     def front_end(self, audio: Tensor) -> dict[str, Tensor]:
         """Return open_clip's batch of waveforms (batch, num_samples), int16 or of full scale ±1: for NaFlex, patches."""
+        if audio.ndim != 2:
+            raise ValueError(f"{self.config.name} takes waveforms, not log-mel features")
         if self.mel is None:
             return {
                 "waveform": full_scale(audio),
