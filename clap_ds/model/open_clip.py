@@ -86,6 +86,3 @@ class OpenClipModel(ContrastiveModel):
         """Return token ids alone; open_clip's towers recognize padding."""
         assert packing is None
         return (input_ids,)
-
-    def batch_norms(self) -> list[Any]:
-        return [each for each in self.audio.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
