@@ -59,6 +59,8 @@ class OpenClipModel(ContrastiveModel):
         self.logit_scale, self.logit_bias = theirs.logit_scale, theirs.logit_bias
         for tower in activation_checkpointing:
             getattr(theirs, tower).set_grad_checkpointing()
+        for parameter in self.parameters():
+            parameter.data = parameter.data.contiguous()  # DeepSpeed requires it; HTSAT's mel filters are transposed
         self._sizes = theirs.audio.cfg
         if self._sizes.enable_fusion or self._sizes.training_head:
             raise ValueError(f"{config.name}: open_clip's feature fusion and training head are not supported")
