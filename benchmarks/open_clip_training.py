@@ -77,7 +77,7 @@ def their_losses(
     groups = [{"params": [p for (_, p), skip in zip(named, plain, strict=True) if skip], "weight_decay": 0.0}]
     groups += [{"params": [p for (_, p), skip in zip(named, plain, strict=True) if not skip]}]
     optimizer = torch.optim.AdamW(groups, **ADAMW)
-    wrapped = nn.parallel.DistributedDataParallel(model) if ranks.world_size > 1 else model
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if ranks.world_size > 1 else model
     losses = []
     for noise, captions in data:
         read = [transform((clip[None], rate)) for clip in full_scale(noise)]

@@ -66,6 +66,17 @@ class OpenClipModel(ContrastiveModel):
             raise ValueError(f"{config.name}: open_clip's feature fusion and training head are not supported")
         is_naflex = self._sizes.model_type == "naflexvit"  # its filters are HTK's, like those of feature fusion
         self.mel = LogMel(config.audio.model_copy(update={"fusion": True})) if is_naflex else None
+        self._freeze_unused()
+        self.train()
+
+    def _freeze_unused(self) -> None:
+        """Stop training parameters that get no gradient, such as HTSAT's classifier: the all-reduce would wait for them."""
+        tokens = torch.full((1, self.config.text.max_tokens), 2)  # 0 and 1 are padding
+        outputs = self.eval()(torch.zeros(1, self.config.audio.num_samples), tokens, None)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad([each.sum() for each in outputs], trained, allow_unused=True)
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.requires_grad_(gradient is not None)
 
     def front_end(self, audio: Tensor) -> dict[str, Tensor]:
         """Return open_clip's batch of waveforms (batch, num_samples), int16 or of full scale ±1: for NaFlex, patches."""

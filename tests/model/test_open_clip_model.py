@@ -41,6 +41,10 @@ def test_a_model_of_open_clip_embeds_batches_and_takes_its_checkpoints(name: str
     )
     model = new_model(config, learns_bias=True, activation_checkpointing=["audio"], drop_path=0.1)
     assert model.audio.is_checkpointed
+    frozen = {key for key, each in model.named_parameters() if not each.requires_grad}
+    assert frozen == {"audio.filters", "audio.unused.weight", "audio.unused.bias"} | (
+        {"audio.norm.weight", "audio.norm.bias"} if name == "fake-naflex" else set()
+    )
     waveforms = torch.randint(-9000, 9000, (3, 16000), dtype=torch.int16)
     tokenizer = load_tokenizer(config.text.hub_name, vocab_size=0)
     ids, mask = tokenize(["a dog", "rain on a roof", "hum"], tokenizer, 5)
