@@ -88,7 +88,8 @@ def run_config(content: dict[str, Any], command: Sequence[str], folder: Path, li
                 process.wait(LAST_WORDS_S)
     for path in folder.glob("run-*/summary.json"):
         row = read_json(path)
-        row |= {f"{kind}_gb": (row.get(f"memory_{kind}_bytes") or 0) / 1e9 for kind in ("peak", "reserved_peak")}
+        kinds = ("peak", "reserved_peak", "context")
+        row |= {f"{kind}_gb": (row.get(f"memory_{kind}_bytes") or 0) / 1e9 for kind in kinds}
     lines = ["no output", *filter(None, map(str.strip, log.read_text(errors="replace").splitlines()))]
     last = next((line for line in reversed(lines) if re.search(r"\berror: |Error\b", line)), lines[-1])
     note = "" if state == "completed" else (row.get("error") or last.removeprefix("error: ")[:200]).replace("|", "/")

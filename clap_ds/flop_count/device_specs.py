@@ -98,7 +98,7 @@ def gpu_named(name: str) -> Gpu:
     plain = name.casefold().replace("_", "-")
     found = GPUS.get(ALIASES.get(plain, plain))
     if found is None:
-        raise UserError(f"--gpu {name}: unknown GPU{did_you_mean(plain, GPUS)}")
+        raise UserError(f"--gpu {name}: unknown GPU{did_you_mean(plain, GPUS, len(GPUS))}")
     return found
 
 

@@ -40,9 +40,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> list[int]:
-    """Return `peak_memory_bytes` and, on a GPU, the allocator's peak reserved bytes."""
-    reserved = [torch.cuda.max_memory_reserved(device)] if device.type == "cuda" else []
-    return [peak_memory_bytes(device), *reserved]
+    """Return `peak_memory_bytes` and, on a GPU, the allocator's peak reserved bytes and those used outside it now."""
+    if device.type != "cuda":
+        return [peak_memory_bytes(device)]
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    return [peak_memory_bytes(device), torch.cuda.max_memory_reserved(device), outside]
 
 
 def energy_joules(device: torch.device) -> float:
@@ -63,7 +66,7 @@ def energy(joules: float, samples: int) -> Summary:
 
 
 def largest_memory(ranks: Iterable[Sequence[float]]) -> Summary:
-    names = ("memory_peak_bytes", "memory_reserved_peak_bytes")
+    names = ("memory_peak_bytes", "memory_reserved_peak_bytes", "memory_context_bytes")
     return cast(Summary, {name: int(max(of)) for name, of in zip(names, zip(*ranks, strict=True), strict=False)})
 
 

@@ -104,6 +104,8 @@ class Summary(TypedDict, total=False):
     memory_peak_bytes: int
     """Tensors on a GPU, the process on a CPU; of the rank with the most."""
     memory_reserved_peak_bytes: int
+    memory_context_bytes: int
+    """Used on the GPU outside torch's allocator: CUDA's context, kernels, libraries, NCCL, and other processes."""
     energy_kwh: float
     """Of all GPUs by NVML's counters: in timed windows, in training of this start. Absent without a GPU."""
     joules_per_sample: float

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import ENDLESS, RANKS, ROOT, TRAINING, Submit
+from tests.cluster.conftest import ENDLESS, RANKS, ROOT, TRAINING, Submit, site_file
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.conftest import micro_run
 
@@ -64,6 +64,22 @@ def test_training_saves_at_its_time_and_is_queued_until_done(submit: Submit, clu
     assert requeued["resumed_at_step"] == stopped["step"]
     assert (last["resumed_at_step"], last["step"]) == (requeued["step"], 150)
     assert [attempt["requeued"] for attempt in job.record["attempts"]] == [True, False, False]
+
+
+def test_sweep_as_an_array(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "tiny.json").write_text(json.dumps(micro_run()))
+
+    def sweep(*words: str) -> str:
+        return cluster.run("ctl", sys.executable, str(ROOT / "launch" / "sweep.py"), *words, folder=tmp_path).stdout
+
+    run = ["--cluster", site_file(tmp_path), "--config", "tiny.json", "--folder", "lr", "--gpus", "2"]
+    assert "submitted n001-lr_0.002: job " in sweep(*run, "--array", "--vary", "optimizer.params.lr=1e-3,2e-3")
+    cluster.wait_until(lambda: "2 completed" in sweep("status", "lr"), 240, "both jobs' ends")
+    assert "resubmitting 0 of 2 jobs" in sweep("resume", "lr")
+    runs = [
+        json.loads(path.read_text())["clap"]["output"]["run_name"] for path in tmp_path.glob("lr/runs/*/config.json")
+    ]
+    assert sorted(runs) == ["n001-lr_0.001", "n001-lr_0.002"]
 
 
 # --- DeepSpeed's own command, as at the start of docs/clusters.md

@@ -32,7 +32,7 @@ def test_gpus_of_plans_are_complete_and_found_by_their_names() -> None:
         assert min(gpu.fp32_tflops, gpu.memory_tbytes_per_s, gpu.memory_gib, gpu.link_gbytes_per_s) > 0, name
     assert set(ALIASES.values()) <= set(GPUS)
     assert gpu_named("H100_SXM") is gpu_named("h100") is GPUS["h100-sxm"]
-    for name, said in (("h100-sxn", "did you mean 'h100-sxm'"), ("tpu", r"expected one of a100-sxm-40gb, .*, mi300x")):
+    for name, said in (("h100-sxn", "did you mean 'h100-sxm'"), ("tpu", r"expected one of v100-16gb, .*, mi300x")):
         with pytest.raises(UserError, match=f"--gpu {name}: unknown GPU; {said}"):
             gpu_named(name)
 

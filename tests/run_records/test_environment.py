@@ -9,7 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from clap_ds.run_records.environment import energy, energy_joules, environment, peak_memory_bytes
+from clap_ds.run_records.environment import (
+    energy,
+    energy_joules,
+    environment,
+    largest_memory,
+    peak_memory,
+    peak_memory_bytes,
+)
 
 CPU = torch.device("cpu")
 
@@ -23,6 +30,15 @@ def test_what_a_run_ran_on_can_be_written_down() -> None:
     assert found["command"] == [sys.executable, *sys.argv]
     highest_kib = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
     assert peak_memory_bytes(CPU) == pytest.approx(1024 * highest_kib, rel=0.01)
+
+
+def test_memory_of_a_gpu_includes_what_torch_does_not_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"max_memory_allocated": 5, "memory_reserved": 6, "max_memory_reserved": 8, "mem_get_info": (3, 10)}
+    for name, size in sizes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
+    ranks = [peak_memory(torch.device("cuda")), [7, 7, 0]]
+    names = ("memory_peak_bytes", "memory_reserved_peak_bytes", "memory_context_bytes")
+    assert largest_memory(ranks) == dict(zip(names, (7, 8, 1), strict=True))
 
 
 def test_energy_is_by_nvmls_counter_and_absent_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
